@@ -1,0 +1,28 @@
+# Two commands do everything on a fresh clone: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint setup clean
+
+# Installs once, and again whenever the dependencies change.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all,test]'
+	@touch $@
+
+setup: $(VENV)/.installed
+
+test: lint
+	$(BIN)/pytest -n 2 --dist worksteal
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+clean:
+	rm -rf $(VENV) runs results demo

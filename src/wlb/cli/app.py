@@ -1,0 +1,65 @@
+"""The ``wlb`` command: one Typer application, one small module per command.
+
+``main`` is the single place where a mistake of the user becomes one line on stderr and exit status 2.
+Commands import what they need when they run, so that ``wlb --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from wlb import __version__
+from wlb.cli import compare, prepare, train, tune
+from wlb.errors import UserError
+
+app = typer.Typer(
+    name="wlb",
+    help="Workload-balanced 4D-parallel training on documents of very different lengths.",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"wlb-llm {__version__}")
+        raise typer.Exit
+
+
+# The base of every mistake on the command line (ClickException); typer carries its own copy of click from 0.29 on.
+_CommandLineError = typer.BadParameter.__mro__[2]
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version and leave."
+    ),
+) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+app.command("prepare", rich_help_panel="Data")(prepare.prepare)
+app.command("compare", rich_help_panel="Planning")(compare.compare)
+app.command("tune", rich_help_panel="Planning")(tune.tune)
+app.command("train", rich_help_panel="Training")(train.train)
+
+
+def main() -> None:
+    """Run the command line; exits 0 on success, 2 with one line on stderr for a user's mistake."""
+    try:
+        status = app(standalone_mode=False)
+    except (UserError, _CommandLineError) as error:
+        message = str(error) if isinstance(error, UserError) else error.format_message()
+        print(f"wlb: error: {message}", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        print("wlb: interrupted", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(status if isinstance(status, int) else 0)

@@ -1,0 +1,3 @@
+"""placeholder"""
+def prepare() -> None:
+    """placeholder"""

@@ -1,0 +1,224 @@
+"""The configuration of a training job: TOML sections, validated before anything starts.
+
+``load_config`` reads a file, applies ``section.key=value`` overrides and returns a frozen ``JobConfig``; every
+mistake becomes a ``UserError`` that names the key, the value and what is allowed. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from wlb.errors import UserError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """Which model: a preset name, with any dimension overridden."""
+
+    name: str = Field("tiny", description="Preset: tiny, 550m, 7b, 30b, 70b, llama3-8b, ...")
+    hidden: PositiveInt | None = Field(None, description="Width of the residual stream")
+    layers: PositiveInt | None = Field(None, description="Transformer blocks, over all pipeline stages")
+    heads: PositiveInt | None = Field(None, description="Query heads")
+    kv_heads: PositiveInt | None = Field(None, description="Key/value heads (grouped-query attention)")
+    ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
+    rope_theta: float = Field(500_000.0, gt=0, description="Base of the rotary position frequencies")
+    norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
+
+
+class DataConfig(Section):
+    """Which documents, and what happens to those longer than the context window."""
+
+    store: Path = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
+    context_window: PositiveInt = Field(4096, description="Longest run of tokens attention may span")
+    overlong: Literal["split", "truncate", "drop", "error"] = Field(
+        "split", description="What happens to documents longer than the context window"
+    )
+    seed: int = Field(0, ge=0, description="Seed of the document order")
+    shuffle: bool = Field(True, description="Shuffle documents anew in every epoch")
+
+
+class ParallelConfig(Section):
+    """How many processes, along which dimensions; the product is the world size."""
+
+    dp: PositiveInt = Field(1, description="Data-parallel size (FSDP2)")
+    pp: PositiveInt = Field(1, description="Pipeline-parallel size")
+    cp: PositiveInt = Field(1, description="Context-parallel size")
+    tp: PositiveInt = Field(1, description="Tensor-parallel size")
+    virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
+    schedule: Literal["1f1b", "interleaved_1f1b"] = Field("1f1b", description="Pipeline schedule")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pp * self.cp * self.tp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual_pp
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.virtual_pp > 1 and self.schedule != "interleaved_1f1b":
+            raise ValueError(
+                f"parallel.virtual_pp = {self.virtual_pp} needs parallel.schedule = 'interleaved_1f1b'"
+            )
+        if self.virtual_pp > 1 and self.pp == 1:
+            raise ValueError(f"parallel.virtual_pp = {self.virtual_pp} needs parallel.pp of at least 2")
+        return self
+
+
+class PackingConfig(Section):
+    """How documents become micro-batches."""
+
+    method: Literal["sequential", "fixed_greedy", "fixed_solver", "variable_length"] = Field(
+        "variable_length", description="Packer"
+    )
+    micro_batches: PositiveInt = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
+    max_length_factor: float = Field(
+        1.5, ge=1, description="L_max, the most tokens of a micro-batch, in context windows (variable_length)"
+    )
+    outlier_thresholds: Literal["auto"] | tuple[PositiveInt, ...] = Field(
+        "auto", description="Lengths from which documents wait in an outlier queue (variable_length)"
+    )
+    max_delay: PositiveInt = Field(16, description="Steps after which a waiting document goes first")
+    window: PositiveInt = Field(1, description="Global batches packed together (fixed_*)")
+    solver_seconds: float = Field(10.0, gt=0, description="Time limit of one solve (fixed_solver)")
+    assignment: Literal["arrival", "balanced"] = Field(
+        "balanced", description="How micro-batches are dealt to data-parallel ranks"
+    )
+    order: Literal["arrival", "pipeline"] = Field(
+        "pipeline", description="Order of micro-batches inside a rank: as packed, or heavy in the middle"
+    )
+
+
+class ShardingConfig(Section):
+    """How context-parallel ranks share a micro-batch (used when parallel.cp > 1)."""
+
+    strategy: Literal["per_sequence", "per_document", "adaptive", "hybrid"] = "per_document"
+
+
+class TrainingConfig(Section):
+    """The optimisation run."""
+
+    steps: PositiveInt | None = Field(None, description="Optimizer steps; without it, one epoch")
+    dtype: Literal["float64", "float32", "bfloat16"] = Field("float32", description="Compute type")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
+    seed: int = Field(0, ge=0, description="Seed of the initial weights")
+    learning_rate: float = Field(3e-4, gt=0, description="Peak AdamW learning rate")
+    warmup_steps: int = Field(10, ge=0, description="Steps of linear warm-up")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moment decay rates")
+    gradient_clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
+    threads: PositiveInt | None = Field(None, description="CPU threads per process; default cores / processes")
+    prefetch: PositiveInt = Field(2, description="Steps planned and read ahead of training")
+    timeout_seconds: float = Field(300.0, gt=0, description="Longest wait in one collective")
+
+
+class CheckpointConfig(Section):
+    """Where and how often the job saves its state."""
+
+    dir: Path | None = Field(None, description="Directory of checkpoints; none are written without it")
+    every: PositiveInt = Field(100, description="Steps between checkpoints")
+    keep: PositiveInt = Field(2, description="Newest checkpoints that are kept")
+    resume: bool = Field(True, description="Continue from the newest checkpoint in dir, if there is one")
+
+
+class MetricsConfig(Section):
+    """What the job writes about itself."""
+
+    dir: Path = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
+    document_ids: bool = Field(False, description="List the documents of every step in steps.jsonl")
+    tensorboard: bool = Field(True, description="Write TensorBoard event files")
+
+
+class JobConfig(Section):
+    """All sections of one training job."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    packing: PackingConfig = PackingConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    training: TrainingConfig = TrainingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> JobConfig:
+        if self.packing.micro_batches % self.parallel.dp:
+            raise ValueError(
+                f"packing.micro_batches = {self.packing.micro_batches} counts all data-parallel ranks and must "
+                f"be a multiple of parallel.dp = {self.parallel.dp}"
+            )
+        per_rank = self.packing.micro_batches // self.parallel.dp
+        if self.parallel.virtual_pp > 1 and per_rank % self.parallel.pp:
+            raise ValueError(
+                f"interleaved 1F1B runs micro-batches in rounds of parallel.pp = {self.parallel.pp}; "
+                f"packing.micro_batches / parallel.dp = {per_rank} must be a multiple of it"
+            )
+        for threshold in self.packing.outlier_thresholds if self.packing.outlier_thresholds != "auto" else ():
+            if threshold > self.data.context_window:
+                raise ValueError(
+                    f"packing.outlier_thresholds has {threshold}, over data.context_window = "
+                    f"{self.data.context_window}: no document could reach it"
+                )
+        return self
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
+    """Read a TOML file, apply ``section.key=value`` overrides and validate.
+
+    Override values are TOML (``[1, 2]``, ``true``, ``1e-3``); anything that is not is taken as a string.
+    Relative paths stay relative to the working directory. Raises ``UserError`` for every mistake.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"config {path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"config {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(document, override)
+    try:
+        return JobConfig.model_validate(document)
+    except ValidationError as error:
+        raise UserError(f"config {path}: {_first_problem(error)}") from None
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (separator and dot and section and key):
+        raise UserError(f"--set {override!r} is not of the form section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = document.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise UserError(f"--set {override!r}: [{section}] is not a section of the config")
+    table[key] = value
+
+
+def _first_problem(error: ValidationError) -> str:
+    problems = error.errors()
+    first = problems[0]
+    where = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and "[" not in part)
+    what = first["msg"].removeprefix("Value error, ")
+    value = first["input"]
+    shown = f" (got {value!r})" if where and first["type"] != "missing" and not isinstance(value, dict) else ""
+    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"{where + ': ' if where else ''}{what}{shown}{more}"

@@ -1,0 +1,82 @@
+"""What packing produces: the plan of one optimizer step, as plain data.
+
+A ``StepPlan`` holds, for every data-parallel rank, its micro-batches in the order in which they enter the
+pipeline; a ``MicroBatch`` holds segments. Plans compare with ``==`` and survive a round trip through JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from wlb.documents.segments import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Segments that go through the model together; attention never crosses from one to another.
+
+    ``workload`` is its predicted seconds, forward and backward, on one GPU, all layers (W_a + W_l).
+    """
+
+    segments: tuple[Segment, ...]
+    workload: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(segment.length for segment in self.segments)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [segment.length for segment in self.segments]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One optimizer step: ``ranks[d][i]`` is the i-th micro-batch of data-parallel rank d."""
+
+    step: int
+    ranks: tuple[tuple[MicroBatch, ...], ...]
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """All micro-batches of the step, rank after rank."""
+        return tuple(micro_batch for rank in self.ranks for micro_batch in rank)
+
+    @property
+    def segments(self) -> Iterator[Segment]:
+        return (segment for rank in self.ranks for micro_batch in rank for segment in micro_batch.segments)
+
+    @property
+    def tokens(self) -> int:
+        return sum(segment.length for segment in self.segments)
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean micro-batch workload; 1.0 is perfect balance (an empty step counts as 1.0)."""
+        workloads = [micro_batch.workload for micro_batch in self.micro_batches]
+        total = sum(workloads)
+        return max(workloads) * len(workloads) / total if total else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "ranks": [
+                [
+                    {"segments": [list(s) for s in micro_batch.segments], "workload": micro_batch.workload}
+                    for micro_batch in rank
+                ]
+                for rank in self.ranks
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> StepPlan:
+        return cls(
+            step=data["step"],
+            ranks=tuple(
+                tuple(MicroBatch(tuple(Segment(*s) for s in m["segments"]), m["workload"]) for m in rank)
+                for rank in data["ranks"]
+            ),
+        )

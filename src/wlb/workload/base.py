@@ -1,0 +1,32 @@
+"""What packing, sharding and simulation ask of a workload model."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Phase = Literal["forward", "backward", "both"]
+Seconds = NDArray[np.float64]
+
+
+class Workload(Protocol):
+    """Predicted seconds that one GPU of a (tp, cp) group spends on a micro-batch, over all layers of the model.
+
+    W_a is what attention costs, the sum over documents of a function of each document's length; W_l is
+    everything else (GEMM, element-wise, collectives), a function of the micro-batch's token count
+    (WLB-LLM, section 4.1). Times for one of ``pp`` pipeline stages are these divided by ``pp``.
+    """
+
+    def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
+        """W_a of each whole document (or segment) alone; shape of ``lengths`` (tokens)."""
+        ...
+
+    def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """W_l of micro-batches of ``tokens`` tokens; shape of ``tokens``."""
+        ...
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        """The additive price of each document: W_a plus its share of W_l, forward and backward."""
+        ...
