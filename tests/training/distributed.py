@@ -1,0 +1,111 @@
+"""Start a few real processes joined by gloo, run one function in each, and hand back what they return.
+
+``run_ranks(4, function, *arguments)`` calls ``function(*arguments)`` in four processes that already share a
+process group, and returns the four results in rank order. The function lives at the top level of a module and
+its arguments and results pickle. Nothing can hang: collectives time out, so does the whole call, the first
+rank that fails takes the others with it, and its traceback is the test's failure.
+
+Processes are forked from a clean server that has imported torch once, so that starting eight costs little.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.pipelining"])
+
+
+class RankFailure(AssertionError):
+    """A process raised, died or ran out of time."""
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0
+) -> list[Any]:
+    """Call ``function(*arguments)`` in ``world_size`` gloo processes; results in rank order.
+
+    Raises ``RankFailure`` with the traceback of the first rank that fails, or after ``seconds``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        receivers: list[Connection] = []
+        processes = []
+        for rank in range(world_size):
+            receiver, sender = _processes.Pipe(duplex=False)
+            process = _processes.Process(
+                target=_run_rank,
+                args=(rank, world_size, Path(folder) / "store", seconds, sender, function, arguments),
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            receivers.append(receiver)
+            processes.append(process)
+        try:
+            results = _collect(receivers, deadline=time.monotonic() + seconds)
+            for process in processes:
+                process.join(timeout=10)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+    return results
+
+
+def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailure(f"ranks {sorted(waiting.values())} ran out of time")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = waiting.pop(receiver)
+            try:
+                failure, value = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                raise RankFailure(f"rank {rank} died without a word") from None
+            if failure:
+                raise RankFailure(f"rank {rank} failed:\n{failure}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    store: Path,
+    seconds: float,
+    sender: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=seconds),
+        )
+        outcome = ("", function(*arguments))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:
+        outcome = (traceback.format_exc(), None)
+    sender.send_bytes(pickle.dumps(outcome))
