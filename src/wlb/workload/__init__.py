@@ -1,0 +1,33 @@
+"""What a document and a micro-batch cost: W_a and W_l, in predicted seconds."""
+
+from __future__ import annotations
+
+from wlb.workload.analytic import AnalyticWorkload, analytic_workload
+from wlb.workload.base import Phase, Seconds, Workload
+from wlb.workload.hardware import HARDWARE, Hardware, hardware_preset
+from wlb.workload.model_shapes import MODEL_SHAPES, ModelShape, model_shape
+
+__all__ = [
+    "HARDWARE",
+    "MODEL_SHAPES",
+    "AnalyticWorkload",
+    "Hardware",
+    "ModelShape",
+    "Phase",
+    "Seconds",
+    "Workload",
+    "make_workload",
+    "model_shape",
+]
+
+
+def make_workload(
+    model: str | ModelShape = "7b", hardware: str | Hardware = "h100", tp: int = 1, cp: int = 1
+) -> AnalyticWorkload:
+    """Price ``model`` (a preset or any shape) on ``hardware`` (a preset or any rates), on tp x cp GPUs.
+
+    Raises ``UserError`` for an unknown preset, and where ``tp`` does not divide the heads.
+    """
+    shape = model_shape(model) if isinstance(model, str) else model
+    rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
+    return analytic_workload(shape, rates, tp, cp)

@@ -12,7 +12,7 @@ Seconds = NDArray[np.float64]
 
 
 class Workload(Protocol):
-    """Predicted seconds that one GPU of a (tp, cp) group spends on a micro-batch, over all layers of the model.
+    """Predicted seconds that one GPU of a (tp, cp) group spends on a micro-batch, over all layers.
 
     W_a is what attention costs, the sum over documents of a function of each document's length; W_l is
     everything else (GEMM, element-wise, collectives), a function of the micro-batch's token count

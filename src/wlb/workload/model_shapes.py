@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wlb.errors import UserError
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -19,3 +21,31 @@ class ModelShape:
     head_dim: int
     ffn_hidden: int
     vocab_size: int
+
+
+# hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size
+MODEL_SHAPES: dict[str, ModelShape] = {
+    # Small enough for a CPU; a 4,096-token window has the attention:linear ratio of a 7B model at 128K.
+    "tiny": ModelShape(128, 4, 4, 2, 32, 352, 512),
+    # The sizes that WLB-LLM trains. Their widths are assumed: Llama 2 7B and 70B, Llama 1 33B, and for 550M
+    # a shape of that size.
+    "550m": ModelShape(1536, 16, 12, 12, 128, 4096, 32_000),
+    "7b": ModelShape(4096, 32, 32, 32, 128, 11_008, 32_000),
+    "30b": ModelShape(6656, 60, 52, 52, 128, 17_920, 32_000),
+    "70b": ModelShape(8192, 80, 64, 8, 128, 28_672, 32_000),
+    # Llama 3 (arXiv 2407.21783, Table 3).
+    "llama3-8b": ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256),
+    "llama3-70b": ModelShape(8192, 80, 64, 8, 128, 28_672, 128_256),
+    "llama3-405b": ModelShape(16_384, 126, 128, 8, 128, 53_248, 128_256),
+    # Qwen: the published config.json of each model.
+    "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18_944, 152_064),
+    "qwen3-8b": ModelShape(4096, 36, 32, 8, 128, 12_288, 151_936),
+}
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return the preset ``name``; raises ``UserError`` that lists the presets."""
+    try:
+        return MODEL_SHAPES[name]
+    except KeyError:
+        raise UserError(f"unknown model {name!r}; choose one of {', '.join(MODEL_SHAPES)}") from None

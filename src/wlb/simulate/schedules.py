@@ -1,0 +1,96 @@
+"""The order in which each pipeline rank runs its forwards and backwards.
+
+A schedule is nothing but one list of operations for each rank; who waits for whom follows from the lists
+(``wlb.simulate.pipeline``). The orders are those of ``torch.distributed.pipelining`` 2.13 (``ScheduleGPipe``,
+``Schedule1F1B``, ``ScheduleInterleaved1F1B``), derived here without torch; the tests compare them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from wlb.errors import UserError
+
+
+class Operation(NamedTuple):
+    """The forward (or backward) of one micro-batch through one stage of the model."""
+
+    stage: int
+    micro_batch: int
+    backward: bool
+
+
+RankOperations = tuple[tuple[Operation, ...], ...]
+
+SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe")
+
+
+@lru_cache(maxsize=256)
+def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: int = 1) -> RankOperations:
+    """Return, for each of ``pp`` ranks, its operations in the order in which the rank runs them.
+
+    Rank r holds the stages r, r + pp, ..., r + (virtual_stages - 1) * pp.
+
+    Raises ``UserError`` for an unknown schedule, a size below 1, more than one stage for each rank outside
+    ``interleaved_1f1b``, or an interleaved schedule whose micro-batches do not fill whole rounds of ``pp``.
+    """
+    _check(schedule, pp, micro_batches, virtual_stages)
+    if schedule == "gpipe":
+        return tuple(_gpipe(rank, micro_batches) for rank in range(pp))
+    if schedule == "1f1b":
+        return tuple(_one_forward_one_backward(rank, pp, micro_batches) for rank in range(pp))
+    return tuple(_interleaved(rank, pp, micro_batches, virtual_stages) for rank in range(pp))
+
+
+def _check(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> None:
+    if schedule not in SCHEDULES:
+        raise UserError(f"unknown pipeline schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
+    for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
+        if value < 1:
+            raise UserError(f"a pipeline with {name} = {value} does not exist; {name} must be at least 1")
+    if virtual_stages > 1 and schedule != "interleaved_1f1b":
+        raise UserError(
+            f"schedule {schedule!r} runs one stage on each rank, not {virtual_stages}; use 'interleaved_1f1b'"
+        )
+    if schedule == "interleaved_1f1b" and micro_batches % pp:
+        raise UserError(
+            f"interleaved 1F1B runs micro-batches in rounds of pp = {pp}; {micro_batches} micro-batches are "
+            "not a multiple of it"
+        )
+
+
+def _gpipe(rank: int, micro_batches: int) -> tuple[Operation, ...]:
+    return tuple(
+        Operation(rank, micro_batch, backward)
+        for backward in (False, True)
+        for micro_batch in range(micro_batches)
+    )
+
+
+def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> tuple[Operation, ...]:
+    forwards = [Operation(rank, micro_batch, False) for micro_batch in range(micro_batches)]
+    backwards = [Operation(rank, micro_batch, True) for micro_batch in range(micro_batches)]
+    return _warm_up_then_alternate(forwards, backwards, warm_up=pp - 1 - rank)
+
+
+def _interleaved(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> tuple[Operation, ...]:
+    local_stages = range(rank, pp * virtual_stages, pp)
+    rounds = [range(start, start + pp) for start in range(0, micro_batches, pp)]
+    forwards = [Operation(s, i, False) for round_ in rounds for s in local_stages for i in round_]
+    backwards = [Operation(s, i, True) for round_ in rounds for s in reversed(local_stages) for i in round_]
+    # One round through every stage of this rank but its last, and two operations for each rank after it.
+    warm_up = (virtual_stages - 1) * pp + 2 * (pp - 1 - rank)
+    return _warm_up_then_alternate(forwards, backwards, warm_up)
+
+
+def _warm_up_then_alternate(
+    forwards: list[Operation], backwards: list[Operation], warm_up: int
+) -> tuple[Operation, ...]:
+    """``warm_up`` forwards; then a forward and a backward in turn; then the backwards that are left."""
+    warm_up = min(warm_up, len(forwards))
+    alternating = [
+        operation for pair in zip(forwards[warm_up:], backwards, strict=False) for operation in pair
+    ]
+    cool_down = backwards[len(forwards) - warm_up :]
+    return (*forwards[:warm_up], *alternating, *cool_down)

@@ -1,0 +1,144 @@
+"""W_a and W_l computed from the model's shape and the hardware's rates.
+
+Both come out as polynomials with two coefficients each, so that pricing a document is two multiplications:
+
+    W_a(d) = pair_seconds * d (d + 1) / 2 + padding_seconds * d         a document of d tokens
+    W_l(T) = fixed_seconds + token_seconds * T                          a micro-batch of T tokens
+
+``analytic_workload`` derives the coefficients (docs/workload.md has the formulas); ``AnalyticWorkload`` holds
+and evaluates them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from wlb.errors import UserError
+from wlb.workload.base import Phase, Seconds
+from wlb.workload.flops import (
+    ATTENTION_BACKWARD_FACTOR,
+    LINEAR_BACKWARD_FACTOR,
+    elementwise_values_per_token,
+    gemm_flops_per_token,
+)
+from wlb.workload.hardware import Hardware
+from wlb.workload.model_shapes import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """The coefficients of one phase, in seconds."""
+
+    pair_seconds: float  # for each attended query-key pair
+    padding_seconds: float  # for each token of a document, in attention
+    fixed_seconds: float  # for each micro-batch
+    token_seconds: float  # for each token outside attention
+
+    def __add__(self, other: PhaseCost) -> PhaseCost:
+        return PhaseCost(
+            self.pair_seconds + other.pair_seconds,
+            self.padding_seconds + other.padding_seconds,
+            self.fixed_seconds + other.fixed_seconds,
+            self.token_seconds + other.token_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticWorkload:
+    """A ``Workload`` whose prices are polynomials of length and token count."""
+
+    forward: PhaseCost
+    backward: PhaseCost
+    both: PhaseCost
+
+    def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
+        """W_a of each document alone; shape of ``lengths`` (tokens)."""
+        cost = self._cost(phase)
+        return _quadratic(lengths, cost.pair_seconds / 2, cost.pair_seconds / 2 + cost.padding_seconds)
+
+    def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """W_l of micro-batches of ``tokens`` tokens; an empty one costs nothing; shape of ``tokens``."""
+        cost = self._cost(phase)
+        count = np.asarray(tokens, dtype=np.float64)
+        return np.where(count > 0, cost.fixed_seconds + cost.token_seconds * count, 0.0)
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        """W_a plus the part of W_l that grows with tokens, forward and backward; shape of ``lengths``."""
+        cost = self.both
+        linear = cost.pair_seconds / 2 + cost.padding_seconds + cost.token_seconds
+        return _quadratic(lengths, cost.pair_seconds / 2, linear)
+
+    def _cost(self, phase: Phase) -> PhaseCost:
+        return {"forward": self.forward, "backward": self.backward, "both": self.both}[phase]
+
+
+def analytic_workload(shape: ModelShape, hardware: Hardware, tp: int = 1, cp: int = 1) -> AnalyticWorkload:
+    """Price ``shape`` on one GPU of a group of ``tp`` x ``cp``, whose context-parallel shards are balanced.
+
+    Raises ``UserError`` if ``tp`` or ``cp`` is below 1 or ``tp`` does not divide the heads.
+    """
+    _check(shape, tp, cp)
+    forward = _phase_cost(shape, hardware, tp, cp, backward=False)
+    backward = _phase_cost(shape, hardware, tp, cp, backward=True)
+    return AnalyticWorkload(forward, backward, forward + backward)
+
+
+def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, backward: bool) -> PhaseCost:
+    share = 1.0 / (tp * cp)
+    pair_flops = shape.layers * 4.0 * shape.heads * shape.head_dim
+    token_flops = gemm_flops_per_token(shape)
+    rate = hardware.attention_backward_flops if backward else hardware.attention_forward_flops
+    if backward:
+        pair_flops *= ATTENTION_BACKWARD_FACTOR
+        token_flops *= LINEAR_BACKWARD_FACTOR
+    pair_seconds = share * pair_flops / rate
+    element_bytes = elementwise_values_per_token(shape)[backward] * hardware.bytes_per_value
+    collective_seconds, fixed_seconds = _collectives(shape, hardware, tp, cp)
+    return PhaseCost(
+        pair_seconds=pair_seconds,
+        padding_seconds=pair_seconds * hardware.attention_half_length / 2,
+        fixed_seconds=fixed_seconds,
+        token_seconds=share * (token_flops / hardware.gemm_flops + element_bytes / hardware.memory_bandwidth)
+        + collective_seconds,
+    )
+
+
+def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tuple[float, float]:
+    """Seconds for each token, and for each micro-batch, of the collectives of one forward (or backward).
+
+    Every block gathers and reduce-scatters the residual stream twice over tp (sequence parallelism, arXiv
+    2205.05198) and moves K and V once over cp: gathered in the forward, their gradients reduce-scattered in
+    the backward. A backward's collectives are the forward's, mirrored.
+    """
+    tp_values = 4.0 * shape.hidden / cp
+    cp_values = 2.0 * shape.kv_heads * shape.head_dim / tp
+    per_token = fixed = 0.0
+    for values, calls, size, reach in ((tp_values, 4, tp, tp), (cp_values, 1, cp, tp * cp)):
+        if size == 1:
+            continue
+        inside = reach <= hardware.node_size
+        bandwidth = hardware.node_bandwidth if inside else hardware.network_bandwidth
+        latency = hardware.node_latency if inside else hardware.network_latency
+        per_token += shape.layers * values * hardware.bytes_per_value * (size - 1) / size / bandwidth
+        fixed += shape.layers * calls * latency
+    return per_token, fixed
+
+
+def _quadratic(lengths: ArrayLike, square: float, linear: float) -> Seconds:
+    d = np.asarray(lengths, dtype=np.float64)
+    seconds: Seconds = d * (square * d + linear)
+    return seconds
+
+
+def _check(shape: ModelShape, tp: int, cp: int) -> None:
+    for name, value in (("tp", tp), ("cp", cp)):
+        if value < 1:
+            raise UserError(f"{name} = {value} is not a group size; it must be at least 1")
+    if shape.heads % tp or shape.kv_heads % tp:
+        raise UserError(
+            f"tp = {tp} does not divide {shape.heads} query heads and {shape.kv_heads} key/value heads; "
+            "choose a tp that divides both"
+        )
