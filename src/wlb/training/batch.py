@@ -1,0 +1,99 @@
+"""From a planned micro-batch to the tensors a model runs on.
+
+The plan names segments; the token store holds the tokens. ``make_batch`` copies each segment's tokens once
+into the packed run, sets labels and positions, and touches no token in Python. The number of labelled
+tokens of a whole step follows from the plan and the document lengths, so every rank knows it without
+reading or asking.
+
+Documents in a plan are numbered ``epoch * documents_in_store + index_in_store``; both functions take the
+index modulo the size of the store.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wlb.packing.plan import MicroBatch, StepPlan
+
+IGNORE_LABEL = -100  # cross_entropy's default ignore_index
+
+
+class TokenSource(Protocol):
+    """The part of a token store that a batch needs; ``lengths`` counts all tokens of each document."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+
+    def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]: ...
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One micro-batch of T tokens; every tensor is int64 of shape (T,).
+
+    ``labels`` holds the token that follows, or ``IGNORE_LABEL``; ``positions`` count from 0 in each segment;
+    ``segment_lengths`` add up to T.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    segment_lengths: tuple[int, ...]
+
+    def to(self, device: torch.device) -> TokenBatch:
+        tokens, labels, positions = (
+            tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)
+        )
+        return TokenBatch(tokens, labels, positions, self.segment_lengths)
+
+
+def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
+    """Read a micro-batch's tokens.
+
+    The label of a token is the next token of its document, also where the segment ends before the document
+    does; the last token of a document has none. A micro-batch without segments becomes one token without a
+    label, which runs through the model with loss and gradient zero, so that all ranks run equally many
+    micro-batches.
+    """
+    if not micro_batch.segments:
+        return TokenBatch(
+            torch.zeros(1, dtype=torch.int64),
+            torch.full((1,), IGNORE_LABEL),
+            torch.zeros(1, dtype=torch.int64),
+            (1,),
+        )
+    segment_lengths = np.array(micro_batch.lengths, dtype=np.int64)
+    ends = np.cumsum(segment_lengths)
+    tokens = np.empty(ends[-1], dtype=np.int64)
+    labels = np.empty(ends[-1], dtype=np.int64)
+    for (document, start, length), end in zip(micro_batch.segments, ends, strict=True):
+        index = document % len(store.lengths)
+        follows = start + length < store.lengths[index]
+        run = store.read(index, start, length + 1 if follows else length)
+        tokens[end - length : end] = run[:length]
+        labels[end - length : end - length + len(run) - 1] = run[1:]
+        if not follows:
+            labels[end - 1] = IGNORE_LABEL
+    positions = np.arange(ends[-1]) - np.repeat(ends - segment_lengths, segment_lengths)
+    return TokenBatch(
+        torch.from_numpy(tokens),
+        torch.from_numpy(labels),
+        torch.from_numpy(positions),
+        tuple(micro_batch.lengths),
+    )
+
+
+def labelled_tokens(step_plan: StepPlan, document_lengths: NDArray[np.int64]) -> int:
+    """Tokens of a step that have a label: all but the last of each document.
+
+    ``document_lengths`` are those of the store, in tokens.
+    """
+    documents, starts, lengths = np.array(list(step_plan.segments), dtype=np.int64).reshape(-1, 3).T
+    ends_its_document = starts + lengths >= document_lengths[documents % len(document_lengths)]
+    return int(lengths.sum() - ends_its_document.sum())

@@ -1,0 +1,128 @@
+"""Forward and backward of one optimizer step on this rank's stages.
+
+``PipelineRunner`` is given the micro-batches of its data-parallel rank, the same on every pipeline rank.
+With one stage it runs them one after another; with several it hands them to PyTorch's 1F1B or interleaved
+1F1B schedule. The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of
+the whole step, over all data-parallel ranks, so that how documents are packed cannot change a gradient.
+Gradients are summed over micro-batches and, once per step, over data-parallel ranks; they are added to
+``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from wlb.config import ParallelConfig
+from wlb.errors import UserError
+from wlb.training.batch import IGNORE_LABEL, TokenBatch
+from wlb.training.model import Transformer
+from wlb.training.parallelize import master_dtype
+from wlb.training.planned_stage import PlannedStage, make_schedule, run_schedule
+
+
+class LossTarget(NamedTuple):
+    """What the loss of a micro-batch is computed from, beside the scores."""
+
+    labels: Tensor
+    loss_tokens: int
+
+
+def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
+    """Cross entropy summed over labelled tokens, in float32 or better, over the step's ``loss_tokens``."""
+    scores_TV = scores_TV.to(master_dtype(scores_TV.dtype))
+    total = F.cross_entropy(scores_TV, target.labels, ignore_index=IGNORE_LABEL, reduction="sum")
+    return total / max(target.loss_tokens, 1)
+
+
+class PipelineRunner:
+    """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
+
+    Raises ``UserError`` if the schedule cannot run so few micro-batches.
+    """
+
+    def __init__(
+        self,
+        stage_modules: Sequence[Transformer],
+        parallel: ParallelConfig,
+        mesh: DeviceMesh,
+        micro_batches: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if micro_batches < parallel.pp:
+            raise UserError(
+                f"packing.micro_batches / parallel.dp = {micro_batches} is fewer than parallel.pp = "
+                f"{parallel.pp}; raise packing.micro_batches"
+            )
+        self._modules = stage_modules
+        self._device = device
+        self._zero_loss = torch.zeros((), dtype=master_dtype(dtype), device=device)
+        self._stages: list[PlannedStage] = []
+        if parallel.pp == 1:
+            return
+        self._stages = [
+            PlannedStage(
+                module,
+                mesh.get_local_rank("pp") + chunk * parallel.pp,
+                parallel.stages,
+                hidden=module.config.shape.hidden,
+                dtype=dtype,
+                device=device,
+                group=mesh.get_group("pp"),
+            )
+            for chunk, module in enumerate(stage_modules)
+        ]
+        self._schedule = make_schedule(self._stages, micro_batches, token_loss)
+
+    def run_step(self, batches: Sequence[TokenBatch], loss_tokens: int) -> Tensor:
+        """Run all micro-batches of this data-parallel rank forward and backward.
+
+        Args:
+            batches: The same on every pipeline rank; as many as the runner was built for.
+            loss_tokens: Labelled tokens of the step over all data-parallel ranks.
+
+        Returns:
+            This data-parallel rank's share of the loss, detached, on the ranks of the last stage; zero
+            elsewhere. The sum over all ranks of the job is the mean loss of the step's labelled tokens.
+        """
+        batches = [batch.to(self._device) for batch in batches]
+        targets = [LossTarget(batch.labels, loss_tokens) for batch in batches]
+        keywords = [_segments_of(batch) for batch in batches]
+        if not self._stages:
+            return self._run_alone([batch.tokens for batch in batches], keywords, targets)
+        for stage in self._stages:
+            stage.begin_step([len(batch.tokens) for batch in batches])
+        losses = run_schedule(self._schedule, [batch.tokens for batch in batches], keywords, targets)
+        return sum((loss.detach() for loss in losses), start=self._zero_loss)
+
+    def _run_alone(
+        self, inputs: Sequence[Tensor], keywords: Sequence[dict[str, Any]], targets: Sequence[LossTarget]
+    ) -> Tensor:
+        (module,) = self._modules
+        total = self._zero_loss
+        for index, (tokens, keyword, target) in enumerate(zip(inputs, keywords, targets, strict=True)):
+            _reduce_gradients(module, index == len(inputs) - 1)
+            loss = token_loss(module(tokens, **keyword), target)
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+
+def _segments_of(batch: TokenBatch) -> dict[str, Any]:
+    return {"positions_T": batch.positions, "segment_lengths": batch.segment_lengths}
+
+
+def _reduce_gradients(module: Transformer, now: bool) -> None:
+    """Let the next backward reduce gradients over data-parallel ranks, or only add them up locally."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(now)
+    module.set_is_last_backward(now)
+    module.set_reshard_after_backward(now)
