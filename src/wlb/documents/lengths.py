@@ -1,0 +1,154 @@
+"""Document lengths from whatever holds them: the planning half needs nothing else of a corpus.
+
+``read_lengths`` takes a ``.json`` list, a ``.txt`` with one length per line, a ``.npy`` array, a ``.parquet``
+file with a column ``length``, a Megatron ``.idx``, the prefix of a token store, or
+``synthetic:DOCUMENTS:WINDOW[:SEED]`` for lengths drawn by ``wlb.documents.synthetic``. What it returns is
+checked: whole, positive, in order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.synthetic import sample_lengths
+from wlb.documents.token_index import MAX_DOCUMENT_TOKENS, index_path, read_index
+from wlb.errors import UserError, require
+
+Integers = NDArray[np.integer[Any]]
+
+
+def read_lengths(source: str | Path) -> NDArray[np.int64]:
+    """Tokens of every document of ``source``, in order; shape (documents,).
+
+    Raises ``UserError`` when there are none, or when one is not a whole number from 1 to 2**31 - 1, with its
+    position.
+    """
+    if str(source).startswith("synthetic:"):
+        return _synthetic(str(source))
+    path = Path(source)
+    read = _READERS.get(path.suffix)
+    if read is None or (not path.exists() and index_path(path).exists()):
+        read, path = _from_index, _index_of(path)
+    try:
+        lengths, where = read(path)
+    except FileNotFoundError:
+        raise UserError(f"lengths {path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"lengths {path} cannot be read: {error.strerror or error}") from error
+    if not len(lengths):
+        raise UserError(f"{path} holds no document lengths")
+    _check_range(path, lengths, where)
+    return lengths.astype(np.int64)
+
+
+def _index_of(path: Path) -> Path:
+    if path.suffix == ".idx":
+        return path
+    if index_path(path).exists():
+        return index_path(path)
+    if path.is_file():
+        raise UserError(f"{path} is of no known kind; lengths come from {', '.join(_READERS)} or a token store prefix")
+    raise UserError(f"neither {path} nor a token store {index_path(path)} exists")
+
+
+def _check_range(path: Path, lengths: Integers, where: str) -> None:
+    bad = np.flatnonzero((lengths < 1) | (lengths > MAX_DOCUMENT_TOKENS))
+    if bad.size:
+        # Lines are counted from 1, entries of arrays and documents from 0.
+        position = int(bad[0]) + (where == "line")
+        raise UserError(
+            f"{path}: {where} {position} is {lengths[bad[0]]}; a document has 1 to {MAX_DOCUMENT_TOKENS} tokens"
+        )
+
+
+def _from_json(path: Path) -> tuple[Integers, str]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, list):
+        raise UserError(f"{path} holds a JSON {type(values).__name__}; a list of lengths is needed")
+    return _from_integers(path, values, "entry"), "entry"
+
+
+def _from_txt(path: Path) -> tuple[Integers, str]:
+    try:
+        lines = path.read_text(encoding="utf-8").rstrip().splitlines()
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text; one length per line is needed") from None
+    values: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text.removeprefix("-").isdecimal() or len(text) > 20:
+            raise UserError(f"{path}: line {number} is {text[:40]!r}; a whole number is needed")
+        values.append(int(text))
+    return _from_integers(path, values, "line"), "line"
+
+
+def _from_integers(path: Path, values: Sequence[Any], where: str) -> Integers:
+    for position, value in enumerate(values, int(where == "line")):
+        # bool is a subclass of int, and is no length.
+        if type(value) is not int or abs(value) > np.iinfo(np.int64).max:
+            raise UserError(f"{path}: {where} {position} is {str(value)[:40]!r}; a whole number is needed")
+    return np.array(values, np.int64)
+
+
+def _from_npy(path: Path) -> tuple[Integers, str]:
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise UserError(f"{path} is not a NumPy array file: {error}") from None
+    if not isinstance(array, np.ndarray) or array.ndim != 1:
+        shape = getattr(array, "shape", "none")
+        raise UserError(f"{path} has shape {shape}; one dimension, one length per document, is needed")
+    return _from_integer_array(path, array), "entry"
+
+
+def _from_parquet(path: Path) -> tuple[Integers, str]:
+    parquet = require("pyarrow.parquet", "data")
+    arrow = require("pyarrow", "data")
+    try:
+        with parquet.ParquetFile(path) as file:
+            if "length" not in file.schema_arrow.names:
+                raise UserError(f"{path} has no column 'length'; it has {', '.join(file.schema_arrow.names)[:80]}")
+            column = file.read(["length"])["length"]
+    except arrow.ArrowException as error:
+        raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
+    if column.null_count:
+        bad = column.is_null().to_numpy().argmax()
+        raise UserError(f"{path}: row {bad} of column 'length' is null; a whole number is needed")
+    return _from_integer_array(path, column.to_numpy()), "row"
+
+
+def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
+    if array.dtype.kind not in "iu":
+        first = f", entry 0 is {array[0]!r}" if array.size else ""
+        raise UserError(f"{path} holds {array.dtype} values{first}; whole numbers are needed")
+    return array
+
+
+def _from_index(path: Path) -> tuple[Integers, str]:
+    return np.diff(read_index(path).offsets), "document"
+
+
+def _synthetic(source: str) -> NDArray[np.int64]:
+    fields = source.split(":")[1:]
+    if len(fields) not in (2, 3) or not all(field.isdecimal() for field in fields):
+        raise UserError(f"{source!r} is not of the form synthetic:DOCUMENTS:WINDOW[:SEED], in whole numbers")
+    documents, window, seed = (int(field) for field in (*fields, "0")[:3])
+    return sample_lengths(documents, window, seed)
+
+
+_READERS: dict[str, Callable[[Path], tuple[Integers, str]]] = {
+    ".json": _from_json,
+    ".txt": _from_txt,
+    ".npy": _from_npy,
+    ".parquet": _from_parquet,
+    ".idx": _from_index,
+}

@@ -1,0 +1,77 @@
+"""What happens to documents longer than the context window, before they are packed.
+
+Attention spans at most one context window, so a longer document is split into pieces (the default),
+truncated, dropped, or refused. Whatever is done is counted: reports of successive batches add up to the
+report of the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+
+POLICIES = ("split", "truncate", "drop", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongReport:
+    """How many documents were over the limit, and what became of them.
+
+    ``pieces`` counts the segments they were replaced with, ``tokens_dropped`` the tokens that will not be
+    trained.
+    """
+
+    documents: int = 0
+    pieces: int = 0
+    tokens_dropped: int = 0
+
+    def __add__(self, other: OverlongReport) -> OverlongReport:
+        return OverlongReport(
+            self.documents + other.documents,
+            self.pieces + other.pieces,
+            self.tokens_dropped + other.tokens_dropped,
+        )
+
+
+def split_overlong(
+    segments: Iterable[Segment], limit: int, policy: str = "split"
+) -> tuple[list[Segment], OverlongReport]:
+    """Apply ``policy`` to every segment of more than ``limit`` tokens; the others pass unchanged, in order.
+
+    ``split`` cuts pieces of ``limit`` tokens, the last one shorter; ``truncate`` keeps the first ``limit``
+    tokens; ``drop`` removes the segment; ``error`` raises ``UserError`` for the first one.
+    """
+    if policy not in POLICIES:
+        raise UserError(f"overlong policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+    if limit < 1:
+        raise UserError(f"the limit on document length is {limit} tokens; it must be at least 1")
+    kept = list(segments)
+    overlong = [segment for segment in kept if segment.length > limit]
+    if not overlong:
+        return kept, OverlongReport()
+    if policy == "error":
+        document, _, length = overlong[0]
+        raise UserError(
+            f"document {document} has {length} tokens, over the context window of {limit}; "
+            'raise data.context_window or set data.overlong = "split"'
+        )
+    result = [
+        piece
+        for segment in kept
+        for piece in ((segment,) if segment.length <= limit else _pieces(segment, limit, policy))
+    ]
+    pieces = len(result) - (len(kept) - len(overlong))
+    dropped = sum(s.length for s in kept) - sum(s.length for s in result)
+    return result, OverlongReport(len(overlong), pieces, dropped)
+
+
+def _pieces(segment: Segment, limit: int, policy: str) -> list[Segment]:
+    if policy == "drop":
+        return []
+    document, start, length = segment
+    if policy == "truncate":
+        return [Segment(document, start, limit)]
+    return [Segment(document, start + offset, min(limit, length - offset)) for offset in range(0, length, limit)]

@@ -1,0 +1,203 @@
+"""Writing a token store so that a store is either whole or not there.
+
+Tokens and index go to ``PREFIX.bin.part`` and ``PREFIX.idx.part`` while documents arrive. At the end every
+file is flushed to the disk and renamed, the index last: without ``PREFIX.idx`` nothing reads as a store, so a
+run that is killed at any moment leaves none. An old store that is being replaced loses its index first, for
+the same reason.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb.documents.token_index import (
+    MAX_DOCUMENT_TOKENS,
+    IndexWriter,
+    bin_path,
+    index_path,
+    sidecar_path,
+)
+from wlb.errors import UserError
+
+SIDECAR_FORMAT = "wlb-token-store/1"
+# Where megatron.core.datasets.indexed_dataset.DType.optimal_dtype changes from uint16 to int32.
+_UINT16_VOCAB = 65500
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """The token type for a vocabulary: uint16 below 65,500 ids, else int32, as Megatron-Core chooses."""
+    return np.dtype("<u2") if vocab_size < _UINT16_VOCAB else np.dtype("<i4")
+
+
+def tokenizer_path(prefix: Path) -> Path:
+    """``PREFIX.tokenizer.json``, where a tokenizer trained for the store lies."""
+    return prefix.with_name(prefix.name + ".tokenizer.json")
+
+
+class TokenStoreWriter:
+    """A context manager: documents are added inside it, and leaving it without an exception makes the store.
+
+    ``details`` is merged into the sidecar and may be filled until the end; ``tokenizer_json`` becomes
+    ``PREFIX.tokenizer.json``. Raises ``UserError`` when the store exists (and ``overwrite`` is off), when
+    another process is writing it, and when the disk refuses.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        vocab_size: int,
+        details: dict[str, Any] | None = None,
+        tokenizer_json: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        if vocab_size < 1:
+            raise UserError(f"vocab_size {vocab_size} is not positive")
+        self.prefix = Path(prefix)
+        self.vocab_size = vocab_size
+        self.details = dict(details or {})
+        self.documents = 0
+        self.tokens = 0
+        self._dtype = token_type(vocab_size)
+        self._tokenizer_json = tokenizer_json
+        self._targets = [path(self.prefix) for path in (bin_path, sidecar_path, tokenizer_path, index_path)]
+        if not overwrite:
+            refuse_existing(self._targets)
+
+    def __enter__(self) -> TokenStoreWriter:
+        with _disk_errors(self.prefix):
+            self._bin = _open_part(self._targets[0])
+            try:
+                self._idx = _open_part(self._targets[-1])
+            except BaseException:
+                self._bin.close()
+                raise
+            self._index = IndexWriter(self._idx, self._dtype)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                with _disk_errors(self.prefix):
+                    self._commit()
+        finally:
+            self._discard_parts()
+
+    def add(self, tokens: ArrayLike) -> None:
+        """Append one document."""
+        array = np.asarray(tokens)
+        self.add_documents(array, np.array([array.size]))
+
+    def add_documents(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
+        """Append documents whose tokens stand one after another in ``tokens``, of ``lengths`` each."""
+        if lengths.sum() != tokens.size or (lengths < 0).any():
+            raise ValueError(f"lengths sum to {lengths.sum()}, tokens are {tokens.size}")
+        if lengths.size and lengths.max() > MAX_DOCUMENT_TOKENS:
+            raise UserError(
+                f"document {self.documents + int(lengths.argmax())} has {lengths.max()} tokens; "
+                f"the format holds at most {MAX_DOCUMENT_TOKENS}"
+            )
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            bad = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise UserError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
+        with _disk_errors(self.prefix):
+            self._bin.write(np.ascontiguousarray(tokens, self._dtype).data)
+            self._index.add(lengths)
+        self.documents += lengths.size
+        self.tokens += tokens.size
+
+    def _commit(self) -> None:
+        data, sidecar, tokenizer, index = self._targets
+        if not self.documents:
+            raise UserError(f"no documents to write to {self.prefix}")
+        self._index.finish()
+        for file in (self._bin, self._idx):
+            file.flush()
+            os.fsync(file.fileno())
+        _write_part(sidecar, self._sidecar_text())
+        if self._tokenizer_json is not None:
+            _write_part(tokenizer, self._tokenizer_json)
+        index.unlink(missing_ok=True)
+        tokenizer.unlink(missing_ok=True)
+        _sync_directory(index.parent)
+        for target in (data, sidecar, tokenizer):
+            if _part(target).exists():
+                _part(target).replace(target)
+        _sync_directory(index.parent)
+        _part(index).replace(index)
+        _sync_directory(index.parent)
+
+    def _sidecar_text(self) -> str:
+        sidecar = {
+            "format": SIDECAR_FORMAT,
+            "vocab_size": self.vocab_size,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "token_type": self._dtype.name,
+        }
+        return json.dumps(sidecar | self.details, indent=2, sort_keys=True) + "\n"
+
+    def _discard_parts(self) -> None:
+        # Parts go while their locks are held. Closing flushes, which fails again on a full disk.
+        for target in self._targets:
+            _part(target).unlink(missing_ok=True)
+        for file in (self._bin, self._idx):
+            with suppress(OSError):
+                file.close()
+
+
+def refuse_existing(targets: list[Path]) -> None:
+    """Raise ``UserError`` naming the first of ``targets`` that exists."""
+    for target in targets:
+        if target.exists():
+            raise UserError(f"{target} exists; choose another --out or pass --overwrite")
+
+
+def _part(target: Path) -> Path:
+    return target.with_name(target.name + ".part")
+
+
+def _open_part(target: Path) -> Any:
+    descriptor = os.open(_part(target), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"another process is writing {target}; wait for it or choose another --out") from None
+    os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, "w+b", buffering=1 << 20)
+
+
+def _write_part(target: Path, text: str) -> None:
+    with _part(target).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _disk_errors(prefix: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write token store {prefix}: {error.strerror}") from error

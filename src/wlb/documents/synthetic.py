@@ -1,0 +1,59 @@
+"""Document lengths drawn at random, for trying the planners without a corpus.
+
+The shape is that of the paper's input (WLB-LLM, Figure 3: most documents are short, a few reach the whole
+context window), made of two parts:
+
+- a log-normal body, the usual description of web text. Its median is 1/128 of the context window: 1,024
+  tokens at 128K, the order of public web corpora (RefinedWeb: 600 billion tokens in 960 million documents,
+  625 each);
+- a heavy tail, 3% of documents, where the number of documents longer than t falls as 1/t from 1/16 of the
+  window on. Lengths beyond the window are set to the window, as overlong documents are split into whole
+  windows, which is where the figure's rise at its right end comes from.
+
+The paper publishes the figure, not its data; the parameters are this project's choice, not a fit. They scale
+with the window, so a small window shows the same mixture as a large one. At 131,072 tokens 95% of documents
+are shorter than 8K, 0.17% fill the window, and documents over half a window hold 15% of all tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError
+
+
+def sample_lengths(
+    documents: int,
+    context_window: int,
+    seed: int = 0,
+    *,
+    median_fraction: float = 1 / 128,
+    sigma: float = 1.0,
+    tail_share: float = 0.03,
+    tail_start_fraction: float = 1 / 16,
+    tail_exponent: float = 1.0,
+) -> NDArray[np.int64]:
+    """Lengths of ``documents`` random documents, 1 to ``context_window`` tokens; shape (documents,).
+
+    The body is log-normal with median ``median_fraction * context_window`` and ``sigma`` (of the natural
+    logarithm). A ``tail_share`` of documents comes from a Pareto tail instead, which starts at
+    ``tail_start_fraction * context_window`` and has the exponent ``tail_exponent`` (smaller is heavier). The
+    same arguments give the same lengths. Raises ``UserError`` for counts below 1 and parameters that are no
+    distribution.
+    """
+    for name, count in (("documents", documents), ("context_window", context_window)):
+        if count < 1:
+            raise UserError(f"synthetic lengths: {name} is {count}; it must be at least 1")
+    positive = {"median_fraction": median_fraction, "sigma": sigma, "tail_exponent": tail_exponent}
+    for name, value in (positive | {"tail_start_fraction": tail_start_fraction}).items():
+        if not value > 0:
+            raise UserError(f"synthetic lengths: {name} is {value}; it must be positive")
+    if not 0 <= tail_share <= 1:
+        raise UserError(f"synthetic lengths: tail_share is {tail_share}; it must be between 0 and 1")
+    random = np.random.default_rng(seed)
+    body = median_fraction * context_window * np.exp(sigma * random.standard_normal(documents))
+    # 1 - u is in (0, 1], so the power is finite.
+    tail = tail_start_fraction * context_window * (1 - random.random(documents)) ** (-1 / tail_exponent)
+    lengths = np.where(random.random(documents) < tail_share, tail, body)
+    return np.clip(np.rint(lengths), 1, context_window).astype(np.int64)

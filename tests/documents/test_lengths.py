@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.documents.lengths import read_lengths
+from wlb.documents.synthetic import sample_lengths
+from wlb.documents.token_store import TokenStoreWriter
+from wlb.errors import UserError
+
+LIMIT = 2**31 - 1
+
+
+def save(directory, name, lengths):
+    path = directory / name
+    match path.suffix:
+        case ".json":
+            path.write_text(json.dumps(lengths))
+        case ".txt":
+            path.write_text("".join(f"{n}\n" for n in lengths))
+        case ".npy":
+            np.save(path, np.array(lengths))
+        case ".parquet":
+            pq.write_table(pa.table({"other": ["x"] * len(lengths), "length": lengths}), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["l.json", "l.txt", "l.npy", "l.parquet"])
+def test_every_kind_of_file_gives_the_same(tmp_path, name):
+    @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=50))
+    def same(lengths):
+        result = read_lengths(save(tmp_path, name, lengths))
+        assert result.dtype == np.int64
+        assert result.tolist() == lengths
+
+    same()
+
+
+def test_store_prefix_and_index(tmp_path):
+    prefix = tmp_path / "corpus.v1"
+    with TokenStoreWriter(prefix, vocab_size=10) as writer:
+        for length in (3, 1, 9):
+            writer.add([1] * length)
+    assert read_lengths(prefix).tolist() == [3, 1, 9]
+    assert read_lengths(str(tmp_path / "corpus.v1.idx")).tolist() == [3, 1, 9]
+    (tmp_path / "corpus.v1.bin").unlink()
+    assert read_lengths(prefix).tolist() == [3, 1, 9]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", ">i8", "uint64"])
+def test_npy_of_any_integer_type(tmp_path, dtype):
+    np.save(tmp_path / "l.npy", np.array([5, 60000], dtype).astype(dtype))
+    assert read_lengths(tmp_path / "l.npy").tolist() == [5, 60000]
+
+
+def test_synthetic_source():
+    np.testing.assert_array_equal(read_lengths("synthetic:100:4096:3"), sample_lengths(100, 4096, 3))
+    np.testing.assert_array_equal(read_lengths("synthetic:100:4096"), sample_lengths(100, 4096, 0))
+
+
+@pytest.mark.parametrize("bad", ["synthetic:", "synthetic:10", "synthetic:a:b", "synthetic:1:2:3:4", "synthetic:-1:5"])
+def test_malformed_synthetic_source(bad):
+    with pytest.raises(UserError, match="synthetic:DOCUMENTS:WINDOW"):
+        read_lengths(bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("l.json", "entry 2"), ("l.txt", "line 3"), ("l.npy", "entry 2"), ("l.parquet", "row 2")],
+)
+@pytest.mark.parametrize("bad", [0, -7, LIMIT + 1])
+def test_lengths_out_of_range_are_named(tmp_path, name, where, bad):
+    with pytest.raises(UserError, match=rf"{where} is {bad}; a document has 1 to {LIMIT}"):
+        read_lengths(save(tmp_path, name, [1, 2, bad, 4, 0]))
+
+
+def test_unsigned_values_do_not_wrap(tmp_path):
+    np.save(tmp_path / "l.npy", np.array([1, 2**64 - 5], np.uint64))
+    with pytest.raises(UserError, match="entry 1 is 18446744073709551611"):
+        read_lengths(tmp_path / "l.npy")
+
+
+def test_empty_document_of_a_store_is_named(tmp_path):
+    with TokenStoreWriter(tmp_path / "c", vocab_size=10) as writer:
+        writer.add([1])
+        writer.add([])
+    with pytest.raises(UserError, match="document 1 is 0"):
+        read_lengths(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("l.json", b"[1, 2.5]", "entry 1 is '2.5'; a whole number"),
+        ("l.json", b"[1, NaN]", "entry 1 is 'nan'"),
+        ("l.json", b"[true]", "entry 0 is 'True'"),
+        ("l.json", b'[1, "5"]', "entry 1 is '5'"),
+        ("l.json", b"[1, null]", "entry 1 is 'None'"),
+        ("l.json", b"[1" + b"0" * 30 + b"]", "entry 0 is '1000"),
+        ("l.json", b'{"lengths": [1]}', "a list of lengths is needed"),
+        ("l.json", b"[1, 2", "not valid JSON"),
+        ("l.json", b"\xff\xfe", "not valid JSON"),
+        ("l.json", b"[" * 100_000, "not valid JSON"),
+        ("l.json", b"[]", "holds no document lengths"),
+        ("l.txt", b"", "holds no document lengths"),
+        ("l.txt", b"5\n\n7\n", "line 2 is ''"),
+        ("l.txt", b"5\n6.0\n", "line 2 is '6.0'"),
+        ("l.txt", b"5 6\n", "line 1 is '5 6'"),
+        ("l.txt", b"5\nnan\n", "line 2 is 'nan'"),
+        ("l.txt", b"9" * 5000, "line 1 is '9999"),
+        ("l.txt", b"\xff\xfe\x00", "is not text"),
+        ("l.npy", b"not numpy", "not a NumPy array file"),
+        ("l.npy", b"", "not a NumPy array file"),
+        ("l.parquet", b"not parquet", "not a readable Parquet file"),
+        ("l.idx", b"not an index", "not a Megatron index"),
+        ("l.csv", b"1,2", "of no known kind"),
+    ],
+)
+def test_wrong_content_is_one_clear_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        read_lengths(tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.array([1.0, np.nan]), "holds float64 values, entry 0 is"),
+        (np.array([True]), "holds bool values"),
+        (np.array(["5"]), "holds <U1 values"),
+        (np.array([[1, 2]]), r"shape \(1, 2\)"),
+        (np.array([None]), "not a NumPy array file"),
+    ],
+)
+def test_wrong_arrays(tmp_path, array, message):
+    np.save(tmp_path / "l.npy", array, allow_pickle=True)
+    with pytest.raises(UserError, match=message):
+        read_lengths(tmp_path / "l.npy")
+
+
+def test_wrong_parquet_columns(tmp_path):
+    path = tmp_path / "l.parquet"
+    for table, message in (
+        ({"tokens": [1, 2]}, "no column 'length'; it has tokens"),
+        ({"length": ["a"]}, "whole numbers are needed"),
+        ({"length": [1.0, 2.5]}, "holds float64 values"),
+        ({"length": [1, None, 3]}, "row 1 of column 'length' is null"),
+    ):
+        pq.write_table(pa.table(table), path)
+        with pytest.raises(UserError, match=message):
+            read_lengths(path)
+
+
+@pytest.mark.parametrize("name", ["l.json", "l.txt", "l.npy", "l.parquet", "l.idx", "corpus"])
+def test_missing_sources(tmp_path, name):
+    with pytest.raises(UserError, match=r"l\..* does not exist|corpus.idx exists"):
+        read_lengths(tmp_path / name)
+
+
+def test_directory_is_refused(tmp_path):
+    (tmp_path / "d.json").mkdir()
+    with pytest.raises(UserError, match=r"d\.json cannot be read"):
+        read_lengths(tmp_path / "d.json")

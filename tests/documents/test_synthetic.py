@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.documents.synthetic import sample_lengths
+from wlb.errors import UserError
+
+
+@given(st.integers(1, 500), st.integers(1, 1 << 20), st.integers(0, 9))
+def test_lengths_are_seeded_and_inside_the_window(documents, window, seed):
+    lengths = sample_lengths(documents, window, seed)
+    assert lengths.shape == (documents,)
+    assert lengths.dtype == np.int64
+    assert 1 <= lengths.min() <= lengths.max() <= window
+    np.testing.assert_array_equal(lengths, sample_lengths(documents, window, seed))
+
+
+def test_seeds_differ():
+    assert (sample_lengths(100, 4096, 1) != sample_lengths(100, 4096, 2)).any()
+
+
+@pytest.mark.parametrize("window", [4096, 131072])
+def test_shape_is_what_the_module_says(window):
+    lengths = sample_lengths(200_000, window, 7)
+    assert np.median(lengths) == pytest.approx(window / 128, rel=0.05)
+    assert (lengths < window / 16).mean() == pytest.approx(0.95, abs=0.01)
+    assert (lengths == window).mean() == pytest.approx(0.0017, abs=0.0005)
+    assert lengths[lengths > window / 2].sum() / lengths.sum() == pytest.approx(0.15, abs=0.02)
+
+
+def test_tail_falls_as_its_exponent_says():
+    lengths = sample_lengths(200_000, 1 << 20, 1, tail_share=1.0, tail_start_fraction=1 / 256, tail_exponent=1.5)
+    start = (1 << 20) / 256
+    assert lengths.min() == pytest.approx(start, abs=1)
+    for times in (2, 4, 16):
+        assert (lengths > times * start).mean() == pytest.approx(times**-1.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"documents": 0}, "documents is 0"),
+        ({"context_window": -1}, "context_window is -1"),
+        ({"sigma": 0.0}, "sigma is 0.0"),
+        ({"sigma": float("nan")}, "sigma is nan"),
+        ({"tail_share": 1.5}, "tail_share is 1.5"),
+    ],
+)
+def test_impossible_parameters_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        sample_lengths(**({"documents": 10, "context_window": 100} | arguments))
