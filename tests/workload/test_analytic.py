@@ -1,10 +1,127 @@
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from wlb.workload import make_workload
+from wlb.errors import UserError
+from wlb.workload import (
+    HARDWARE,
+    MODEL_SHAPES,
+    Workload,
+    attention_flops,
+    linear_flops,
+    make_workload,
+    model_shape,
+)
+
+PRESETS = [(model, hardware) for model in MODEL_SHAPES for hardware in HARDWARE]
+LENGTHS = np.array([0, 1, 2, 63, 100, 4096, 131_072])
 
 
-def test_a_document_is_priced_as_its_attention_and_its_share_of_the_rest():
-    workload = make_workload("7b")
-    lengths = np.array([1, 100, 4096, 131_072])
-    together = workload.attention_seconds(lengths) + workload.linear_seconds(lengths)
-    np.testing.assert_allclose(workload.document_seconds(lengths), together)
+def crossover(workload: Workload) -> int:
+    """Length from which a document's attention costs more than its share of the rest."""
+    lengths = np.arange(1, 500_000)
+    attention = workload.attention_seconds(lengths)
+    return int(lengths[attention > workload.document_seconds(lengths) - attention][0])
+
+
+@pytest.mark.parametrize(("model", "hardware"), PRESETS)
+def test_prices_grow_faster_than_length(model, hardware):
+    workload = make_workload(model, hardware)
+    lengths = np.arange(1, 3000)
+    for price in (workload.attention_seconds, workload.document_seconds):
+        seconds = price(lengths)
+        assert price(0) == 0
+        assert seconds[0] > 0
+        assert np.all(np.diff(seconds / lengths) > 0)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6))
+def test_one_document_costs_more_than_its_two_halves(first, second):
+    whole, *pieces = make_workload().document_seconds([first + second, first, second])
+    assert whole > sum(pieces)
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (8, 2)])
+def test_a_micro_batch_is_its_documents_and_a_constant(tp, cp):
+    workload = make_workload("7b", tp=tp, cp=cp)
+    lengths = np.array([5, 1000, 40_000])
+    total = workload.attention_seconds(lengths).sum() + workload.linear_seconds(lengths.sum())
+    constant = workload.linear_seconds(1) * 2 - workload.linear_seconds(2)
+    assert workload.document_seconds(lengths).sum() + constant == pytest.approx(total)
+    assert (constant > 1e-9) == (tp > 1)
+
+
+def test_both_phases_are_forward_and_backward():
+    workload = make_workload("llama3-8b", tp=2, cp=2)
+    for price in (workload.attention_seconds, workload.linear_seconds):
+        np.testing.assert_allclose(price(LENGTHS), price(LENGTHS, "forward") + price(LENGTHS, "backward"))
+        assert np.all(price(LENGTHS[1:], "backward") > price(LENGTHS[1:], "forward"))
+
+
+@pytest.mark.parametrize(("model", "hardware"), PRESETS)
+def test_no_gpu_beats_its_peak(model, hardware):
+    shape, peak = MODEL_SHAPES[model], HARDWARE[hardware].peak_flops
+    workload = make_workload(model, hardware)
+    assert np.all(attention_flops(shape, LENGTHS) <= peak * workload.attention_seconds(LENGTHS))
+    assert np.all(linear_flops(shape, LENGTHS) <= peak * workload.linear_seconds(LENGTHS))
+
+
+def test_h100_attention_is_near_the_flash_attention_2_figure_of_another_publication():
+    # 335 TFLOP/s: forward, causal, head_dim 128, 16K tokens, H100 (FlashAttention-3, arXiv 2407.08608, figure 5).
+    shape = model_shape("70b")
+    speed = attention_flops(shape, 16_384, "forward") / make_workload(shape).attention_seconds(16_384, "forward")
+    assert speed == pytest.approx(335e12, rel=0.05)
+
+
+def test_groups_share_the_arithmetic():
+    alone, group = make_workload("70b"), make_workload("70b", tp=8, cp=2)
+    np.testing.assert_allclose(group.attention_seconds(LENGTHS), alone.attention_seconds(LENGTHS) / 16)
+    assert alone.linear_seconds(10**5) / 16 < group.linear_seconds(10**5) < alone.linear_seconds(10**5)
+
+
+def test_communication_that_leaves_the_node_costs_more():
+    inside, across = make_workload("70b", tp=4, cp=2), make_workload("70b", tp=8, cp=2)
+    slow_network = replace(HARDWARE["h100"], network_bandwidth=1e9)
+    assert make_workload("70b", slow_network, tp=4, cp=2).linear_seconds(1000) == inside.linear_seconds(1000)
+    assert make_workload("70b", slow_network, tp=8, cp=2).linear_seconds(1000) > across.linear_seconds(1000)
+
+
+def test_attention_weighs_as_much_as_the_rest_within_a_long_context():
+    # 12 x hidden = 49K tokens in plain operations; attention kernels run at about half the speed of GEMM.
+    assert 12_000 < crossover(make_workload("7b", "h100")) < 49_152
+    assert 12_000 < crossover(make_workload("7b", "h100", tp=8, cp=2)) < 49_152
+    assert 1_000 < crossover(make_workload("tiny", "cpu")) < 2_048
+
+
+def test_a_workload_travels_between_processes_and_does_not_change():
+    workload = make_workload("tiny", "cpu")
+    assert pickle.loads(pickle.dumps(workload)) == workload
+    with pytest.raises(FrozenInstanceError):
+        workload.forward = workload.backward  # type: ignore[misc]  # what is tested
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "8b"}, "unknown model '8b'; choose one of tiny, 550m, 7b, 30b, 70b, llama3-8b"),
+        ({"hardware": "v100"}, "unknown hardware 'v100'; choose one of a100, h100, h200, cpu"),
+        ({"tp": 3}, "tp = 3 does not divide 32 query heads and 32 key/value heads"),
+        ({"model": "70b", "tp": 16}, "8 key/value heads"),
+        ({"tp": 0}, "tp = 0"),
+        ({"cp": -1}, "cp = -1"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make_workload(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "message"), [({"layers": 0}, "layers = 0"), ({"kv_heads": 3}, "kv_heads = 3")])
+def test_impossible_shapes_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        replace(model_shape("tiny"), **change)

@@ -30,9 +30,7 @@ __all__ = [
 ]
 
 
-def pipeline_makespan(
-    schedule: str, forward: ArrayLike, backward: ArrayLike, virtual_stages: int = 1
-) -> float:
+def pipeline_makespan(schedule: str, forward: ArrayLike, backward: ArrayLike, virtual_stages: int = 1) -> float:
     """Return the seconds from the first forward to the last backward of one pipeline.
 
     ``forward`` and ``backward`` are seconds of shape (stages, micro_batches), stages in model order; stage s
@@ -83,8 +81,7 @@ def _checked_times(
         )
     if forward_times.ndim < 2 or forward_times.size == 0:
         raise UserError(
-            f"pipeline seconds have shape {forward_times.shape}; expected (..., stages, micro_batches), "
-            "none of them 0"
+            f"pipeline seconds have shape {forward_times.shape}; expected (..., stages, micro_batches), none of them 0"
         )
     if virtual_stages < 1 or forward_times.shape[-2] % virtual_stages:
         raise UserError(

@@ -62,9 +62,7 @@ def _check(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> N
 
 def _gpipe(rank: int, micro_batches: int) -> tuple[Operation, ...]:
     return tuple(
-        Operation(rank, micro_batch, backward)
-        for backward in (False, True)
-        for micro_batch in range(micro_batches)
+        Operation(rank, micro_batch, backward) for backward in (False, True) for micro_batch in range(micro_batches)
     )
 
 
@@ -89,8 +87,6 @@ def _warm_up_then_alternate(
 ) -> tuple[Operation, ...]:
     """``warm_up`` forwards; then a forward and a backward in turn; then the backwards that are left."""
     warm_up = min(warm_up, len(forwards))
-    alternating = [
-        operation for pair in zip(forwards[warm_up:], backwards, strict=False) for operation in pair
-    ]
+    alternating = [operation for pair in zip(forwards[warm_up:], backwards, strict=False) for operation in pair]
     cool_down = backwards[len(forwards) - warm_up :]
     return (*forwards[:warm_up], *alternating, *cool_down)

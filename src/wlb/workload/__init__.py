@@ -1,11 +1,16 @@
-"""What a document and a micro-batch cost: W_a and W_l, in predicted seconds."""
+"""What a document and a micro-batch cost: W_a and W_l, in predicted seconds.
+
+``make_workload`` computes prices from a model's shape and a GPU's rates, ``load_profile`` reads measured ones.
+"""
 
 from __future__ import annotations
 
 from wlb.workload.analytic import AnalyticWorkload, analytic_workload
 from wlb.workload.base import Phase, Seconds, Workload
+from wlb.workload.flops import attention_flops, linear_flops
 from wlb.workload.hardware import HARDWARE, Hardware, hardware_preset
 from wlb.workload.model_shapes import MODEL_SHAPES, ModelShape, model_shape
+from wlb.workload.profile import ProfileWorkload, load_profile
 
 __all__ = [
     "HARDWARE",
@@ -14,8 +19,12 @@ __all__ = [
     "Hardware",
     "ModelShape",
     "Phase",
+    "ProfileWorkload",
     "Seconds",
     "Workload",
+    "attention_flops",
+    "linear_flops",
+    "load_profile",
     "make_workload",
     "model_shape",
 ]
@@ -26,7 +35,7 @@ def make_workload(
 ) -> AnalyticWorkload:
     """Price ``model`` (a preset or any shape) on ``hardware`` (a preset or any rates), on tp x cp GPUs.
 
-    Raises ``UserError`` for an unknown preset, and where ``tp`` does not divide the heads.
+    Raises ``UserError`` for an unknown preset, a size below 1, and where ``tp`` does not divide the heads.
     """
     shape = model_shape(model) if isinstance(model, str) else model
     rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware

@@ -95,13 +95,14 @@ def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, back
         pair_flops *= ATTENTION_BACKWARD_FACTOR
         token_flops *= LINEAR_BACKWARD_FACTOR
     pair_seconds = share * pair_flops / rate
+    gemm_rate = hardware.peak_flops * hardware.gemm_efficiency
     element_bytes = elementwise_values_per_token(shape)[backward] * hardware.bytes_per_value
     collective_seconds, fixed_seconds = _collectives(shape, hardware, tp, cp)
     return PhaseCost(
         pair_seconds=pair_seconds,
         padding_seconds=pair_seconds * hardware.attention_half_length / 2,
         fixed_seconds=fixed_seconds,
-        token_seconds=share * (token_flops / hardware.gemm_flops + element_bytes / hardware.memory_bandwidth)
+        token_seconds=share * (token_flops / gemm_rate + element_bytes / hardware.memory_bandwidth)
         + collective_seconds,
     )
 

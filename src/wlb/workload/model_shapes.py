@@ -11,7 +11,8 @@ from wlb.errors import UserError
 class ModelShape:
     """A decoder-only transformer with grouped-query attention and a SwiGLU feed-forward layer.
 
-    ``layers`` counts all blocks of the model, ``head_dim`` is the width of one attention head.
+    ``layers`` counts all blocks of the model, ``head_dim`` is the width of one attention head. Raises
+    ``UserError`` for a size below 1 and for query heads that do not share the key/value heads evenly.
     """
 
     hidden: int
@@ -22,16 +23,26 @@ class ModelShape:
     ffn_hidden: int
     vocab_size: int
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise UserError(f"model shape has {name} = {value}; it must be at least 1")
+        if self.heads % self.kv_heads:
+            raise UserError(
+                f"model shape has heads = {self.heads}, not a multiple of kv_heads = {self.kv_heads}; "
+                "every key/value head serves the same number of query heads"
+            )
+
 
 # hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size
 MODEL_SHAPES: dict[str, ModelShape] = {
     # Small enough for a CPU; a 4,096-token window has the attention:linear ratio of a 7B model at 128K.
     "tiny": ModelShape(128, 4, 4, 2, 32, 352, 512),
-    # The sizes that WLB-LLM trains. Their widths are assumed: Llama 2 7B and 70B, Llama 1 33B, and for 550M
-    # a shape of that size.
+    # The sizes that WLB-LLM trains, whose widths are assumed: those of Llama 2 7B and 70B, and for 550M and 30B
+    # shapes of that many parameters (30B with the layers and heads of OPT-30B, arXiv 2205.01068).
     "550m": ModelShape(1536, 16, 12, 12, 128, 4096, 32_000),
     "7b": ModelShape(4096, 32, 32, 32, 128, 11_008, 32_000),
-    "30b": ModelShape(6656, 60, 52, 52, 128, 17_920, 32_000),
+    "30b": ModelShape(7168, 48, 56, 56, 128, 19_200, 32_000),
     "70b": ModelShape(8192, 80, 64, 8, 128, 28_672, 32_000),
     # Llama 3 (arXiv 2407.21783, Table 3).
     "llama3-8b": ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256),

@@ -1,0 +1,156 @@
+"""W_a and W_l from measurements: a JSON file of seconds over lengths and token counts, and how it is read.
+
+``WorkloadProfile`` is the file (docs/workload.md describes every field), ``ProfileWorkload`` prices documents
+with it. Attention is interpolated as seconds per token, which is a straight line between two lengths if
+attention costs a d^2 + b d; the linear part is interpolated as it is. Beyond the longest measurement attention
+grows with the attended pairs and the linear part with the tokens; below the shortest both are proportional.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from wlb.errors import UserError
+from wlb.workload.base import Phase, Seconds
+from wlb.workload.model_shapes import ModelShape
+
+# Knot of the tables beyond every document: extrapolation becomes interpolation.
+_FAR = 2.0**40
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Measurements(BaseModel):
+    """Seconds, over all layers on one GPU, at increasing sizes (tokens)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: Annotated[tuple[PositiveInt, ...], Field(min_length=2)]
+    forward_seconds: tuple[PositiveSeconds, ...]
+    backward_seconds: tuple[PositiveSeconds, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Measurements:
+        if any(later <= earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)):
+            raise ValueError("tokens must increase from one measurement to the next")
+        for name in ("forward_seconds", "backward_seconds"):
+            count = len(getattr(self, name))
+            if count != len(self.tokens):
+                raise ValueError(f"{name} has {count} values for {len(self.tokens)} token counts")
+        return self
+
+
+class WorkloadProfile(BaseModel):
+    """A measured profile file, version 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal["wlb-workload-profile"] = "wlb-workload-profile"
+    version: Literal[1] = 1
+    machine: Annotated[str, Field(min_length=1)]
+    versions: dict[str, str]
+    dtype: Annotated[str, Field(min_length=1)]
+    model: ModelShape
+    tp: PositiveInt = 1
+    cp: PositiveInt = 1
+    attention: Measurements
+    linear: Measurements
+
+    def workload(self) -> ProfileWorkload:
+        """Prices that pass through the measurements."""
+        attention_tokens = np.array(self.attention.tokens, dtype=np.float64)
+        linear_tokens = np.array(self.linear.tokens, dtype=np.float64)
+        attention = [_rates(attention_tokens, s) for s in _phases(self.attention)]
+        linear = [_totals(linear_tokens, s) for s in _phases(self.linear)]
+        return ProfileWorkload(
+            attention_tokens=np.append(attention_tokens, _FAR),
+            attention_rates=_by_phase(*attention),
+            linear_tokens=np.concatenate([[0.0], linear_tokens, [_FAR]]),
+            linear_totals=_by_phase(*linear),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProfileWorkload:
+    """A ``Workload`` that interpolates measured seconds."""
+
+    attention_tokens: NDArray[np.float64]  # (knots,)
+    attention_rates: dict[Phase, NDArray[np.float64]]  # seconds per token of a document, (knots,) each
+    linear_tokens: NDArray[np.float64]  # (knots,)
+    linear_totals: dict[Phase, NDArray[np.float64]]  # seconds, (knots,) each
+
+    def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
+        """W_a of each document alone; shape of ``lengths`` (tokens)."""
+        d = np.asarray(lengths, dtype=np.float64)
+        seconds: Seconds = d * np.interp(d, self.attention_tokens, self.attention_rates[phase])
+        return seconds
+
+    def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """W_l of micro-batches of ``tokens`` tokens; shape of ``tokens``."""
+        count = np.asarray(tokens, dtype=np.float64)
+        return np.asarray(np.interp(count, self.linear_tokens, self.linear_totals[phase]))
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        """W_a plus W_l at the rate of the largest micro-batch measured; shape of ``lengths``."""
+        d = np.asarray(lengths, dtype=np.float64)
+        token_seconds = self.linear_totals["both"][-1] / _FAR
+        rates = np.interp(d, self.attention_tokens, self.attention_rates["both"])
+        seconds: Seconds = d * (rates + token_seconds)
+        return seconds
+
+
+def read_profile(path: str | Path) -> WorkloadProfile:
+    """Read and validate a profile file; raises ``UserError`` that names the file and its first mistake."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"profile {path} does not exist; measure one with: wlb profile --out {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"profile {path} cannot be read: {error}") from None
+    try:
+        return WorkloadProfile.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        what = problem["msg"].removeprefix("Value error, ")
+        raise UserError(f"profile {path}: {where + ': ' if where else ''}{what}") from None
+
+
+def load_profile(path: str | Path) -> ProfileWorkload:
+    """Price documents with the measured profile at ``path``; raises as ``read_profile`` does."""
+    return read_profile(path).workload()
+
+
+def _phases(measurements: Measurements) -> tuple[Sequence[float], Sequence[float]]:
+    return measurements.forward_seconds, measurements.backward_seconds
+
+
+def _by_phase(forward: NDArray[np.float64], backward: NDArray[np.float64]) -> dict[Phase, NDArray[np.float64]]:
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+def _rates(tokens: NDArray[np.float64], seconds: Sequence[float]) -> NDArray[np.float64]:
+    """Attention seconds per token, never falling with length.
+
+    A short document that was measured to cost more per token than a longer one paid for a launch, which in a
+    packed micro-batch it shares; it is priced like the longer one. Prices then grow strictly with length, and
+    splitting a document never makes it dearer.
+    """
+    rates = np.array(seconds) / tokens
+    rising = np.minimum.accumulate(rates[::-1])[::-1]
+    far = rising[-1] * (_FAR + 1) / (tokens[-1] + 1)
+    return np.append(rising, far)
+
+
+def _totals(tokens: NDArray[np.float64], seconds: Sequence[float]) -> NDArray[np.float64]:
+    """Linear seconds, never falling with tokens, from none for no tokens."""
+    rising = np.maximum.accumulate(np.array(seconds))
+    return np.concatenate([[0.0], rising, [rising[-1] * _FAR / tokens[-1]]])

@@ -1,0 +1,102 @@
+"""The order of operations is torch's own: what its schedules run, not what they print."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.errors import UserError
+from wlb.simulate.schedules import Operation, rank_operations
+
+schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+SHAPES = [(1, 1), (1, 4), (2, 2), (2, 6), (4, 4), (4, 8), (8, 8), (3, 7)]
+
+
+class _RecordingStage:
+    """Stands where torch expects a pipeline stage; computes and sends nothing, remembers the calls."""
+
+    def __init__(self, index: int, stages: int) -> None:
+        self.stage_index = index
+        self.num_stages = stages
+        self.is_last = index == stages - 1
+        self.has_backward = True
+        self.device = "cpu"
+        self.calls: list[Operation] = []
+
+    def forward_one_chunk(self, micro_batch: int, *_: Any, **__: Any) -> None:
+        self.calls.append(Operation(self.stage_index, micro_batch, False))
+
+    def backward_one_chunk(self, micro_batch: int, **_: Any) -> None:
+        self.calls.append(Operation(self.stage_index, micro_batch, True))
+
+    def _no_transfers(self, micro_batch: int) -> list[Any]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_transfers
+
+    def perform_reduce_grad(self, _: int) -> None:
+        pass
+
+
+def _calls_of_torch(schedule_class: Any, pp: int, micro_batches: int, rank: int) -> list[Operation]:
+    stage = _RecordingStage(rank, pp)
+    schedule = schedule_class(stage, micro_batches)
+    schedule._initialize_stage = lambda *_: None
+    schedule._step_microbatches([()] * micro_batches, [{}] * micro_batches)
+    return stage.calls
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("pp", "micro_batches"), SHAPES)
+def test_single_stage_schedules_run_in_the_order_of_torch(name, pp, micro_batches):
+    schedule_class = {"1f1b": schedules.Schedule1F1B, "gpipe": schedules.ScheduleGPipe}[name]
+    for rank, operations in enumerate(rank_operations(name, pp, micro_batches)):
+        assert list(operations) == _calls_of_torch(schedule_class, pp, micro_batches, rank)
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize(("pp", "rounds"), [(1, 3), (2, 1), (2, 3), (4, 1), (4, 2), (8, 4)])
+def test_interleaved_runs_in_the_order_of_torch(pp, rounds, virtual_stages):
+    micro_batches = pp * rounds
+    torch_schedule = SimpleNamespace(
+        n_local_stages=virtual_stages,
+        pp_group_size=pp,
+        microbatches_per_round=pp,
+        _n_microbatches=micro_batches,
+    )
+    for rank, operations in enumerate(rank_operations("interleaved_1f1b", pp, micro_batches, virtual_stages)):
+        actions = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(torch_schedule, rank)
+        kinds = {schedules.FORWARD: False, schedules.FULL_BACKWARD: True}
+        expected = [Operation(a.stage_index, a.microbatch_index, kinds[a.computation_type]) for a in actions if a]
+        assert list(operations) == expected
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["1f1b", "gpipe", "interleaved_1f1b"]), st.integers(1, 6), st.integers(1, 4), st.data())
+def test_every_stage_runs_every_micro_batch_once_each_way(name, pp, rounds, data):
+    interleaved = name == "interleaved_1f1b"
+    micro_batches = pp * rounds if interleaved else data.draw(st.integers(1, 12))
+    virtual_stages = data.draw(st.integers(1, 3)) if interleaved else 1
+    ranks = rank_operations(name, pp, micro_batches, virtual_stages)
+    for rank, operations in enumerate(ranks):
+        assert {operation.stage % pp for operation in operations} == {rank}
+        assert len(set(operations)) == len(operations) == 2 * micro_batches * virtual_stages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zero_bubble", 2, 2, 1), "choose one of 1f1b, interleaved_1f1b, gpipe"),
+        (("1f1b", 0, 2, 1), "pp = 0"),
+        (("1f1b", 2, 0, 1), "micro_batches = 0"),
+        (("gpipe", 2, 4, 2), "use 'interleaved_1f1b'"),
+        (("interleaved_1f1b", 4, 6, 2), "6 micro-batches are not a multiple"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(arguments, message):
+    with pytest.raises(UserError, match=message) as caught:
+        rank_operations(*arguments)
+    assert "\n" not in str(caught.value)

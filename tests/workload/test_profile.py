@@ -1,0 +1,131 @@
+import json
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.errors import UserError
+from wlb.workload import load_profile, make_workload, model_shape
+from wlb.workload.profile import Measurements, WorkloadProfile
+
+TOKENS = tuple(2**k for k in range(6, 18))
+
+
+def profile_of(attention, linear) -> WorkloadProfile:
+    return WorkloadProfile(
+        machine="a test",
+        versions={"torch": "2.13.0"},
+        dtype="float32",
+        model=model_shape("tiny"),
+        attention=attention,
+        linear=linear,
+    )
+
+
+def measured_from_analytic() -> WorkloadProfile:
+    workload = make_workload("tiny", "cpu")
+    return profile_of(
+        *(
+            Measurements(
+                tokens=TOKENS,
+                forward_seconds=tuple(price(TOKENS, "forward")),
+                backward_seconds=tuple(price(TOKENS, "backward")),
+            )
+            for price in (workload.attention_seconds, workload.linear_seconds)
+        )
+    )
+
+
+@st.composite
+def measurements(draw):
+    tokens = draw(st.lists(st.integers(1, 10**6), min_size=2, max_size=8, unique=True))
+    seconds = st.lists(st.floats(1e-7, 1e3), min_size=len(tokens), max_size=len(tokens))
+    return Measurements(
+        tokens=tuple(sorted(tokens)),
+        forward_seconds=tuple(draw(seconds)),
+        backward_seconds=tuple(draw(seconds)),
+    )
+
+
+def test_reproduces_the_law_it_was_sampled_from_between_and_beyond_the_samples(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(measured_from_analytic().model_dump_json())
+    measured, law = load_profile(path), make_workload("tiny", "cpu")
+    lengths = np.unique(np.geomspace(64, 131_072, 500).astype(int))
+    for phase in ("forward", "backward", "both"):
+        np.testing.assert_allclose(
+            measured.attention_seconds(lengths, phase), law.attention_seconds(lengths, phase), rtol=1e-9
+        )
+        np.testing.assert_allclose(
+            measured.linear_seconds(lengths, phase), law.linear_seconds(lengths, phase), rtol=1e-9
+        )
+    np.testing.assert_allclose(measured.document_seconds(lengths), law.document_seconds(lengths), rtol=1e-9)
+    beyond = 10**6
+    assert measured.attention_seconds(beyond) == pytest.approx(law.attention_seconds(beyond), rel=0.01)
+    assert measured.linear_seconds(beyond) == pytest.approx(law.linear_seconds(beyond))
+
+
+@given(measurements(), measurements(), st.lists(st.integers(1, 2 * 10**6), min_size=2, max_size=30))
+def test_prices_are_sane_whatever_was_measured(attention, linear, lengths):
+    workload = profile_of(attention, linear).workload()
+    ascending = np.unique(lengths)
+    for price in (workload.attention_seconds, workload.document_seconds):
+        assert price(0) == 0
+        seconds = price(ascending)
+        assert np.all(seconds > 0)
+        assert np.all(np.diff(seconds / ascending) >= -1e-12 * (seconds / ascending)[1:])
+    assert workload.linear_seconds(0) == 0
+    assert np.all(np.diff(workload.linear_seconds(ascending)) >= 0)
+
+
+def test_a_launch_is_shared_by_the_short_documents_of_a_micro_batch():
+    launch_bound = Measurements(
+        tokens=(64, 128, 4096), forward_seconds=(3e-5, 3e-5, 9e-3), backward_seconds=(6e-5, 6e-5, 2e-2)
+    )
+    workload = profile_of(launch_bound, launch_bound).workload()
+    assert workload.attention_seconds(64, "forward") == pytest.approx(3e-5 / 2)
+    assert workload.attention_seconds(128, "forward") == pytest.approx(3e-5)
+
+
+def test_a_measured_workload_travels_between_processes():
+    workload = measured_from_analytic().workload()
+    copy = pickle.loads(pickle.dumps(workload))
+    np.testing.assert_array_equal(copy.document_seconds(TOKENS), workload.document_seconds(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "version: Input should be 1"),
+        ({"format": "chrome-trace"}, "format: "),
+        ({"colour": "red"}, "colour: Extra inputs"),
+        ({"tp": 0}, "tp: "),
+        ({"attention": {"tokens": [8, 8], "forward_seconds": [1, 2], "backward_seconds": [1, 2]}}, "increase"),
+        (
+            {"attention": {"tokens": [8, 9], "forward_seconds": [1], "backward_seconds": [1, 2]}},
+            "forward_seconds has 1 values for 2",
+        ),
+        ({"linear": {"tokens": [8, 9], "forward_seconds": [1, 0], "backward_seconds": [1, 2]}}, "greater than 0"),
+        ({"linear": {"tokens": [8], "forward_seconds": [1], "backward_seconds": [1]}}, "linear.tokens"),
+    ],
+)
+def test_a_bad_profile_is_named_in_one_line(tmp_path, change, message):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(json.loads(measured_from_analytic().model_dump_json()) | change))
+    with pytest.raises(UserError, match=message) as caught:
+        load_profile(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_garbled_profile_is_named(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load_profile(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_profile(tmp_path / "binary.json")
+    (tmp_path / "text.json").write_text("not json")
+    with pytest.raises(UserError, match="Invalid JSON"):
+        load_profile(tmp_path / "text.json")
