@@ -71,7 +71,7 @@ def test_no_gpu_beats_its_peak(model, hardware):
 
 
 def test_h100_attention_is_near_the_flash_attention_2_figure_of_another_publication():
-    # 335 TFLOP/s: forward, causal, head_dim 128, 16K tokens, H100 (FlashAttention-3, arXiv 2407.08608, figure 5).
+    # 335 TFLOP/s: causal forward, head_dim 128, 16K tokens, H100 (FlashAttention-3, arXiv 2407.08608).
     shape = model_shape("70b")
     speed = attention_flops(shape, 16_384, "forward") / make_workload(shape).attention_seconds(16_384, "forward")
     assert speed == pytest.approx(335e12, rel=0.05)

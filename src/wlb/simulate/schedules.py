@@ -30,7 +30,8 @@ SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe")
 def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: int = 1) -> RankOperations:
     """Return, for each of ``pp`` ranks, its operations in the order in which the rank runs them.
 
-    Rank r holds the stages r, r + pp, ..., r + (virtual_stages - 1) * pp.
+    Rank r holds the stages r, r + pp, ..., r + (virtual_stages - 1) * pp. ``1f1b`` also takes fewer micro-batches
+    than ranks, which torch's ``Schedule1F1B`` refuses to build and Megatron-Core runs.
 
     Raises ``UserError`` for an unknown schedule, a size below 1, more than one stage for each rank outside
     ``interleaved_1f1b``, or an interleaved schedule whose micro-batches do not fill whole rounds of ``pp``.

@@ -49,13 +49,14 @@ _NETWORK_EFFICIENCY = 0.80
 # 4K on. The launch is left out of the price: a packed micro-batch has one for all its documents.
 _HOPPER_ATTENTION_FORWARD = 342e12
 _ATTENTION_HALF_LENGTH = 906.0
-# Quoted: FlashAttention-2's backward on H100, 322 TFLOP/s at 16K (FlashAttention-3, arXiv 2407.08608, figure 6).
+# Quoted: FlashAttention-2's backward on H100, head_dim 128, 16K tokens (FlashAttention-3, arXiv 2407.08608,
+# backward speed figure); taken as the rate at unbounded length.
 _HOPPER_ATTENTION_BACKWARD = 322e12
 
 # Derived from measured all-gathers over 8 H200 (bus bandwidth 112 GB/s at 8 MB, 300 at 64 MB, 365 above 1 GB):
 # latency + bytes / bandwidth with these two meets all three within 5%. Hopper's NVLink is quoted at 450 GB/s each
 # way, of which this is 82%; assumed: reduce-scatter is as fast, and A100 reaches the same share of its 300 GB/s.
-_NODE_LATENCY = 40e-6
+_NODE_LATENCY = 45e-6
 _HOPPER_NODE_BANDWIDTH = 370e9
 _A100_NODE_BANDWIDTH = 0.82 * 300e9
 # Assumed.

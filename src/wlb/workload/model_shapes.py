@@ -48,9 +48,11 @@ MODEL_SHAPES: dict[str, ModelShape] = {
     "llama3-8b": ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256),
     "llama3-70b": ModelShape(8192, 80, 64, 8, 128, 28_672, 128_256),
     "llama3-405b": ModelShape(16_384, 126, 128, 8, 128, 53_248, 128_256),
-    # Qwen: the published config.json of each model.
+    # The published config.json of each model (biases and q/k norms are not modelled).
     "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18_944, 152_064),
+    "qwen2.5-72b": ModelShape(8192, 80, 64, 8, 128, 29_568, 152_064),
     "qwen3-8b": ModelShape(4096, 36, 32, 8, 128, 12_288, 151_936),
+    "qwen3-32b": ModelShape(5120, 64, 64, 8, 128, 25_600, 151_936),
 }
 
 
