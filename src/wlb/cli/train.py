@@ -1,3 +1,23 @@
-"""placeholder"""
-def train() -> None:
-    """placeholder"""
+"""``wlb train``: train a model on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def train(
+    config: Path = typer.Argument(..., help="Configuration of the job (TOML)."),
+    overrides: list[str] = typer.Option(
+        [], "--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print a summary as JSON on stdout at the end."),
+) -> int:
+    """Train a model on this machine, with one process per rank of [parallel].
+
+    On several machines run the same configuration with torchrun -m wlb.training CONFIG.
+    """
+    from wlb.training.launch import launch
+
+    return launch(config, overrides, summary=as_json)

@@ -1,0 +1,80 @@
+"""The surroundings of a rank: its device and process group, and the model and hardware the configuration names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from wlb.config import JobConfig, ModelConfig
+from wlb.errors import UserError
+from wlb.training.model import TransformerConfig
+from wlb.training.preflight import device_type, threads_per_process
+from wlb.workload import ModelShape, model_shape
+
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@contextmanager
+def joined_job(config: JobConfig) -> Iterator[torch.device]:
+    """Join the process group of ``torchrun``'s environment, or be a job of one process; yields this rank's device.
+
+    Raises ``UserError`` if the number of processes is not the product of ``parallel.*``.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != config.parallel.world_size:
+        sizes = " x ".join(f"{name} {getattr(config.parallel, name)}" for name in ("dp", "pp", "cp", "tp"))
+        raise UserError(
+            f"{world_size} processes were started, but parallel.* asks for {config.parallel.world_size} ({sizes}); "
+            "start as many, or start them with wlb train"
+        )
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device(device_type(config.training, local_processes), int(os.environ.get("LOCAL_RANK", "0")))
+    torch.set_num_threads(threads_per_process(config.training, local_processes))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=config.training.timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(_BACKENDS[device.type], timeout=timeout)
+    else:
+        dist.init_process_group(_BACKENDS[device.type], timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    yield device
+    dist.destroy_process_group()  # not after an error: peers may be gone, and the process ends anyway
+
+
+def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig:
+    """The model that ``[model]`` describes, with the vocabulary of the token store.
+
+    Dimensions that are not given are the preset's; the width of a head is then hidden / heads. Raises
+    ``UserError`` for dimensions that do not fit together.
+    """
+    preset = model_shape(model.name)
+    names = ("hidden", "layers", "heads", "kv_heads", "ffn_hidden")
+    given = {name: value for name in names if (value := getattr(model, name)) is not None}
+    shape = replace(preset, **given, vocab_size=vocab_size)
+    if "hidden" in given or "heads" in given:
+        shape = replace(shape, head_dim=_head_dim(shape))
+    if shape.heads % shape.kv_heads:
+        raise UserError(f"model.heads = {shape.heads} must be a multiple of model.kv_heads = {shape.kv_heads}")
+    return TransformerConfig(shape, rope_theta=model.rope_theta, norm_eps=model.norm_eps)
+
+
+def hardware_name(device: torch.device) -> str:
+    """The hardware preset whose rates are closest to this device."""
+    if device.type == "cpu":
+        return "cpu"
+    return "a100" if "A100" in torch.cuda.get_device_name(device) else "h100"
+
+
+def _head_dim(shape: ModelShape) -> int:
+    if shape.hidden % (2 * shape.heads):
+        raise UserError(
+            f"model.hidden = {shape.hidden} must be a multiple of 2 x model.heads = {2 * shape.heads}: rotary "
+            "positions pair the dimensions of a head"
+        )
+    return shape.hidden // shape.heads

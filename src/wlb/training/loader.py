@@ -1,0 +1,165 @@
+"""The data loader: plans and tokens of the next steps, ready before training asks for them.
+
+One thread plans (lengths only, the same on every rank), a second reads the micro-batches of this data-parallel
+rank from the memory-mapped store. ``StepLoader`` hands out ``LoadedStep``s; its state belongs to the last step handed
+out, whatever the threads have prepared beyond it, and names the data and the settings it is valid for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from wlb.config import JobConfig
+from wlb.documents.token_store import TokenStore
+from wlb.errors import UserError
+from wlb.packing.base import Packer
+from wlb.packing.plan import StepPlan
+from wlb.training.batch import TokenBatch, labelled_tokens, make_batch
+from wlb.training.document_order import DocumentStream, EpochSummary, finished_documents
+from wlb.training.planner import PlannedStep, StepPlanner
+from wlb.training.prefetch import Prefetcher, Shutdown
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """One step, ready to train: ``batches`` are this data-parallel rank's micro-batches in pipeline order.
+
+    ``plan`` covers all ranks and ``loss_tokens`` counts their labelled tokens; ``documents`` are the ids of those whose
+    last token is in the step; ``fingerprint`` is equal where plans are equal. ``wait_seconds`` is how long
+    training stood still for this step.
+    """
+
+    plan: StepPlan
+    batches: tuple[TokenBatch, ...]
+    loss_tokens: int
+    documents: tuple[int, ...]
+    fingerprint: int
+    planning_seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True)
+class _ReadStep:
+    planned: PlannedStep
+    batches: tuple[TokenBatch, ...]
+    loss_tokens: int
+    documents: tuple[int, ...]
+    fingerprint: int
+
+
+class StepLoader(Iterator[LoadedStep]):
+    """Iterates over the steps of a job for data-parallel rank ``dp_rank``, from ``state`` if given.
+
+    Ends after one epoch if ``training.steps`` is unset and never otherwise. Close it, or use it as a context manager.
+    Raises ``UserError`` if ``state`` was saved on other data or settings; failures of the threads surface in
+    ``next``.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        config: JobConfig,
+        packer: Packer,
+        *,
+        dp_rank: int = 0,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self._store = store
+        self._dp_rank = dp_rank
+        self._identity = data_identity(store, config)
+        self._truncated_to = config.data.context_window if config.data.overlong == "truncate" else None
+        stream = DocumentStream(store.lengths, config.data)
+        self.epoch_summary: EpochSummary = stream.summary
+        planner = StepPlanner(
+            stream, packer, config.packing, config.parallel.dp, one_epoch=config.training.steps is None
+        )
+        if state is not None:
+            _check_identity(state["identity"], self._identity)
+            planner.load_state_dict(state["planner"])
+        self._state = planner.state_dict()
+        self._shutdown = Shutdown()
+        depth = config.training.prefetch
+        self._plans = Prefetcher(planner, depth, "wlb-planning", self._shutdown)
+        self._steps = Prefetcher(map(self._read, self._plans), depth, "wlb-reading", self._shutdown)
+
+    def __next__(self) -> LoadedStep:
+        started = time.perf_counter()
+        step = next(self._steps)
+        self._state = step.planned.state
+        return LoadedStep(
+            plan=step.planned.plan,
+            batches=step.batches,
+            loss_tokens=step.loss_tokens,
+            documents=step.documents,
+            fingerprint=step.fingerprint,
+            planning_seconds=step.planned.planning_seconds,
+            wait_seconds=time.perf_counter() - started,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue with the step after the last one handed out; JSON-serialisable."""
+        return {"identity": self._identity, "planner": self._state}
+
+    def close(self) -> None:
+        """End the threads; safe to call twice."""
+        self._shutdown.close()
+        self._plans.join()
+        self._steps.join()
+
+    def __enter__(self) -> StepLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, planned: PlannedStep) -> _ReadStep:
+        plan, lengths = planned.plan, self._store.lengths
+        return _ReadStep(
+            planned=planned,
+            batches=tuple(make_batch(micro_batch, self._store) for micro_batch in plan.ranks[self._dp_rank]),
+            loss_tokens=labelled_tokens(plan, lengths),
+            documents=tuple(finished_documents(plan.segments, lengths, self._truncated_to)),
+            fingerprint=_fingerprint(plan),
+        )
+
+
+def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
+    """What a loader state is valid for: the data, and every setting that decides which document trains when.
+
+    Parallel sizes, the model and the dealing of micro-batches to ranks are absent: they may change on resume.
+    """
+    data, packing = config.data, config.packing
+    thresholds = packing.outlier_thresholds
+    return {
+        "token store": store.identity,
+        "tokenizer": store.tokenizer,
+        "data.context_window": data.context_window,
+        "data.overlong": data.overlong,
+        "data.seed": data.seed,
+        "data.shuffle": data.shuffle,
+        "packing.method": packing.method,
+        "packing.micro_batches": packing.micro_batches,
+        "packing.max_length_factor": packing.max_length_factor,
+        "packing.outlier_thresholds": thresholds if thresholds == "auto" else list(thresholds),
+        "packing.max_delay": packing.max_delay,
+        "packing.window": packing.window,
+    }
+
+
+def _check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    for name, value in current.items():
+        if saved.get(name) != value:
+            raise UserError(
+                f"the checkpoint was written with {name} = {saved.get(name)!r}, this job has {value!r}; resume with "
+                "what it was written with, or start anew with another checkpoint.dir"
+            )
+
+
+def _fingerprint(plan: StepPlan) -> int:
+    layout = [[micro_batch.segments for micro_batch in rank] for rank in plan.ranks]
+    digest = hashlib.sha256(repr((plan.step, layout)).encode()).digest()
+    return int.from_bytes(digest[:7], "little")  # 56 bits: it and its negative fit an int64

@@ -1,0 +1,151 @@
+"""What a job says about itself: a console line, one JSON line and TensorBoard scalars for each step.
+
+Only rank 0 writes. ``steps.jsonl`` never holds a step twice: a resumed job first cuts off what was written past its
+checkpoint, a new job sets an older file aside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wlb.config import MetricsConfig
+from wlb.errors import UserError, require
+
+_NOT_PLOTTED = {"step", "document_ids"}
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of steps.jsonl; steps count from 1.
+
+    ``loss`` is the mean over the step's labelled tokens and ``grad_norm`` the global norm before clipping.
+    ``documents`` counts, and ``document_ids`` lists, the documents whose last token the step trained: over an epoch
+    each document appears once, however it was split. ``token_delay`` is the mean steps a token waited since it
+    arrived. ``step_seconds`` includes ``data_wait_seconds``; ``planning_seconds`` were spent in another thread.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    documents: int
+    step_seconds: float
+    tokens_per_second: float
+    imbalance_degree: float
+    token_delay: float
+    data_wait_seconds: float
+    planning_seconds: float
+    document_ids: tuple[int, ...] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        row = asdict(self)
+        if self.document_ids is None:
+            del row["document_ids"]
+        return row
+
+
+class MetricsWriter:
+    """Writes the metrics of a job that continues after ``last_step`` (0 for a new job)."""
+
+    def __init__(self, config: MetricsConfig, last_step: int) -> None:
+        self._rows: list[StepMetrics] = []
+        try:
+            config.dir.mkdir(parents=True, exist_ok=True)
+            for note in continue_file(config.dir / "steps.jsonl", last_step):
+                say(note)
+            self._file = (config.dir / "steps.jsonl").open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"metrics.dir {config.dir} cannot be written: {error.strerror}") from error
+        self._tensorboard = _tensorboard(config.dir, last_step) if config.tensorboard else None
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._rows.append(metrics)
+        row = metrics.to_json()
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in row.items():
+                if name not in _NOT_PLOTTED:
+                    self._tensorboard.add_scalar(name, value, metrics.step)
+        show_progress(metrics)
+
+    def summary(self) -> dict[str, Any]:
+        """The steps of this run in one object; means and medians are null when no step was trained."""
+        rows = self._rows
+        tokens, seconds = sum(row.tokens for row in rows), sum(row.step_seconds for row in rows)
+        return {
+            "steps": len(rows),
+            "last_step": rows[-1].step if rows else None,
+            "tokens": tokens,
+            "documents": sum(row.documents for row in rows),
+            "median_step_seconds": statistics.median(row.step_seconds for row in rows) if rows else None,
+            "tokens_per_second": tokens / seconds if rows else None,
+            "mean_imbalance_degree": statistics.fmean(row.imbalance_degree for row in rows) if rows else None,
+            "last_loss": rows[-1].loss if rows else None,
+        }
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if sys.stderr.isatty() and self._rows:
+            print(file=sys.stderr)
+
+
+def continue_file(path: Path, last_step: int) -> Iterable[str]:
+    """Make ``path`` end with ``last_step``; yields what was done, in words, if anything was."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    if last_step == 0:
+        aside = next(name for n in range(1, 10**6) if not (name := path.with_suffix(f".{n}.jsonl")).exists())
+        os.replace(path, aside)
+        yield f"metrics of an earlier run are now in {aside}"
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= last_step]
+    if len(kept) < len(lines):
+        fresh = path.with_suffix(".tmp")
+        fresh.write_text("".join(kept), encoding="utf-8")
+        os.replace(fresh, path)
+        yield f"removed {len(lines) - len(kept)} lines past step {last_step} from {path}; those steps are trained again"
+
+
+def say(line: str) -> None:
+    """One line on stderr, below the progress line if there is one."""
+    prefix = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{prefix}{line}", file=sys.stderr, flush=True)
+
+
+def show_progress(metrics: StepMetrics) -> None:
+    """Rewrite the progress line on a terminal, print one elsewhere."""
+    line = (
+        f"step {metrics.step}  loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
+        f"imbalance {metrics.imbalance_degree:.3f}  {metrics.step_seconds:.2f} s"
+    )
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf  # a line cut short when its writer was killed
+
+
+def _tensorboard(directory: Path, last_step: int) -> Any:
+    require("tensorboard", "train")
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(directory), purge_step=last_step + 1)

@@ -1,0 +1,74 @@
+"""AdamW, its learning rate, and the norm of gradients that are spread over the whole job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from wlb.config import TrainingConfig
+
+_FINAL_FRACTION = 0.1  # of the peak learning rate, at the end of the cosine
+
+
+def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW over one model stage; weight decay acts on matrices, not on norms and other vectors."""
+    parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
+    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas
+    )
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """The learning rate of step 1, 2, ...: linear warm-up, then a cosine down to a tenth of the peak.
+
+    Without ``training.steps`` the end is unknown and the rate stays at its peak.
+    """
+    peak = config.learning_rate
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    if config.steps is None:
+        return peak
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    return peak * (_FINAL_FRACTION + (1 - _FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+
+@torch.no_grad()
+def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
+    """Scale all gradients of the job so that their global 2-norm is at most ``largest``; 0 only measures.
+
+    Every rank contributes the squares of what it holds: its pipeline stages, of those its FSDP shards. Returns the norm
+    before clipping, the same on every rank.
+    """
+    gradients = [
+        _local(parameter.grad) for stage in stages for parameter in stage.parameters() if parameter.grad is not None
+    ]
+    device = gradients[0].device if gradients else torch.device("cpu")
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for part in torch._foreach_norm(gradients):
+        squares += part.double() ** 2
+    dist.all_reduce(squares)
+    norm = math.sqrt(squares.item())
+    if 0 < largest < norm:
+        torch._foreach_mul_(gradients, largest / norm)
+    return norm
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

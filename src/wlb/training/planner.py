@@ -1,0 +1,90 @@
+"""From the order of documents to the plan of each step, with a state to continue from after any of them.
+
+``StepPlanner`` takes documents from the stream, feeds them to the packer until steps come out, and deals each
+step to the data-parallel ranks. It needs document lengths only, so every rank runs its own and all get the
+same plans. Each plan comes with the state right after it; that state holds what waits in the packer and the
+steps the packer emitted along with this one, so going back to it takes time proportional to what is pending.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from wlb.config import PackingConfig
+from wlb.packing.arrange import arrange
+from wlb.packing.base import Packer
+from wlb.packing.plan import StepPlan
+from wlb.training.document_order import DocumentStream
+
+_DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step dealt to data-parallel ranks, the seconds spent on it and the planner's state after it."""
+
+    plan: StepPlan
+    planning_seconds: float
+    state: dict[str, Any]
+
+
+class StepPlanner(Iterator[PlannedStep]):
+    """Plans step after step; ends after one epoch, drained, if ``one_epoch``, and never otherwise.
+
+    Without ``one_epoch`` documents of the next epoch follow those of this one into the same steps.
+    """
+
+    def __init__(
+        self, stream: DocumentStream, packer: Packer, packing: PackingConfig, dp: int, *, one_epoch: bool
+    ) -> None:
+        self._stream = stream
+        self._packer = packer
+        self._packing = packing
+        self._dp = dp
+        self._one_epoch = one_epoch
+        self._emitted: deque[StepPlan] = deque()
+        self._drained = False
+        self._packer_state = packer.state_dict()
+
+    def __next__(self) -> PlannedStep:
+        started = time.perf_counter()
+        while not self._emitted:
+            self._feed()
+        plan = self._emitted.popleft()
+        arranged = arrange(plan, self._dp, assignment=self._packing.assignment, order=self._packing.order)
+        state = self.state_dict()
+        return PlannedStep(arranged, time.perf_counter() - started, state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue after the last plan returned, as JSON-serialisable data."""
+        return {
+            "stream": self._stream.state_dict(),
+            "packer": self._packer_state,
+            "emitted": [plan.to_json() for plan in self._emitted],
+            "drained": self._drained,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stream.load_state_dict(state["stream"])
+        self._packer.load_state_dict(state["packer"])
+        self._packer_state = state["packer"]
+        self._emitted = deque(StepPlan.from_json(plan) for plan in state["emitted"])
+        self._drained = state["drained"]
+
+    def _feed(self) -> None:
+        if not self._stream.epoch_is_over:
+            self._emitted += self._packer.plan(self._stream.take(_DOCUMENTS_AT_ONCE))
+        elif not self._one_epoch:
+            self._stream.next_epoch()
+            self._drained = False
+        elif not self._drained:
+            self._emitted += self._packer.drain()
+            self._drained = True
+        else:
+            raise StopIteration
+        if self._emitted:
+            self._packer_state = self._packer.state_dict()

@@ -1,0 +1,162 @@
+"""Training, from the first step to the last, as one rank sees it.
+
+All ranks read the same document lengths and plan the same steps; each takes its data-parallel rank's micro-batches
+through its pipeline stages. After the backward passes the ranks agree on the loss and the gradient norm,
+step the optimizer, and rank 0 writes the metrics. Every ``checkpoint.every`` steps all of it is saved, the
+loader included.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wlb.config import JobConfig
+from wlb.documents.token_store import TokenStore
+from wlb.packing import packer_from_config
+from wlb.training.checkpoint import Checkpointer, Progress, newest_checkpoint
+from wlb.training.failures import TrainingError
+from wlb.training.job import hardware_name, joined_job, transformer_config
+from wlb.training.loader import LoadedStep, StepLoader
+from wlb.training.metrics import MetricsWriter, StepMetrics, say
+from wlb.training.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from wlb.training.parallelize import build_mesh, build_stage_modules
+from wlb.training.pipeline import PipelineRunner
+from wlb.training.preflight import check_job, vocab_size
+from wlb.workload import make_workload
+
+_DOCUMENTS_NAMED = 50  # in an error message
+
+
+def train(config: JobConfig) -> dict[str, Any] | None:
+    """Train the job to its end as one of its ranks; returns the summary on rank 0.
+
+    Raises ``UserError`` for what the user can mend and ``TrainingError`` where training cannot go on.
+    """
+    with joined_job(config) as device:
+        check_job(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return Trainer(config, device).run()
+
+
+class Trainer:
+    """One rank of a job: builds everything, continues from the newest checkpoint, and trains."""
+
+    def __init__(self, config: JobConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        store = TokenStore.open(config.data.store)
+        model = transformer_config(config.model, vocab_size(store))
+        dtype: torch.dtype = getattr(torch, config.training.dtype)
+        mesh = build_mesh(config.parallel, device.type)
+        self.stages = build_stage_modules(
+            model, config.parallel, mesh, dtype=dtype, device=device, seed=config.training.seed
+        )
+        self.optimizers = [build_optimizer(stage, config.training) for stage in self.stages]
+        micro_batches = config.packing.micro_batches // config.parallel.dp
+        self.runner = PipelineRunner(self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device)
+        self.checkpointer = Checkpointer(config.checkpoint, self.stages, self.optimizers)
+        newest = newest_checkpoint(config.checkpoint)
+        progress = self.checkpointer.load(newest) if newest else None
+        self.step = progress.step if progress else 0
+        workload = make_workload(model.shape, hardware_name(device))
+        packer = packer_from_config(config.packing, config.data.context_window, workload)
+        self.loader = StepLoader(
+            store,
+            config,
+            packer,
+            dp_rank=mesh.get_local_rank("dp"),
+            state=progress.loader if progress else None,
+        )
+        self.metrics = MetricsWriter(config.metrics, self.step) if dist.get_rank() == 0 else None
+        if self.metrics:
+            say(_opening_line(config, device, self.loader, self.step))
+
+    def run(self) -> dict[str, Any] | None:
+        """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
+        saved = self.step
+        with self.loader:
+            while self.step != self.config.training.steps and (loaded := next(self.loader, None)):
+                self.step += 1
+                self._train_step(loaded)
+                if self.checkpointer.is_due(self.step):
+                    self._save()
+                    saved = self.step
+            if self.step != saved and self.checkpointer.enabled:
+                self._save()
+        if self.metrics is None:
+            return None
+        self.metrics.close()
+        return self.metrics.summary()
+
+    def _train_step(self, loaded: LoadedStep) -> None:
+        started = time.perf_counter()
+        self._check_all_ranks_agree(loaded)
+        rate = learning_rate(self.step, self.config.training)
+        set_learning_rate(self.optimizers, rate)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        share = self.runner.run_step(loaded.batches, loaded.loss_tokens).double()
+        dist.all_reduce(share)
+        loss = share.item()
+        grad_norm = clip_gradients(self.stages, self.config.training.gradient_clip)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise TrainingError(_not_finite(self.step, loss, grad_norm, loaded))
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.metrics:
+            seconds = loaded.wait_seconds + time.perf_counter() - started
+            self.metrics.write(self._metrics_of(loaded, loss, grad_norm, rate, seconds))
+
+    def _check_all_ranks_agree(self, loaded: LoadedStep) -> None:
+        bounds = torch.tensor([loaded.fingerprint, -loaded.fingerprint], device=self.device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        if bounds[0] != -bounds[1]:
+            raise TrainingError(
+                f"step {self.step}: ranks planned different steps; the token store, the configuration and the "
+                "version of wlb-llm must be the same on all machines"
+            )
+
+    def _metrics_of(
+        self, loaded: LoadedStep, loss: float, grad_norm: float, rate: float, seconds: float
+    ) -> StepMetrics:
+        tokens = loaded.plan.tokens
+        return StepMetrics(
+            step=self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            tokens=tokens,
+            documents=len(loaded.documents),
+            step_seconds=seconds,
+            tokens_per_second=tokens / seconds,
+            imbalance_degree=loaded.plan.imbalance,
+            token_delay=loaded.plan.delay_token_steps / tokens,
+            data_wait_seconds=loaded.wait_seconds,
+            planning_seconds=loaded.planning_seconds,
+            document_ids=loaded.documents if self.config.metrics.document_ids else None,
+        )
+
+    def _save(self) -> None:
+        self.checkpointer.save(Progress(self.step, self.loader.state_dict()))
+
+
+def _opening_line(config: JobConfig, device: torch.device, loader: StepLoader, step: int) -> str:
+    data = loader.epoch_summary
+    policies = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
+    return (
+        f"{f'resuming after step {step}' if step else 'starting'} on {config.parallel.world_size} {device.type} "
+        f"processes; {data.documents:,} documents, {data.empty:,} empty ones passed over, {data.overlong:,} over "
+        f"{config.data.context_window:,} tokens {policies[config.data.overlong]}"
+    )
+
+
+def _not_finite(step: int, loss: float, grad_norm: float, loaded: LoadedStep) -> str:
+    documents = sorted({segment.document for segment in loaded.plan.segments})
+    named = ", ".join(map(str, documents[:_DOCUMENTS_NAMED]))
+    more = f" and {len(documents) - _DOCUMENTS_NAMED} more" if len(documents) > _DOCUMENTS_NAMED else ""
+    return f"step {step}: loss is {loss} and gradient norm {grad_norm}; its documents are {named}{more}"

@@ -1,0 +1,63 @@
+"""A token store and a configuration small enough for a test: a step takes some tens of milliseconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wlb.config import JobConfig
+from wlb.documents.synthetic import sample_lengths
+from wlb.documents.token_store import TokenStore, TokenStoreWriter
+
+VOCABULARY = 67
+WINDOW = 128
+
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_hidden": 24},
+    "data": {"context_window": WINDOW},
+    "packing": {"micro_batches": 4, "outlier_thresholds": [16, 64]},
+    "training": {"steps": 6, "warmup_steps": 2, "device": "cpu", "timeout_seconds": 30.0, "threads": 1},
+    "metrics": {"document_ids": True, "tensorboard": False},
+}
+
+
+def write_store(prefix: Path, documents: int = 400, longest: int = 2 * WINDOW) -> TokenStore:
+    """Random tokens in documents of very different lengths, some over the context window."""
+    rng = np.random.default_rng(5)
+    with TokenStoreWriter(prefix, vocab_size=VOCABULARY) as writer:
+        for length in sample_lengths(documents, longest, seed=3):
+            writer.add(rng.integers(0, VOCABULARY, length))
+    return TokenStore.open(prefix)
+
+
+def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of a small job that lives in ``folder``, with ``changes`` merged in."""
+    sections = {name: dict(section) for name, section in SMALL.items()}
+    sections["data"]["store"] = str(folder / "store")
+    sections["metrics"]["dir"] = str(folder / "metrics")
+    for name, section in changes.items():
+        sections.setdefault(name, {}).update(section)
+    return sections
+
+
+def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
+    return JobConfig.model_validate(settings(folder, **changes))
+
+
+def write_config(folder: Path, **changes: dict[str, Any]) -> Path:
+    """The same as a TOML file; its path."""
+    lines = []
+    for name, section in settings(folder, **changes).items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {json.dumps(value)}" for key, value in section.items()]  # also valid TOML
+    path = folder / "job.toml"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "metrics" / "steps.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]

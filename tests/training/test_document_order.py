@@ -1,0 +1,88 @@
+"""Every epoch visits every document once; a position in the order is two integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.config import DataConfig
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.training.document_order import DocumentStream, finished_documents
+
+WINDOW = 10
+some_lengths = st.lists(st.integers(0, 35), min_size=1, max_size=40).filter(any)
+
+
+def stream_of(lengths: list[int], **settings: Any) -> DocumentStream:
+    config = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, **settings})
+    return DocumentStream(np.array(lengths, dtype=np.int64), config)
+
+
+def read_epoch(stream: DocumentStream, chunk: int) -> list[Segment]:
+    segments = []
+    while not stream.epoch_is_over:
+        segments += stream.take(chunk)
+    return segments
+
+
+@given(some_lengths, st.integers(1, 7), st.integers(0, 3), st.booleans())
+def test_an_epoch_holds_every_token_once(lengths, chunk, seed, shuffle):
+    stream = stream_of(lengths, seed=seed, shuffle=shuffle)
+    for epoch in range(2):
+        tokens = [
+            (document, start + offset)
+            for document, start, length in read_epoch(stream, chunk)
+            for offset in range(length)
+        ]
+        first = epoch * len(lengths)
+        assert sorted(tokens) == [(first + i, offset) for i, length in enumerate(lengths) for offset in range(length)]
+        stream.next_epoch()
+
+
+@given(some_lengths, st.integers(1, 7), st.integers(0, 40), st.integers(0, 2))
+def test_continues_from_its_state(lengths, chunk, taken, epochs):
+    stream, copy = stream_of(lengths), stream_of(lengths)
+    for _ in range(epochs):
+        stream.next_epoch()
+    stream.take(taken)
+    copy.load_state_dict(stream.state_dict())
+    assert read_epoch(copy, chunk) == read_epoch(stream, chunk)
+
+
+def test_epochs_and_seeds_differ_in_order():
+    lengths = [1] * 50
+    stream, other = stream_of(lengths), stream_of(lengths, seed=1)
+    first = stream.take(50)
+    assert other.take(50) != first
+    stream.next_epoch()
+    assert [s.document - 50 for s in stream.take(50)] != [s.document for s in first]
+
+
+@given(some_lengths, st.sampled_from(["split", "truncate", "drop"]), st.integers(1, 5))
+def test_every_trained_document_finishes_in_exactly_one_step(lengths, overlong, steps):
+    kept = [i for i, length in enumerate(lengths) if length and (overlong != "drop" or length <= WINDOW)]
+    if not kept:
+        return
+    segments = read_epoch(stream_of(lengths, overlong=overlong), 8)
+    limit = WINDOW if overlong == "truncate" else None
+    parts = [segments[i::steps] for i in range(steps)]
+    array = np.array(lengths, dtype=np.int64)
+    finished = [d for part in parts for d in finished_documents(part, array, limit)]
+    assert sorted(finished) == kept
+
+
+def test_refuses_data_without_anything_to_train():
+    with pytest.raises(UserError, match=r"document 1 has 11 tokens, over data\.context_window = 10"):
+        stream_of([3, 11], overlong="error")
+    with pytest.raises(UserError, match="nothing to train on"):
+        stream_of([0, 11], overlong="drop")
+
+
+def test_summary_counts_what_is_passed_over():
+    summary = stream_of([0, 3, 11, 12, 0]).summary
+    assert (summary.documents, summary.empty, summary.overlong) == (5, 2, 2)

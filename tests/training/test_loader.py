@@ -1,0 +1,144 @@
+"""The loader hands out what the plan says, ahead of time, and its state is that of the step last handed out."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.jobs import job, write_store
+from wlb.documents.token_store import TokenStore
+from wlb.errors import UserError
+from wlb.packing import packer_from_config
+from wlb.training.batch import IGNORE_LABEL
+from wlb.training.loader import LoadedStep, StepLoader
+from wlb.workload import make_workload
+
+WORKLOAD = make_workload("tiny", "h100")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loader")
+    write_store(folder / "store")
+    return folder
+
+
+def open_loader(
+    folder: Path,
+    changes: dict[str, dict[str, Any]] | None = None,
+    *,
+    dp_rank: int = 0,
+    state: dict[str, Any] | None = None,
+) -> StepLoader:
+    config = job(folder, **(changes or {}))
+    packer = packer_from_config(config.packing, config.data.context_window, WORKLOAD)
+    return StepLoader(TokenStore.open(config.data.store), config, packer, dp_rank=dp_rank, state=state)
+
+
+def same_step(left: LoadedStep, right: LoadedStep) -> bool:
+    return (
+        left.plan == right.plan
+        and left.documents == right.documents
+        and left.loss_tokens == right.loss_tokens
+        and left.fingerprint == right.fingerprint
+        and all(
+            torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels)
+            for a, b in zip(left.batches, right.batches, strict=True)
+        )
+    )
+
+
+def test_an_epoch_trains_every_document_once(folder):
+    store = TokenStore.open(folder / "store")
+    tokens: dict[int, dict[int, int]] = {}
+    finished: list[int] = []
+    labelled = 0
+    with open_loader(folder, {"training": {"steps": None}}) as loader:
+        for step in loader:
+            finished += step.documents
+            labels = torch.cat([batch.labels for batch in step.batches])
+            assert step.loss_tokens == int((labels != IGNORE_LABEL).sum())
+            labelled += step.loss_tokens
+            for planned, batch in zip(step.plan.ranks[0], step.batches, strict=True):
+                position = 0
+                for document, start, length in planned.segments:
+                    piece = batch.tokens[position : position + length].tolist()
+                    tokens.setdefault(document, {}).update(enumerate(piece, start))
+                    position += length
+    assert sorted(finished) == list(range(len(store)))
+    assert labelled == store.tokens - len(store)
+    for document, read in tokens.items():
+        assert [read[i] for i in sorted(read)] == store.read(document).tolist()
+
+
+def test_ranks_share_a_step(folder):
+    both = {"parallel": {"dp": 2}}
+    with open_loader(folder, both) as first, open_loader(folder, both, dp_rank=1) as second:
+        for left, right in islice(zip(first, second, strict=True), 5):
+            assert left.plan == right.plan
+            assert left.fingerprint == right.fingerprint
+            assert [len(b.tokens) for b in left.batches] == [m.tokens for m in left.plan.ranks[0]]
+            assert [len(b.tokens) for b in right.batches] == [m.tokens for m in left.plan.ranks[1]]
+
+
+@pytest.mark.parametrize("steps", [None, 100])
+def test_the_state_is_that_of_the_last_step_handed_out(folder, steps):
+    changes = {"training": {"steps": steps, "prefetch": 3}}
+    with open_loader(folder, changes) as straight:
+        list(islice(straight, 4))
+        time.sleep(0.1)  # the threads are ahead by now
+        state = json.loads(json.dumps(straight.state_dict()))
+        rest = list(islice(straight, 5))
+    with open_loader(folder, changes, state=state) as resumed:
+        assert resumed.state_dict() == state
+        for expected, actual in zip(rest, islice(resumed, 5), strict=True):
+            assert same_step(expected, actual)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"data": {"seed": 1}}, "data.seed = 0, this job has 1"),
+        ({"packing": {"micro_batches": 8}}, "packing.micro_batches = 4, this job has 8"),
+        ({"packing": {"method": "sequential"}}, "packing.method = 'variable_length'"),
+    ],
+)
+def test_a_state_is_refused_on_other_settings(folder, changes, named):
+    with open_loader(folder) as loader:
+        state = loader.state_dict()
+    with pytest.raises(UserError, match=named):
+        open_loader(folder, changes, state=state)
+
+
+def test_a_state_is_refused_on_other_data(folder, tmp_path):
+    write_store(tmp_path / "store", documents=401)
+    with open_loader(folder) as loader:
+        state = loader.state_dict()
+    with pytest.raises(UserError, match="token store"):
+        open_loader(tmp_path, state=state)
+
+
+def test_closing_ends_the_threads(folder):
+    before = threading.active_count()
+    with open_loader(folder) as loader:
+        next(loader)
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
+
+
+def test_a_failing_read_reaches_the_training_loop(folder, monkeypatch):
+    def broken(*_: object) -> np.ndarray:
+        raise OSError("input/output error")
+
+    with open_loader(folder) as loader:
+        monkeypatch.setattr(TokenStore, "read", broken)
+        with pytest.raises(OSError, match="input/output error"):
+            list(islice(loader, 10))
