@@ -1,3 +1,148 @@
-"""placeholder"""
-def prepare() -> None:
-    """placeholder"""
+"""``wlb prepare``: documents into a token store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.table import Table
+
+from wlb.cli import console
+from wlb.errors import UserError
+
+if TYPE_CHECKING:
+    from wlb.documents.prepare import PrepareReport
+    from wlb.documents.sources import Corpus
+    from wlb.documents.tokenization import Tokenizer
+
+
+class Unit(StrEnum):
+    """What counts as one document of the standard library."""
+
+    DEFINITION = "definition"
+    MODULE = "module"
+
+
+def prepare(
+    sources: list[Path] = typer.Argument(
+        None,
+        metavar="SOURCE",
+        help="Files or directories: text, JSON Lines (.jsonl, .ndjson, .json) and Parquet; .gz and .zst are unpacked.",
+        show_default=False,
+    ),
+    stdlib: bool = typer.Option(
+        False, "--stdlib", help="Take source and prose of this Python's standard library instead of SOURCE."
+    ),
+    out: Path = typer.Option(
+        ..., "--out", metavar="PREFIX", help="Store to make: PREFIX.bin, PREFIX.idx, PREFIX.json."
+    ),
+    tokenizer: str | None = typer.Option(
+        None,
+        metavar="bytes|FILE|DIR",
+        help="Bytes (default), a tokenizer.json, or a directory that holds one.",
+        show_default=False,
+    ),
+    bpe_size: int | None = typer.Option(
+        None, "--train-bpe", metavar="VOCAB", help="Train a byte-level BPE of VOCAB tokens on the sources and use it."
+    ),
+    end_token: str | None = typer.Option(
+        None, metavar="TOKEN", help="Token that ends a document, where the tokenizer does not say."
+    ),
+    text_field: str = typer.Option("text", metavar="NAME", help="Field of JSON Lines, or column of Parquet, to read."),
+    unit: Unit = typer.Option(Unit.DEFINITION, help="With --stdlib: one document per top-level definition or module."),
+    workers: int | None = typer.Option(
+        None, metavar="N", min=1, help="Tokenising processes (default: one for bytes, else one per core)."
+    ),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing store."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON object on stdout."),
+) -> None:
+    """Turn documents into a token store that training and planning read.
+
+    The store is in Megatron's .bin/.idx format, with one end token after
+    every document. It appears whole or not at all, and documents that cannot
+    be taken are counted by reason.
+
+    Example: wlb prepare corpus/ more.jsonl.zst --out data/corpus --train-bpe 32000
+    """
+    from wlb.documents.prepare import prepare_store
+    from wlb.documents.store_writer import check_target
+
+    check_target(out, overwrite)
+    corpus = _corpus(sources or [], stdlib, text_field, unit)
+    _keep_sources(corpus, out)
+    chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
+    if workers is None:
+        # Bytes cost less to tokenise than to send to another process.
+        workers = 1 if chosen.identity["kind"] == "bytes" else len(os.sched_getaffinity(0))
+    with _progress("tokenising", corpus) as on_progress:
+        report = prepare_store(
+            corpus,
+            out,
+            chosen,
+            save_tokenizer=bpe_size is not None,
+            workers=workers,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+    if as_json:
+        console.emit_json(asdict(report))
+    else:
+        _print_table(report)
+
+
+def _corpus(sources: list[Path], stdlib: bool, text_field: str, unit: Unit) -> Corpus:
+    from wlb.documents.sources import FileCorpus, StdlibCorpus
+
+    if stdlib == bool(sources):
+        raise UserError("name files or directories to prepare, or else --stdlib" + ", not both" * stdlib)
+    return StdlibCorpus(unit.value) if stdlib else FileCorpus(sources, text_field)
+
+
+def _keep_sources(corpus: Corpus, out: Path) -> None:
+    from wlb.documents.sources import FileCorpus
+    from wlb.documents.store_writer import store_files
+
+    targets = {path.resolve() for path in store_files(out)}
+    for path in corpus.files() if isinstance(corpus, FileCorpus) else ():
+        if path.resolve() in targets:
+            raise UserError(f"source {path} would be overwritten by the store; choose another --out")
+
+
+def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_token: str | None) -> Tokenizer:
+    from wlb.documents.prepare import train_tokenizer
+    from wlb.documents.tokenization import load_tokenizer
+
+    if bpe_size is None:
+        return load_tokenizer(source or "bytes", end_token)
+    if source is not None or end_token is not None:
+        given = "--tokenizer" if source is not None else "--end-token"
+        raise UserError(f"--train-bpe makes its own tokenizer and end token; leave out {given}")
+    with _progress("training BPE", corpus) as on_progress:
+        return train_tokenizer(corpus, bpe_size, on_progress)
+
+
+@contextmanager
+def _progress(what: str, corpus: Corpus) -> Iterator[Callable[[int], None]]:
+    mebibyte = 1 << 20
+    with console.progress_bar() as progress:
+        task = progress.add_task(f"{what}, MiB", total=corpus.total_bytes / mebibyte)
+        yield lambda source_bytes: progress.advance(task, source_bytes / mebibyte)
+
+
+def _print_table(report: PrepareReport) -> None:
+    table = Table("", "documents", "tokens", title=f"Token store {report.files[-1].removesuffix('.idx')}")
+    table.add_row("in", f"{report.documents_in:,}", "")
+    for reason, count in report.rejects.items():
+        table.add_row(f"rejected: {reason.replace('_', ' ')}", f"{count:,}", "")
+    table.add_row("out", f"{report.documents_out:,}", f"{report.tokens:,}")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    console.stdout.print(table)
+    skipped = f"; skipped {report.skipped_files:,} files of other kinds" if report.skipped_files else ""
+    console.stdout.print(f"vocabulary {report.vocab_size:,}, end token {report.end_token}{skipped}", highlight=False)

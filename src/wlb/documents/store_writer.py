@@ -44,6 +44,25 @@ def tokenizer_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".tokenizer.json")
 
 
+def store_files(prefix: Path, with_tokenizer: bool = True) -> list[Path]:
+    """The files of a store, in the order in which they appear: the index last."""
+    tokenizer = [tokenizer_path(prefix)] if with_tokenizer else []
+    return [bin_path(prefix), sidecar_path(prefix), *tokenizer, index_path(prefix)]
+
+
+def check_target(prefix: Path, overwrite: bool) -> None:
+    """Raise ``UserError`` when a store cannot be made at ``prefix``, or is there already and not to be replaced."""
+    if prefix.is_dir():
+        raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
+    if not prefix.parent.is_dir():
+        raise UserError(f"directory {prefix.parent} of the token store {prefix} does not exist; make it first")
+    if not os.access(prefix.parent, os.W_OK | os.X_OK):
+        raise UserError(f"directory {prefix.parent} of the token store {prefix} is not writable")
+    for path in store_files(prefix):
+        if path.exists() and not overwrite:
+            raise UserError(f"{path} exists; choose another --out or pass --overwrite")
+
+
 class TokenStoreWriter:
     """A context manager: documents are added inside it, and leaving it without an exception makes the store.
 
@@ -70,9 +89,8 @@ class TokenStoreWriter:
         self.tokens = 0
         self._dtype = token_type(vocab_size)
         self._tokenizer_json = tokenizer_json
-        self._targets = [path(self.prefix) for path in (bin_path, sidecar_path, tokenizer_path, index_path)]
-        if not overwrite:
-            refuse_existing(self._targets)
+        self._targets = store_files(self.prefix)
+        check_target(self.prefix, overwrite)
 
     def __enter__(self) -> TokenStoreWriter:
         with _disk_errors(self.prefix):
@@ -156,13 +174,6 @@ class TokenStoreWriter:
         for file in (self._bin, self._idx):
             with suppress(OSError):
                 file.close()
-
-
-def refuse_existing(targets: list[Path]) -> None:
-    """Raise ``UserError`` naming the first of ``targets`` that exists."""
-    for target in targets:
-        if target.exists():
-            raise UserError(f"{target} exists; choose another --out or pass --overwrite")
 
 
 def _part(target: Path) -> Path:

@@ -1,0 +1,197 @@
+"""Tokenizers as ``wlb prepare`` needs them: text in, token ids out, and one id that ends every document.
+
+``load_tokenizer`` understands ``bytes`` (the 256 byte values, then the end token), a Hugging Face ``tokenizer.json``,
+or a directory that holds one; ``train_bpe`` makes a new ``tokenizer.json`` from text. Tokenizers pickle, so worker
+processes get their own copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError, require
+
+# Names under which published tokenizers keep the token that ends a document, when no configuration says which.
+END_TOKEN_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eod|>",
+    "<|endofdocument|>",
+    "<｜end▁of▁sentence｜>",
+    "[EOS]",
+)
+TRAINED_END_TOKEN = "<|endoftext|>"
+# Byte-level BPE starts from all 256 bytes and the end token.
+SMALLEST_BPE = 257
+
+
+class Tokenizer(Protocol):
+    """What ``prepare`` asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below this."""
+        ...
+
+    @property
+    def end_token(self) -> int:
+        """The id that ends a document; it is not part of what ``encode`` returns."""
+        ...
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells this tokenizer from others: its kind, name and the sha256 of its definition."""
+        ...
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Token ids of ``text``, shape (tokens,). Raises ``UnicodeEncodeError`` for text that is no Unicode."""
+        ...
+
+
+class BytesTokenizer:
+    """UTF-8 bytes as tokens 0 to 255; 256 ends a document. Needs no vocabulary file."""
+
+    vocab_size = 257
+    end_token = 256
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"kind": "bytes", "name": "bytes", "end_token": "256"}
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer defined by the text of a ``tokenizer.json`` of Hugging Face ``tokenizers``.
+
+    Its special tokens are never found inside a document's text (a document that quotes ``<|endoftext|>`` does not
+    end there), nothing is added around it, and the file's own truncation and padding are off.
+    """
+
+    def __init__(self, definition: str, end_token_name: str, name: str) -> None:
+        self.definition = definition
+        self.end_token_name = end_token_name
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str, str]]:
+        return HuggingFaceTokenizer, (self.definition, self.end_token_name, self.name)
+
+    @cached_property
+    def _backend(self) -> Any:
+        backend = _parse(self.definition, self.name)
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        return backend
+
+    @cached_property
+    def vocab_size(self) -> int:
+        # Ids may have gaps, so the number of tokens is not enough.
+        return 1 + max(int(token) for token in self._backend.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
+    def end_token(self) -> int:
+        return int(self._backend.token_to_id(self.end_token_name))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        digest = hashlib.sha256(self.definition.encode()).hexdigest()
+        return {"kind": "huggingface", "name": self.name, "sha256": digest, "end_token": self.end_token_name}
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        # A batch of one: the fast variant computes no character offsets and exists for batches only.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, np.int64)
+
+
+def load_tokenizer(source: str, end_token: str | None = None) -> Tokenizer:
+    """The tokenizer named ``bytes``, or the one in a ``tokenizer.json`` or in a directory that holds one.
+
+    ``end_token`` names the token that ends documents; without it, ``eos_token`` of a ``tokenizer_config.json`` beside
+    the file, or a well-known name, is taken. Raises ``UserError`` when there is no such file or token.
+    """
+    if source == "bytes":
+        if end_token is not None:
+            raise UserError(f"--end-token {end_token!r} has no meaning for bytes, where token 256 ends documents")
+        return BytesTokenizer()
+    path = Path(source)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{path.parent} holds no tokenizer.json; save the tokenizer in the fast format first")
+    try:
+        definition = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"tokenizer {source!r} is neither 'bytes' nor an existing file or directory") from None
+    except OSError as error:
+        raise UserError(f"tokenizer {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a tokenizers file (no UTF-8 text)") from None
+    name = path.resolve().parent.name if path.name == "tokenizer.json" else path.name
+    return HuggingFaceTokenizer(definition, _find_end_token(definition, path, end_token), name)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
+    """Train a byte-level BPE of at most ``vocab_size`` tokens; ``<|endoftext|>`` has id 0.
+
+    The same texts in the same order give the same tokenizer. Memory grows with the number of distinct words.
+    Raises ``UserError`` for a vocabulary below 257.
+    """
+    if vocab_size < SMALLEST_BPE:
+        raise UserError(f"--train-bpe {vocab_size} is too small; 256 bytes and the end token need {SMALLEST_BPE}")
+    tokenizers = require("tokenizers", "data")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[TRAINED_END_TOKEN],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return HuggingFaceTokenizer(backend.to_str(), TRAINED_END_TOKEN, f"bpe-{backend.get_vocab_size()}")
+
+
+def _find_end_token(definition: str, path: Path, wanted: str | None) -> str:
+    backend = _parse(definition, str(path))
+    candidates = [wanted] if wanted is not None else [*_configured_end_token(path), *END_TOKEN_NAMES]
+    for candidate in candidates:
+        if backend.token_to_id(candidate) is not None:
+            return candidate
+    if wanted is not None:
+        raise UserError(f"--end-token {wanted!r} is not in the vocabulary of {path}")
+    raise UserError(f"{path} does not say which token ends a document; name it with --end-token")
+
+
+def _configured_end_token(path: Path) -> list[str]:
+    config_path = path.with_name("tokenizer_config.json")
+    if path.name != "tokenizer.json" or not config_path.is_file():
+        return []
+    try:
+        config = json.loads(config_path.read_bytes())
+    except (ValueError, RecursionError):
+        raise UserError(f"{config_path} is not valid JSON; mend it or name the end token with --end-token") from None
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    # Older files describe the token by an object with its properties.
+    token = token.get("content") if isinstance(token, dict) else token
+    return [token] if isinstance(token, str) else []
+
+
+def _parse(definition: str, name: str) -> Any:
+    tokenizers = require("tokenizers", "data")
+    try:
+        return tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(f"{name} is not a tokenizers file: {str(error).splitlines()[0]}") from None
