@@ -70,9 +70,7 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
         if self.virtual_pp > 1 and self.schedule != "interleaved_1f1b":
-            raise ValueError(
-                f"parallel.virtual_pp = {self.virtual_pp} needs parallel.schedule = 'interleaved_1f1b'"
-            )
+            raise ValueError(f"parallel.virtual_pp = {self.virtual_pp} needs parallel.schedule = 'interleaved_1f1b'")
         if self.virtual_pp > 1 and self.pp == 1:
             raise ValueError(f"parallel.virtual_pp = {self.virtual_pp} needs parallel.pp of at least 2")
         return self
@@ -92,8 +90,13 @@ class PackingConfig(Section):
         "auto", description="Lengths from which documents wait in an outlier queue (variable_length)"
     )
     max_delay: PositiveInt = Field(16, description="Steps after which a waiting document goes first")
+    early_release: bool = Field(
+        True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
+    )
     window: PositiveInt = Field(1, description="Global batches packed together (fixed_*)")
-    solver_seconds: float = Field(10.0, gt=0, description="Time limit of one solve (fixed_solver)")
+    solver_nodes: PositiveInt = Field(
+        1000, description="Branch-and-bound nodes of one solve (fixed_solver); every rank searches the same ones"
+    )
     assignment: Literal["arrival", "balanced"] = Field(
         "balanced", description="How micro-batches are dealt to data-parallel ranks"
     )

@@ -1,0 +1,59 @@
+"""Documents in, ``StepPlan``s out: the packers, by name.
+
+A new packer is one new file and one line in ``PACKERS``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wlb.config import PackingConfig
+from wlb.errors import UserError
+from wlb.packing.base import Packer
+from wlb.packing.fixed_greedy import FixedGreedyPacker
+from wlb.packing.fixed_solver import FixedSolverPacker
+from wlb.packing.sequential import SequentialPacker
+from wlb.packing.variable_length import VariableLengthPacker
+from wlb.workload.base import Workload
+
+PACKERS: dict[str, type[Packer]] = {
+    packer.name: packer for packer in (SequentialPacker, FixedGreedyPacker, FixedSolverPacker, VariableLengthPacker)
+}
+
+
+def make_packer(name: str, *, micro_batches: int, context_window: int, workload: Workload, **options: Any) -> Packer:
+    """The packer called ``name``, for N = ``micro_batches`` over all data-parallel ranks.
+
+    ``options`` are the packer's own: ``window`` and ``max_delay`` (fixed_greedy, fixed_solver), ``node_limit`` and
+    ``time_limit`` (fixed_solver), ``max_length_factor``, ``outlier_thresholds``, ``early_release`` and ``max_delay``
+    (variable_length).
+    Raises ``UserError`` for an unknown name or option.
+    """
+    if name not in PACKERS:
+        raise UserError(f"packing method {name!r} is unknown; choose from {', '.join(PACKERS)}")
+    try:
+        return PACKERS[name](micro_batches=micro_batches, context_window=context_window, workload=workload, **options)
+    except TypeError as error:
+        raise UserError(f"packing method {name!r}: {error}") from error
+
+
+def packer_from_config(config: PackingConfig, context_window: int, workload: Workload) -> Packer:
+    """The packer that a job's ``[packing]`` section describes."""
+    options: dict[str, Any] = {}
+    if config.method != "sequential":
+        options["max_delay"] = config.max_delay
+    if config.method in ("fixed_greedy", "fixed_solver"):
+        options["window"] = config.window
+    if config.method == "fixed_solver":
+        options["node_limit"] = config.solver_nodes
+    if config.method == "variable_length":
+        options["max_length_factor"] = config.max_length_factor
+        options["outlier_thresholds"] = config.outlier_thresholds
+        options["early_release"] = config.early_release
+    return make_packer(
+        config.method,
+        micro_batches=config.micro_batches,
+        context_window=context_window,
+        workload=workload,
+        **options,
+    )

@@ -34,10 +34,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One optimizer step: ``ranks[d][i]`` is the i-th micro-batch of data-parallel rank d."""
+    """One optimizer step: ``ranks[d][i]`` is the i-th micro-batch of data-parallel rank d.
+
+    A packer emits all micro-batches on one rank; ``wlb.packing.arrange`` deals them to several.
+    ``delay_token_steps`` sums over the step's tokens the steps each waited since its document arrived, and
+    ``longest_delay`` is the most that any waited; training a document early is no delay.
+    """
 
     step: int
     ranks: tuple[tuple[MicroBatch, ...], ...]
+    delay_token_steps: int = 0
+    longest_delay: int = 0
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
@@ -69,6 +76,8 @@ class StepPlan:
                 ]
                 for rank in self.ranks
             ],
+            "delay_token_steps": self.delay_token_steps,
+            "longest_delay": self.longest_delay,
         }
 
     @classmethod
@@ -79,4 +88,6 @@ class StepPlan:
                 tuple(MicroBatch(tuple(Segment(*s) for s in m["segments"]), m["workload"]) for m in rank)
                 for rank in data["ranks"]
             ),
+            delay_token_steps=data["delay_token_steps"],
+            longest_delay=data["longest_delay"],
         )

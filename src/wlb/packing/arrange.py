@@ -1,0 +1,55 @@
+"""Which data-parallel rank runs a micro-batch, and when: free gains after packing.
+
+Neither changes what a step trains. All ranks wait for the one with the largest sum, so ``balanced`` deals the
+heaviest micro-batches first, each to the rank with the smallest sum so far. A pipeline fills and empties at the pace of
+its first and last micro-batches, so ``pipeline`` puts light ones at both ends and heavy ones in the middle.
+``arrival`` leaves either as packed, which is what the paper does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from wlb.errors import UserError
+from wlb.packing.plan import MicroBatch, StepPlan
+
+Assignment = Literal["arrival", "balanced"]
+Order = Literal["arrival", "pipeline"]
+
+
+def arrange(plan: StepPlan, dp: int, *, assignment: Assignment = "balanced", order: Order = "pipeline") -> StepPlan:
+    """Deal the micro-batches of ``plan`` to ``dp`` ranks, the same number to each, and order each rank's.
+
+    Raises ``UserError`` where the number of micro-batches is not a multiple of ``dp``.
+    """
+    micro_batches = plan.micro_batches
+    if dp < 1 or len(micro_batches) % dp:
+        raise UserError(f"{len(micro_batches)} micro-batches cannot be dealt evenly to {dp} data-parallel ranks")
+    per_rank = len(micro_batches) // dp
+    if assignment == "balanced":
+        ranks = _balanced(micro_batches, dp)
+    else:
+        ranks = [list(micro_batches[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp)]
+    if order == "pipeline":
+        ranks = [_heavy_in_the_middle(rank) for rank in ranks]
+    return replace(plan, ranks=tuple(tuple(rank) for rank in ranks))
+
+
+def _balanced(micro_batches: Sequence[MicroBatch], dp: int) -> list[list[MicroBatch]]:
+    """Heaviest first, each to the lightest of the ranks that have the fewest places taken up."""
+    per_rank = len(micro_batches) // dp
+    ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
+    sums = [0.0] * dp
+    for micro_batch in sorted(micro_batches, key=lambda m: m.workload, reverse=True):
+        rank = min((r for r in range(dp) if len(ranks[r]) < per_rank), key=sums.__getitem__)
+        ranks[rank].append(micro_batch)
+        sums[rank] += micro_batch.workload
+    return ranks
+
+
+def _heavy_in_the_middle(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Rising, then falling: the lightest first, the second lightest last, and so on inwards."""
+    rising = sorted(micro_batches, key=lambda m: m.workload)
+    return rising[::2] + rising[1::2][::-1]

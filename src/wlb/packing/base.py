@@ -1,0 +1,193 @@
+"""What every packer shares: arrivals in, whole steps out, nothing lost on the way.
+
+Documents arrive in any chunking. The packer buffers them, and whenever the buffer holds what its next step needs
+it plans that step, so identical documents give identical plans however they were fed. ``drain`` plans
+what is left at the end of an epoch. Everything still waiting is explicit state that survives a round trip
+through JSON, and a packer restored from it continues exactly as the original would have.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import Any, ClassVar, NamedTuple
+
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.workload.base import Workload
+
+Arrival = int | tuple[int, int] | Segment
+
+_STATE_FORMAT = 1
+
+# Fills a NamedTuple from a row without the keyword handling of its constructor: twice as fast, and packers do it for
+# every document within a budget of a microsecond each.
+_new_tuple = tuple.__new__
+
+
+class Pending(NamedTuple):
+    """A segment that waits to be trained: its tokens, its predicted seconds and the step it arrived in."""
+
+    length: int
+    seconds: float
+    arrived: int
+    segment: Segment
+
+
+class Packer(ABC):
+    """Turns a stream of documents into ``StepPlan``s of ``micro_batches`` micro-batches each.
+
+    ``micro_batches`` is N, counted over all data-parallel ranks; ``context_window`` is in tokens; ``workload``
+    prices documents. A global batch is N x ``context_window`` tokens, the mean size of a step.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, *, micro_batches: int, context_window: int, workload: Workload) -> None:
+        require_positive("packing.micro_batches", micro_batches)
+        require_positive("data.context_window", context_window)
+        self.micro_batches = micro_batches
+        self.context_window = context_window
+        self.workload = workload
+        self._step = 0
+        self._documents_seen = 0
+        self._arrived: deque[Segment] = deque()
+        self._arrived_tokens = 0
+
+    @property
+    def global_batch_tokens(self) -> int:
+        return self.micro_batches * self.context_window
+
+    @property
+    def longest_segment(self) -> int | None:
+        """The longest segment, in tokens, that fits a micro-batch; None where any length is taken."""
+        return self.context_window
+
+    def plan(self, arrivals: Iterable[Arrival]) -> list[StepPlan]:
+        """Take documents in and return every step that is now complete, in order.
+
+        An arrival is a ``Segment``, a ``(document id, length)`` pair, or a bare length, whose id is then the
+        number of documents before it. Raises ``UserError`` for a length under 1 or over what a micro-batch holds.
+        """
+        segments = _as_segments(list(arrivals), self._documents_seen)
+        self._check(segments)
+        self._arrived.extend(segments)
+        self._arrived_tokens += sum([segment[2] for segment in segments])
+        self._documents_seen += len(segments)
+        steps: list[StepPlan] = []
+        while self._arrived_tokens >= self._tokens_wanted():
+            steps += self._next_steps()
+        return steps
+
+    def drain(self) -> list[StepPlan]:
+        """Plan everything still held, in as many steps as it needs; the packer is empty afterwards."""
+        steps = self._last_steps()
+        assert not self.pending_documents, "a drained packer holds nothing"
+        return steps
+
+    @property
+    def pending(self) -> list[Segment]:
+        """Every segment taken in and not yet planned."""
+        return list(self._arrived)
+
+    @property
+    def pending_documents(self) -> int:
+        return len(self.pending)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as JSON-serialisable data."""
+        return {
+            "format": _STATE_FORMAT,
+            "method": self.name,
+            "step": self._step,
+            "documents_seen": self._documents_seen,
+            "arrived": [list(segment) for segment in self._arrived],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, which may come from a packer with other sizes but not of another method."""
+        if state.get("format") != _STATE_FORMAT:
+            raise UserError(f"packer state has format {state.get('format')!r}; this version reads {_STATE_FORMAT}")
+        if state["method"] != self.name:
+            raise UserError(
+                f"packer state was saved by {state['method']!r} and cannot continue as {self.name!r}; "
+                f"set packing.method = {state['method']!r}"
+            )
+        self._step = state["step"]
+        self._documents_seen = state["documents_seen"]
+        self._arrived = deque(Segment(*segment) for segment in state["arrived"])
+        self._arrived_tokens = sum(segment.length for segment in self._arrived)
+
+    @abstractmethod
+    def _tokens_wanted(self) -> int:
+        """Tokens that must have arrived before the next steps can be planned."""
+
+    @abstractmethod
+    def _next_steps(self) -> list[StepPlan]:
+        """Plan the next step or steps, consuming at least one arrived segment."""
+
+    @abstractmethod
+    def _last_steps(self) -> list[StepPlan]:
+        """Plan everything that is held."""
+
+    def _check(self, segments: Sequence[Segment]) -> None:
+        lengths = [segment[2] for segment in segments]
+        limit = self.longest_segment or max(lengths, default=0)
+        if lengths and (min(lengths) < 1 or max(lengths) > limit):
+            self._refuse(next(segment for segment in segments if not 1 <= segment.length <= limit))
+
+    def _refuse(self, segment: Segment) -> None:
+        if segment.length < 1:
+            raise UserError(f"document {segment.document} has {segment.length} tokens; at least 1 is needed")
+        raise UserError(
+            f"document {segment.document} has {segment.length} tokens, over the {self.longest_segment} that a "
+            f"micro-batch of {self.name} packing holds; set data.overlong = 'split' or raise data.context_window"
+        )
+
+    def _take(self, tokens: int) -> list[Segment]:
+        """Remove arrived segments from the front until they hold at least ``tokens`` tokens."""
+        segments: list[Segment] = []
+        arrived = self._arrived
+        taken = 0
+        while taken < tokens and arrived:
+            segment = arrived.popleft()
+            segments.append(segment)
+            taken += segment[2]
+        self._arrived_tokens -= taken
+        return segments
+
+    def _price(self, segments: Sequence[Segment], arrived: int) -> list[Pending]:
+        if not segments:
+            return []
+        lengths = [segment[2] for segment in segments]
+        seconds = self.workload.document_seconds(lengths).tolist()
+        rows = zip(lengths, seconds, repeat(arrived), segments, strict=False)
+        return [_new_tuple(Pending, row) for row in rows]
+
+    def _emit(
+        self, micro_batches: Iterable[MicroBatch], delay_token_steps: int = 0, longest_delay: int = 0
+    ) -> StepPlan:
+        plan = StepPlan(self._step, (tuple(micro_batches),), delay_token_steps, longest_delay)
+        self._step += 1
+        return plan
+
+
+def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
+    """Arrivals in any of their three forms; those of one form, as is usual, are converted in one go."""
+    forms = set(map(type, arrivals))
+    if forms <= {Segment}:
+        return arrivals
+    if forms == {tuple}:
+        return [_new_tuple(Segment, (document, 0, length)) for document, length in arrivals]
+    return [
+        _as_segments([arrival], 0)[0] if isinstance(arrival, tuple) else Segment(index, 0, int(arrival))
+        for index, arrival in enumerate(arrivals, number)
+    ]
+
+
+def require_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{name} = {value} must be at least 1")

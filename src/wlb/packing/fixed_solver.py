@@ -1,0 +1,63 @@
+"""Fixed-length packing by integer programming: the paper's costly upper baseline (WLB-LLM, section 2.3)."""
+
+from __future__ import annotations
+
+from wlb.packing.base import Pending
+from wlb.packing.exact import solve
+from wlb.packing.greedy import OpenMicroBatches
+from wlb.packing.pooling import DEFAULT_MAX_DELAY, PoolingPacker
+from wlb.workload.base import Workload
+
+
+class FixedSolverPacker(PoolingPacker):
+    """Places the documents that greedy packing fits into a window of global batches as well as can be.
+
+    Which documents fit is decided greedily; where each of them goes is decided by ``wlb.packing.exact.solve``.
+    ``node_limit`` bounds the search the same way on every machine; ``time_limit`` (seconds per solve) does not, so
+    plans that several processes must agree on need a node limit alone. ``optimality_gaps`` collects, per solve, how
+    far the result may be from the optimum, as a fraction.
+    """
+
+    name = "fixed_solver"
+
+    def __init__(
+        self,
+        *,
+        micro_batches: int,
+        context_window: int,
+        workload: Workload,
+        window: int = 1,
+        max_delay: int = DEFAULT_MAX_DELAY,
+        time_limit: float | None = None,
+        node_limit: int | None = None,
+    ) -> None:
+        super().__init__(
+            micro_batches=micro_batches,
+            context_window=context_window,
+            workload=workload,
+            capacity=context_window,
+            window=window,
+            max_delay=max_delay,
+        )
+        self.time_limit = time_limit
+        self.node_limit = node_limit
+        self.optimality_gaps: list[float] = []
+
+    def _place(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
+        greedy, left_over = super()._place(items, steps)
+        placed = [(item, index) for index, members in enumerate(greedy.members) for item in members]
+        solution = solve(
+            [item.length for item, _ in placed],
+            [item.seconds for item, _ in placed],
+            len(greedy.members),
+            self.capacity,
+            start=[index for _, index in placed],
+            time_limit=self.time_limit,
+            node_limit=self.node_limit,
+        )
+        self.optimality_gaps.append(solution.optimality_gap)
+        filled = OpenMicroBatches(len(greedy.members), self.capacity)
+        for (item, _), index in zip(placed, solution.assignment.tolist(), strict=True):
+            filled.put(item, index)
+        filled.fill_empty()
+        return filled, left_over

@@ -1,0 +1,144 @@
+"""Packers that choose from a pool: whole documents, and what does not fit this time is carried over.
+
+Each planning round takes fresh documents in until pool and carry-over hold ``window`` global batches, places them
+into ``window`` x N micro-batches and carries the rest. Where that would leave over a document that has waited
+``max_delay`` steps, the round is placed again with such documents first, oldest first, so none is starved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from wlb.documents.segments import Segment
+from wlb.packing.base import Packer, Pending, require_positive
+from wlb.packing.greedy import OpenMicroBatches, longest_first
+from wlb.packing.plan import StepPlan
+from wlb.workload.base import Workload
+
+DEFAULT_MAX_DELAY = 16
+
+
+class PoolingPacker(Packer):
+    """Base of ``fixed_greedy``, ``fixed_solver`` and ``variable_length``.
+
+    ``capacity`` is the most tokens of a micro-batch, ``window`` the global batches planned together.
+    """
+
+    def __init__(
+        self,
+        *,
+        micro_batches: int,
+        context_window: int,
+        workload: Workload,
+        capacity: int,
+        window: int = 1,
+        max_delay: int = DEFAULT_MAX_DELAY,
+    ) -> None:
+        super().__init__(micro_batches=micro_batches, context_window=context_window, workload=workload)
+        require_positive("packing.window", window)
+        require_positive("packing.max_delay", max_delay)
+        self.capacity = capacity
+        self.window = window
+        self.max_delay = max_delay
+        self._carried: list[Pending] = []
+        self._carried_tokens = 0
+
+    @property
+    def longest_segment(self) -> int:
+        return self.capacity
+
+    @property
+    def pending(self) -> list[Segment]:
+        return [item.segment for item in self._carried] + super().pending
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "carried": to_state(self._carried)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._carry(self._from_state(state["carried"]))
+
+    def _place(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
+        """Distribute ``items``, in order of precedence, over ``steps`` x N micro-batches; also what is left over."""
+        filled = OpenMicroBatches(steps * self.micro_batches, self.capacity)
+        return filled, filled.place(items)
+
+    def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
+        """Documents to place now, fresh ones and older ones; a subclass may hold some back or release some."""
+        return fresh, self._carried
+
+    def _tokens_wanted(self) -> int:
+        return self.window * self.global_batch_tokens - self._carried_tokens
+
+    def _next_steps(self) -> list[StepPlan]:
+        fresh, older = self._admit(self._take_fresh())
+        return self._plan_window(longest_first(older + fresh), self.window)
+
+    def _last_steps(self) -> list[StepPlan]:
+        fresh = self._price(self._take(self._arrived_tokens), self._step)
+        self._carry(longest_first(self._everything_held() + fresh))
+        steps: list[StepPlan] = []
+        while self._carried:
+            batches = min(self.window, math.ceil(self._carried_tokens / self.global_batch_tokens))
+            now, later = _split_at(self._carried, batches * self.global_batch_tokens)
+            steps += self._plan_window(now, batches)
+            self._carry(longest_first(self._carried + later))
+        return steps
+
+    def _everything_held(self) -> list[Pending]:
+        """Remove and return all priced documents that wait."""
+        return self._carried
+
+    def _take_fresh(self) -> list[Pending]:
+        """The documents this round takes in, each with the step it would have been trained in by arrival."""
+        fresh: list[Pending] = []
+        wanted = self._tokens_wanted()
+        for batch in range(self.window):
+            remaining = wanted - (self.window - 1 - batch) * self.global_batch_tokens
+            segments = self._take(remaining - sum(item.length for item in fresh))
+            fresh += self._price(segments, self._step + batch)
+        return fresh
+
+    def _plan_window(self, items: list[Pending], steps: int) -> list[StepPlan]:
+        filled, left_over = self._place(items, steps)
+        first: list[Pending] = []
+        while overdue := [item for item in left_over if self._overdue(item) and item not in first]:
+            first = sorted(first + overdue, key=lambda item: item.arrived)
+            filled, left_over = self._place(first + [item for item in items if item not in first], steps)
+        self._carry(left_over)
+        plans = []
+        for micro_batches, members in filled.steps(self.micro_batches):
+            step = self._step
+            waits = [(step - item[2], item[0]) for item in members if item[2] < step]
+            delay = sum([wait * length for wait, length in waits])
+            plans.append(self._emit(micro_batches, delay, max(waits, default=(0, 0))[0]))
+        return plans
+
+    def _overdue(self, item: Pending) -> bool:
+        return self._step - item.arrived >= self.max_delay * self.window
+
+    def _carry(self, items: list[Pending]) -> None:
+        self._carried = items
+        self._carried_tokens = sum(item.length for item in items)
+
+    def _from_state(self, rows: Sequence[Sequence[int]]) -> list[Pending]:
+        """Items saved by ``to_state``, priced again."""
+        priced = self._price([Segment(*row[:3]) for row in rows], 0)
+        return [item._replace(arrived=row[3]) for item, row in zip(priced, rows, strict=True)]
+
+
+def to_state(items: Iterable[Pending]) -> list[list[int]]:
+    """``items`` as rows of (document, start, length, step of arrival)."""
+    return [[*item.segment, item.arrived] for item in items]
+
+
+def _split_at(items: list[Pending], tokens: int) -> tuple[list[Pending], list[Pending]]:
+    """The shortest prefix that holds at least ``tokens`` tokens, and the rest."""
+    held = 0
+    for count, item in enumerate(items):
+        if held >= tokens:
+            return items[:count], items[count:]
+        held += item.length
+    return items, []

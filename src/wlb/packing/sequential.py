@@ -1,0 +1,54 @@
+"""Original packing (plain-4D): concatenate documents in arrival order and cut at the context window.
+
+This is what most training stacks do today and the baseline of WLB-LLM (section 2.1). Documents are split wherever
+the window ends; attention does not cross the cut.
+"""
+
+from __future__ import annotations
+
+from wlb.documents.segments import Segment
+from wlb.packing.base import Packer
+from wlb.packing.plan import MicroBatch, StepPlan
+
+
+class SequentialPacker(Packer):
+    """Micro-batches of exactly ``context_window`` tokens; the last step of an epoch is cut evenly instead."""
+
+    name = "sequential"
+
+    @property
+    def longest_segment(self) -> None:
+        return None
+
+    def _tokens_wanted(self) -> int:
+        return self.global_batch_tokens
+
+    def _next_steps(self) -> list[StepPlan]:
+        return [self._cut([self.context_window] * self.micro_batches)]
+
+    def _last_steps(self) -> list[StepPlan]:
+        if not self._arrived:
+            return []
+        share, rest = divmod(self._arrived_tokens, self.micro_batches)
+        return [self._cut([share + (index < rest) for index in range(self.micro_batches)])]
+
+    def _cut(self, sizes: list[int]) -> StepPlan:
+        """One step of micro-batches of exactly ``sizes`` tokens, taken from the front of the arrivals."""
+        segments = self._take(sum(sizes))[::-1]
+        pieces: list[list[Segment]] = []
+        for room in sizes:
+            piece: list[Segment] = []
+            while room:
+                document, start, length = segments.pop()
+                taken = min(length, room)
+                piece.append(Segment(document, start, taken))
+                room -= taken
+                if taken < length:
+                    segments.append(Segment(document, start + taken, length - taken))
+            pieces.append(piece)
+        for segment in segments:  # at most one: what the cut left of the last document
+            self._arrived.appendleft(segment)
+            self._arrived_tokens += segment.length
+        lengths = [segment.length for piece in pieces for segment in piece]
+        seconds = iter(self.workload.document_seconds(lengths).tolist())
+        return self._emit(MicroBatch(tuple(piece), sum(next(seconds) for _ in piece)) for piece in pieces)

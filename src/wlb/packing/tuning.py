@@ -1,0 +1,221 @@
+"""Choosing outlier thresholds and L_max: try them on a sample of the lengths, keep the best trade-off.
+
+Every candidate packs the same sample; what counts is the imbalance degree reached under a bound on the mean token
+delay. ``search`` does this for the command line. ``ThresholdTuner`` does it inside a running packer, for
+``outlier_thresholds = "auto"``: once enough documents have been seen, and again whenever their distribution has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb.errors import UserError
+from wlb.packing.statistics import PackingStatistics
+from wlb.packing.variable_length import VariableLengthPacker
+from wlb.workload.base import Workload
+
+DEFAULT_MAX_TOKEN_DELAY = 0.35
+MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
+
+# Thresholds tried, in context windows: about four to the octave where outliers are, coarser below.
+_THRESHOLD_FRACTIONS = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 7 / 16, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+
+_SCREENING_STEPS = 96  # every candidate packs this many steps
+_FINALISTS = 12  # and as many of the best pack the whole sample
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one setting of ``variable_length`` does to a sample."""
+
+    outlier_thresholds: tuple[int, ...]
+    max_length_factor: float
+    imbalance_degree: float
+    mean_token_delay: float
+    longest_delay: int
+    tokens_per_step_cv: float
+
+
+def search(
+    lengths: ArrayLike,
+    *,
+    micro_batches: int,
+    context_window: int,
+    workload: Workload,
+    factors: Sequence[float] = MAX_LENGTH_FACTORS,
+    max_token_delay: float = DEFAULT_MAX_TOKEN_DELAY,
+    queues: int = 2,
+    early_release: bool = True,
+    on_trial: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Trial]:
+    """Try every pair of thresholds (and one, and none) with every factor; best trial first.
+
+    Trials within ``max_token_delay`` (mean steps a token waits) come first, by imbalance degree; the others follow by
+    delay. ``lengths`` are document lengths in tokens, in arrival order; all candidates pack the first part of them and
+    the finalists all. ``on_trial(done, total)`` reports progress. Raises ``UserError`` where the lengths fill no step.
+    """
+    sample = np.minimum(np.asarray(lengths, np.int64), context_window)
+    steps_available = int(sample.sum()) // (micro_batches * context_window)
+    if steps_available < 1:
+        raise UserError(
+            f"{sample.sum()} tokens fill no step of {micro_batches} micro-batches x {context_window} tokens; "
+            "give more lengths or fewer micro-batches"
+        )
+    candidates = [(t, factor) for factor in factors for t in _threshold_sets(context_window, queues)]
+    total = len(candidates) + _FINALISTS
+
+    def run(number: int, candidate: tuple[tuple[int, ...], float], part: NDArray[np.int64]) -> Trial:
+        trial = try_setting(
+            part,
+            *candidate,
+            micro_batches=micro_batches,
+            context_window=context_window,
+            workload=workload,
+            early_release=early_release,
+        )
+        on_trial(number, total)
+        return trial
+
+    screening = sample[: _documents_of(sample, _SCREENING_STEPS * micro_batches * context_window)]
+
+    def rank(trials: Iterable[Trial]) -> list[Trial]:
+        return sorted(trials, key=lambda trial: _preference(trial, max_token_delay))
+
+    screened = rank(run(number, candidate, screening) for number, candidate in enumerate(candidates, 1))
+    if len(screening) == len(sample):
+        return screened
+    finalists = [(trial.outlier_thresholds, trial.max_length_factor) for trial in screened[:_FINALISTS]]
+    finals = [run(len(candidates) + number, candidate, sample) for number, candidate in enumerate(finalists, 1)]
+    return rank(finals) + screened[_FINALISTS:]
+
+
+def try_setting(
+    lengths: NDArray[np.int64],
+    outlier_thresholds: tuple[int, ...],
+    max_length_factor: float,
+    *,
+    micro_batches: int,
+    context_window: int,
+    workload: Workload,
+    early_release: bool = True,
+) -> Trial:
+    """Pack ``lengths`` once with the given setting."""
+    packer = VariableLengthPacker(
+        micro_batches=micro_batches,
+        context_window=context_window,
+        workload=workload,
+        max_length_factor=max_length_factor,
+        outlier_thresholds=outlier_thresholds,
+        early_release=early_release,
+    )
+    statistics = PackingStatistics()
+    statistics.add(packer.plan(lengths.tolist()))
+    return Trial(
+        outlier_thresholds,
+        max_length_factor,
+        statistics.imbalance_degree,
+        statistics.mean_token_delay,
+        statistics.longest_delay,
+        statistics.tokens_per_step_cv,
+    )
+
+
+def trade_off(trials: Iterable[Trial]) -> list[Trial]:
+    """The trials that no other beats in both imbalance degree and token delay, by rising delay."""
+    front: list[Trial] = []
+    for trial in sorted(trials, key=lambda t: (t.mean_token_delay, t.imbalance_degree, t.max_length_factor)):
+        if not front or trial.imbalance_degree < front[-1].imbalance_degree:
+            front.append(trial)
+    return front
+
+
+def _threshold_sets(context_window: int, queues: int) -> Iterator[tuple[int, ...]]:
+    thresholds = sorted({max(1, int(fraction * context_window)) for fraction in _THRESHOLD_FRACTIONS})
+    for count in range(queues + 1):
+        yield from combinations(thresholds, count)
+
+
+def _preference(trial: Trial, max_token_delay: float) -> tuple[bool, float, float]:
+    if trial.mean_token_delay <= max_token_delay:
+        return False, trial.imbalance_degree, trial.mean_token_delay
+    return True, trial.mean_token_delay, trial.imbalance_degree
+
+
+def _documents_of(lengths: NDArray[np.int64], tokens: int) -> int:
+    """How many documents from the front hold ``tokens`` tokens."""
+    return int(np.searchsorted(np.cumsum(lengths), tokens)) + 1
+
+
+class ThresholdTuner:
+    """Thresholds for a running packer, from the documents it has seen; deterministic and part of its state.
+
+    Keeps the latest lengths. Once they fill ``_SAMPLE_STEPS`` steps it searches thresholds on them, and again when the
+    share of tokens per octave of length has moved by more than ``_DRIFT`` (total variation) since the last search.
+    A balance that holds for few micro-batches holds for many, so the search packs at most ``_MICRO_BATCHES``.
+    """
+
+    _MICRO_BATCHES = 8
+    _SAMPLE_STEPS = 48
+    _DRIFT = 0.1
+
+    def __init__(
+        self,
+        micro_batches: int,
+        context_window: int,
+        workload: Workload,
+        max_length_factor: float,
+        *,
+        early_release: bool,
+    ) -> None:
+        self._micro_batches = min(micro_batches, self._MICRO_BATCHES)
+        self._context_window = context_window
+        self._workload = workload
+        self._max_length_factor = max_length_factor
+        self._early_release = early_release
+        self._sample: list[int] = []
+        self._tuned_shares: list[float] | None = None
+
+    def observe(self, lengths: Sequence[int]) -> tuple[int, ...] | None:
+        """Take in the lengths of fresh documents; returns new thresholds when it is time to change them."""
+        self._sample += lengths
+        tokens = sum(self._sample)
+        wanted = self._SAMPLE_STEPS * self._micro_batches * self._context_window
+        if tokens < wanted:
+            return None
+        shares = self._token_shares()
+        moved = (
+            self._tuned_shares is None
+            or sum(abs(now - then) for now, then in zip(shares, self._tuned_shares, strict=True)) > 2 * self._DRIFT
+        )
+        sample, self._sample = self._sample, []
+        if not moved:
+            return None
+        self._tuned_shares = shares
+        return search(
+            sample,
+            micro_batches=self._micro_batches,
+            context_window=self._context_window,
+            workload=self._workload,
+            factors=[self._max_length_factor],
+            early_release=self._early_release,
+        )[0].outlier_thresholds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sample": list(self._sample), "tuned_shares": self._tuned_shares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sample = list(state["sample"])
+        self._tuned_shares = state["tuned_shares"]
+
+    def _token_shares(self) -> list[float]:
+        """Share of the sample's tokens in documents of each octave of length, shortest octave first."""
+        lengths = np.asarray(self._sample, np.int64)
+        octave = np.frexp(lengths.astype(np.float64))[1]
+        shares = np.bincount(octave, lengths, minlength=64) / lengths.sum()
+        return [float(share) for share in shares]

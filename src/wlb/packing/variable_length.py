@@ -1,0 +1,175 @@
+"""Variable-length packing with outlier delay: Algorithm 1 of WLB-LLM (section 4.2).
+
+A global batch comes in. Documents at least as long as an outlier threshold go into the queue of the highest threshold
+they reach; a queue that holds N documents releases N, so that every micro-batch of the step gets one of about equal
+length. The rest is placed longest first into the lightest micro-batch, which may grow to L_max tokens: short
+documents fill up what outliers leave free. What fits nowhere is carried over to the next step.
+
+Three things go past the paper. A waiting outlier that this step can balance anyway is released early, where it fits
+beside the step's other outliers without becoming the heaviest micro-batch (``early_release = False`` is the paper's
+algorithm). A document that has waited ``max_delay`` steps is released alone. And a step takes in fewer fresh documents
+when many are carried over, so the carry-over cannot grow without bound.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.packing.base import Pending
+from wlb.packing.greedy import OpenMicroBatches, longest_first
+from wlb.packing.pooling import DEFAULT_MAX_DELAY, PoolingPacker, to_state
+from wlb.workload.base import Workload
+
+if TYPE_CHECKING:
+    from wlb.packing.tuning import ThresholdTuner
+
+DEFAULT_MAX_LENGTH_FACTOR = 1.5
+
+
+def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
+    """Outlier thresholds in tokens: 9/16 of the window for one queue, 3/16 and 9/16 for two."""
+    sixteenths = {0: (), 1: (9,), 2: (3, 9), 3: (3, 6, 9)}
+    if queues not in sixteenths:
+        raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give packing.outlier_thresholds")
+    return tuple(max(1, context_window * share // 16) for share in sixteenths[queues])
+
+
+class VariableLengthPacker(PoolingPacker):
+    """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
+
+    ``outlier_thresholds`` are lengths in tokens, one queue each; "auto" finds them from the documents seen and
+    follows the distribution when it drifts (``wlb.packing.tuning``).
+    """
+
+    name = "variable_length"
+
+    def __init__(
+        self,
+        *,
+        micro_batches: int,
+        context_window: int,
+        workload: Workload,
+        max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
+        outlier_thresholds: Literal["auto"] | Sequence[int] | None = None,
+        max_delay: int = DEFAULT_MAX_DELAY,
+        early_release: bool = True,
+    ) -> None:
+        if max_length_factor < 1:
+            raise UserError(f"packing.max_length_factor = {max_length_factor} must be at least 1")
+        super().__init__(
+            micro_batches=micro_batches,
+            context_window=context_window,
+            workload=workload,
+            capacity=int(max_length_factor * context_window),
+            max_delay=max_delay,
+        )
+        self.early_release = early_release
+        self._tuner: ThresholdTuner | None = None
+        thresholds = default_thresholds(context_window)
+        if outlier_thresholds == "auto":
+            from wlb.packing.tuning import ThresholdTuner  # tuning runs this packer on samples
+
+            self._tuner = ThresholdTuner(
+                micro_batches, context_window, workload, max_length_factor, early_release=early_release
+            )
+        elif outlier_thresholds is not None:
+            thresholds = _checked(tuple(outlier_thresholds))
+        self.outlier_thresholds = thresholds
+        self._queues: list[deque[Pending]] = [deque() for _ in thresholds]
+
+    @property
+    def pending(self) -> list[Segment]:
+        return [item.segment for queue in self._queues for item in queue] + super().pending
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "waiting": to_state(item for queue in self._queues for item in queue),
+            "tuner": self._tuner.state_dict() if self._tuner else None,
+            "outlier_thresholds": list(self.outlier_thresholds),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._tuner is not None and state["tuner"] is not None:
+            self._tuner.load_state_dict(state["tuner"])
+            self.outlier_thresholds = tuple(state["outlier_thresholds"])
+        self._fill_queues(self._from_state(state["waiting"]))
+
+    def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
+        if self._tuner is not None:
+            self._use(self._tuner.observe([item.length for item in fresh]))
+        outlier = self.outlier_thresholds[0] if self.outlier_thresholds else self.capacity + 1
+        now: list[Pending] = []
+        for item in fresh:
+            if item[0] < outlier:
+                now.append(item)
+            else:
+                self._queues[bisect_right(self.outlier_thresholds, item[0]) - 1].append(item)
+        older = self._carried + self._released()
+        return now, older + (self._released_early(now + older) if self.early_release else [])
+
+    def _released(self) -> list[Pending]:
+        """Outliers whose queue is full, N of it, or who have waited long enough."""
+        released: list[Pending] = []
+        for queue in self._queues:
+            if len(queue) >= self.micro_batches:
+                released += [queue.popleft() for _ in range(self.micro_batches)]
+            while queue and self._step - queue[0].arrived >= self.max_delay:
+                released.append(queue.popleft())
+        return released
+
+    def _released_early(self, pool: list[Pending]) -> list[Pending]:
+        """Outliers that may join ``pool`` without making a micro-batch heavier than it or the mean would be anyway."""
+        waiting = sorted((item for queue in self._queues for item in queue), key=lambda item: item.arrived)
+        if not waiting:
+            return []
+        outliers = OpenMicroBatches(self.micro_batches, self.capacity)
+        outliers.place(longest_first(item for item in pool if item[0] >= self.outlier_thresholds[0]))
+        heaviest = max(outliers.seconds)
+        total = sum([item[1] for item in pool])
+        released: list[Pending] = []
+        for item in waiting:
+            limit = max(heaviest, (total + item.seconds) / self.micro_batches)
+            seconds = outliers.place_under(item, limit)
+            if seconds is not None:
+                heaviest = max(heaviest, seconds)
+                total += item.seconds
+                released.append(item)
+        if released:
+            gone = {item.segment for item in released}
+            self._queues = [deque(item for item in queue if item.segment not in gone) for queue in self._queues]
+        return released
+
+    def _everything_held(self) -> list[Pending]:
+        held = self._carried + [item for queue in self._queues for item in queue]
+        self._fill_queues([])
+        return held
+
+    def _use(self, thresholds: tuple[int, ...] | None) -> None:
+        """Change to ``thresholds``, where they are not None; waiting documents change queue accordingly."""
+        if thresholds is not None:
+            self.outlier_thresholds = thresholds
+            self._fill_queues([item for queue in self._queues for item in queue])
+
+    def _fill_queues(self, items: list[Pending]) -> None:
+        """Queue ``items`` by the present thresholds, oldest first; items below all of them are carried over."""
+        self._queues = [deque() for _ in self.outlier_thresholds]
+        below: list[Pending] = []
+        for item in sorted(items, key=lambda item: item.arrived):
+            level = bisect_right(self.outlier_thresholds, item.length) - 1
+            (below if level < 0 else self._queues[level]).append(item)
+        if below:
+            self._carry(self._carried + below)
+
+
+def _checked(thresholds: tuple[int, ...]) -> tuple[int, ...]:
+    if min(thresholds, default=1) < 1 or any(low >= high for low, high in pairwise(thresholds)):
+        raise UserError(f"packing.outlier_thresholds = {list(thresholds)} must be rising lengths of at least 1 token")
+    return thresholds
