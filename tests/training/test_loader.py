@@ -19,6 +19,7 @@ from wlb.errors import UserError
 from wlb.packing import packer_from_config
 from wlb.training.batch import IGNORE_LABEL
 from wlb.training.loader import LoadedStep, StepLoader
+from wlb.training.planner import PlannedStep, StepPlanner
 from wlb.workload import make_workload
 
 WORKLOAD = make_workload("tiny", "h100")
@@ -124,6 +125,28 @@ def test_a_state_is_refused_on_other_data(folder, tmp_path):
         state = loader.state_dict()
     with pytest.raises(UserError, match="token store"):
         open_loader(tmp_path, state=state)
+
+
+def test_steps_are_ready_before_training_asks(folder, monkeypatch):
+    read: list[int] = []
+    ready = threading.Event()
+
+    def counting(store: TokenStore, document: int, *place: int) -> np.ndarray:
+        read.append(document)
+        return original(store, document, *place)
+
+    def announce_the_fourth(self: StepPlanner) -> PlannedStep:
+        planned = plan_next(self)
+        if planned.plan.step == 3:
+            ready.set()
+        return planned
+
+    original, plan_next = TokenStore.read, StepPlanner.__next__
+    monkeypatch.setattr(TokenStore, "read", counting)
+    monkeypatch.setattr(StepPlanner, "__next__", announce_the_fourth)
+    with open_loader(folder, {"training": {"prefetch": 1}}):
+        assert ready.wait(10)  # nobody has asked for a step, and the first is read, the fourth planned
+        assert read
 
 
 def test_closing_ends_the_threads(folder):

@@ -100,9 +100,10 @@ class Trainer:
         set_learning_rate(self.optimizers, rate)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        share = self.runner.run_step(loaded.batches, loaded.loss_tokens).double()
-        dist.all_reduce(share)
-        loss = share.item()
+        share = self.runner.run_step(loaded.batches, loaded.loss_tokens)
+        total = share.to(torch.float64, copy=True)
+        dist.all_reduce(total)
+        loss = total.item()
         grad_norm = clip_gradients(self.stages, self.config.training.gradient_clip)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(_not_finite(self.step, loss, grad_norm, loaded))

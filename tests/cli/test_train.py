@@ -1,0 +1,84 @@
+"""Mistakes that ``wlb train`` tells in one line, before any process starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.jobs import write_config, write_store
+from wlb.cli import app
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", _nothing_may_start)
+    write_store(tmp_path / "store", documents=20)
+    return tmp_path
+
+
+def _nothing_may_start(*_: object) -> None:
+    raise AssertionError("processes were started")
+
+
+def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    monkeypatch.setattr("sys.argv", ["wlb", "train", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        app.main()
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert out == ""
+    (line,) = err.splitlines()
+    prefix = "wlb: error: "
+    assert line.startswith(prefix)
+    return line.removeprefix(prefix)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": {"cp": 2}}, "parallel.cp = 2 is not available in this version"),
+        ({"parallel": {"tp": 2}}, "parallel.tp = 2 is not available in this version"),
+        ({"data": {"store": "nowhere/store"}}, "nowhere/store"),
+        ({"training": {"learning_rate": -1.0}}, "training.learning_rate"),
+        ({"parallel": {"dp": 3}}, "packing.micro_batches = 4 counts all data-parallel ranks"),
+        ({"training": {"device": "cuda"}}, "need a GPU each"),
+    ],
+)
+def test_a_bad_configuration(folder: Path, changes: dict[str, dict[str, Any]], message: str, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert message in error_of(capsys, monkeypatch, str(write_config(folder, **changes)))
+
+
+def test_a_bad_override(folder, capsys, monkeypatch):
+    config = str(write_config(folder))
+    assert "stepz" in error_of(capsys, monkeypatch, config, "--set", "training.stepz=3")
+    assert "not of the form" in error_of(capsys, monkeypatch, config, "--set", "steps=3")
+
+
+def test_a_missing_configuration(folder, capsys, monkeypatch):
+    assert "missing.toml does not exist" in error_of(capsys, monkeypatch, str(folder / "missing.toml"))
+
+
+def test_a_store_without_a_vocabulary(folder, capsys, monkeypatch):
+    (folder / "store.json").unlink()
+    assert "does not say how large its vocabulary is" in error_of(capsys, monkeypatch, str(write_config(folder)))
+
+
+@pytest.mark.parametrize("section", ["checkpoint", "metrics"])
+def test_a_directory_that_cannot_be_written(folder, section, capsys, monkeypatch):
+    (folder / "file").touch()
+    config = write_config(folder, **{section: {"dir": str(folder / "file" / "inside")}})
+    assert f"{section}.dir" in error_of(capsys, monkeypatch, str(config))
+
+
+def test_checkpoints_of_another_job(folder, capsys, monkeypatch):
+    other = folder / "checkpoints" / "step-00000010"
+    other.mkdir(parents=True)
+    (other / "manifest.json").write_text(json.dumps({"format": 1, "step": 10, "loader": {}}))
+    checkpoint = {"dir": str(folder / "checkpoints"), "resume": False}
+    assert "already holds step-00000010" in error_of(
+        capsys, monkeypatch, str(write_config(folder, checkpoint=checkpoint))
+    )

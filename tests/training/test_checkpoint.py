@@ -1,0 +1,130 @@
+"""A job that was stopped and continued trains exactly what an uninterrupted one trains."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.distributed import RankFailure, run_ranks
+from tests.training.jobs import job, read_steps, write_store
+from wlb.config import CheckpointConfig, JobConfig
+from wlb.errors import UserError
+from wlb.training.checkpoint import complete_checkpoints, newest_checkpoint
+from wlb.training.trainer import Trainer
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp": {"dp": 2},
+    "pp": {"pp": 2},
+    "interleaved": {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
+}
+
+
+def _train(config: JobConfig) -> None:
+    Trainer(config, torch.device("cpu")).run()
+
+
+def configure(folder: Path, parallel: dict[str, Any], **model: Any) -> JobConfig:
+    return job(
+        folder,
+        model={"layers": 4, **model},
+        parallel=parallel,
+        training={"dtype": "float64"},
+        checkpoint={"dir": str(folder / "checkpoints"), "every": 3},
+    )
+
+
+def train(config: JobConfig) -> None:
+    run_ranks(config.parallel.world_size, _train, config, seconds=60.0)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of uninterrupted jobs of six steps, by layout, with checkpoints after 3 and 6."""
+    folders = {}
+    for name, parallel in LAYOUTS.items():
+        folder = tmp_path_factory.mktemp(name)
+        write_store(folder / "store")
+        train(configure(folder, parallel))
+        folders[name] = folder
+    return folders
+
+
+def stopped_after_three(folder: Path, copy: Path) -> Path:
+    """As a kill in step 6 leaves it: metrics of five steps, the checkpoint of three."""
+    shutil.copytree(folder, copy, dirs_exist_ok=True)
+    shutil.rmtree(copy / "checkpoints" / "step-00000006")
+    metrics = copy / "metrics" / "steps.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]))
+    return copy
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resuming_changes_nothing(straight, layout, tmp_path):
+    folder = stopped_after_three(straight[layout], tmp_path)
+    train(configure(folder, LAYOUTS[layout]))
+    expected, actual = read_steps(straight[layout]), read_steps(folder)
+    assert [row["step"] for row in actual] == [1, 2, 3, 4, 5, 6]
+    for key in ("document_ids", "loss", "grad_norm", "learning_rate", "tokens", "imbalance_degree"):
+        assert [row[key] for row in actual] == [row[key] for row in expected], key
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("pp", "dp"), ("dp", "interleaved"), ("interleaved", "pp")])
+def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tmp_path):
+    folder = stopped_after_three(straight[saved], tmp_path)
+    train(configure(folder, LAYOUTS[resumed]))
+    expected, actual = read_steps(straight[saved]), read_steps(folder)
+    assert [row["document_ids"] for row in actual] == [row["document_ids"] for row in expected]
+    assert [row["loss"] for row in actual] == pytest.approx([row["loss"] for row in expected], rel=1e-9)
+    assert [row["grad_norm"] for row in actual] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-9)
+
+
+def test_another_model_is_refused(straight, tmp_path):
+    folder = stopped_after_three(straight["pp"], tmp_path)
+    with pytest.raises(RankFailure, match=r"correct \[model\]"):
+        train(configure(folder, LAYOUTS["pp"], ffn_hidden=20))
+
+
+def test_a_finished_job_has_nothing_left_to_do(straight, tmp_path):
+    shutil.copytree(straight["dp"], tmp_path, dirs_exist_ok=True)
+    train(configure(tmp_path, LAYOUTS["dp"]))
+    assert read_steps(tmp_path) == read_steps(straight["dp"])
+
+
+def fake_checkpoint(directory: Path, step: int, complete: bool = True) -> None:
+    path = directory / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    if complete:
+        (path / "manifest.json").write_text(json.dumps({"format": 1, "step": step, "loader": {}}))
+
+
+def test_the_newest_complete_checkpoint_counts(tmp_path):
+    for step in (20, 100):
+        fake_checkpoint(tmp_path, step)
+    fake_checkpoint(tmp_path, 120, complete=False)
+    (tmp_path / ".writing-step-00000140").mkdir()
+    newest = newest_checkpoint(CheckpointConfig(dir=tmp_path))
+    assert newest is not None
+    assert newest.name == "step-00000100"
+    assert newest_checkpoint(CheckpointConfig(dir=tmp_path / "none")) is None
+
+
+def test_a_job_that_may_not_resume_keeps_off_other_checkpoints(tmp_path):
+    fake_checkpoint(tmp_path, 20)
+    with pytest.raises(UserError, match=r"already holds step-00000020 and checkpoint\.resume is false"):
+        newest_checkpoint(CheckpointConfig(dir=tmp_path, resume=False))
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    write_store(tmp_path / "store")
+    checkpoint = {"dir": str(tmp_path / "checkpoints"), "every": 1, "keep": 2}
+    config = job(tmp_path, training={"steps": 4}, checkpoint=checkpoint)
+    (tmp_path / "checkpoints" / ".writing-step-00000009").mkdir(parents=True)  # left by a killed job
+    train(config)
+    complete = complete_checkpoints(tmp_path / "checkpoints")
+    assert [path.name for path in complete] == ["step-00000003", "step-00000004"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [p.name for p in complete]

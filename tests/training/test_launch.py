@@ -1,0 +1,173 @@
+"""Whole jobs, started as a user starts them: what is written, and how they end when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.training.jobs import read_steps, write_config, write_store
+
+SECONDS = 90.0
+PARALLEL = {"dp": 2, "pp": 2}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_store(tmp_path / "store")
+    return tmp_path
+
+
+def endless(folder: Path) -> Path:
+    return write_config(
+        folder,
+        parallel=PARALLEL,
+        training={"steps": 100_000},
+        checkpoint={"dir": str(folder / "checkpoints"), "every": 5},
+    )
+
+
+@contextmanager
+def started(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """``wlb train`` in a session of its own, of which nothing is left afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wlb", "train", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=SECONDS)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "ran out of time"
+        time.sleep(0.05)
+
+
+def steps_written(folder: Path) -> int:
+    try:
+        return len((folder / "metrics" / "steps.jsonl").read_text().splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes whose parent is ``launcher``, by rank (they are started in that order)."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [int(child) for child in children if b"wlb.training" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_train_writes_metrics_and_a_summary(folder):
+    config = write_config(folder, parallel=PARALLEL)
+    with started(config, "--json", "--set", "training.steps=4") as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    rows = read_steps(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    summary = json.loads(out)
+    assert summary["steps"] == 4
+    assert summary["tokens"] == sum(row["tokens"] for row in rows)
+    assert summary["last_loss"] == rows[-1]["loss"]
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1", "2", "3", "4"]
+
+
+def test_a_killed_rank_ends_the_job_and_resuming_loses_nothing(folder):
+    config = endless(folder)
+    with started(config) as process:
+        wait_until(lambda: steps_written(folder) >= 7)
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    (line,) = [line for line in err.splitlines() if not line.startswith(("step ", "starting "))]
+    assert "rank 1" in line
+    assert "SIGKILL" in line
+    before = {row["step"]: row["document_ids"] for row in read_steps(folder)}
+    with started(config, "--set", "training.steps=12") as process:
+        process.communicate(timeout=SECONDS)
+    rows = read_steps(folder)
+    assert [row["step"] for row in rows] == list(range(1, max(len(before) // 5 * 5, 12) + 1))
+    for row in rows:
+        assert row["document_ids"] == before.get(row["step"], row["document_ids"])
+    trained = [document for row in rows for document in row["document_ids"]]
+    assert len(trained) == len(set(trained))
+
+
+@pytest.mark.parametrize(("signalled", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_job_at_once(folder, signalled, status):
+    with started(endless(folder)) as process:
+        wait_until(lambda: steps_written(folder) >= 1)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 4
+        if signalled == signal.SIGINT:
+            os.killpg(process.pid, signalled)  # Ctrl-C reaches every process of a terminal
+        else:
+            process.send_signal(signalled)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == status
+    assert err.splitlines()[-1] == ("wlb: interrupted" if status == 130 else "wlb: terminated")
+    assert "Traceback" not in err
+    assert not any(is_running(rank) for rank in ranks)
+
+
+def test_ranks_do_not_outlive_their_launcher(folder):
+    with started(endless(folder)) as process:
+        wait_until(lambda: steps_written(folder) >= 1)
+        ranks = ranks_of(process.pid)
+        process.kill()
+        wait_until(lambda: not any(is_running(rank) for rank in ranks))
+
+
+def test_a_mistake_found_by_the_ranks_is_told_once(folder):
+    config = write_config(folder, parallel=PARALLEL, model={"heads": 3})
+    with started(config) as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.startswith("wlb: error: model.hidden = 16 must be a multiple of 2 x model.heads = 6")
+    assert len(err.splitlines()) == 1
+
+
+def run_rank(config: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wlb.training", str(config)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def test_a_job_of_one_process_needs_no_launcher(folder):
+    done = run_rank(write_config(folder, training={"steps": 2}))
+    assert done.returncode == 0, done.stderr
+    assert len(read_steps(folder)) == 2
+
+
+def test_a_wrong_number_of_processes_is_refused(folder):
+    done = run_rank(write_config(folder, parallel=PARALLEL), WORLD_SIZE="3", RANK="0")
+    assert done.returncode == 2
+    assert "3 processes were started, but parallel.* asks for 4 (dp 2 x pp 2 x cp 1 x tp 1)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,96 @@
+"""The training loop: the same numbers on every layout, the whole epoch, and a stop where numbers end."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.distributed import RankFailure, run_ranks
+from tests.training.jobs import job, read_steps, write_store
+from wlb.config import JobConfig
+from wlb.documents.token_store import TokenStore
+from wlb.training.trainer import Trainer
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp": 2, "pp": 2},
+    {"dp": 4},
+    {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    write_store(folder / "store")
+    return folder / "store"
+
+
+def configure(folder: Path, store: Path, parallel: dict[str, Any], **training: Any) -> JobConfig:
+    return job(
+        folder,
+        data={"store": str(store)},
+        model={"layers": 4},
+        parallel=parallel,
+        training={"dtype": "float64", **training},
+    )
+
+
+def _train(config: JobConfig) -> dict[str, Any] | None:
+    return Trainer(config, torch.device("cpu")).run()
+
+
+def _train_with_broken_weights(config: JobConfig) -> None:
+    trainer = Trainer(config, torch.device("cpu"))
+    with torch.no_grad():
+        for stage in trainer.stages:
+            for parameter in stage.parameters():
+                parameter.fill_(math.nan)
+    trainer.run()
+
+
+def _train_with_own_data(config: JobConfig, other: JobConfig) -> None:
+    _train(config if torch.distributed.get_rank() else other)
+
+
+def test_every_layout_trains_the_same(tmp_path, store):
+    rows = []
+    for number, parallel in enumerate([{}, *LAYOUTS]):
+        folder = tmp_path / str(number)
+        config = configure(folder, store, parallel, steps=3)
+        run_ranks(config.parallel.world_size, _train, config, seconds=60.0)
+        rows.append(read_steps(folder))
+    alone, others = rows[0], rows[1:]
+    assert alone[0]["loss"] == pytest.approx(math.log(67), rel=0.05)  # random weights on 67 tokens
+    for other in others:
+        for key in ("loss", "grad_norm", "imbalance_degree"):
+            assert [row[key] for row in other] == pytest.approx([row[key] for row in alone], rel=1e-9)
+        for key in ("document_ids", "tokens", "learning_rate"):
+            assert [row[key] for row in other] == [row[key] for row in alone]
+
+
+def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
+    config = configure(tmp_path, store, {"pp": 2}, steps=None)
+    summary = run_ranks(2, _train, config, seconds=60.0)[0]
+    rows = read_steps(tmp_path)
+    documents = [document for row in rows for document in row["document_ids"]]
+    opened = TokenStore.open(store)
+    assert sorted(documents) == list(range(len(opened)))
+    assert (summary["tokens"], summary["documents"], summary["steps"]) == (opened.tokens, len(opened), len(rows))
+
+
+def test_a_loss_that_is_not_a_number_ends_training(tmp_path, store):
+    config = configure(tmp_path, store, {"pp": 2})
+    with pytest.raises(RankFailure, match=r"step 1: loss is nan .* its documents are \d+, \d+"):
+        run_ranks(2, _train_with_broken_weights, config, seconds=60.0)
+    assert read_steps(tmp_path) == []
+
+
+def test_ranks_that_plan_differently_do_not_train(tmp_path, store):
+    config = configure(tmp_path, store, {"dp": 2})
+    other = config.model_copy(update={"data": config.data.model_copy(update={"seed": 9})})
+    with pytest.raises(RankFailure, match="step 1: ranks planned different steps"):
+        run_ranks(2, _train_with_own_data, config, other, seconds=60.0)
