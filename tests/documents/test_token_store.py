@@ -181,7 +181,7 @@ def test_any_damage_to_the_index(tmp_path, sidecar):
     whole = path.read_bytes()
 
     for position in range(len(whole)):
-        for flip in (1, 2, 4, 8, 16, 32, 64, 128, 255):
+        for flip in (1, 8, 128, 255):
             changed = bytearray(whole)
             changed[position] ^= flip
             path.write_bytes(changed)
@@ -346,7 +346,7 @@ def test_parts_of_a_killed_run_are_written_over(tmp_path):
 
 
 def test_missing_directory_is_one_clear_line(tmp_path):
-    with pytest.raises(UserError, match=r"cannot write token store .*: No such file or directory"):
+    with pytest.raises(UserError, match=r"directory .*nowhere of the token store .* does not exist"):
         write(tmp_path / "nowhere" / "s", [[1]])
 
 

@@ -79,7 +79,7 @@ def prepare(
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
     if workers is None:
         # Bytes cost less to tokenise than to send to another process.
-        workers = 1 if chosen.identity["kind"] == "bytes" else len(os.sched_getaffinity(0))
+        workers = 1 if chosen.identity["kind"] == "bytes" else _usable_cores()
     with _progress("tokenising", corpus) as on_progress:
         report = prepare_store(
             corpus,
@@ -125,6 +125,11 @@ def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_tok
         raise UserError(f"--train-bpe makes its own tokenizer and end token; leave out {given}")
     with _progress("training BPE", corpus) as on_progress:
         return train_tokenizer(corpus, bpe_size, on_progress)
+
+
+def _usable_cores() -> int:
+    # Job schedulers bind processes to some of the cores; not every system can tell.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ R = TypeVar("R")
 _IN_FLIGHT = 2
 
 
-def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
+def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
     """``map(function, items)`` on ``workers`` processes; on this one when ``workers`` is 1.
 
     ``function`` is pickled once for each process. Items are taken as results are consumed, so memory does not grow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -77,10 +78,13 @@ def prepare_store(
     tokenize = partial(tokenize_batch, tokenizer=tokenizer, dtype=token_type(tokenizer.vocab_size))
     rejects: Counter[str] = Counter()
     text_bytes = 0
-    with TokenStoreWriter(
-        prefix, vocab_size=tokenizer.vocab_size, tokenizer_json=definition, overwrite=overwrite
-    ) as writer:
-        for batch in map_in_order(tokenize, corpus.batches(), workers):
+    with (
+        TokenStoreWriter(
+            prefix, vocab_size=tokenizer.vocab_size, tokenizer_json=definition, overwrite=overwrite
+        ) as writer,
+        closing(map_in_order(tokenize, corpus.batches(), workers)) as batches,
+    ):
+        for batch in batches:
             writer.add_documents(batch.tokens, batch.lengths)
             rejects.update(batch.rejects)
             text_bytes += batch.text_bytes

@@ -53,15 +53,16 @@ def file_kind(path: Path) -> FileKind:
 def read_text(path: Path) -> list[str | Reject]:
     """The one document of a text file."""
     with _open(path) as (file, _):
-        return utf8_text(file.read())
+        # A byte order mark is part of the encoding of a file, not of its text.
+        return utf8_text(file.read(), "utf-8-sig")
 
 
-def utf8_text(content: bytes | None) -> list[str | Reject]:
-    """UTF-8 bytes as text, without a byte order mark; None (a null of a table) is no text."""
+def utf8_text(content: bytes | None, encoding: str = "utf-8") -> list[str | Reject]:
+    """UTF-8 bytes as text; None (a null of a table) is no text."""
     if content is None:
         return [Reject.NOT_TEXT]
     try:
-        return [content.decode("utf-8-sig")]
+        return [content.decode(encoding)]
     except UnicodeDecodeError:
         return [Reject.UNDECODABLE]
 

@@ -111,7 +111,10 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         # A batch of one: the fast variant computes no character offsets and exists for batches only.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        try:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as error:  # tokenizers raises bare Exception, for a word without an id and no unknown token
+            raise UserError(f"tokenizer {self.name} cannot encode a document: {error}") from None
         return np.array(encoding.ids, np.int64)
 
 

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from wlb.cli.app import main
+from wlb.documents.token_store import TokenStore
+
+
+@pytest.fixture
+def wlb(monkeypatch, capsys):
+    """Runs the command line in this process; returns its exit status, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["wlb", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return exit_.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    directory = tmp_path / "corpus"
+    directory.mkdir()
+    (directory / "a.txt").write_text("hello")
+    (directory / "b.jsonl").write_text('{"text": "one"}\n{"body": "two"}\n{oops\n')
+    (directory / "c.png").write_bytes(b"\x89PNG")
+    return directory
+
+
+def test_json_result_and_store(wlb, tmp_path, corpus):
+    status, out, err = wlb("prepare", corpus, "--out", tmp_path / "s", "--json")
+    assert (status, err) == (0, "")
+    result = json.loads(out)
+    assert result == {
+        "documents_in": 4,
+        "documents_out": 2,
+        "rejects": {"bad_json": 1, "missing_field": 1},
+        "skipped_files": 1,
+        "tokens": 10,
+        "text_bytes": 8,
+        "vocab_size": 257,
+        "end_token": 256,
+        "files": [str(tmp_path / f"s{suffix}") for suffix in (".bin", ".json", ".idx")],
+    }
+    store = TokenStore.open(tmp_path / "s")
+    assert [store.read(i).tolist() for i in range(2)] == [[*b"hello", 256], [*b"one", 256]]
+
+
+def test_table_names_rejects_and_skipped_files(wlb, tmp_path, corpus):
+    status, out, _ = wlb("prepare", corpus, "--out", tmp_path / "s", "--text-field", "body")
+    assert status == 0
+    for words in ("rejected: bad json", "rejected: missing field", "skipped 1 files", "vocabulary 257, end token 256"):
+        assert words in out
+
+
+def test_a_trained_tokenizer_can_be_used_again(wlb, tmp_path, corpus):
+    status, out, _ = wlb("prepare", corpus, "--out", tmp_path / "s", "--train-bpe", 260, "--json")
+    assert status == 0
+    saved = tmp_path / "s.tokenizer.json"
+    assert str(saved) in json.loads(out)["files"]
+    assert wlb("prepare", corpus, "--out", tmp_path / "t", "--tokenizer", saved)[0] == 0
+    assert (tmp_path / "s.bin").read_bytes() == (tmp_path / "t.bin").read_bytes()
+
+
+@pytest.mark.parametrize("unit", ["definition", "module"])
+def test_stdlib(wlb, tmp_path, unit):
+    status, out, _ = wlb("prepare", "--stdlib", "--unit", unit, "--out", tmp_path / "s", "--json")
+    result = json.loads(out)
+    assert status == 0
+    # One byte is one token, and every document has its end token.
+    assert result["tokens"] == result["text_bytes"] + result["documents_out"]
+    assert TokenStore.open(tmp_path / "s").tokens == result["tokens"] > 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "{tmp}/s"], "name files or directories to prepare, or else --stdlib"),
+        (["{tmp}/corpus", "--stdlib", "--out", "{tmp}/s"], "not both"),
+        (["{tmp}/corpus"], "--out"),
+        (["{tmp}/nothing", "--out", "{tmp}/s"], "nothing does not exist"),
+        (["{tmp}/corpus", "--out", "{tmp}/no/s"], "no of the token store"),
+        (["{tmp}/corpus", "--out", "{tmp}/corpus"], "corpus is a directory; name the store in it"),
+        (["{tmp}/corpus", "--out", "/proc/s"], "/proc"),
+        (["{tmp}/corpus", "--out", "{tmp}/old"], "old.bin exists; choose another --out or pass --overwrite"),
+        (["{tmp}/old.json", "--out", "{tmp}/old", "--overwrite"], "would be overwritten by the store"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--workers", "0"], "--workers"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--unit", "line"], "--unit"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--tokenizer", "gpt5"], "'gpt5' is neither"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "100"], "100 is too small"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--tokenizer", "bytes"], "leave out --tokenizer"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--end-token", "x"], "leave out --end-token"),
+        (["{tmp}/corpus/c.png", "--out", "{tmp}/s"], "no documents are left of 1: 1 undecodable"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(wlb, tmp_path, corpus, arguments, message):
+    assert wlb("prepare", corpus, "--out", tmp_path / "old")[0] == 0
+    status, out, err = wlb("prepare", *(argument.format(tmp=tmp_path) for argument in arguments))
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("wlb: error: ")
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "old.bin", "old.idx", "old.json"]
+    assert TokenStore.open(tmp_path / "old").tokens == 10
+
+
+def test_a_disk_that_takes_no_more_is_one_line_and_status_2(tmp_path):
+    (tmp_path / "d.txt").write_bytes(b"x" * 3_000_000)
+    command = [sys.executable, "-m", "wlb", "prepare", str(tmp_path / "d.txt"), "--out", str(tmp_path / "s")]
+    limit = 1_000_000
+
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=small_files)
+    assert result.returncode == 2
+    assert "cannot write token store" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["d.txt"]
