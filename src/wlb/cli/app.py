@@ -7,6 +7,7 @@ Commands import what they need when they run, so that ``wlb --help`` answers at 
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import typer
 
@@ -31,7 +32,7 @@ def _version(show: bool) -> None:
 
 
 # The base of every mistake on the command line (ClickException); typer carries its own copy of click from 0.29 on.
-_CommandLineError = typer.BadParameter.__mro__[2]
+_CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
 
 @app.callback()

@@ -1,3 +1,154 @@
-"""placeholder"""
-def compare() -> None:
-    """placeholder"""
+"""``wlb compare``: what each packing method would do to your documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from wlb.simulate.compare import Cluster, MethodResult
+
+
+def compare(
+    lengths: options.Lengths,
+    context_window: options.ContextWindow,
+    micro_batches: options.MicroBatches,
+    dp: options.Dp = 1,
+    pp: options.Pp = 4,
+    tp: options.Tp = None,
+    cp: options.Cp = None,
+    model: options.Model = "7b",
+    hardware: options.Hardware = "h100",
+    profile: options.Profile = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated: sequential, fixed_greedy[:GLOBAL_BATCHES], fixed_solver[:GLOBAL_BATCHES], "
+            "variable_length[:QUEUES|auto|paper]."
+        ),
+    ] = None,
+    max_length_factor: Annotated[
+        float, typer.Option(min=1.0, help="L_max of variable_length, in context windows.")
+    ] = 1.5,
+    steps: options.Steps = None,
+    overlong: Annotated[
+        str, typer.Option(help="Documents over the context window: split, truncate, drop or error.")
+    ] = "split",
+    solver_seconds: Annotated[float, typer.Option(min=0.01, help="Time limit of one solve of fixed_solver.")] = 10.0,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the comparison into this PNG file.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Compare packing methods on a list of document lengths.
+
+    Packs the documents with every method and prints balance, delay, planning time and the simulated pipeline's cost
+    over a perfectly balanced one.
+
+    Example: wlb compare synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
+    """
+    from wlb.documents.lengths import read_lengths
+    from wlb.simulate.compare import DEFAULT_METHODS, Cluster, compare_method, documents_for
+
+    if micro_batches % dp:
+        raise UserError(
+            f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of --dp {dp}"
+        )
+    cluster = Cluster(micro_batches, context_window, dp, pp)
+    workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
+    documents, report = documents_for(read_lengths(lengths), cluster, overlong=overlong, steps=steps)
+    names = [name.strip() for name in methods.split(",")] if methods else list(DEFAULT_METHODS)
+    results: list[MethodResult] = []
+    with progress_bar() as bar:
+        for name in names:
+            task = bar.add_task(name, total=len(documents))
+            results.append(
+                compare_method(
+                    name,
+                    documents,
+                    cluster,
+                    workload,
+                    max_length_factor=max_length_factor,
+                    solver_seconds=solver_seconds,
+                    on_progress=lambda count, task=task: bar.advance(task, count),  # type: ignore[misc]
+                )
+            )
+    if plot is not None:
+        from wlb.report.plots import plot_comparison
+
+        plot_comparison(results, plot, title=_title(cluster, priced_by))
+    if json:
+        emit_json(
+            {
+                "methods": [result.to_json() for result in results],
+                "workload": priced_by,
+                "context_window": context_window,
+                "micro_batches": micro_batches,
+                "dp": dp,
+                "pp": pp,
+                "overlong": {
+                    "policy": overlong,
+                    "documents": report.documents,
+                    "pieces": report.pieces,
+                    "tokens_dropped": report.tokens_dropped,
+                },
+            }
+        )
+        return
+    stdout.print(_table(results, _title(cluster, priced_by)))
+    if report.documents:
+        stdout.print(
+            f"{report.documents} documents over the context window ({overlong}): "
+            f"{report.pieces} pieces, {report.tokens_dropped} tokens dropped"
+        )
+    if plot is not None:
+        stdout.print(f"picture: {plot}")
+
+
+def _title(cluster: Cluster, priced_by: dict[str, str | int]) -> str:
+    price = ", ".join(f"{key} {value}" for key, value in priced_by.items())
+    return (
+        f"window {cluster.context_window:,}, {cluster.micro_batches} micro-batches a step, dp {cluster.dp}, "
+        f"pp {cluster.pp}; simulated with {price}"
+    )
+
+
+def _table(results: list[MethodResult], title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title,
+        caption="pipeline cost: simulated step over a perfectly balanced one; documents ✓: all trained exactly once",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("method", no_wrap=True)
+    for heading in (
+        "imbalance\ndegree",
+        "token delay\nmean (max)",
+        "tokens/step\nspread",
+        "planning\nms/step",
+        "pipeline cost\nas packed",
+        "pipeline cost\narranged",
+        "documents",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for r in results:
+        complete = r.documents_in == r.documents_out
+        table.add_row(
+            r.method,
+            f"{r.imbalance_degree:.3f}",
+            f"{r.mean_token_delay:.2f} ({r.longest_delay})",
+            f"{r.tokens_per_step_cv:.1%}",
+            f"{r.planning_ms_per_step:.2f}",
+            f"{r.pipeline_cost:.3f}",
+            f"{r.pipeline_cost_arranged:.3f}",
+            f"{r.documents_out:,} ✓" if complete else f"[red]{r.documents_out:,} of {r.documents_in:,}[/red]",
+        )
+    return table

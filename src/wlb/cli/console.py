@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-stdout = Console()
+_PIPE_WIDTH = 120  # columns of a table that goes into a file or a pipe
+
+stdout = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 stderr = Console(stderr=True)
 
 

@@ -1,3 +1,93 @@
-"""placeholder"""
-def tune() -> None:
-    """placeholder"""
+"""``wlb tune``: outlier thresholds and L_max for your documents."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import emit_json, progress_bar, stdout
+
+
+def tune(
+    lengths: options.Lengths,
+    context_window: options.ContextWindow,
+    micro_batches: options.MicroBatches,
+    tp: options.Tp = None,
+    cp: options.Cp = None,
+    model: options.Model = "7b",
+    hardware: options.Hardware = "h100",
+    profile: options.Profile = None,
+    max_length_factor: Annotated[
+        float, typer.Option(min=1.0, help="Largest L_max to consider, in context windows: what memory allows.")
+    ] = 2.0,
+    max_token_delay: Annotated[float, typer.Option(min=0.0, help="Bound on the mean token delay, in steps.")] = 0.35,
+    steps: options.Steps = None,
+    json: options.Json = False,
+) -> None:
+    """Choose outlier thresholds and L_max for variable_length packing.
+
+    Packs a sample of the documents with many settings, keeps those within the bounds on token delay and memory, and
+    prints the trade-off between balance and delay with the recommended configuration.
+
+    Example: wlb tune synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
+    """
+    from rich.table import Table
+
+    from wlb.documents.lengths import read_lengths
+    from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
+    from wlb.simulate.compare import Cluster, documents_for
+
+    workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
+    documents, _ = documents_for(read_lengths(lengths), Cluster(micro_batches, context_window), steps=steps)
+    factors = sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < max_length_factor), max_length_factor})
+    with progress_bar() as bar:
+        task = bar.add_task("settings tried")
+        trials = search(
+            [document.length for document in documents],
+            micro_batches=micro_batches,
+            context_window=context_window,
+            workload=workload,
+            factors=factors,
+            max_token_delay=max_token_delay,
+            on_trial=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    best, curve = trials[0], trade_off(trials)
+    if json:
+        emit_json(
+            {
+                "best": asdict(best),
+                "trade_off": [asdict(trial) for trial in curve],
+                "trials": len(trials),
+                "max_token_delay": max_token_delay,
+                "workload": priced_by,
+            }
+        )
+        return
+    table = Table(
+        title="trade-off of balance against delay", caption=f"best of {len(trials)} settings tried, simulated"
+    )
+    for heading in ("outlier thresholds", "L_max factor", "imbalance degree", "token delay", "longest delay", "spread"):
+        table.add_column(heading, justify="right")
+    for trial in curve:
+        table.add_row(
+            ", ".join(map(str, trial.outlier_thresholds)) or "none",
+            f"{trial.max_length_factor:g}",
+            f"{trial.imbalance_degree:.4f}",
+            f"{trial.mean_token_delay:.3f}",
+            f"{trial.longest_delay}",
+            f"{trial.tokens_per_step_cv:.1%}",
+            style="bold green" if trial == best else None,
+        )
+    stdout.print(table)
+    stdout.print("recommended configuration:\n")
+    stdout.print(
+        "[packing]\n"
+        'method = "variable_length"\n'
+        f"max_length_factor = {best.max_length_factor:g}\n"
+        f"outlier_thresholds = {list(best.outlier_thresholds)}",
+        markup=False,
+        highlight=False,
+    )

@@ -1,0 +1,63 @@
+"""Options that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from wlb.workload.base import Workload
+
+Lengths = Annotated[
+    str,
+    typer.Argument(
+        help="Document lengths: .json list, .txt, .npy, .parquet (column length), .idx, a token store prefix, "
+        "or synthetic:DOCUMENTS:WINDOW:SEED."
+    ),
+]
+ContextWindow = Annotated[int, typer.Option("--context-window", min=1, help="Tokens attention may span.")]
+MicroBatches = Annotated[
+    int, typer.Option("--micro-batches", min=1, help="Micro-batches of a step, over all data-parallel ranks.")
+]
+Dp = Annotated[int, typer.Option("--dp", min=1, help="Data-parallel size.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
+Tp = Annotated[
+    int | None,
+    typer.Option("--tp", min=1, help="Tensor-parallel size; default: up to 8, with 512 columns left on each GPU."),
+]
+Cp = Annotated[
+    int | None,
+    typer.Option("--cp", min=1, help="Context-parallel size; default: one rank for every 65,536 tokens of the window."),
+]
+Model = Annotated[str, typer.Option("--model", help="Model preset: tiny, 550m, 7b, 30b, 70b, llama3-8b, ...")]
+Hardware = Annotated[str, typer.Option("--hardware", help="Hardware preset: a100, h100, h200, cpu.")]
+Profile = Annotated[
+    Path | None, typer.Option("--profile", help="Measured workload profile, instead of --model and --hardware.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Use only as many documents as fill these steps.")]
+
+_COLUMNS_PER_GPU = 512
+_TOKENS_PER_GPU = 65_536
+_GPUS_PER_NODE = 8
+
+
+def workload_from(
+    model: str, hardware: str, tp: int | None, cp: int | None, context_window: int, profile: Path | None
+) -> tuple[Workload, dict[str, str | int]]:
+    """The workload model that the options name, and a description of it for the output."""
+    from wlb.workload import load_profile, make_workload
+    from wlb.workload.model_shapes import model_shape
+
+    if profile is not None:
+        return load_profile(profile), {"profile": profile.name}
+    shape = model_shape(model)
+    if tp is None:
+        tp = max(size for size in (1, 2, 4, _GPUS_PER_NODE) if size == 1 or shape.hidden // size >= _COLUMNS_PER_GPU)
+        tp = math.gcd(tp, shape.kv_heads)
+    if cp is None:
+        cp = max(1, context_window // _TOKENS_PER_GPU)
+    return make_workload(shape, hardware, tp=tp, cp=cp), {"model": model, "hardware": hardware, "tp": tp, "cp": cp}

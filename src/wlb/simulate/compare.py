@@ -1,0 +1,276 @@
+"""Packing methods side by side on the same documents: balance, delay, planning time and what a pipeline pays.
+
+Each method plans the whole stream; its plans are dealt to data-parallel ranks and replayed through the pipeline
+schedule, once as packed and once with balanced assignment and order (``wlb.packing.arrange``). Steps are priced in
+groups, so memory does not grow with the stream. Only whole steps count for balance and cost; the tail that ``drain``
+leaves is trained and accounted for, but it is shorter than a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.overlong import OverlongReport, split_overlong
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.packing import PACKERS, make_packer
+from wlb.packing.arrange import Assignment, Order, arrange
+from wlb.packing.base import Packer
+from wlb.packing.fixed_solver import FixedSolverPacker
+from wlb.packing.plan import StepPlan
+from wlb.packing.statistics import PackingStatistics
+from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR, default_thresholds
+from wlb.simulate.pipeline import pipeline_makespans
+from wlb.workload.base import Workload
+
+DEFAULT_METHODS = (
+    "sequential",
+    "fixed_greedy",
+    "fixed_greedy:2",
+    "fixed_greedy:4",
+    "fixed_greedy:8",
+    "variable_length:paper",
+    "variable_length",
+    "variable_length:auto",
+)
+
+_DOCUMENTS_AT_A_TIME = 4096
+_STEPS_AT_A_TIME = 64
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The dimensions of a job that packing's cost depends on."""
+
+    micro_batches: int
+    context_window: int
+    dp: int = 1
+    pp: int = 4
+    schedule: str = "1f1b"
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """One row of the comparison; ``pipeline_cost`` is simulated step seconds over those of a perfectly balanced step.
+
+    ``pipeline_cost`` takes the micro-batches as packed, ``pipeline_cost_arranged`` with balanced assignment and order.
+    ``optimality_gap`` is the mean over solves, for methods with a solver.
+    """
+
+    method: str
+    imbalance_degree: float
+    mean_token_delay: float
+    longest_delay: int
+    tokens_per_step_cv: float
+    planning_ms_per_step: float
+    pipeline_cost: float
+    pipeline_cost_arranged: float
+    steps: int
+    drained_steps: int
+    documents_in: int
+    documents_out: int
+    tokens_in: int
+    tokens_out: int
+    optimality_gap: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def packer_for(
+    method: str,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
+    solver_seconds: float = 10.0,
+) -> Packer:
+    """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``.
+
+    The argument of ``fixed_*`` is the number of global batches packed together. That of ``variable_length`` is a number
+    of outlier queues, ``auto`` (thresholds tuned as documents arrive) or ``paper`` (Algorithm 1 without early release).
+    """
+    name, _, argument = method.partition(":")
+    options: dict[str, Any] = {}
+    if name in ("fixed_greedy", "fixed_solver"):
+        options["window"] = _whole_number(method, argument or "1")
+    if name == "fixed_solver":
+        options["time_limit"] = solver_seconds
+    if name == "variable_length":
+        options["max_length_factor"] = max_length_factor
+        if argument == "auto":
+            options["outlier_thresholds"] = "auto"
+        elif argument == "paper":
+            options["early_release"] = False
+        elif argument:
+            queues = _whole_number(method, argument)
+            options["outlier_thresholds"] = default_thresholds(cluster.context_window, queues)
+    elif argument and name in PACKERS and "window" not in options:
+        raise UserError(f"method {method!r}: {name} takes no argument")
+    return make_packer(
+        name,
+        micro_batches=cluster.micro_batches,
+        context_window=cluster.context_window,
+        workload=workload,
+        **options,
+    )
+
+
+def compare_method(
+    method: str,
+    documents: Sequence[Segment],
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
+    solver_seconds: float = 10.0,
+    on_progress: Callable[[int], None] = lambda documents: None,
+) -> MethodResult:
+    """Pack ``documents`` in arrival order with ``method`` and price the steps.
+
+    ``on_progress`` is called with the number of documents just taken in.
+    """
+    packer = packer_for(method, cluster, workload, max_length_factor=max_length_factor, solver_seconds=solver_seconds)
+    as_packed = _PipelineCost(cluster, workload, "arrival", "arrival")
+    arranged = _PipelineCost(cluster, workload, "balanced", "pipeline")
+    statistics = PackingStatistics()
+    trained = _TokenLedger()
+    planning_seconds = 0.0
+    for chunk in _chunks(documents, _DOCUMENTS_AT_A_TIME):
+        start = time.perf_counter()
+        plans = packer.plan(chunk)
+        planning_seconds += time.perf_counter() - start
+        statistics.add(plans)
+        trained.add(plans)
+        as_packed.add(plans)
+        arranged.add(plans)
+        on_progress(len(chunk))
+    tail = packer.drain()
+    statistics.add_tail(tail)
+    trained.add(tail)
+    gaps = packer.optimality_gaps if isinstance(packer, FixedSolverPacker) else []
+    return MethodResult(
+        method=method,
+        imbalance_degree=statistics.imbalance_degree,
+        mean_token_delay=statistics.mean_token_delay,
+        longest_delay=statistics.longest_delay,
+        tokens_per_step_cv=statistics.tokens_per_step_cv,
+        planning_ms_per_step=1e3 * planning_seconds / max(1, statistics.steps),
+        pipeline_cost=as_packed.ratio,
+        pipeline_cost_arranged=arranged.ratio,
+        steps=statistics.steps,
+        drained_steps=len(tail),
+        documents_in=len({document.document for document in documents}),
+        documents_out=trained.complete(documents),
+        tokens_in=sum(document.length for document in documents),
+        tokens_out=statistics.tokens,
+        optimality_gap=float(np.mean(gaps)) if gaps else None,
+    )
+
+
+def documents_for(
+    lengths: NDArray[np.int64], cluster: Cluster, *, overlong: str = "split", steps: int | None = None
+) -> tuple[list[Segment], OverlongReport]:
+    """The documents of ``lengths`` as segments that fit the window; with ``steps``, only as many as fill those steps.
+
+    Raises ``UserError`` where the documents fill not a single step.
+    """
+    step_tokens = cluster.micro_batches * cluster.context_window
+    if steps is not None:
+        lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), steps * step_tokens)) + 1]
+    whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
+    documents, report = split_overlong(whole, cluster.context_window, overlong)
+    tokens = sum(document.length for document in documents)
+    if tokens < step_tokens:
+        raise UserError(
+            f"the documents have {tokens} tokens, and one step of {cluster.micro_batches} micro-batches takes "
+            f"{step_tokens}; give more documents, fewer micro-batches or a smaller context window"
+        )
+    return documents, report
+
+
+class _TokenLedger:
+    """Tokens trained of every document."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}
+
+    def add(self, plans: Iterable[StepPlan]) -> None:
+        for plan in plans:
+            for document, _, length in plan.segments:
+                self._tokens[document] = self._tokens.get(document, 0) + length
+
+    def complete(self, documents: Iterable[Segment]) -> int:
+        """How many documents were trained token for token, neither less nor more."""
+        for document, _, length in documents:
+            self._tokens[document] = self._tokens.get(document, 0) - length
+        return sum(tokens == 0 for tokens in self._tokens.values())
+
+
+class _PipelineCost:
+    """Simulated seconds of all steps so far, as arranged and perfectly balanced."""
+
+    def __init__(self, cluster: Cluster, workload: Workload, assignment: Assignment, order: Order) -> None:
+        self._cluster = cluster
+        self._workload = workload
+        self._assignment = assignment
+        self._order = order
+        self._seconds = 0.0
+        self._balanced_seconds = 0.0
+
+    def add(self, plans: Sequence[StepPlan]) -> None:
+        for group in _chunks(plans, _STEPS_AT_A_TIME):
+            self._price([self._arrange(plan) for plan in group])
+
+    @property
+    def ratio(self) -> float:
+        return self._seconds / self._balanced_seconds if self._balanced_seconds else 1.0
+
+    def _arrange(self, plan: StepPlan) -> StepPlan:
+        return arrange(plan, self._cluster.dp, assignment=self._assignment, order=self._order)
+
+    def _price(self, plans: Sequence[StepPlan]) -> None:
+        seconds = np.stack([micro_batch_seconds(plan, self._workload) for plan in plans])
+        mean = seconds.mean(axis=(2, 3), keepdims=True)
+        self._seconds += self._makespans(seconds).max(axis=1).sum()
+        self._balanced_seconds += self._makespans(np.broadcast_to(mean, seconds.shape)).max(axis=1).sum()
+
+    def _makespans(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds of every step's every rank, (steps, dp), from ``seconds`` (steps, phase, dp, micro-batches)."""
+        stages = self._cluster.pp
+        staged = np.repeat(seconds[:, :, :, None, :] / stages, stages, axis=3)
+        return pipeline_makespans(self._cluster.schedule, staged[:, 0], staged[:, 1])
+
+
+def micro_batch_seconds(plan: StepPlan, workload: Workload) -> NDArray[np.float64]:
+    """Predicted seconds of all layers, shape (2, dp, micro-batches per rank): forward, then backward."""
+    micro_batches = plan.micro_batches
+    lengths = np.array([length for m in micro_batches for length in m.lengths], np.int64)
+    counts = [len(m.segments) for m in micro_batches]
+    owner = np.repeat(np.arange(len(micro_batches)), counts)
+    tokens = np.bincount(owner, lengths, len(micro_batches))
+    rows = [
+        np.bincount(owner, workload.attention_seconds(lengths, phase), len(micro_batches))
+        + workload.linear_seconds(tokens, phase)
+        for phase in ("forward", "backward")
+    ]
+    return np.array(rows).reshape(2, len(plan.ranks), -1)
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+def _whole_number(method: str, text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"method {method!r}: {text!r} is not a whole number")
+    return int(text)
