@@ -1,67 +1,11 @@
-"""One rank of a training job: ``torchrun -m wlb.training CONFIG [--set section.key=value]... [--json]``.
+"""``python -m wlb.training CONFIG``: one rank of a job, for ``torchrun``, ``wlb train`` or alone; see ``rank``."""
 
-``wlb train`` starts the same program. A rank keeps nothing worth saving outside its checkpoints, so it ends at
-once: on Ctrl-C, on any error, and when its launcher is gone.
-"""
-
-from __future__ import annotations
-
-import argparse
-import os
 import signal
-import sys
-import threading
-import time
-from pathlib import Path
-
-from wlb.config import load_config
-from wlb.training.failures import report_failure
-
-_WATCH_SECONDS = 0.2
-
-
-def main() -> None:
-    """Train as one rank, then leave without waiting for peers that may be gone."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for the collective to return
-    _end_with(os.getppid())
-    try:
-        arguments = _parse()
-        config = load_config(arguments.config, arguments.set)
-        from wlb.training.trainer import train
-
-        summary = train(config)
-        if arguments.json and summary is not None:
-            from wlb.cli.console import emit_json
-
-            emit_json(summary)
-        status = 0
-    except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
-        status = report_failure(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m wlb.training")
-    parser.add_argument("config", type=Path, help="configuration of the job (TOML)")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
-    parser.add_argument("--json", action="store_true", help="print a summary on stdout at the end")
-    return parser.parse_args()
-
-
-def _end_with(launcher: int) -> None:
-    """End this process when ``launcher`` is no longer its parent; orphans would go on writing into the run."""
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(_WATCH_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="wlb-launcher-watch", daemon=True).start()
-
 
 if __name__ == "__main__":
+    # Ctrl-C ends a rank at once. Python's own handler would wait for the running collective to return, and
+    # would show a traceback from the middle of the imports below, which take seconds.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from wlb.training.rank import main
+
     main()

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,9 +28,17 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     With ``summary``, rank 0 prints one JSON object on stdout at the end. Raises ``UserError`` for mistakes that show
     before the processes start.
     """
+    try:
+        return _launch(config_path, overrides, summary)
+    except KeyboardInterrupt:
+        print_error("wlb: interrupted")
+        return 128 + signal.SIGINT
+
+
+def _launch(config_path: Path, overrides: Sequence[str], summary: bool) -> int:
     config = load_config(config_path, overrides)
     require("torch", "train")
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -39,29 +48,31 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     check_job(config, local_processes=world_size)
     os.environ["OMP_NUM_THREADS"] = str(threads_per_process(config.training, world_size))
     logging.disable(logging.ERROR)  # the agent logs failures and signals in its own words; below they get ours
-    settings = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=f"wlb-{os.getpid()}",
-        max_restarts=0,
-        local_addr="localhost",
-        shutdown_timeout=_SHUTDOWN_SECONDS,
-    )
     arguments = ["-m", "wlb.training", str(config_path)]
     for override in overrides:
         arguments += ["--set", override]
     if summary:
         arguments.append("--json")
-    try:
-        elastic_launch(settings, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        text, status = explain_failures(error.failures)
-        print_error(text)
-        return status
-    except SignalException as error:
-        print_error("wlb: interrupted" if error.sigval == signal.SIGINT else "wlb: terminated")
-        return 128 + int(error.sigval)
+    with tempfile.TemporaryDirectory(prefix="wlb-") as error_files:
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            logs_specs=DefaultLogsSpecs(log_dir=error_files),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            run_id=f"wlb-{os.getpid()}",
+            max_restarts=0,
+            local_addr="localhost",
+            shutdown_timeout=_SHUTDOWN_SECONDS,
+        )
+        try:
+            elastic_launch(settings, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            text, status = explain_failures(error.failures)
+            print_error(text)
+            return status
+        except SignalException as error:
+            print_error("wlb: interrupted" if error.sigval == signal.SIGINT else "wlb: terminated")
+            return 128 + int(error.sigval)
     return 0
