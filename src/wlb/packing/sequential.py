@@ -1,7 +1,8 @@
 """Original packing (plain-4D): concatenate documents in arrival order and cut at the context window.
 
 This is what most training stacks do today and the baseline of WLB-LLM (section 2.1). Documents are split wherever
-the window ends; attention does not cross the cut.
+the window ends; attention does not cross the cut. Pieces of an overlong document that meet again inside a micro-batch
+are one segment, so the cuts are those of the micro-batches alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class SequentialPacker(Packer):
             while room:
                 document, start, length = segments.pop()
                 taken = min(length, room)
-                piece.append(Segment(document, start, taken))
+                if piece and piece[-1].document == document and piece[-1].start + piece[-1].length == start:
+                    piece[-1] = piece[-1]._replace(length=piece[-1].length + taken)
+                else:
+                    piece.append(Segment(document, start, taken))
                 room -= taken
                 if taken < length:
                     segments.append(Segment(document, start + taken, length - taken))
