@@ -25,10 +25,10 @@ PIECES = [
 ]
 
 
-@given(st.lists(st.sampled_from(PIECES), max_size=12))
-def test_definitions_partition_a_module(tmp_path_factory, pieces):
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.sampled_from(["", "z = 3", "def z(): pass"]))
+def test_definitions_partition_a_module(tmp_path_factory, pieces, last_line):
     path = tmp_path_factory.getbasetemp() / "module.py"
-    source = "".join(pieces)
+    source = "".join(pieces) + last_line
     path.write_text(source)
     documents = stdlib_documents(path, "definition")
     assert "".join(documents) == source

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import struct
 import threading
 
 import numpy as np
@@ -215,6 +216,24 @@ def test_any_counts_in_the_header(tmp_path_factory, code, sequences, starts, res
     except UserError:
         return
     assert index.documents == starts - 1
+
+
+def test_byte_offsets_that_leave_gaps_are_refused(tmp_path):
+    """Megatron reads by these offsets, so what it would read differently is not read at all."""
+    prefix = write(tmp_path / "s", [[1, 2, 3], [4], [5]])
+    whole = bytearray((tmp_path / "s.idx").read_bytes())
+    whole[34 + 3 * 4 + 8] += 2
+    (tmp_path / "s.idx").write_bytes(whole)
+    with pytest.raises(UserError, match="sequence 1 starts at byte 8, the sequences before it end at byte 6"):
+        TokenStore.open(prefix)
+
+
+def test_negative_lengths_are_refused_even_with_fitting_offsets(tmp_path):
+    header = MAGIC + struct.pack("<QBQQ", 1, 8, 2, 3)
+    body = struct.pack("<2i", 3, -1) + struct.pack("<2q", 0, 6) + struct.pack("<3q", 0, 1, 2)
+    (tmp_path / "s.idx").write_bytes(header + body)
+    with pytest.raises(UserError, match="sequence 1 has -1 tokens"):
+        read_index(tmp_path / "s.idx")
 
 
 def test_random_bytes_are_no_index(tmp_path):
