@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint setup peers clean
 
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -24,5 +24,11 @@ lint: setup
 demo: setup
 	$(BIN)/python examples/demo.py
 
+# A second environment with the packers that benchmarks/packing.py compares ours with.
+peers:
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[data,solver,train]'
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/requirements-peers.txt
+
 clean:
-	rm -rf $(VENV) runs results demo
+	rm -rf $(VENV) .venv-peers runs results demo
