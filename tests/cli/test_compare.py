@@ -1,0 +1,122 @@
+"""``wlb compare`` and ``wlb tune`` as a user runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SYNTHETIC = "synthetic:9000:4096:0"
+SIZE = ["--context-window", "4096", "--micro-batches", "4"]
+
+
+def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_compare_accounts_for_every_document_and_ranks_the_methods():
+    result = wlb("compare", SYNTHETIC, *SIZE, "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {row["method"]: row for row in json.loads(result.stdout)["methods"]}
+    for row in rows.values():
+        assert row["documents_in"] == row["documents_out"] == 9000
+        assert row["tokens_in"] == row["tokens_out"]
+        assert row["steps"] > 10
+        assert row["planning_ms_per_step"] > 0
+    assert rows["variable_length"]["imbalance_degree"] < rows["fixed_greedy:8"]["imbalance_degree"]
+    assert rows["fixed_greedy:8"]["imbalance_degree"] < rows["fixed_greedy"]["imbalance_degree"]
+    assert rows["sequential"]["mean_token_delay"] == 0
+    assert rows["sequential"]["attention_kept"] < 1 == rows["variable_length"]["attention_kept"]
+
+
+def test_dimensions_methods_and_steps_are_respected(tmp_path: Path):
+    picture = tmp_path / "comparison.png"
+    methods = "sequential,fixed_solver,variable_length:1"
+    size = ["--context-window", "4096", "--micro-batches", "4", "--dp", "2", "--pp", "2"]
+    result = wlb(
+        "compare",
+        SYNTHETIC,
+        *size,
+        "--methods",
+        methods,
+        "--steps",
+        "3",
+        "--solver-seconds",
+        "0.2",
+        "--plot",
+        picture,
+        "--json",
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)["methods"]
+    assert [row["method"] for row in rows] == methods.split(",")
+    assert rows[0]["steps"] == 3
+    assert rows[1]["optimality_gap"] >= 0
+    assert rows[0]["optimality_gap"] is None
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_shows_every_method_whole():
+    result = wlb("compare", SYNTHETIC, *SIZE, "--methods", "sequential,variable_length:auto")
+    assert result.returncode == 0, result.stderr
+    assert "variable_length:auto" in result.stdout
+    assert "9,000 ✓" in result.stdout
+    assert result.stderr == ""
+
+
+def test_overlong_documents_are_counted(tmp_path: Path):
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text(json.dumps([10_000, *[500] * 100]))
+    result = wlb("compare", lengths, *SIZE, "--methods", "variable_length", "--overlong", "truncate", "--json")
+    output = json.loads(result.stdout)
+    assert output["overlong"] == {"policy": "truncate", "documents": 1, "pieces": 1, "tokens_dropped": 10_000 - 4096}
+    assert output["methods"][0]["tokens_in"] == 4096 + 100 * 500
+
+
+def test_tune_recommends_within_the_bounds():
+    result = wlb("tune", SYNTHETIC, *SIZE, "--max-length-factor", "1.5", "--max-token-delay", "0.3", "--json")
+    assert result.returncode == 0, result.stderr
+    output = json.loads(result.stdout)
+    assert output["best"]["mean_token_delay"] <= 0.3
+    assert output["best"]["max_length_factor"] <= 1.5
+    front = output["trade_off"]
+    assert output["best"] in front
+    assert [trial["mean_token_delay"] for trial in front] == sorted(trial["mean_token_delay"] for trial in front)
+
+
+def test_tune_prints_a_configuration_that_loads(tmp_path: Path):
+    result = wlb("tune", SYNTHETIC, *SIZE, "--steps", "20")
+    section = result.stdout.partition("[packing]")[2]
+    config = tmp_path / "job.toml"
+    config.write_text('[data]\nstore = "somewhere"\n[packing]' + section)
+    from wlb.config import load_config
+
+    assert load_config(config).packing.method == "variable_length"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.json", *SIZE], "missing.json"),
+        ([SYNTHETIC, *SIZE, "--methods", "best_fit"], "'best_fit' is unknown"),
+        ([SYNTHETIC, *SIZE, "--methods", "sequential:2"], "takes no argument"),
+        ([SYNTHETIC, *SIZE, "--methods", "fixed_greedy:x"], "'x' is not a whole number"),
+        ([SYNTHETIC, *SIZE, "--methods", "variable_length:9"], "9 outlier queues"),
+        ([SYNTHETIC, *SIZE, "--model", "8t"], "8t"),
+        ([SYNTHETIC, *SIZE, "--dp", "3"], "multiple of --dp 3"),
+        ([SYNTHETIC, *SIZE, "--overlong", "ignore"], "'ignore' is unknown"),
+        ([SYNTHETIC, "--context-window", "1000000", "--micro-batches", "64"], "give more documents"),
+        ([SYNTHETIC, *SIZE, "--plot", "no/such/folder/picture.png"], "picture.png"),
+        ([SYNTHETIC, "--context-window", "0", "--micro-batches", "4"], "--context-window"),
+        ([SYNTHETIC], "--context-window"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_status_two(arguments: list[str], message: str):
+    result = wlb("compare", *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
