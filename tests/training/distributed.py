@@ -32,13 +32,13 @@ class RankFailure(AssertionError):
     """A process raised, died or ran out of time."""
 
 
-def run_ranks(
-    world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0
-) -> list[Any]:
+def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
     """Call ``function(*arguments)`` in ``world_size`` gloo processes; results in rank order.
 
     Raises ``RankFailure`` with the traceback of the first rank that fails, or after ``seconds``.
     """
+    # Plain pickle: the one that processes are started with would share each tensor through a file descriptor.
+    call = pickle.dumps((function, arguments))
     with tempfile.TemporaryDirectory() as folder:
         receivers: list[Connection] = []
         processes = []
@@ -46,7 +46,7 @@ def run_ranks(
             receiver, sender = _processes.Pipe(duplex=False)
             process = _processes.Process(
                 target=_run_rank,
-                args=(rank, world_size, Path(folder) / "store", seconds, sender, function, arguments),
+                args=(rank, world_size, Path(folder) / "store", seconds, sender, call),
                 daemon=True,
             )
             process.start()
@@ -91,11 +91,11 @@ def _run_rank(
     store: Path,
     seconds: float,
     sender: Connection,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    call: bytes,
 ) -> None:
     torch.set_num_threads(1)
     try:
+        function, arguments = pickle.loads(call)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{store}",

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wlb.attention import segment_attention
+from wlb.errors import UserError
 from wlb.workload.model_shapes import ModelShape
 
 
@@ -40,6 +41,8 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
         super().__init__()
         shape = config.shape
+        if shape.head_dim % 2:
+            raise UserError(f"model head_dim = {shape.head_dim} is odd; rotary positions turn pairs of dimensions")
         layers = range(shape.layers) if layers is None else layers
         self.config = config
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden) if layers.start == 0 else None

@@ -64,7 +64,7 @@ class PipelineRunner:
             )
         self._modules = stage_modules
         self._device = device
-        self._zero_loss = torch.zeros((), dtype=master_dtype(dtype), device=device)
+        self._loss_dtype = master_dtype(dtype)
         self._stages: list[PlannedStage] = []
         if parallel.pp == 1:
             return
@@ -101,18 +101,25 @@ class PipelineRunner:
         for stage in self._stages:
             stage.begin_step([len(batch.tokens) for batch in batches])
         losses = run_schedule(self._schedule, [batch.tokens for batch in batches], keywords, targets)
-        return sum((loss.detach() for loss in losses), start=self._zero_loss)
+        return self._sum(losses)
 
     def _run_alone(
         self, inputs: Sequence[Tensor], keywords: Sequence[dict[str, Any]], targets: Sequence[LossTarget]
     ) -> Tensor:
         (module,) = self._modules
-        total = self._zero_loss
+        losses = []
         for index, (tokens, keyword, target) in enumerate(zip(inputs, keywords, targets, strict=True)):
             _reduce_gradients(module, index == len(inputs) - 1)
             loss = token_loss(module(tokens, **keyword), target)
             loss.backward()
-            total = total + loss.detach()
+            losses.append(loss.detach())
+        return self._sum(losses)
+
+    def _sum(self, losses: Sequence[Tensor]) -> Tensor:
+        # A new tensor every time, also without losses: the caller may reduce it in place.
+        total = torch.zeros((), dtype=self._loss_dtype, device=self._device)
+        for loss in losses:
+            total += loss.detach()
         return total
 
 

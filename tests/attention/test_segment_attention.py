@@ -1,0 +1,136 @@
+"""Every back end against the reference, and the reference against a formulation that shares nothing with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from wlb.attention import segment_attention
+from wlb.attention.backends import BACKENDS, pick_backend
+from wlb.errors import UserError
+
+SEGMENT_LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple)
+HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 3), (4, 1)])
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(device, dtype).requires_grad_()
+
+
+def _attend(
+    backend: str, lengths: tuple[int, ...], heads: tuple[int, int], dtype: torch.dtype, device: str = "cpu"
+) -> list[Tensor]:
+    """Output and the three gradients, in float64 on the CPU, for random inputs that depend on the sizes alone."""
+    tokens, (query_heads, kv_heads), head_dim = sum(lengths), heads, 16
+    query = _random((tokens, query_heads, head_dim), dtype, 0, device)
+    key = _random((tokens, kv_heads, head_dim), dtype, 1, device)
+    value = _random((tokens, kv_heads, head_dim), dtype, 2, device)
+    out = segment_attention(query, key, value, lengths, backend)
+    out.backward(_random(tuple(out.shape), dtype, 3, device).detach())
+    assert out.shape == query.shape
+    assert out.dtype == dtype
+    gradients = [tensor.grad for tensor in (query, key, value)]
+    return [tensor.detach().double().cpu() for tensor in (out, *gradients) if tensor is not None]
+
+
+def _largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max(
+        float((a - e).abs().max() / e.abs().max().clamp(min=1e-300)) for a, e in zip(actual, expected, strict=True)
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=SEGMENT_LENGTHS, heads=HEADS)
+def test_reference_is_dense_attention_under_a_block_diagonal_causal_mask(
+    lengths: tuple[int, ...], heads: tuple[int, int]
+) -> None:
+    tokens = sum(lengths)
+    query, key, value = (_random((tokens, count, 8), torch.float64, count) for count in (heads[0], *heads[1:] * 2))
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    allowed = (segment[:, None] == segment[None]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    dense = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(0, 1)
+    actual = segment_attention(query, key, value, lengths, "reference")
+    torch.testing.assert_close(actual, dense, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=SEGMENT_LENGTHS, heads=HEADS)
+def test_cpu_equals_the_reference_in_float64(lengths: tuple[int, ...], heads: tuple[int, int]) -> None:
+    expected = _attend("reference", lengths, heads, torch.float64)
+    # A segment of one token has query and key gradients that are exactly zero but for rounding.
+    for actual, exact in zip(_attend("cpu", lengths, heads, torch.float64), expected, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_cpu_in_lower_precision_stays_close_to_float64(dtype: torch.dtype, tolerance: float) -> None:
+    lengths, heads = (300, 1, 37, 160), (4, 2)
+    assert (
+        _largest_error(_attend("cpu", lengths, heads, dtype), _attend("reference", lengths, heads, torch.float64))
+        < tolerance
+    )
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_gradients_equal_finite_differences(backend: str) -> None:
+    inputs = [_random((7, heads, 4), torch.float64, seed) for seed, heads in enumerate((4, 2, 2))]
+    assert torch.autograd.gradcheck(lambda q, k, v: segment_attention(q, k, v, (3, 1, 3), backend), inputs)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_segment_does_not_see_the_others_nor_its_own_future(backend: str) -> None:
+    query, key, value = (_random((20, 2, 8), torch.float64, seed).detach() for seed in range(3))
+    before = segment_attention(query, key, value, (6, 9, 5), backend)
+    changed = 10  # the fifth token of the second segment
+    for tensor in (query, key, value):
+        tensor[changed] += 1.0
+    touched = (segment_attention(query, key, value, (6, 9, 5), backend) != before).any(dim=-1).any(dim=-1)
+    assert touched.nonzero().flatten().tolist() == [10, 11, 12, 13, 14]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_strided_inputs_need_no_copy_by_the_caller(backend: str) -> None:
+    packed = _random((12, 3, 2, 8), torch.float64, 0)
+    query, key, value = packed.unbind(dim=1)
+    strided = segment_attention(query, key, value, (5, 7), backend)
+    dense = segment_attention(query.contiguous(), key.contiguous(), value.contiguous(), (5, 7), backend)
+    torch.testing.assert_close(strided, dense)
+
+
+def test_auto_prefers_the_fastest_that_supports_the_tensors() -> None:
+    assert pick_backend(torch.empty(1, 1, 8)) is BACKENDS["cpu"]
+    assert pick_backend(torch.empty(1, 1, 8, dtype=torch.float16)) is BACKENDS["reference"]
+
+
+def test_a_back_end_that_cannot_run_says_why() -> None:
+    with pytest.raises(UserError, match=r"'cpu' cannot be used: torch\.float16 is none of"):
+        pick_backend(torch.empty(1, 1, 8, dtype=torch.float16), "cpu")
+    with pytest.raises(UserError, match=r"'cuda' cannot be used: (there is no|the tensors are on cpu)"):
+        pick_backend(torch.empty(1, 1, 8), "cuda")
+    with pytest.raises(UserError, match=r"'flash' does not exist; choose auto, cuda, cpu, reference"):
+        pick_backend(torch.empty(1, 1, 8), "flash")
+
+
+@pytest.mark.parametrize(
+    ("key_shape", "lengths"),
+    [((9, 2, 8), (10,)), ((10, 3, 8), (10,)), ((10, 2, 4), (10,)), ((10, 2, 8), (4, 5)), ((10, 2, 8), (10, 0))],
+)
+def test_what_does_not_fit_together_is_refused(key_shape: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    key = torch.empty(key_shape)
+    with pytest.raises(ValueError, match=r"fit together|add up"):
+        segment_attention(torch.empty(10, 4, 8), key, key, lengths)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_cuda_stays_close_to_float64(heads: tuple[int, int]) -> None:
+    lengths = (300, 1, 37, 160)
+    assert pick_backend(torch.empty(1, 1, 16, dtype=torch.bfloat16, device="cuda")) is BACKENDS["cuda"]
+    actual = _attend("cuda", lengths, heads, torch.bfloat16, device="cuda")
+    assert _largest_error(actual, _attend("reference", lengths, heads, torch.float64)) < 3e-2

@@ -1,0 +1,24 @@
+"""Token sources for tests, in memory and picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class RandomDocuments:
+    """Documents of the given lengths with random tokens; the part of a token store that batches need."""
+
+    lengths: NDArray[np.int64]
+    vocab_size: int
+
+    def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[np.uint16]:
+        assert 0 <= document < len(self.lengths)
+        total = int(self.lengths[document])
+        stop = total if length is None else start + length
+        assert 0 <= start <= stop <= total, "read past the end of a document"
+        tokens = np.random.default_rng(document).integers(0, self.vocab_size, total, dtype=np.uint16)
+        return tokens[start:stop]

@@ -1,0 +1,157 @@
+"""However documents are packed and however the model is laid out, the gradient is that of the documents alone.
+
+For every packing method, steps are planned from random document lengths and run in float64 by real gloo processes in
+every layout of data-parallel, pipeline and virtual-pipeline size. Loss and every gradient must equal, to 1e-10
+relative, what the plain model computes in one process from one segment at a time, with the reference attention and
+no packing anywhere. A segment is a whole document, except under ``sequential``, which cuts documents at the
+context window: there the oracle runs the same pieces, because a cut document is trained as its pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.training.distributed import run_ranks
+from tests.training.documents import RandomDocuments
+from wlb.attention.backends import BACKENDS
+from wlb.config import ParallelConfig
+from wlb.documents.segments import Segment
+from wlb.packing import PACKERS, make_packer
+from wlb.packing.arrange import arrange
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.training.batch import labelled_tokens, make_batch
+from wlb.training.initialise import initialise_weights
+from wlb.training.model import Transformer, TransformerConfig
+from wlb.training.parallelize import build_mesh, build_stage_modules
+from wlb.training.pipeline import PipelineRunner
+from wlb.workload import ModelShape, make_workload
+
+# Sizes that no layout divides evenly: 9 blocks over up to 8 stages, odd widths over 2 shards.
+SHAPE = ModelShape(hidden=14, layers=9, heads=6, kv_heads=3, head_dim=4, ffn_hidden=19, vocab_size=37)
+CONFIG = TransformerConfig(SHAPE)
+SEED = 3
+CONTEXT_WINDOW = 24
+MICRO_BATCHES = 8
+TOLERANCE = 1e-10
+
+LAYOUTS = [
+    ParallelConfig(dp=dp, pp=pp, virtual_pp=virtual_pp, schedule="interleaved_1f1b" if virtual_pp > 1 else "1f1b")
+    for dp, pp, virtual_pp in product((1, 2), (1, 2, 4), (1, 2))
+    if virtual_pp == 1 or pp > 1
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A planned step and what the oracle makes of it."""
+
+    plan: StepPlan
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def documents() -> RandomDocuments:
+    lengths = np.random.default_rng(0).geometric(1 / 10, size=90).clip(max=CONTEXT_WINDOW)
+    return RandomDocuments(lengths, SHAPE.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def steps(documents: RandomDocuments) -> list[Step]:
+    """Two steps of every method, and one with a single document, whose other micro-batches are empty."""
+    plans = [plan for method in PACKERS for plan in _two_steps(method, documents)]
+    alone = MicroBatch((Segment(0, 0, int(documents.lengths[0])),), 1.0)
+    plans.append(StepPlan(0, ((alone, *[MicroBatch((), 0.0)] * (MICRO_BATCHES - 1)),)))
+    return [Step(plan, *_one_segment_at_a_time(plan, documents)) for plan in plans]
+
+
+def _two_steps(method: str, documents: RandomDocuments) -> list[StepPlan]:
+    """The two largest: a step of few tokens may have gradients that are zero but for rounding."""
+    options = {"node_limit": 10} if method == "fixed_solver" else {}
+    packer = make_packer(
+        method,
+        micro_batches=MICRO_BATCHES,
+        context_window=CONTEXT_WINDOW,
+        workload=make_workload("tiny"),
+        **options,
+    )
+    plans = packer.plan(int(length) for length in documents.lengths) + packer.drain()
+    return sorted(plans, key=lambda plan: plan.tokens)[-2:]
+
+
+def _one_segment_at_a_time(plan: StepPlan, documents: RandomDocuments) -> tuple[float, dict[str, Tensor]]:
+    model = Transformer(CONFIG).double()
+    initialise_weights(model, layers=SHAPE.layers, seed=SEED)
+    loss_tokens = labelled_tokens(plan, documents.lengths)
+    total = 0.0
+    with mock.patch.dict(BACKENDS, {"reference": BACKENDS["reference"]}, clear=True):
+        for segment in plan.segments:
+            batch = make_batch(MicroBatch((segment,), 0.0), documents)
+            scores = model(batch.tokens, torch.arange(segment.length), (segment.length,))
+            loss = F.cross_entropy(scores, batch.labels, reduction="sum") / loss_tokens
+            loss.backward()
+            total += loss.item()
+    return total, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def _errors_of_all_layouts(
+    layouts: list[ParallelConfig], steps: list[Step], documents: RandomDocuments
+) -> list[dict[str, float]]:
+    """In every process: the largest relative error of the loss and of each gradient this rank holds, by layout."""
+    return [_errors(parallel, steps, documents) for parallel in layouts]
+
+
+def _errors(parallel: ParallelConfig, steps: list[Step], documents: RandomDocuments) -> dict[str, float]:
+    mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
+    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=torch.float64, device=device, seed=SEED)
+    runner = PipelineRunner(stages, parallel, mesh, MICRO_BATCHES // parallel.dp, dtype=torch.float64, device=device)
+    errors: dict[str, float] = {}
+    for step in steps:
+        for stage in stages:
+            stage.zero_grad()
+        plan = arrange(step.plan, parallel.dp)
+        batches = [make_batch(micro_batch, documents) for micro_batch in plan.ranks[mesh.get_local_rank("dp")]]
+        loss = runner.run_step(batches, labelled_tokens(plan, documents.lengths))
+        dist.all_reduce(loss)
+        found = {"loss": loss} | {
+            name: weight.grad.full_tensor()
+            for stage in stages
+            for name, weight in stage.named_parameters()
+            if isinstance(weight.grad, DTensor)
+        }
+        exact = {"loss": torch.tensor(step.loss, dtype=torch.float64)} | step.gradients
+        for name, value in found.items():
+            error = float((value - exact[name]).abs().max() / exact[name].abs().max())
+            errors[name] = max(errors.get(name, 0.0), error)
+    return errors
+
+
+def test_the_steps_cover_the_hard_cases(steps: list[Step]) -> None:
+    micro_batches = [micro_batch for step in steps for micro_batch in step.plan.micro_batches]
+    assert any(not micro_batch.segments for micro_batch in micro_batches)
+    assert any(segment.start > 0 for micro_batch in micro_batches for segment in micro_batch.segments)
+    assert max(micro_batch.tokens for micro_batch in micro_batches) > CONTEXT_WINDOW
+    assert all(len(step.plan.micro_batches) == MICRO_BATCHES for step in steps)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_loss_and_gradients_equal_one_document_at_a_time(
+    world_size: int, steps: list[Step], documents: RandomDocuments
+) -> None:
+    layouts = [parallel for parallel in LAYOUTS if parallel.world_size == world_size]
+    by_rank = run_ranks(world_size, _errors_of_all_layouts, layouts, steps, documents)
+    for layout, errors_of_ranks in zip(layouts, zip(*by_rank, strict=True), strict=True):
+        checked = {name for errors in errors_of_ranks for name in errors}
+        assert checked == {"loss", *steps[0].gradients}, layout
+        worst = max(error for errors in errors_of_ranks for error in errors.values())
+        assert worst < TOLERANCE, layout

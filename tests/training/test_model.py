@@ -1,0 +1,87 @@
+"""The plain model on one process: packing, cutting into stages and seeding change nothing they should not."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from wlb.errors import UserError
+from wlb.training.initialise import initialise_weights
+from wlb.training.model import Transformer, TransformerConfig, rotary_angles, rotate
+from wlb.workload.model_shapes import ModelShape
+
+SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=40)
+CONFIG = TransformerConfig(SHAPE)
+
+
+def _model(layers: range | None = None, seed: int = 0, dtype: torch.dtype = torch.float64) -> Transformer:
+    module = Transformer(CONFIG, layers).to(dtype)
+    initialise_weights(module, layers=SHAPE.layers, seed=seed)
+    return module
+
+
+def _positions(lengths: tuple[int, ...]) -> Tensor:
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def test_packed_documents_score_as_they_do_alone() -> None:
+    model, lengths = _model(), (5, 1, 11, 3)
+    tokens = torch.randint(SHAPE.vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    packed = model(tokens, _positions(lengths), lengths)
+    alone = [model(piece, torch.arange(len(piece)), (len(piece),)) for piece in tokens.split(lengths)]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [(0, 3), (0, 1, 3), (0, 1, 2, 3)])
+def test_stages_in_a_row_are_the_full_model(cuts: tuple[int, ...]) -> None:
+    lengths = (4, 6)
+    tokens = torch.arange(10)
+    x = tokens
+    names: list[str] = []
+    for start, stop in pairwise(cuts):
+        stage = _model(range(start, stop))
+        names += [name for name, _ in stage.named_parameters()]
+        x = stage(x, _positions(lengths), lengths)
+    full = _model()
+    assert torch.equal(x, full(tokens, _positions(lengths), lengths))
+    assert sorted(names) == sorted(name for name, _ in full.named_parameters())
+
+
+def test_scores_depend_on_distances_not_on_where_a_segment_starts() -> None:
+    model, tokens = _model(), torch.arange(12)
+    here, further_on = (model(tokens, torch.arange(12) + offset, (12,)) for offset in (0, 1000))
+    torch.testing.assert_close(here, further_on, rtol=1e-9, atol=1e-9)
+
+
+def test_rotation_turns_pairs_by_position_times_frequency() -> None:
+    rotation = rotary_angles(torch.tensor([0, 3]), head_dim=4, theta=100.0, dtype=torch.float64)
+    x = torch.tensor([[1.0, 2.0, 0.0, 0.0]], dtype=torch.float64).expand(2, 1, 4)
+    turned = rotate(x, rotation)[:, 0]
+    first, second = 3.0, 3.0 / 10.0  # position times theta^0 and theta^(-1/2)
+    expected = [math.cos(first), 2 * math.cos(second), math.sin(first), 2 * math.sin(second)]
+    torch.testing.assert_close(turned, torch.tensor([[1.0, 2.0, 0.0, 0.0], expected], dtype=torch.float64))
+
+
+def test_initial_weights_follow_from_seed_and_name() -> None:
+    full, again, other = (dict(_model(seed=seed).named_parameters()) for seed in (0, 0, 1))
+    last_stage = dict(_model(range(2, 3)).named_parameters())
+    for name, weights in full.items():
+        assert torch.equal(weights, again[name])
+        assert name not in last_stage or torch.equal(weights, last_stage[name])
+        assert name.endswith("norm.weight") or not torch.equal(weights, other[name])
+    drawn = [weights.flatten()[0].item() for name, weights in full.items() if not name.endswith("norm.weight")]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_initial_weights_are_the_same_in_every_type() -> None:
+    for exact, rounded in zip(_model().parameters(), _model(dtype=torch.float32).parameters(), strict=True):
+        assert torch.equal(exact.float(), rounded)
+
+
+def test_an_odd_head_dim_is_refused() -> None:
+    with pytest.raises(UserError, match="head_dim = 5 is odd"):
+        Transformer(TransformerConfig(ModelShape(10, 1, 2, 2, 5, 8, 8)))
