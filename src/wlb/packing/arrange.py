@@ -28,17 +28,16 @@ def arrange(plan: StepPlan, dp: int, *, assignment: Assignment = "balanced", ord
     if dp < 1 or len(micro_batches) % dp:
         raise UserError(f"{len(micro_batches)} micro-batches cannot be dealt evenly to {dp} data-parallel ranks")
     per_rank = len(micro_batches) // dp
+    ranks = [list(micro_batches[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp)]
     if assignment == "balanced":
-        ranks = _balanced(micro_batches, dp)
-    else:
-        ranks = [list(micro_batches[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp)]
+        ranks = min(_balanced(micro_batches, dp), ranks, key=_largest_sum)  # greedy dealing may be the worse one
     if order == "pipeline":
         ranks = [_heavy_in_the_middle(rank) for rank in ranks]
     return replace(plan, ranks=tuple(tuple(rank) for rank in ranks))
 
 
 def _balanced(micro_batches: Sequence[MicroBatch], dp: int) -> list[list[MicroBatch]]:
-    """Heaviest first, each to the lightest of the ranks that have the fewest places taken up."""
+    """Heaviest first, each to the lightest of the ranks that have a place left."""
     per_rank = len(micro_batches) // dp
     ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
     sums = [0.0] * dp
@@ -47,6 +46,10 @@ def _balanced(micro_batches: Sequence[MicroBatch], dp: int) -> list[list[MicroBa
         ranks[rank].append(micro_batch)
         sums[rank] += micro_batch.workload
     return ranks
+
+
+def _largest_sum(ranks: list[list[MicroBatch]]) -> float:
+    return max(sum(micro_batch.workload for micro_batch in rank) for rank in ranks)
 
 
 def _heavy_in_the_middle(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import chain, count, repeat
+from operator import index as plain_integer
 from typing import Any, ClassVar, NamedTuple
 
 from wlb.documents.segments import Segment
@@ -45,12 +46,13 @@ class Packer(ABC):
     """
 
     name: ClassVar[str]
+    _room_setting: ClassVar[str] = "data.context_window"  # what to raise for longer micro-batches
 
     def __init__(self, *, micro_batches: int, context_window: int, workload: Workload) -> None:
         require_positive("packing.micro_batches", micro_batches)
         require_positive("data.context_window", context_window)
-        self.micro_batches = micro_batches
-        self.context_window = context_window
+        self.micro_batches = int(micro_batches)
+        self.context_window = int(context_window)
         self.workload = workload
         self._step = 0
         self._documents_seen = 0
@@ -70,7 +72,8 @@ class Packer(ABC):
         """Take documents in and return every step that is now complete, in order.
 
         An arrival is a ``Segment``, a ``(document id, length)`` pair, or a bare length, whose id is then the
-        number of documents before it. Raises ``UserError`` for a length under 1 or over what a micro-batch holds.
+        number of documents before it. Raises ``UserError`` for a length that is no whole number, under 1 or over what
+        a micro-batch holds; nothing is taken in then.
         """
         segments = _as_segments(list(arrivals), self._documents_seen)
         self._check(segments)
@@ -84,7 +87,7 @@ class Packer(ABC):
 
     def drain(self) -> list[StepPlan]:
         """Plan everything still held, in as many steps as it needs; the packer is empty afterwards."""
-        steps = self._last_steps()
+        steps = self.plan(()) + self._last_steps()  # whole steps are left where sizes changed in load_state_dict
         assert not self.pending_documents, "a drained packer holds nothing"
         return steps
 
@@ -108,7 +111,10 @@ class Packer(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, which may come from a packer with other sizes but not of another method."""
+        """Continue from ``state``, which may come from a packer with other sizes but not of another method.
+
+        Raises ``UserError`` where the state is of another method or format, or holds a document that is too long now.
+        """
         if state.get("format") != _STATE_FORMAT:
             raise UserError(f"packer state has format {state.get('format')!r}; this version reads {_STATE_FORMAT}")
         if state["method"] != self.name:
@@ -116,6 +122,10 @@ class Packer(ABC):
                 f"packer state was saved by {state['method']!r} and cannot continue as {self.name!r}; "
                 f"set packing.method = {state['method']!r}"
             )
+        self._restore(state)
+        self._check(self.pending)
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
         self._documents_seen = state["documents_seen"]
         self._arrived = deque(Segment(*segment) for segment in state["arrived"])
@@ -144,7 +154,7 @@ class Packer(ABC):
             raise UserError(f"document {segment.document} has {segment.length} tokens; at least 1 is needed")
         raise UserError(
             f"document {segment.document} has {segment.length} tokens, over the {self.longest_segment} that a "
-            f"micro-batch of {self.name} packing holds; set data.overlong = 'split' or raise data.context_window"
+            f"micro-batch of {self.name} packing holds; set data.overlong = 'split' or raise {self._room_setting}"
         )
 
     def _take(self, tokens: int) -> list[Segment]:
@@ -176,16 +186,44 @@ class Packer(ABC):
 
 
 def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
-    """Arrivals in any of their three forms; those of one form, as is usual, are converted in one go."""
+    """Arrivals as segments of plain integers; those of one form, as is usual, are converted in one go."""
     forms = set(map(type, arrivals))
+    rows: Iterable[tuple[Any, Any, Any]]
     if forms <= {Segment}:
-        return arrivals
-    if forms == {tuple}:
-        return [_new_tuple(Segment, (document, 0, length)) for document, length in arrivals]
-    return [
-        _as_segments([arrival], 0)[0] if isinstance(arrival, tuple) else Segment(index, 0, int(arrival))
-        for index, arrival in enumerate(arrivals, number)
-    ]
+        rows = arrivals
+    elif forms == {int}:
+        rows = zip(count(number), repeat(0), arrivals)
+    elif forms == {tuple} and set(map(len, arrivals)) == {2}:
+        rows = [(document, 0, length) for document, length in arrivals]
+    else:
+        rows = [_as_row(arrival, index) for index, arrival in enumerate(arrivals, number)]
+    segments = [_new_tuple(Segment, row) for row in rows]
+    if set(map(type, chain.from_iterable(segments))) <= {int}:
+        return segments
+    return [Segment(*(_as_integer(value, segment) for value in segment)) for segment in segments]
+
+
+def _as_row(arrival: Any, index: int) -> tuple[Any, Any, Any]:
+    if not isinstance(arrival, tuple):
+        return index, 0, arrival
+    if isinstance(arrival, Segment):
+        return arrival
+    if len(arrival) == 2:
+        return arrival[0], 0, arrival[1]
+    raise UserError(f"arrival {arrival!r} is no length, (document, length) pair or Segment; give one of these")
+
+
+def _as_integer(value: Any, segment: Segment) -> int:
+    """``value`` as a plain ``int``, so that plans and states stay JSON; NumPy's integers are taken."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return plain_integer(value)
+    except TypeError:
+        document, start, length = segment
+        raise UserError(
+            f"document {document!r} starts at {start!r} and has {length!r} tokens; all three must be whole numbers"
+        ) from None
 
 
 def require_positive(name: str, value: int) -> None:

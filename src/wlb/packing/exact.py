@@ -7,8 +7,13 @@ L_max and prices W_a + W_l it is Equation 2 (section 4.1, variable-length packin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +60,7 @@ def solve(
     price = np.asarray(seconds, np.float64)
     first = np.asarray(start, np.int64)
     first_loads = np.bincount(first, price, micro_batches)
-    bound = max(price.sum() / micro_batches, price.max())
+    bound = max(price.sum() / micro_batches, price.max(initial=0.0))
     unchanged = ExactPacking(first, float(first_loads.max()), float(bound))
     if unchanged.optimality_gap <= relative_gap:
         return unchanged
@@ -82,22 +87,46 @@ def solve(
         options["time_limit"] = time_limit
     if node_limit is not None:
         options["node_limit"] = node_limit
-    result = optimize.milp(
-        c=np.append(np.zeros(documents * micro_batches), 1.0),
-        integrality=np.append(np.ones(documents * micro_batches), 0),
-        bounds=optimize.Bounds(lower, upper),
-        constraints=constraints,
-        options=options,
-    )
+    with _silent_stdout():
+        result = optimize.milp(
+            c=np.append(np.zeros(documents * micro_batches), 1.0),
+            integrality=np.append(np.ones(documents * micro_batches), 0),
+            bounds=optimize.Bounds(lower, upper),
+            constraints=constraints,
+            options=options,
+        )
     if result.mip_dual_bound is not None:
         bound = max(bound, min(result.mip_dual_bound / scale, unchanged.largest_seconds))
     if result.x is None:
         return ExactPacking(first, unchanged.largest_seconds, float(bound))
     assignment = result.x[:-1].reshape(documents, micro_batches).argmax(1).astype(np.int64)
     largest = float(np.bincount(assignment, price, micro_batches).max())
-    if largest >= unchanged.largest_seconds:
+    fullest = np.bincount(assignment, lengths, micro_batches).max()  # the solver keeps to capacity within a tolerance
+    if largest >= unchanged.largest_seconds or fullest > capacity:
         return ExactPacking(first, unchanged.largest_seconds, float(bound))
     return ExactPacking(assignment, largest, float(bound))
+
+
+_stdout_in_use = Lock()
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """Discard what C code writes to file descriptor 1: HiGHS prints there unasked, into the caller's JSON.
+
+    One solve at a time, or the second would keep the first one's redirection as the original.
+    """
+    with _stdout_in_use:
+        sys.stdout.flush()
+        original = os.dup(1)
+        try:
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+            yield
+        finally:
+            ctypes.CDLL(None).fflush(None)  # what C still buffers must not come out after the restoration
+            os.dup2(original, 1)
+            os.close(original)
 
 
 def _break_symmetry(upper: NDArray[np.float64], by_price: NDArray[np.int64], micro_batches: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from wlb.packing.base import Pending
 from wlb.packing.exact import solve
 from wlb.packing.greedy import OpenMicroBatches
 from wlb.packing.pooling import DEFAULT_MAX_DELAY, PoolingPacker
@@ -43,21 +42,20 @@ class FixedSolverPacker(PoolingPacker):
         self.node_limit = node_limit
         self.optimality_gaps: list[float] = []
 
-    def _place(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
-        greedy, left_over = super()._place(items, steps)
-        placed = [(item, index) for index, members in enumerate(greedy.members) for item in members]
+    def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
+        placed = [(item, index) for index, members in enumerate(filled.members) for item in members]
         solution = solve(
             [item.length for item, _ in placed],
             [item.seconds for item, _ in placed],
-            len(greedy.members),
+            len(filled.members),
             self.capacity,
             start=[index for _, index in placed],
             time_limit=self.time_limit,
             node_limit=self.node_limit,
         )
         self.optimality_gaps.append(solution.optimality_gap)
-        filled = OpenMicroBatches(len(greedy.members), self.capacity)
+        solved = OpenMicroBatches(len(filled.members), self.capacity)
         for (item, _), index in zip(placed, solution.assignment.tolist(), strict=True):
-            filled.put(item, index)
-        filled.fill_empty()
-        return filled, left_over
+            solved.put(item, index)
+        solved.fill_empty()
+        return solved

@@ -2,7 +2,7 @@
 
 Each planning round takes fresh documents in until pool and carry-over hold ``window`` global batches, places them
 into ``window`` x N micro-batches and carries the rest. Where that would leave over a document that has waited
-``max_delay`` steps, the round is placed again with such documents first, oldest first, so none is starved.
+``max_delay`` rounds, the round is placed again with such documents first, oldest first, so none is starved.
 """
 
 from __future__ import annotations
@@ -56,14 +56,13 @@ class PoolingPacker(Packer):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "carried": to_state(self._carried)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
         self._carry(self._from_state(state["carried"]))
 
-    def _place(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
-        """Distribute ``items``, in order of precedence, over ``steps`` x N micro-batches; also what is left over."""
-        filled = OpenMicroBatches(steps * self.micro_batches, self.capacity)
-        return filled, filled.place(items)
+    def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
+        """The same documents over the same micro-batches, where a subclass knows a better placement."""
+        return filled
 
     def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
         """Documents to place now, fresh ones and older ones; a subclass may hold some back or release some."""
@@ -103,10 +102,10 @@ class PoolingPacker(Packer):
 
     def _plan_window(self, items: list[Pending], steps: int) -> list[StepPlan]:
         filled, left_over = self._place(items, steps)
-        first: list[Pending] = []
-        while overdue := [item for item in left_over if self._overdue(item) and item not in first]:
-            first = sorted(first + overdue, key=lambda item: item.arrived)
-            filled, left_over = self._place(first + [item for item in items if item not in first], steps)
+        if any(self._overdue(item) for item in left_over):
+            first = sorted(items, key=lambda item: item.arrived if self._overdue(item) else math.inf)
+            filled, left_over = self._place(first, steps)
+        filled = self._improved(filled)
         self._carry(left_over)
         plans = []
         for micro_batches, members in filled.steps(self.micro_batches):
@@ -115,6 +114,11 @@ class PoolingPacker(Packer):
             delay = sum([wait * length for wait, length in waits])
             plans.append(self._emit(micro_batches, delay, max(waits, default=(0, 0))[0]))
         return plans
+
+    def _place(self, items: list[Pending], steps: int) -> tuple[OpenMicroBatches, list[Pending]]:
+        """Distribute ``items``, in order of precedence, over ``steps`` x N micro-batches; also what is left over."""
+        filled = OpenMicroBatches(steps * self.micro_batches, self.capacity)
+        return filled, filled.place(items)
 
     def _overdue(self, item: Pending) -> bool:
         return self._step - item.arrived >= self.max_delay * self.window

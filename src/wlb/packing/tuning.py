@@ -57,8 +57,9 @@ def search(
     """Try every pair of thresholds (and one, and none) with every factor; best trial first.
 
     Trials within ``max_token_delay`` (mean steps a token waits) come first, by imbalance degree; the others follow by
-    delay. ``lengths`` are document lengths in tokens, in arrival order; all candidates pack the first part of them and
-    the finalists all. ``on_trial(done, total)`` reports progress. Raises ``UserError`` where the lengths fill no step.
+    delay. ``lengths`` are document lengths in tokens, in arrival order, those over the window counted as one window;
+    all candidates pack the first part of them and the finalists all. ``on_trial(done, total)`` reports progress. Raises
+    ``UserError`` where the lengths fill no step.
     """
     sample = np.minimum(np.asarray(lengths, np.int64), context_window)
     steps_available = int(sample.sum()) // (micro_batches * context_window)
@@ -179,21 +180,21 @@ class ThresholdTuner:
         self._max_length_factor = max_length_factor
         self._early_release = early_release
         self._sample: list[int] = []
+        self._sample_tokens = 0
         self._tuned_shares: list[float] | None = None
 
     def observe(self, lengths: Sequence[int]) -> tuple[int, ...] | None:
         """Take in the lengths of fresh documents; returns new thresholds when it is time to change them."""
         self._sample += lengths
-        tokens = sum(self._sample)
-        wanted = self._SAMPLE_STEPS * self._micro_batches * self._context_window
-        if tokens < wanted:
+        self._sample_tokens += sum(lengths)
+        if self._sample_tokens < self._SAMPLE_STEPS * self._micro_batches * self._context_window:
             return None
         shares = self._token_shares()
         moved = (
             self._tuned_shares is None
             or sum(abs(now - then) for now, then in zip(shares, self._tuned_shares, strict=True)) > 2 * self._DRIFT
         )
-        sample, self._sample = self._sample, []
+        sample, self._sample, self._sample_tokens = self._sample, [], 0
         if not moved:
             return None
         self._tuned_shares = shares
@@ -209,9 +210,11 @@ class ThresholdTuner:
     def state_dict(self) -> dict[str, Any]:
         return {"sample": list(self._sample), "tuned_shares": self._tuned_shares}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sample = list(state["sample"])
-        self._tuned_shares = state["tuned_shares"]
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from ``state``; None, from a packer without a tuner, starts afresh."""
+        self._sample = list(state["sample"]) if state else []
+        self._sample_tokens = sum(self._sample)
+        self._tuned_shares = state["tuned_shares"] if state else None
 
     def _token_shares(self) -> list[float]:
         """Share of the sample's tokens in documents of each octave of length, shortest octave first."""

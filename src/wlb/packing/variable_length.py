@@ -1,9 +1,9 @@
 """Variable-length packing with outlier delay: Algorithm 1 of WLB-LLM (section 4.2).
 
 A global batch comes in. Documents at least as long as an outlier threshold go into the queue of the highest threshold
-they reach; a queue that holds N documents releases N, so that every micro-batch of the step gets one of about equal
-length. The rest is placed longest first into the lightest micro-batch, which may grow to L_max tokens: short
-documents fill up what outliers leave free. What fits nowhere is carried over to the next step.
+they reach; a queue that holds N documents releases N, and N more while it can, so that every micro-batch of the step
+gets as many of about equal length. The rest is placed longest first into the lightest micro-batch, which may grow to
+L_max tokens: short documents fill up what outliers leave free. What fits nowhere is carried over to the next step.
 
 Three things go past the paper. A waiting outlier that this step can balance anyway is released early, where it fits
 beside the step's other outliers without becoming the heaviest micro-batch (``early_release = False`` is the paper's
@@ -13,6 +13,7 @@ when many are carried over, so the carry-over cannot grow without bound.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
     sixteenths = {0: (), 1: (9,), 2: (3, 9), 3: (3, 6, 9)}
     if queues not in sixteenths:
         raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give packing.outlier_thresholds")
-    return tuple(max(1, context_window * share // 16) for share in sixteenths[queues])
+    return tuple(sorted({max(1, context_window * share // 16) for share in sixteenths[queues]}))
 
 
 class VariableLengthPacker(PoolingPacker):
@@ -48,6 +49,7 @@ class VariableLengthPacker(PoolingPacker):
     """
 
     name = "variable_length"
+    _room_setting = "packing.max_length_factor"
 
     def __init__(
         self,
@@ -60,8 +62,8 @@ class VariableLengthPacker(PoolingPacker):
         max_delay: int = DEFAULT_MAX_DELAY,
         early_release: bool = True,
     ) -> None:
-        if max_length_factor < 1:
-            raise UserError(f"packing.max_length_factor = {max_length_factor} must be at least 1")
+        if not 1 <= max_length_factor < math.inf:
+            raise UserError(f"packing.max_length_factor = {max_length_factor} must be a number of at least 1")
         super().__init__(
             micro_batches=micro_batches,
             context_window=context_window,
@@ -71,7 +73,7 @@ class VariableLengthPacker(PoolingPacker):
         )
         self.early_release = early_release
         self._tuner: ThresholdTuner | None = None
-        thresholds = default_thresholds(context_window)
+        thresholds = default_thresholds(self.context_window)
         if outlier_thresholds == "auto":
             from wlb.packing.tuning import ThresholdTuner  # tuning runs this packer on samples
 
@@ -79,7 +81,7 @@ class VariableLengthPacker(PoolingPacker):
                 micro_batches, context_window, workload, max_length_factor, early_release=early_release
             )
         elif outlier_thresholds is not None:
-            thresholds = _checked(tuple(outlier_thresholds))
+            thresholds = _checked(tuple(int(threshold) for threshold in outlier_thresholds))
         self.outlier_thresholds = thresholds
         self._queues: list[deque[Pending]] = [deque() for _ in thresholds]
 
@@ -95,9 +97,9 @@ class VariableLengthPacker(PoolingPacker):
             "outlier_thresholds": list(self.outlier_thresholds),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self._tuner is not None and state["tuner"] is not None:
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        if self._tuner is not None:
             self._tuner.load_state_dict(state["tuner"])
             self.outlier_thresholds = tuple(state["outlier_thresholds"])
         self._fill_queues(self._from_state(state["waiting"]))
@@ -113,13 +115,15 @@ class VariableLengthPacker(PoolingPacker):
             else:
                 self._queues[bisect_right(self.outlier_thresholds, item[0]) - 1].append(item)
         older = self._carried + self._released()
-        return now, older + (self._released_early(now + older) if self.early_release else [])
+        if self.early_release:
+            older += self._released_early(now + older)
+        return now, older + self._released_oldest(self.micro_batches - len(now) - len(older))
 
     def _released(self) -> list[Pending]:
-        """Outliers whose queue is full, N of it, or who have waited long enough."""
+        """Outliers that fill whole sets of N, one to a micro-batch, or that have waited long enough."""
         released: list[Pending] = []
         for queue in self._queues:
-            if len(queue) >= self.micro_batches:
+            while len(queue) >= self.micro_batches:
                 released += [queue.popleft() for _ in range(self.micro_batches)]
             while queue and self._step - queue[0].arrived >= self.max_delay:
                 released.append(queue.popleft())
@@ -127,7 +131,7 @@ class VariableLengthPacker(PoolingPacker):
 
     def _released_early(self, pool: list[Pending]) -> list[Pending]:
         """Outliers that may join ``pool`` without making a micro-batch heavier than it or the mean would be anyway."""
-        waiting = sorted((item for queue in self._queues for item in queue), key=lambda item: item.arrived)
+        waiting = self._waiting()
         if not waiting:
             return []
         outliers = OpenMicroBatches(self.micro_batches, self.capacity)
@@ -142,10 +146,22 @@ class VariableLengthPacker(PoolingPacker):
                 heaviest = max(heaviest, seconds)
                 total += item.seconds
                 released.append(item)
-        if released:
-            gone = {item.segment for item in released}
-            self._queues = [deque(item for item in queue if item.segment not in gone) for queue in self._queues]
-        return released
+        return self._dequeued(released)
+
+    def _released_oldest(self, count: int) -> list[Pending]:
+        """Outliers for ``count`` micro-batches that would otherwise idle, as all that came is waiting in queues."""
+        return self._dequeued(self._waiting()[:count]) if count > 0 else []
+
+    def _waiting(self) -> list[Pending]:
+        """All documents in queues, oldest first."""
+        return sorted((item for queue in self._queues for item in queue), key=lambda item: item.arrived)
+
+    def _dequeued(self, items: list[Pending]) -> list[Pending]:
+        """``items``, after taking them out of their queues."""
+        if items:
+            gone = set(map(id, items))  # not by value: the same segment may have been given twice
+            self._queues = [deque(item for item in queue if id(item) not in gone) for queue in self._queues]
+        return items
 
     def _everything_held(self) -> list[Pending]:
         held = self._carried + [item for queue in self._queues for item in queue]

@@ -1,0 +1,140 @@
+"""A packer restored from its state continues as the original would have, at any point and in any packer."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.packing.streams import (
+    METHODS,
+    SETTINGS,
+    WORKLOADS,
+    coverage,
+    packer_for,
+    packings,
+    plan_all,
+    segments_of,
+    streams,
+    through_json,
+    whole_documents,
+)
+from wlb.errors import UserError
+from wlb.packing import make_packer
+from wlb.packing.tuning import ThresholdTuner
+
+
+def small_tuner(monkeypatch):
+    """``auto`` tunes after two steps instead of 48, so that short streams see it."""
+    monkeypatch.setattr(ThresholdTuner, "_SAMPLE_STEPS", 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_continues_identically_from_any_point(method, monkeypatch):
+    small_tuner(monkeypatch)
+
+    @SETTINGS
+    @given(streams(methods=(method,)), st.data())
+    def check(stream, data):
+        lengths = stream[2]
+        cut = data.draw(st.integers(0, len(lengths)))
+        original = packer_for(stream)
+        original.plan(lengths[:cut])
+        state = original.state_dict()
+        assert through_json(state) == state
+        used = packer_for(stream)
+        used.plan(lengths[: data.draw(st.integers(0, len(lengths)))])
+        expected = None
+        for packer in (original, packer_for(stream), used):
+            if packer is not original:
+                packer.load_state_dict(through_json(state))
+                assert packer.state_dict() == state
+            outcome = packer.plan(lengths[cut:]), packer.state_dict(), packer.drain()
+            assert expected in (None, outcome)
+            expected = outcome
+
+    check()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_sizes_lose_and_repeat_nothing(method, monkeypatch):
+    small_tuner(monkeypatch)
+
+    @SETTINGS
+    @given(streams(methods=(method,), context_window=40), packings(methods=(method,), context_window=50), st.data())
+    def check(stream, other, data):
+        name, options, all_lengths = stream
+        room = 50 if name != "sequential" else 4000
+        lengths = [min(length, room, options["context_window"]) for length in all_lengths]
+        cut = data.draw(st.integers(0, len(lengths)))
+        first = make_packer(name, **options)
+        plans = first.plan(lengths[:cut])
+        second = make_packer(name, **other[1])
+        second.load_state_dict(through_json(first.state_dict()))
+        assert second.pending_documents == first.pending_documents
+        if data.draw(st.booleans()):
+            plans += second.plan(lengths[cut:])
+            taken = lengths
+        else:
+            taken = lengths[:cut]
+        plans += second.drain()
+        assert coverage(segments_of(plans)) == coverage(whole_documents(taken))
+        assert [plan.step for plan in plans] == list(range(len(plans)))
+
+    check()
+
+
+def test_a_drain_after_shrinking_keeps_to_the_window():
+    large, small = (
+        make_packer("sequential", micro_batches=n, context_window=8, workload=WORKLOADS["7b"]) for n in (9, 2)
+    )
+    large.plan([13, 13, 13])
+    small.load_state_dict(large.state_dict())
+    plans = small.drain()
+    assert [[m.tokens for m in plan.micro_batches] for plan in plans] == [[8, 8], [8, 8], [4, 3]]
+
+
+@pytest.mark.parametrize("thresholds", ["auto", (5,), ()])
+def test_a_state_with_documents_that_no_longer_fit_is_refused(thresholds):
+    def packer(factor):
+        return make_packer(
+            "variable_length",
+            micro_batches=6,
+            context_window=8,
+            workload=WORKLOADS["7b"],
+            max_length_factor=factor,
+            outlier_thresholds=thresholds,
+        )
+
+    large = packer(3.0)
+    large.plan([(77, 20), (78, 20)])
+    with pytest.raises(UserError, match=r"document 77 has 20 tokens, over the 8 .*packing.max_length_factor$"):
+        packer(1.0).load_state_dict(through_json(large.state_dict()))
+
+
+@pytest.mark.parametrize("saved", METHODS)
+@pytest.mark.parametrize("loaded", METHODS)
+def test_only_the_same_method_and_format_is_read(saved, loaded):
+    options = {"micro_batches": 2, "context_window": 8, "workload": WORKLOADS["7b"]}
+    state = make_packer(saved, **options).state_dict()
+    packer = make_packer(loaded, **options)
+    if saved != loaded:
+        with pytest.raises(UserError, match=f"saved by '{saved}' .* packing.method = '{saved}'") as error:
+            packer.load_state_dict(state)
+        assert "\n" not in str(error.value)
+    for wrong in (state | {"format": 0}, {}):
+        with pytest.raises(UserError, match="packer state has format"):
+            packer.load_state_dict(wrong)
+
+
+def test_a_tuner_starts_afresh_from_a_state_without_one():
+    options = {"micro_batches": 2, "context_window": 8, "workload": WORKLOADS["7b"]}
+    auto = make_packer("variable_length", outlier_thresholds="auto", **options)
+    auto.plan([3, 5, 8] * 4)
+    fixed = make_packer("variable_length", outlier_thresholds=(2, 6), **options)
+    auto.load_state_dict(fixed.state_dict())
+    fresh = make_packer("variable_length", outlier_thresholds="auto", **options)
+    fresh.load_state_dict(fixed.state_dict())
+    assert json.dumps(auto.state_dict()) == json.dumps(fresh.state_dict())
+    assert auto.state_dict()["outlier_thresholds"] == [2, 6]
+    assert plan_all(auto, [8, 1] * 40) == plan_all(fresh, [8, 1] * 40)
