@@ -33,6 +33,7 @@ class ModelConfig(Section):
     heads: PositiveInt | None = Field(None, description="Query heads")
     kv_heads: PositiveInt | None = Field(None, description="Key/value heads (grouped-query attention)")
     ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
+    vocab_size: PositiveInt | None = Field(None, description="Token ids are below this; default: the store's")
     rope_theta: float = Field(500_000.0, gt=0, description="Base of the rotary position frequencies")
     norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
 

@@ -15,7 +15,7 @@ from wlb.cli import app
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", _nothing_may_start)
-    write_store(tmp_path / "store", documents=20)
+    write_store(tmp_path / "store", documents=400)
     return tmp_path
 
 
@@ -44,6 +44,11 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         ({"data": {"store": "nowhere/store"}}, "nowhere/store"),
         ({"training": {"learning_rate": -1.0}}, "training.learning_rate"),
         ({"parallel": {"dp": 3}}, "packing.micro_batches = 4 counts all data-parallel ranks"),
+        ({"model": {"vocab_size": 66}}, "model.vocab_size = 66 is below the 67 of token store"),
+        ({"model": {"heads": 3}}, "model.hidden = 16 must be a multiple of 2 x model.heads = 6"),
+        ({"model": {"kv_heads": 3}}, "heads = 2, not a multiple of kv_heads = 3"),
+        ({"parallel": {"pp": 3}}, "2 layers, fewer than the 3 pipeline stages"),
+        ({"data": {"overlong": "error", "context_window": 64}}, "over data.context_window = 64"),
         ({"training": {"device": "cuda"}}, "need a GPU each"),
     ],
 )
@@ -64,7 +69,9 @@ def test_a_missing_configuration(folder, capsys, monkeypatch):
 
 def test_a_store_without_a_vocabulary(folder, capsys, monkeypatch):
     (folder / "store.json").unlink()
-    assert "does not say how large its vocabulary is" in error_of(capsys, monkeypatch, str(write_config(folder)))
+    assert "does not say how large its vocabulary is; set model.vocab_size" in error_of(
+        capsys, monkeypatch, str(write_config(folder))
+    )
 
 
 @pytest.mark.parametrize("section", ["checkpoint", "metrics"])
@@ -77,7 +84,9 @@ def test_a_directory_that_cannot_be_written(folder, section, capsys, monkeypatch
 def test_checkpoints_of_another_job(folder, capsys, monkeypatch):
     other = folder / "checkpoints" / "step-00000010"
     other.mkdir(parents=True)
-    (other / "manifest.json").write_text(json.dumps({"format": 1, "step": 10, "loader": {}}))
+    (other / "manifest.json").write_text(json.dumps({"format": 1, "step": 10, "loader": {"identity": {}}}))
+    config = str(write_config(folder, checkpoint={"dir": str(folder / "checkpoints")}))
+    assert "written with token store = None, this job has" in error_of(capsys, monkeypatch, config)
     checkpoint = {"dir": str(folder / "checkpoints"), "resume": False}
     assert "already holds step-00000010" in error_of(
         capsys, monkeypatch, str(write_config(folder, checkpoint=checkpoint))

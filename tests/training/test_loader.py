@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.jobs import job, write_store
+from tests.training.jobs import VOCABULARY, job, write_store
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.packing import packer_from_config
@@ -41,7 +41,10 @@ def open_loader(
 ) -> StepLoader:
     config = job(folder, **(changes or {}))
     packer = packer_from_config(config.packing, config.data.context_window, WORKLOAD)
-    return StepLoader(TokenStore.open(config.data.store), config, packer, dp_rank=dp_rank, state=state)
+    store = TokenStore.open(config.data.store)
+    return StepLoader(
+        store, config, packer, vocab_size=config.model.vocab_size or VOCABULARY, dp_rank=dp_rank, state=state
+    )
 
 
 def same_step(left: LoadedStep, right: LoadedStep) -> bool:
@@ -165,3 +168,11 @@ def test_a_failing_read_reaches_the_training_loop(folder, monkeypatch):
         monkeypatch.setattr(TokenStore, "read", broken)
         with pytest.raises(OSError, match="input/output error"):
             list(islice(loader, 10))
+
+
+def test_a_token_outside_the_models_vocabulary_is_named(folder):
+    with (
+        open_loader(folder, {"model": {"vocab_size": VOCABULARY - 1}}) as loader,
+        pytest.raises(UserError, match=rf"token {VOCABULARY - 1} is outside .*model\.vocab_size = {VOCABULARY - 1}"),
+    ):
+        next(loader)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from wlb.errors import UserError
+from wlb.training.console import say
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -36,7 +37,7 @@ def report_failure(error: BaseException) -> int:
         text = "".join(traceback.format_exception(error)).rstrip()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
-        print_error(text)
+        say(text)
     else:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8") as file:
@@ -65,12 +66,6 @@ def explain_failures(failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
     if failure.exitcode != USER_ERROR_STATUS:
         text = f"{text}\nwlb: rank {rank} failed as above; all ranks were stopped"
     return text, failure.exitcode
-
-
-def print_error(text: str) -> None:
-    from wlb.training.metrics import say
-
-    say(text)
 
 
 def _precedence(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:

@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from wlb.config import JobConfig, ModelConfig
+from wlb.config import JobConfig, ModelConfig, TrainingConfig
+from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.training.model import TransformerConfig
-from wlb.training.preflight import device_type, threads_per_process
 from wlb.workload import ModelShape, model_shape
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -47,6 +47,34 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
     dist.destroy_process_group()  # not after an error: peers may be gone, and the process ends anyway
 
 
+def device_type(config: TrainingConfig, local_processes: int) -> str:
+    """``"cuda"`` or ``"cpu"``, as ``training.device`` asks and this machine allows: one GPU per process."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < local_processes:
+        raise UserError(
+            f"{local_processes} processes on this machine need a GPU each, it has {gpus}; reduce parallel.* or set "
+            "training.device = 'cpu'"
+        )
+    return "cuda"
+
+
+def vocab_size(config: JobConfig, store: TokenStore) -> int:
+    """The model's vocabulary: ``model.vocab_size``, or else the store's; raises ``UserError`` if neither will do."""
+    asked, needed = config.model.vocab_size, store.vocab_size
+    if asked is None and needed is None:
+        raise UserError(f"token store {store.prefix} does not say how large its vocabulary is; set model.vocab_size")
+    if asked is not None and needed is not None and asked < needed:
+        raise UserError(f"model.vocab_size = {asked} is below the {needed} of token store {store.prefix}; raise it")
+    return asked or needed or 0
+
+
+def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
+    """CPU threads of each process: ``training.threads``, or an equal share of the cores this job may use."""
+    return config.threads or max(1, len(os.sched_getaffinity(0)) // local_processes)
+
+
 def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig:
     """The model that ``[model]`` describes, with the vocabulary of the token store.
 
@@ -59,8 +87,6 @@ def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig
     shape = replace(preset, **given, vocab_size=vocab_size)
     if "hidden" in given or "heads" in given:
         shape = replace(shape, head_dim=_head_dim(shape))
-    if shape.heads % shape.kv_heads:
-        raise UserError(f"model.heads = {shape.heads} must be a multiple of model.kv_heads = {shape.kv_heads}")
     return TransformerConfig(shape, rope_theta=model.rope_theta, norm_eps=model.norm_eps)
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from wlb.config import load_config
 from wlb.errors import require
-from wlb.training.failures import explain_failures, print_error
+from wlb.training.console import say
+from wlb.training.failures import explain_failures
 
 _SHUTDOWN_SECONDS = 5  # between asking ranks to end and killing them; they keep nothing that needs longer
 
@@ -31,7 +32,7 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     try:
         return _launch(config_path, overrides, summary)
     except KeyboardInterrupt:
-        print_error("wlb: interrupted")
+        say("wlb: interrupted")
         return 128 + signal.SIGINT
 
 
@@ -42,7 +43,8 @@ def _launch(config_path: Path, overrides: Sequence[str], summary: bool) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from wlb.training.preflight import check_job, threads_per_process
+    from wlb.training.job import threads_per_process
+    from wlb.training.preflight import check_job
 
     world_size = config.parallel.world_size
     check_job(config, local_processes=world_size)
@@ -70,9 +72,9 @@ def _launch(config_path: Path, overrides: Sequence[str], summary: bool) -> int:
             elastic_launch(settings, sys.executable)(*arguments)
         except ChildFailedError as error:
             text, status = explain_failures(error.failures)
-            print_error(text)
+            say(text)
             return status
         except SignalException as error:
-            print_error("wlb: interrupted" if error.sigval == signal.SIGINT else "wlb: terminated")
+            say("wlb: interrupted" if error.sigval == signal.SIGINT else "wlb: terminated")
             return 128 + int(error.sigval)
     return 0

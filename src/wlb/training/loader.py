@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.packing.base import Packer
-from wlb.packing.plan import StepPlan
+from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.batch import TokenBatch, labelled_tokens, make_batch
 from wlb.training.document_order import DocumentStream, EpochSummary, finished_documents
 from wlb.training.planner import PlannedStep, StepPlanner
@@ -65,10 +67,12 @@ class StepLoader(Iterator[LoadedStep]):
         config: JobConfig,
         packer: Packer,
         *,
+        vocab_size: int,
         dp_rank: int = 0,
         state: dict[str, Any] | None = None,
     ) -> None:
         self._store = store
+        self._vocab_size = vocab_size
         self._dp_rank = dp_rank
         self._identity = data_identity(store, config)
         self._truncated_to = config.data.context_window if config.data.overlong == "truncate" else None
@@ -78,7 +82,7 @@ class StepLoader(Iterator[LoadedStep]):
             stream, packer, config.packing, config.parallel.dp, one_epoch=config.training.steps is None
         )
         if state is not None:
-            _check_identity(state["identity"], self._identity)
+            check_identity(state, self._identity)
             planner.load_state_dict(state["planner"])
         self._state = planner.state_dict()
         self._shutdown = Shutdown()
@@ -116,11 +120,22 @@ class StepLoader(Iterator[LoadedStep]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _batch(self, micro_batch: MicroBatch) -> TokenBatch:
+        batch = make_batch(micro_batch, self._store)
+        largest = int(torch.maximum(batch.tokens, batch.labels).max())
+        if largest >= self._vocab_size:
+            documents = ", ".join(str(segment.document) for segment in micro_batch.segments)
+            raise UserError(
+                f"token {largest} is outside the vocabulary of model.vocab_size = {self._vocab_size}; it is in one of "
+                f"the documents {documents}"
+            )
+        return batch
+
     def _read(self, planned: PlannedStep) -> _ReadStep:
         plan, lengths = planned.plan, self._store.lengths
         return _ReadStep(
             planned=planned,
-            batches=tuple(make_batch(micro_batch, self._store) for micro_batch in plan.ranks[self._dp_rank]),
+            batches=tuple(map(self._batch, plan.ranks[self._dp_rank])),
             loss_tokens=labelled_tokens(plan, lengths),
             documents=tuple(finished_documents(plan.segments, lengths, self._truncated_to)),
             fingerprint=_fingerprint(plan),
@@ -150,12 +165,14 @@ def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
     }
 
 
-def _check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
+def check_identity(state: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise ``UserError``, naming the first difference, unless loader ``state`` is valid for identity ``current``."""
     for name, value in current.items():
-        if saved.get(name) != value:
+        saved = state["identity"].get(name)
+        if saved != value:
             raise UserError(
-                f"the checkpoint was written with {name} = {saved.get(name)!r}, this job has {value!r}; resume with "
-                "what it was written with, or start anew with another checkpoint.dir"
+                f"the checkpoint was written with {name} = {saved!r}, this job has {value!r}; resume with what it was "
+                "written with, or start anew with another checkpoint.dir"
             )
 
 

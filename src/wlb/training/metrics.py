@@ -10,7 +10,6 @@ import json
 import math
 import os
 import statistics
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from wlb.config import MetricsConfig
 from wlb.errors import UserError, require
+from wlb.training.console import end_progress, say, show_progress
 
 _NOT_PLOTTED = {"step", "document_ids"}
 
@@ -76,7 +76,10 @@ class MetricsWriter:
             for name, value in row.items():
                 if name not in _NOT_PLOTTED:
                     self._tensorboard.add_scalar(name, value, metrics.step)
-        show_progress(metrics)
+        show_progress(
+            f"step {metrics.step}  loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
+            f"imbalance {metrics.imbalance_degree:.3f}  {metrics.step_seconds:.2f} s"
+        )
 
     def summary(self) -> dict[str, Any]:
         """The steps of this run in one object; means and medians are null when no step was trained."""
@@ -97,8 +100,7 @@ class MetricsWriter:
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if sys.stderr.isatty() and self._rows:
-            print(file=sys.stderr)
+        end_progress()
 
 
 def continue_file(path: Path, last_step: int) -> Iterable[str]:
@@ -117,24 +119,6 @@ def continue_file(path: Path, last_step: int) -> Iterable[str]:
         fresh.write_text("".join(kept), encoding="utf-8")
         os.replace(fresh, path)
         yield f"removed {len(lines) - len(kept)} lines past step {last_step} from {path}; those steps are trained again"
-
-
-def say(line: str) -> None:
-    """One line on stderr, below the progress line if there is one."""
-    prefix = "\r\x1b[K" if sys.stderr.isatty() else ""
-    print(f"{prefix}{line}", file=sys.stderr, flush=True)
-
-
-def show_progress(metrics: StepMetrics) -> None:
-    """Rewrite the progress line on a terminal, print one elsewhere."""
-    line = (
-        f"step {metrics.step}  loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
-        f"imbalance {metrics.imbalance_degree:.3f}  {metrics.step_seconds:.2f} s"
-    )
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-    else:
-        print(line, file=sys.stderr, flush=True)
 
 
 def _step_of(line: str) -> float:

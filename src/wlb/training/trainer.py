@@ -21,13 +21,13 @@ from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
 from wlb.training.checkpoint import Checkpointer, Progress, newest_checkpoint
 from wlb.training.failures import TrainingError
-from wlb.training.job import hardware_name, joined_job, transformer_config
+from wlb.training.job import hardware_name, joined_job, transformer_config, vocab_size
 from wlb.training.loader import LoadedStep, StepLoader
 from wlb.training.metrics import MetricsWriter, StepMetrics, say
 from wlb.training.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
-from wlb.training.preflight import check_job, vocab_size
+from wlb.training.preflight import check_job
 from wlb.workload import make_workload
 
 _DOCUMENTS_NAMED = 50  # in an error message
@@ -50,7 +50,8 @@ class Trainer:
         self.config = config
         self.device = device
         store = TokenStore.open(config.data.store)
-        model = transformer_config(config.model, vocab_size(store))
+        vocabulary = vocab_size(config, store)
+        model = transformer_config(config.model, vocabulary)
         dtype: torch.dtype = getattr(torch, config.training.dtype)
         mesh = build_mesh(config.parallel, device.type)
         self.stages = build_stage_modules(
@@ -69,6 +70,7 @@ class Trainer:
             store,
             config,
             packer,
+            vocab_size=vocabulary,
             dp_rank=mesh.get_local_rank("dp"),
             state=progress.loader if progress else None,
         )
