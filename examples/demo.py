@@ -1,0 +1,168 @@
+"""The main job on real input: measure what balancing micro-batches gains on this machine, and draw it.
+
+1. Turn the standard library of this Python into a token store (``wlb prepare``).
+2. Compare packing methods on its lengths (``wlb compare``, simulated).
+3. Train the same documents with plain-4D and with WLB-LLM packing on two pipeline stages, alternating between the two
+   jobs so that both see the same machine (``wlb train``, measured). Each turn resumes from its job's checkpoint.
+4. Print both side by side and draw ``demo/demo.png``.
+
+Everything is written below ``demo/``; a second run reuses the token store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from wlb.config import JobConfig, load_config
+from wlb.documents.token_store import TokenStore
+from wlb.packing import packer_from_config
+from wlb.packing.plan import StepPlan
+from wlb.report.plots import plot_demo
+from wlb.training.document_order import DocumentStream
+from wlb.training.planner import StepPlanner
+from wlb.workload import attention_flops, linear_flops, make_workload, model_shape
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = 1024
+CONFIGS = {"plain-4D": "configs/tiny_plain4d.toml", "WLB-LLM": "configs/tiny.toml"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One job: what its steps measured, first step of each turn excluded, and the plans they ran."""
+
+    name: str
+    step_seconds: list[float]
+    tokens_per_second: float
+    flops_per_second: float
+    imbalance_degree: float
+    plans: list[StepPlan]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    store = out / "corpus"
+    if not store.with_suffix(".idx").exists():
+        wlb("prepare", "--stdlib", "--train-bpe", VOCABULARY, "--out", store)
+    size = ["--context-window", 4096, "--micro-batches", arguments.micro_batches, "--pp", 2]
+    wlb("compare", store, *size, "--model", "tiny", "--hardware", "cpu")
+
+    jobs = {name: start_job(name, arguments, store) for name in CONFIGS}
+    for turn in range(1, arguments.turns + 1):
+        for name, config in jobs.items():
+            print(f"\n{name}, turn {turn} of {arguments.turns}", flush=True)
+            wlb("train", config, "--set", f"training.steps={turn * arguments.steps}")
+    results = [measure(name, load_config(config), arguments.steps) for name, config in jobs.items()]
+    report(results, out / "demo.png")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
+    parser.add_argument("--turns", type=int, default=3, help="times that the two jobs alternate")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a turn; the first is not counted")
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step")
+    return parser.parse_args()
+
+
+def wlb(*arguments: object) -> None:
+    """Run the command line of this installation; its output is ours."""
+    subprocess.run([sys.executable, "-m", "wlb", *map(str, arguments)], check=True)
+
+
+def start_job(name: str, arguments: argparse.Namespace, store: Path) -> Path:
+    """Write the job's configuration below the output directory, without traces of an earlier run."""
+    directory: Path = arguments.out / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    replacements = {
+        "runs/data/stdlib": store.as_posix(),
+        f"runs/{Path(CONFIGS[name]).stem}": directory.as_posix(),
+        "micro_batches = 8": f"micro_batches = {arguments.micro_batches}",
+        "every = 25": f"every = {arguments.steps}",
+        "keep = 2": "keep = 1",
+    }
+    text = (ROOT / CONFIGS[name]).read_text(encoding="utf-8")
+    for old, new in replacements.items():
+        text = text.replace(old, new)
+    config: Path = directory / "job.toml"
+    config.write_text(text, encoding="utf-8")
+    return config
+
+
+def measure(name: str, config: JobConfig, steps_per_turn: int) -> Measured:
+    """Read the job's ``steps.jsonl`` and plan its steps once more to know the work they did."""
+    lines = (config.metrics.dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    plans = plan_steps(config, len(rows))
+    shape = model_shape(config.model.name)
+    counted = [index for index in range(len(rows)) if index % steps_per_turn]
+    seconds = [rows[index]["step_seconds"] for index in counted]
+    flops = 0.0
+    for index in counted:
+        lengths = [segment.length for segment in plans[index].segments]
+        assert sum(lengths) == rows[index]["tokens"], "the plan is the one that was trained"
+        flops += float(np.sum(attention_flops(shape, lengths)) + linear_flops(shape, sum(lengths)))
+    return Measured(
+        name,
+        seconds,
+        tokens_per_second=sum(rows[index]["tokens"] for index in counted) / sum(seconds),
+        flops_per_second=flops / sum(seconds),
+        imbalance_degree=statistics.mean(rows[index]["imbalance_degree"] for index in counted),
+        plans=[plans[index] for index in counted],
+    )
+
+
+def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
+    """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
+    stream = DocumentStream(TokenStore.open(config.data.store).lengths, config.data)
+    workload = make_workload(config.model.name, "cpu")
+    packer = packer_from_config(config.packing, config.data.context_window, workload)
+    planner = StepPlanner(stream, packer, config.packing, config.parallel.dp, one_epoch=False)
+    return [planned.plan for planned in islice(planner, steps)]
+
+
+def report(results: Sequence[Measured], picture: Path) -> None:
+    base = results[0]
+    table = Table(title="measured on this machine: 2 processes, pp 2, hidden 128, window 4,096", show_lines=False)
+    table.add_column("")
+    for heading in ("step seconds\nmedian", "tokens/s", "speedup", "model\nGFLOP/s", "speedup", "imbalance\ndegree"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(
+            result.name,
+            f"{statistics.median(result.step_seconds):.2f}",
+            f"{result.tokens_per_second:,.0f}",
+            f"{result.tokens_per_second / base.tokens_per_second:.2f}x",
+            f"{result.flops_per_second / 1e9:.1f}",
+            f"{result.flops_per_second / base.flops_per_second:.2f}x",
+            f"{result.imbalance_degree:.3f}",
+        )
+    console = Console(width=100)
+    console.print(table)
+    console.print(
+        "plain-4D cuts documents at the end of every micro-batch and so skips part of their attention; "
+        "model GFLOP/s compares the work done, tokens/s the tokens read.",
+        style="dim",
+    )
+    plot_demo(results, picture)
+    console.print(f"picture: {picture}")
+
+
+if __name__ == "__main__":
+    main()
