@@ -47,7 +47,7 @@ def test_documents_in_are_documents_out_and_rejects(tmp_path):
         st.sampled_from(["", "{", '{"other": 1}', '{"text": 1}', '{"text": "\\ud800"}', "[]"]),
     )
 
-    @settings(deadline=None, max_examples=40)
+    @settings(max_examples=40)
     @given(st.lists(lines, max_size=20))
     def balanced(lines):
         good = [json.dumps({"text": "kept"}), *lines]

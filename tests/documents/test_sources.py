@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.documents.batches import Reject, documents_of
@@ -38,7 +38,6 @@ def compressed(path, content):
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "d.ndjson", "d.json", "d.json.gz"])
 def test_json_lines_give_their_texts(tmp_path, name):
-    @settings(deadline=None)
     @given(documents.filter(bool), st.sampled_from(["\n", "\r\n"]), st.booleans())
     def same(texts, newline, escape):
         body = "".join(json.dumps({"id": 1, "text": t}, ensure_ascii=escape) + newline for t in texts)
@@ -49,7 +48,6 @@ def test_json_lines_give_their_texts(tmp_path, name):
 
 
 def test_parquet_gives_its_texts(tmp_path):
-    @settings(deadline=None)
     @given(documents, st.sampled_from([pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]))
     def same(texts, kind):
         path = tmp_path / "d.parquet"

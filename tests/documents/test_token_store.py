@@ -36,7 +36,7 @@ def megatron():
 
 
 def test_megatron_reads_what_we_write(tmp_path, megatron):
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(documents_of, st.sampled_from([VOCAB, 65499, 65500, 200_000]))
     def agree(documents, vocab_size):
         # A memory map cannot be made of an empty file, so Megatron does not open a store of no tokens.
@@ -53,7 +53,7 @@ def test_megatron_reads_what_we_write(tmp_path, megatron):
 def test_we_read_what_megatron_writes(tmp_path, megatron):
     import torch
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(
         st.lists(st.lists(documents_of.map(lambda d: d[0]), max_size=3), min_size=1, max_size=8),
         st.sampled_from([np.uint16, np.int32, np.int64]),
@@ -191,7 +191,7 @@ def test_any_damage_to_the_index(tmp_path, sidecar):
         with pytest.raises(UserError):
             TokenStore.open(prefix)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.integers(0, len(whole)), st.integers(0, 16), st.binary(max_size=24))
     def splice(position, removed, inserted):
         path.write_bytes(whole[:position] + inserted + whole[position + removed :])
@@ -200,7 +200,7 @@ def test_any_damage_to_the_index(tmp_path, sidecar):
     splice()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(0, 9),
     st.sampled_from([0, 1, 2, 3, 2**31, 2**62, 2**64 - 1]),
