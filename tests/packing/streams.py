@@ -14,7 +14,7 @@ from wlb.packing import PACKERS, make_packer
 from wlb.packing.plan import StepPlan
 from wlb.workload import Phase, ProfileWorkload, make_workload
 
-SETTINGS = settings(deadline=None, max_examples=250)
+SETTINGS = settings(deadline=None, max_examples=200)
 METHODS = tuple(PACKERS)
 POOLING = tuple(name for name in METHODS if name != "sequential")
 
