@@ -69,12 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context-window", type=int, default=131_072)
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
-    parser.add_argument("--turns", type=int, default=5, help="repetitions of every timing")
+    parser.add_argument("--turns", type=int, default=3, help="repetitions of every timing")
     parser.add_argument("--scaling", type=int, nargs="+", default=[4, 16, 64, 256, 512], metavar="N")
     parser.add_argument("--solver-steps", type=int, default=40, help="steps that fixed_solver packs")
     parser.add_argument("--oracle-steps", type=int, default=40)
     parser.add_argument("--time-limit", type=float, default=1.0, help="seconds for one integer program")
-    parser.add_argument("--memory-steps", type=int, nargs="+", default=[1000, 4000, 16_000], metavar="STEPS")
+    parser.add_argument("--memory-steps", type=int, nargs="+", default=[500, 2000, 8000], metavar="STEPS")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     return parser
 

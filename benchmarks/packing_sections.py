@@ -89,8 +89,8 @@ def scaling(
             "karmarkar_karp_ms_per_step": None,
         }
         if peer is not None and peer_is_feasible:
-            two_steps = stream[: math.ceil(2.5 * per_step)]
-            row["karmarkar_karp_ms_per_step"] = PeerMethod(peer)(two_steps, larger).planning_ms_per_step
+            one_step_and_more = stream[: math.ceil(1.25 * per_step)]  # an incomplete step is not counted
+            row["karmarkar_karp_ms_per_step"] = PeerMethod(peer)(one_step_and_more, larger).planning_ms_per_step
             peer_is_feasible = row["karmarkar_karp_ms_per_step"] < 1000 * _KARMARKAR_KARP_BUDGET
         rows.append(row)
     return rows
