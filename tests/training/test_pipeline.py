@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.documents import RandomDocuments
@@ -97,6 +98,17 @@ def test_gradients_of_several_steps_add_up(
     _, gradients = _merged(run_ranks(2, _run, parallel, torch.float64, 3))
     for name, gradient in exact[1].items():
         torch.testing.assert_close(gradients[name], 3 * gradient, rtol=1e-9, atol=1e-14)
+
+
+def _reductions_of_a_step(parallel: ParallelConfig) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        _run(parallel, torch.float32)
+    return sum(event.name == "c10d::_reduce_scatter_base_" for event in profiler.events() or ())
+
+
+@pytest.mark.parametrize(("pp", "units"), [(1, 5), (2, 3)])  # FSDP units per rank: blocks and the rest
+def test_gradients_are_reduced_once_per_step_not_per_micro_batch(pp: int, units: int) -> None:
+    assert run_ranks(2 * pp, _reductions_of_a_step, ParallelConfig(dp=2, pp=pp)) == [units] * 2 * pp
 
 
 def _too_few_micro_batches() -> None:
