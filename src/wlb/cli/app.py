@@ -31,6 +31,8 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
+_INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+
 # The base of every mistake on the command line (ClickException); typer carries its own copy of click from 0.29 on.
 _CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
@@ -60,7 +62,8 @@ def main() -> None:
         message = str(error) if isinstance(error, UserError) else error.format_message()
         print(f"wlb: error: {message}", file=sys.stderr)
         sys.exit(2)
-    except (KeyboardInterrupt, typer.Abort):
+    except typer.Abort:
+        status = _INTERRUPTED
+    if status == _INTERRUPTED:  # Typer's answer to Ctrl-C
         print("wlb: interrupted", file=sys.stderr)
-        sys.exit(130)
     sys.exit(status if isinstance(status, int) else 0)

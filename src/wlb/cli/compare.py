@@ -125,9 +125,9 @@ def _table(results: list[MethodResult], title: str) -> Table:
 
     table = Table(
         title=title,
-        caption="step spread: of tokens a step · pipeline cost: simulated over perfectly balanced, as packed → arranged\n"
-        "attention kept: query-key pairs computed, the others are cut away · tokens/s: simulated, arranged, over the\n"
-        "first row's as packed",
+        caption="step spread: of tokens a step · pipeline cost: over perfectly balanced, as packed → arranged\n"
+        "attention kept: query-key pairs computed, the others are cut away\n"
+        "tokens/s: simulated, arranged, over the first row's as packed",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )

@@ -27,16 +27,8 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     """Train ``config_path`` with ``parallel.*`` processes on this machine; returns the exit status.
 
     With ``summary``, rank 0 prints one JSON object on stdout at the end. Raises ``UserError`` for mistakes that show
-    before the processes start.
+    before the processes start, and ``KeyboardInterrupt`` on Ctrl-C once they have ended.
     """
-    try:
-        return _launch(config_path, overrides, summary)
-    except KeyboardInterrupt:
-        say("wlb: interrupted")
-        return 128 + signal.SIGINT
-
-
-def _launch(config_path: Path, overrides: Sequence[str], summary: bool) -> int:
     config = load_config(config_path, overrides)
     require("torch", "train")
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -75,6 +67,8 @@ def _launch(config_path: Path, overrides: Sequence[str], summary: bool) -> int:
             say(text)
             return status
         except SignalException as error:
-            say("wlb: interrupted" if error.sigval == signal.SIGINT else "wlb: terminated")
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from error
+            say("wlb: terminated")
             return 128 + int(error.sigval)
     return 0
