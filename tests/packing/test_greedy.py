@@ -56,6 +56,15 @@ def test_heaps_place_as_a_plain_search_does(lengths, micro_batches, capacity, wo
     assert filled.tokens == [sum(item.length for item in members) for members in filled.members]
 
 
+def test_both_heaps_know_what_was_put():
+    filled = OpenMicroBatches(2, 10)
+    long, *short, too_long, put, last, beside = pending([8, *[1] * 9, 7, 1, 1, 1], "square")
+    assert filled.place([long, *short, too_long]) == [too_long]  # which asks for the shortest micro-batch
+    filled.put(put, 0)
+    assert filled.place([last, beside]) == []
+    assert filled.members == [[long, put, beside], [*short, last]]
+
+
 @SETTINGS
 @given(st.lists(st.integers(1, 9), max_size=12), st.lists(st.integers(0, 4), min_size=12, max_size=12))
 def test_filling_empty_micro_batches_keeps_every_document(lengths, places):

@@ -15,6 +15,8 @@ from itertools import chain, count, repeat
 from operator import index as plain_integer
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -75,7 +77,8 @@ class Packer(ABC):
         number of documents before it. Raises ``UserError`` for a length that is no whole number, under 1 or over what
         a micro-batch holds; nothing is taken in then.
         """
-        segments = _as_segments(list(arrivals), self._documents_seen)
+        plain = arrivals.tolist() if isinstance(arrivals, np.ndarray) else list(arrivals)
+        segments = _as_segments(plain, self._documents_seen)
         self._check(segments)
         self._arrived.extend(segments)
         self._arrived_tokens += sum([segment[2] for segment in segments])
@@ -188,16 +191,14 @@ class Packer(ABC):
 def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:
     """Arrivals as segments of plain integers; those of one form, as is usual, are converted in one go."""
     forms = set(map(type, arrivals))
-    rows: Iterable[tuple[Any, Any, Any]]
     if forms <= {Segment}:
-        rows = arrivals
+        segments = arrivals
     elif forms == {int}:
-        rows = zip(count(number), repeat(0), arrivals)
+        return [_new_tuple(Segment, row) for row in zip(count(number), repeat(0), arrivals)]
     elif forms == {tuple} and set(map(len, arrivals)) == {2}:
-        rows = [(document, 0, length) for document, length in arrivals]
+        segments = [_new_tuple(Segment, (document, 0, length)) for document, length in arrivals]
     else:
-        rows = [_as_row(arrival, index) for index, arrival in enumerate(arrivals, number)]
-    segments = [_new_tuple(Segment, row) for row in rows]
+        segments = [Segment(*_as_row(arrival, index)) for index, arrival in enumerate(arrivals, number)]
     if set(map(type, chain.from_iterable(segments))) <= {int}:
         return segments
     return [Segment(*(_as_integer(value, segment) for value in segment)) for segment in segments]

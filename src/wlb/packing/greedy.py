@@ -74,6 +74,8 @@ class OpenMicroBatches:
         self.seconds[index] += item.seconds
         self.tokens[index] += item.length
         heappush(self._lightest, (self.seconds[index], index))
+        if self._shortest is not None:
+            heappush(self._shortest, (self.tokens[index], index))
 
     def fill_empty(self) -> None:
         """Move single documents from the heaviest micro-batches that hold several into those that hold none."""
