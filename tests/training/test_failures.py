@@ -47,6 +47,16 @@ def test_a_killed_rank_explains_why_others_lost_their_peer():
     assert "rank 1 (process 77) was killed by SIGKILL" in text
 
 
+def test_a_rank_that_had_to_be_killed_is_not_the_cause():
+    text, _ = explain(
+        {
+            0: Failure(1, recorded("RuntimeError: timed out"), timestamp=100),
+            1: Failure(-signal.SIGKILL, SILENT, timestamp=130),
+        }
+    )
+    assert text.startswith("RuntimeError: timed out")
+
+
 def test_a_users_mistake_is_told_in_its_own_words():
     text, status = explain(
         {

@@ -67,7 +67,7 @@ def test_a_resumed_job_continues_after_its_checkpoint(tmp_path, capsys):
         file.write('{"step": 6, "lo')  # killed in the middle of a line
     write(tmp_path, 3, range(4, 7))
     assert steps_in(tmp_path / "steps.jsonl") == [1, 2, 3, 4, 5, 6]
-    assert "removed 3 lines past step 3" in capsys.readouterr().err
+    assert "goes back to step 3, later lines removed: 3" in capsys.readouterr().err
 
 
 def test_a_new_job_sets_an_older_file_aside(tmp_path):

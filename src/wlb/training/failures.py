@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 USER_ERROR_STATUS = 2
 FAILURE_STATUS = 1
+_SAME_MOMENT_SECONDS = 5  # peers of a killed rank fail at once; a rank that will not stop is killed 30 s later
 
 
 class TrainingError(RuntimeError):
@@ -51,7 +52,8 @@ def explain_failures(failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
     A rank that was killed comes first, then one with a user's mistake, then the earliest: ranks that lose a peer
     fail as well, as a consequence. Ranks that the launcher itself stopped do not count.
     """
-    rank = min(failures, key=lambda rank: _precedence(failures[rank]))
+    first = min(failure.timestamp for failure in failures.values())
+    rank = min(failures, key=lambda rank: _precedence(failures[rank], first))
     failure = failures[rank]
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
@@ -68,7 +70,7 @@ def explain_failures(failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
     return text, failure.exitcode
 
 
-def _precedence(failure: ProcessFailure) -> tuple[bool, bool, bool, int]:
-    stopped_by_launcher = failure.exitcode == -signal.SIGTERM
+def _precedence(failure: ProcessFailure, first: int) -> tuple[bool, bool, bool, int]:
     killed = failure.exitcode < 0
-    return stopped_by_launcher, not killed, failure.exitcode != USER_ERROR_STATUS, failure.timestamp
+    by_launcher = killed and (failure.exitcode == -signal.SIGTERM or failure.timestamp - first > _SAME_MOMENT_SECONDS)
+    return by_launcher, not killed, failure.exitcode != USER_ERROR_STATUS, failure.timestamp

@@ -118,7 +118,7 @@ def continue_file(path: Path, last_step: int) -> Iterable[str]:
         fresh = path.with_suffix(".tmp")
         fresh.write_text("".join(kept), encoding="utf-8")
         os.replace(fresh, path)
-        yield f"removed {len(lines) - len(kept)} lines past step {last_step} from {path}; those steps are trained again"
+        yield f"{path} goes back to step {last_step}, later lines removed: {len(lines) - len(kept)}"
 
 
 def _step_of(line: str) -> float:
