@@ -58,6 +58,17 @@ def test_a_document_given_several_times_is_trained_as_often(packing, pairs):
 
 
 @SETTINGS
+@given(
+    packings(methods=("variable_length",), context_window=24, micro_batches=3),
+    st.lists(st.sampled_from([1, 4, 13, 24]), min_size=20, max_size=40),
+)
+def test_copies_of_a_document_are_released_one_by_one(packing, lengths):
+    method, options = packing
+    documents = [Segment(length, 0, length) for length in lengths]
+    check_plans(plan_all(make_packer(method, **options), documents), method, options, documents)
+
+
+@SETTINGS
 @given(streams(), st.data())
 def test_plans_do_not_depend_on_how_documents_arrive(stream, data):
     lengths = stream[2]

@@ -84,6 +84,25 @@ def test_other_sizes_lose_and_repeat_nothing(method, monkeypatch):
     check()
 
 
+def test_queues_that_are_merged_stay_in_order_of_arrival():
+    def packer(*thresholds):
+        return make_packer(
+            "variable_length",
+            micro_batches=4,
+            context_window=16,
+            workload=WORKLOADS["7b"],
+            outlier_thresholds=thresholds,
+            early_release=False,
+        )
+
+    two, one = packer(4, 8), packer(4)
+    two.plan([16, *[1] * 50, 5, *[1] * 64, 16, *[1] * 64, 5, *[1] * 64])
+    one.load_state_dict(two.state_dict())
+    before, after = ([row[3] for row in p.state_dict()["waiting"]] for p in (two, one))
+    assert before == [1, 3, 0, 2]
+    assert after == [0, 1, 2, 3]
+
+
 def test_a_drain_after_shrinking_keeps_to_the_window():
     large, small = (
         make_packer("sequential", micro_batches=n, context_window=8, workload=WORKLOADS["7b"]) for n in (9, 2)

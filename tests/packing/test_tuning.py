@@ -66,6 +66,12 @@ def test_the_trade_off_is_the_pareto_front(points):
     assert [trial.mean_token_delay for trial in front] == sorted({trial.mean_token_delay for trial in front})
 
 
+def test_trials_keep_to_the_bound_on_delay():
+    for max_delay in (1, 3):
+        trials = search(HEAVY, **SETTING, factors=[2.0], queues=1, max_delay=max_delay)
+        assert max(trial.longest_delay for trial in trials) == max_delay
+
+
 def test_lengths_that_fill_no_step_are_refused():
     with pytest.raises(UserError, match="300 tokens fill no step of 4 micro-batches x 256 tokens; give more") as error:
         search([100, 200], **SETTING)
@@ -77,7 +83,7 @@ def test_lengths_over_the_window_count_as_one_window():
 
 
 def tuner():
-    return ThresholdTuner(4, 256, WORKLOADS["7b"], 1.5, early_release=True)
+    return ThresholdTuner(4, 256, WORKLOADS["7b"], 1.5, early_release=True, max_delay=16)
 
 
 def chosen(one, lengths, at_once):

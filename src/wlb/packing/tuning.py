@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
+from wlb.packing.pooling import DEFAULT_MAX_DELAY
 from wlb.packing.statistics import PackingStatistics
 from wlb.packing.variable_length import VariableLengthPacker
 from wlb.workload.base import Workload
@@ -52,6 +53,7 @@ def search(
     max_token_delay: float = DEFAULT_MAX_TOKEN_DELAY,
     queues: int = 2,
     early_release: bool = True,
+    max_delay: int = DEFAULT_MAX_DELAY,
     on_trial: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Trial]:
     """Try every pair of thresholds (and one, and none) with every factor; best trial first.
@@ -79,6 +81,7 @@ def search(
             context_window=context_window,
             workload=workload,
             early_release=early_release,
+            max_delay=max_delay,
         )
         on_trial(number, total)
         return trial
@@ -105,6 +108,7 @@ def try_setting(
     context_window: int,
     workload: Workload,
     early_release: bool = True,
+    max_delay: int = DEFAULT_MAX_DELAY,
 ) -> Trial:
     """Pack ``lengths`` once with the given setting."""
     packer = VariableLengthPacker(
@@ -114,6 +118,7 @@ def try_setting(
         max_length_factor=max_length_factor,
         outlier_thresholds=outlier_thresholds,
         early_release=early_release,
+        max_delay=max_delay,
     )
     statistics = PackingStatistics()
     statistics.add(packer.plan(lengths.tolist()))
@@ -173,12 +178,14 @@ class ThresholdTuner:
         max_length_factor: float,
         *,
         early_release: bool,
+        max_delay: int,
     ) -> None:
         self._micro_batches = min(micro_batches, self._MICRO_BATCHES)
         self._context_window = context_window
         self._workload = workload
         self._max_length_factor = max_length_factor
         self._early_release = early_release
+        self._max_delay = max_delay
         self._sample: list[int] = []
         self._sample_tokens = 0
         self._tuned_shares: list[float] | None = None
@@ -205,6 +212,7 @@ class ThresholdTuner:
             workload=self._workload,
             factors=[self._max_length_factor],
             early_release=self._early_release,
+            max_delay=self._max_delay,
         )[0].outlier_thresholds
 
     def state_dict(self) -> dict[str, Any]:

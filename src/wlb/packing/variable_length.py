@@ -78,7 +78,12 @@ class VariableLengthPacker(PoolingPacker):
             from wlb.packing.tuning import ThresholdTuner  # tuning runs this packer on samples
 
             self._tuner = ThresholdTuner(
-                micro_batches, context_window, workload, max_length_factor, early_release=early_release
+                micro_batches,
+                context_window,
+                workload,
+                max_length_factor,
+                early_release=early_release,
+                max_delay=max_delay,
             )
         elif outlier_thresholds is not None:
             thresholds = _checked(tuple(int(threshold) for threshold in outlier_thresholds))
