@@ -166,6 +166,11 @@ class JobConfig(Section):
                 f"be a multiple of parallel.dp = {self.parallel.dp}"
             )
         per_rank = self.packing.micro_batches // self.parallel.dp
+        if per_rank < self.parallel.pp:
+            raise ValueError(
+                f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
+                "pipeline stages; raise packing.micro_batches"
+            )
         if self.parallel.virtual_pp > 1 and per_rank % self.parallel.pp:
             raise ValueError(
                 f"interleaved 1F1B runs micro-batches in rounds of parallel.pp = {self.parallel.pp}; "

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.config import DataConfig
@@ -30,6 +30,7 @@ def read_epoch(stream: DocumentStream, chunk: int) -> list[Segment]:
     return segments
 
 
+@settings(deadline=None)
 @given(some_lengths, st.integers(1, 7), st.integers(0, 3), st.booleans())
 def test_an_epoch_holds_every_token_once(lengths, chunk, seed, shuffle):
     stream = stream_of(lengths, seed=seed, shuffle=shuffle)
@@ -44,6 +45,7 @@ def test_an_epoch_holds_every_token_once(lengths, chunk, seed, shuffle):
         stream.next_epoch()
 
 
+@settings(deadline=None)
 @given(some_lengths, st.integers(1, 7), st.integers(0, 40), st.integers(0, 2))
 def test_continues_from_its_state(lengths, chunk, taken, epochs):
     stream, copy = stream_of(lengths), stream_of(lengths)
@@ -63,6 +65,7 @@ def test_epochs_and_seeds_differ_in_order():
     assert [s.document - 50 for s in stream.take(50)] != [s.document for s in first]
 
 
+@settings(deadline=None)
 @given(some_lengths, st.sampled_from(["split", "truncate", "drop"]), st.integers(1, 5))
 def test_every_trained_document_finishes_in_exactly_one_step(lengths, overlong, steps):
     kept = [i for i, length in enumerate(lengths) if length and (overlong != "drop" or length <= WINDOW)]

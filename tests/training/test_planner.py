@@ -50,7 +50,7 @@ many_lengths = st.lists(st.integers(1, 50), min_size=1, max_size=150)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(lengths=many_lengths)
 def test_one_epoch_trains_every_token_once(method, lengths):
     steps = list(planner_of(lengths, method, one_epoch=True))
@@ -60,7 +60,7 @@ def test_one_epoch_trains_every_token_once(method, lengths):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("one_epoch", [True, False])
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 @given(lengths=many_lengths, stop=st.integers(0, 6), window=st.integers(1, 3))
 def test_resumes_after_any_step(method, one_epoch, lengths, stop, window):
     straight = planner_of(lengths, method, one_epoch=one_epoch, window=window)

@@ -88,6 +88,7 @@ class Checkpointer:
 
     def load(self, path: Path) -> Progress:
         """Restore model, optimizers and random generators from ``path`` in place, and return where it stands."""
+        progress = read_progress(path)
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         rng = {name: state for name, state in _rng_state().items() if name in saved}
         tensors = self._tensors()
@@ -99,7 +100,7 @@ class Checkpointer:
             moments = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
             set_optimizer_state_dict(stage, optimizer, _pick(state, moments), options=_FLAT)
         _set_rng_state({name: state[name] for name in rng})
-        return read_progress(path)
+        return progress
 
     def _tensors(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {}

@@ -59,8 +59,7 @@ def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
     gradients = [
         _local(parameter.grad) for stage in stages for parameter in stage.parameters() if parameter.grad is not None
     ]
-    device = gradients[0].device if gradients else torch.device("cpu")
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
     for part in torch._foreach_norm(gradients):
         squares += part.double() ** 2
     dist.all_reduce(squares)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
-from wlb.errors import UserError
+from wlb.errors import UserError, require
 from wlb.training.checkpoint import newest_checkpoint, read_progress
 from wlb.training.document_order import DocumentStream
 from wlb.training.job import device_type, transformer_config, vocab_size
@@ -25,6 +25,8 @@ def check_job(config: JobConfig, local_processes: int) -> None:
     store = TokenStore.open(config.data.store)
     split_layers(transformer_config(config.model, vocab_size(config, store)).shape, parallel.stages)
     DocumentStream(store.lengths, config.data)
+    if config.metrics.tensorboard:
+        require("tensorboard", "train")
     _check_writable("metrics.dir", config.metrics.dir)
     if config.checkpoint.dir is not None:
         _check_writable("checkpoint.dir", config.checkpoint.dir)
