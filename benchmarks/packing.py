@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measurement import machine, versions
+from measurement import freeze_imports, machine, versions
 from numpy.typing import NDArray
 from packing_methods import (
     Method,
@@ -90,6 +90,7 @@ def _run(options: argparse.Namespace, lengths: NDArray[np.int64]) -> dict[str, A
     workload = make_workload(MODEL, HARDWARE, tp=TP, cp=CP)
     setting = Setting(options.micro_batches, options.context_window, workload)
     peers, missing = installed_peers()
+    freeze_imports()
     for name in missing:
         console.print(f"[yellow]{name} is not installed here and has no row; `make peers` makes an environment with it")
     results: dict[str, Any] = {

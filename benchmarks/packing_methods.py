@@ -146,7 +146,7 @@ def variable_length_methods(context_window: int) -> dict[str, OurMethod]:
             }
             label = f"variable_length, {queues} queue{'s' * (queues > 1)}, {suffix}"
             methods[label] = OurMethod("variable_length", options)
-    methods["variable_length, auto"] = OurMethod("variable_length", {"outlier_thresholds": "auto"})
+    methods["variable_length, auto (searches included)"] = OurMethod("variable_length", {"outlier_thresholds": "auto"})
     return methods
 
 
