@@ -11,8 +11,9 @@ import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.streams import SETTINGS
-from wlb.packing.exact import solve
+from tests.packing.streams import SETTINGS, WORKLOADS
+from wlb.packing import fixed_solver, make_packer
+from wlb.packing.exact import ExactPacking, solve
 
 small = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 50)), min_size=1, max_size=7)
 
@@ -76,6 +77,14 @@ def test_an_assignment_beyond_capacity_is_not_taken(monkeypatch):
     assert solve([5, 6, 5], [1.0, 1.0, 9.0], 2, 11, start=[0, 1, 0]).assignment.tolist() == [0, 0, 1]
 
 
+def test_the_solver_packer_leaves_no_micro_batch_empty(monkeypatch):
+    together = ExactPacking(np.zeros(4, np.int64), 4.0, 4.0)
+    monkeypatch.setattr(fixed_solver, "solve", lambda *documents, **limits: together)
+    packer = make_packer("fixed_solver", micro_batches=3, context_window=8, workload=WORKLOADS["7b"])
+    (plan,) = packer.plan([2, 2, 2, 2]) + packer.drain()
+    assert sorted(len(micro_batch.segments) for micro_batch in plan.micro_batches) == [1, 1, 2]
+
+
 def printing(original, fail):
     def milp(**arguments):
         ctypes.CDLL(None).printf(b"printed by the solver, buffered in C\n")
@@ -95,5 +104,6 @@ def test_the_solver_prints_nothing(capfd, monkeypatch):
             solve([3, 3, 2], [3.0, 3.0, 2.0], 2, 10, start=[0, 0, 0])
         except RuntimeError:
             assert fail
+    ctypes.CDLL(None).fflush(None)  # what the solver left in C's buffer would come out now
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "before\nafter\n"
