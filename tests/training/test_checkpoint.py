@@ -89,10 +89,27 @@ def test_another_model_is_refused(straight, tmp_path):
         train(configure(folder, LAYOUTS["pp"], ffn_hidden=20))
 
 
-def test_a_finished_job_has_nothing_left_to_do(straight, tmp_path):
+@pytest.mark.parametrize("steps", [6, 4])
+def test_a_finished_job_has_nothing_left_to_do(straight, steps, tmp_path):
     shutil.copytree(straight["dp"], tmp_path, dirs_exist_ok=True)
-    train(configure(tmp_path, LAYOUTS["dp"]))
+    config = configure(tmp_path, LAYOUTS["dp"])
+    train(config.model_copy(update={"training": config.training.model_copy(update={"steps": steps})}))
     assert read_steps(tmp_path) == read_steps(straight["dp"])
+
+
+def _settings_after_resuming(config: JobConfig) -> set[tuple[float, tuple[float, float]]]:
+    (optimizer,) = Trainer(config, torch.device("cpu")).optimizers
+    assert all(state["step"] == 6 for state in optimizer.state.values())
+    return {(group["weight_decay"], group["betas"]) for group in optimizer.param_groups}
+
+
+def test_the_configuration_decides_the_optimizers_settings(straight, tmp_path):
+    shutil.copytree(straight["pp"], tmp_path, dirs_exist_ok=True)
+    config = configure(tmp_path, LAYOUTS["pp"])
+    changed = config.training.model_copy(update={"weight_decay": 0.25, "betas": (0.8, 0.9)})
+    changed_config = config.model_copy(update={"training": changed})
+    for found in run_ranks(2, _settings_after_resuming, changed_config, seconds=60.0):
+        assert found == {(0.25, (0.8, 0.9)), (0.0, (0.8, 0.9))}
 
 
 def fake_checkpoint(directory: Path, step: int, complete: bool = True) -> None:

@@ -79,10 +79,11 @@ class Checkpointer:
         if dist.get_rank() == 0:
             manifest = {"format": _FORMAT, "step": progress.step, "loader": progress.loader}
             _write_durably(hidden / _MANIFEST, json.dumps(manifest))
-            shutil.rmtree(final, ignore_errors=True)
             os.replace(hidden, final)
             for outdated in complete_checkpoints(directory)[: -self._config.keep]:
-                shutil.rmtree(outdated, ignore_errors=True)
+                unwanted = directory / f"{_HIDDEN}{outdated.name}"
+                os.replace(outdated, unwanted)  # first the name, so that a kill cannot leave half a checkpoint
+                shutil.rmtree(unwanted, ignore_errors=True)
         dist.barrier()
         return final
 
@@ -97,8 +98,8 @@ class Checkpointer:
         dcp.load(state, checkpoint_id=path)
         for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
             set_model_state_dict(stage, _pick(state, get_model_state_dict(stage)))
-            moments = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
-            set_optimizer_state_dict(stage, optimizer, _pick(state, moments), options=_FLAT)
+            groups = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
+            set_optimizer_state_dict(stage, optimizer, groups | _pick(state, _moments(stage, optimizer)), options=_FLAT)
         _set_rng_state({name: state[name] for name in rng})
         return progress
 
@@ -106,7 +107,7 @@ class Checkpointer:
         tensors: dict[str, Any] = {}
         for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
             tensors |= get_model_state_dict(stage)
-            tensors |= get_optimizer_state_dict(stage, optimizer, options=_FLAT)
+            tensors |= _moments(stage, optimizer)
         return tensors
 
 
@@ -146,6 +147,12 @@ def _check_same_model(path: Path, tensors: dict[str, Any], saved: dict[str, Any]
                 f"checkpoint {path} has {name} of shape {tuple(saved[name].size)}, this model {tuple(tensor.shape)}; "
                 "correct [model]"
             )
+
+
+def _moments(stage: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state by parameter name, without its settings: those are the configuration's, also on resume."""
+    state = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
+    return {name: value for name, value in state.items() if not name.startswith("param_groups.")}
 
 
 def _pick(tensors: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ class Trainer:
     def __init__(self, config: JobConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
+        self._last_step = config.training.steps or math.inf
         store = TokenStore.open(config.data.store)
         vocabulary = vocab_size(config, store)
         model = transformer_config(config.model, vocabulary)
@@ -82,7 +83,7 @@ class Trainer:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
         saved = self.step
         with self.loader:
-            while self.step != self.config.training.steps and (loaded := next(self.loader, None)):
+            while self.step < self._last_step and (loaded := next(self.loader, None)):
                 self.step += 1
                 self._train_step(loaded)
                 if self.checkpointer.is_due(self.step):
