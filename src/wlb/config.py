@@ -90,7 +90,9 @@ class PackingConfig(Section):
     outlier_thresholds: Literal["auto"] | tuple[PositiveInt, ...] = Field(
         "auto", description="Lengths from which documents wait in an outlier queue (variable_length)"
     )
-    max_delay: PositiveInt = Field(16, description="Steps after which a waiting document goes first")
+    max_delay: PositiveInt = Field(
+        16, description="Planning rounds (steps, or windows) after which a waiting document goes first"
+    )
     early_release: bool = Field(
         True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
     )

@@ -44,7 +44,7 @@ def tune(
     documents, _ = documents_for(read_lengths(lengths), Cluster(micro_batches, context_window), steps=steps)
     factors = sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < max_length_factor), max_length_factor})
     with progress_bar() as bar:
-        task = bar.add_task("settings tried")
+        task = bar.add_task("trying settings")
         trials = search(
             [document.length for document in documents],
             micro_batches=micro_batches,
@@ -67,7 +67,7 @@ def tune(
         )
         return
     table = Table(
-        title="trade-off of balance against delay", caption=f"best of {len(trials)} settings tried, simulated"
+        title="trade-off of balance against delay", caption="simulated; the recommended setting is highlighted"
     )
     for heading in ("outlier thresholds", "L_max factor", "imbalance degree", "token delay", "longest delay", "spread"):
         table.add_column(heading, justify="right")

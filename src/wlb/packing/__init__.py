@@ -5,6 +5,7 @@ A new packer is one new file and one line in ``PACKERS``.
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from wlb.config import PackingConfig
@@ -31,10 +32,12 @@ def make_packer(name: str, *, micro_batches: int, context_window: int, workload:
     """
     if name not in PACKERS:
         raise UserError(f"packing method {name!r} is unknown; choose from {', '.join(PACKERS)}")
-    try:
-        return PACKERS[name](micro_batches=micro_batches, context_window=context_window, workload=workload, **options)
-    except TypeError as error:
-        raise UserError(f"packing method {name!r}: {error}") from error
+    sizes = {"micro_batches": micro_batches, "context_window": context_window}
+    accepted = signature(PACKERS[name]).parameters
+    if unknown := [option for option in options if option not in accepted]:
+        own = sorted(set(accepted) - {*sizes, "workload"})
+        raise UserError(f"packing method {name!r} has no option {unknown[0]!r}; it has {', '.join(own) or 'none'}")
+    return PACKERS[name](**sizes, workload=workload, **options)
 
 
 def packer_from_config(config: PackingConfig, context_window: int, workload: Workload) -> Packer:

@@ -28,7 +28,7 @@ MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
 _THRESHOLD_FRACTIONS = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 7 / 16, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 
 _SCREENING_STEPS = 96  # every candidate packs this many steps
-_FINALISTS = 12  # and as many of the best pack the whole sample
+_FINALISTS = 12  # as many of the best, and the trade-off curve, pack the whole sample
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def search(
 
     Trials within ``max_token_delay`` (mean steps a token waits) come first, by imbalance degree; the others follow by
     delay. ``lengths`` are document lengths in tokens, in arrival order, those over the window counted as one window;
-    all candidates pack the first part of them and the finalists all. ``on_trial(done, total)`` reports progress. Raises
-    ``UserError`` where the lengths fill no step.
+    all candidates pack the first part of them, then the best and those on the trade-off curve pack all and are
+    returned. ``on_trial(done, total)`` reports the progress of either round. Raises ``UserError`` where the lengths
+    fill no step.
     """
     sample = np.minimum(np.asarray(lengths, np.int64), context_window)
     steps_available = int(sample.sum()) // (micro_batches * context_window)
@@ -71,32 +72,33 @@ def search(
             "give more lengths or fewer micro-batches"
         )
     candidates = [(t, factor) for factor in factors for t in _threshold_sets(context_window, queues)]
-    total = len(candidates) + _FINALISTS
-
-    def run(number: int, candidate: tuple[tuple[int, ...], float], part: NDArray[np.int64]) -> Trial:
-        trial = try_setting(
-            part,
-            *candidate,
-            micro_batches=micro_batches,
-            context_window=context_window,
-            workload=workload,
-            early_release=early_release,
-            max_delay=max_delay,
-        )
-        on_trial(number, total)
-        return trial
-
     screening = sample[: _documents_of(sample, _SCREENING_STEPS * micro_batches * context_window)]
 
-    def rank(trials: Iterable[Trial]) -> list[Trial]:
+    def run(settings: Sequence[tuple[tuple[int, ...], float]], part: NDArray[np.int64]) -> list[Trial]:
+        trials = []
+        for done, (thresholds, factor) in enumerate(settings, 1):
+            trials.append(
+                try_setting(
+                    part,
+                    thresholds,
+                    factor,
+                    micro_batches=micro_batches,
+                    context_window=context_window,
+                    workload=workload,
+                    early_release=early_release,
+                    max_delay=max_delay,
+                )
+            )
+            on_trial(done, len(settings))
         return sorted(trials, key=lambda trial: _preference(trial, max_token_delay))
 
-    screened = rank(run(number, candidate, screening) for number, candidate in enumerate(candidates, 1))
+    screened = run(candidates, screening)
     if len(screening) == len(sample):
         return screened
-    finalists = [(trial.outlier_thresholds, trial.max_length_factor) for trial in screened[:_FINALISTS]]
-    finals = [run(len(candidates) + number, candidate, sample) for number, candidate in enumerate(finalists, 1)]
-    return rank(finals) + screened[_FINALISTS:]
+    finalists = dict.fromkeys(
+        (trial.outlier_thresholds, trial.max_length_factor) for trial in screened[:_FINALISTS] + trade_off(screened)
+    )
+    return run([*finalists], sample)
 
 
 def try_setting(
