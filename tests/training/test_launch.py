@@ -37,7 +37,7 @@ def endless(folder: Path) -> Path:
 
 @contextmanager
 def started(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """``wlb train`` in a session of its own, of which nothing is left afterwards."""
+    """``wlb train`` in a process group of its own, of which nothing is left afterwards."""
     process = subprocess.Popen(
         [sys.executable, "-m", "wlb", "train", *map(str, arguments)],
         stdout=subprocess.PIPE,

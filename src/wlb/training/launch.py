@@ -1,7 +1,7 @@
 """Start one process per rank on this machine and see them through to the end.
 
 The processes run ``python -m wlb.training CONFIG``, exactly as they would under ``torchrun``, supervised by PyTorch's
-elastic agent: when one dies the others are stopped within a second. Whatever can be checked without them is
+elastic launcher: when one dies the others are stopped within a second. Whatever can be checked without them is
 checked before they start.
 """
 
@@ -41,7 +41,9 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     world_size = config.parallel.world_size
     check_job(config, local_processes=world_size)
     os.environ["OMP_NUM_THREADS"] = str(threads_per_process(config.training, world_size))
-    logging.disable(logging.ERROR)  # the agent logs failures and signals in its own words; below they get ours
+    logging.disable(
+        logging.ERROR
+    )  # the elastic launcher logs failures and signals in its own words; here they get ours
     arguments = ["-m", "wlb.training", str(config_path)]
     for override in overrides:
         arguments += ["--set", override]
