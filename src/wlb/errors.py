@@ -15,6 +15,4 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(
-            f"{module.partition('.')[0]} is not installed; run: pip install 'wlb-llm[{extra}]'"
-        ) from error
+        raise UserError(f"{module.partition('.')[0]} is not installed; run: pip install 'wlb-llm[{extra}]'") from error
