@@ -25,6 +25,7 @@ from wlb.workload.flops import (
     gemm_flops_per_token,
 )
 from wlb.workload.hardware import Hardware
+from wlb.workload.kv_gather import KvGather
 from wlb.workload.model_shapes import ModelShape
 
 
@@ -53,6 +54,7 @@ class AnalyticWorkload:
     forward: PhaseCost
     backward: PhaseCost
     both: PhaseCost
+    kv_gather: KvGather
 
     def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_a of each document alone; shape of ``lengths`` (tokens)."""
@@ -71,6 +73,10 @@ class AnalyticWorkload:
         linear = cost.pair_seconds / 2 + cost.padding_seconds + cost.token_seconds
         return _quadratic(lengths, cost.pair_seconds / 2, linear)
 
+    def kv_gather_seconds(self, tokens: int, cp_size: int) -> float:
+        """Gathering K and V of ``tokens`` tokens over ``cp_size`` ranks and returning their gradients."""
+        return self.kv_gather.seconds(tokens, cp_size)
+
     def _cost(self, phase: Phase) -> PhaseCost:
         return {"forward": self.forward, "backward": self.backward, "both": self.both}[phase]
 
@@ -83,7 +89,7 @@ def analytic_workload(shape: ModelShape, hardware: Hardware, tp: int = 1, cp: in
     _check(shape, tp, cp)
     forward = _phase_cost(shape, hardware, tp, cp, backward=False)
     backward = _phase_cost(shape, hardware, tp, cp, backward=True)
-    return AnalyticWorkload(forward, backward, forward + backward)
+    return AnalyticWorkload(forward, backward, forward + backward, KvGather(shape, hardware, tp))
 
 
 def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, backward: bool) -> PhaseCost:
@@ -120,9 +126,7 @@ def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tup
     for values, calls, size, reach in ((tp_values, 4, tp, tp), (cp_values, 1, cp, tp * cp)):
         if size == 1:
             continue
-        inside = reach <= hardware.node_size
-        bandwidth = hardware.node_bandwidth if inside else hardware.network_bandwidth
-        latency = hardware.node_latency if inside else hardware.network_latency
+        bandwidth, latency = hardware.link(reach)
         per_token += shape.layers * values * hardware.bytes_per_value * (size - 1) / size / bandwidth
         fixed += shape.layers * calls * latency
     return per_token, fixed

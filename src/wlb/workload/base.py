@@ -30,3 +30,10 @@ class Workload(Protocol):
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
         """The additive price of each document: W_a plus its share of W_l, forward and backward."""
         ...
+
+    def kv_gather_seconds(self, tokens: int, cp_size: int) -> float:
+        """Moving K and V of ``tokens`` tokens between ``cp_size`` context-parallel ranks, over all layers.
+
+        Gathered in the forward, their gradients reduce-scattered in the backward; 0 where links are not measured.
+        """
+        ...

@@ -34,6 +34,12 @@ class Hardware:
     network_latency: float  # seconds
     bytes_per_value: int  # of an activation
 
+    def link(self, gpus: int) -> tuple[float, float]:
+        """Bandwidth (bytes/s) and latency (seconds) of a collective whose group reaches over ``gpus`` GPUs."""
+        if gpus <= self.node_size:
+            return self.node_bandwidth, self.node_latency
+        return self.network_bandwidth, self.network_latency
+
 
 # Quoted: best-shape bf16 GEMM of 268 TFLOP/s on A100 SXM (86% of peak) and 794 on H100/H200 SXM (80%), S. Bekman,
 # "ML Engineering", table of maximum achievable matmul FLOPS. Assumed: a block's shapes reach 82% of the best.

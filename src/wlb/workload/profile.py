@@ -106,6 +106,10 @@ class ProfileWorkload:
         seconds: Seconds = d * (rates + token_seconds)
         return seconds
 
+    def kv_gather_seconds(self, tokens: int, cp_size: int) -> float:
+        """None: a profile measures one GPU and knows no links."""
+        return 0.0
+
 
 def read_profile(path: str | Path) -> WorkloadProfile:
     """Read and validate a profile file; raises ``UserError`` that names the file and its first mistake."""

@@ -1,0 +1,69 @@
+"""A micro-batch in, a ``ShardPlan`` out: which context-parallel rank computes attention for which tokens.
+
+A new strategy is one new file and one line in ``STRATEGIES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError
+from wlb.sharding.adaptive import adaptive_pieces
+from wlb.sharding.hybrid import hybrid_pieces
+from wlb.sharding.latency import ShardLatency, shard_latency
+from wlb.sharding.per_document import per_document_pieces
+from wlb.sharding.per_sequence import per_sequence_pieces
+from wlb.sharding.plan import ShardPlan, Table
+from wlb.workload import Workload, make_workload
+
+__all__ = ["STRATEGIES", "ShardLatency", "ShardPlan", "make_shard_plan", "shard_latency"]
+
+STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, Workload], tuple[Table, ...]]] = {
+    "per_sequence": lambda lengths, cp_size, workload: per_sequence_pieces(lengths, cp_size),
+    "per_document": lambda lengths, cp_size, workload: per_document_pieces(lengths, cp_size),
+    "adaptive": adaptive_pieces,
+    "hybrid": hybrid_pieces,
+}
+
+
+def make_shard_plan(
+    document_lengths: Sequence[int] | NDArray[np.int64],
+    cp_size: int,
+    strategy: str,
+    *,
+    workload: Workload | None = None,
+) -> ShardPlan:
+    """Share a micro-batch of segments of ``document_lengths`` tokens, in packed order, among ``cp_size`` ranks.
+
+    ``workload`` prices the shards for ``adaptive`` and ``hybrid``: that of one GPU without context parallelism
+    (``cp`` = 1, any ``tp``); default ``make_workload("7b", "h100")``. The same arguments give the same plan. Raises
+    ``UserError`` for an unknown strategy, a ``cp_size`` below 1, no documents, and lengths that are not whole numbers
+    of at least 1.
+    """
+    if strategy not in STRATEGIES:
+        raise UserError(f"sharding strategy {strategy!r} is unknown; choose from {', '.join(STRATEGIES)}")
+    if cp_size < 1:
+        raise UserError(f"cp_size = {cp_size} is not a group size; it must be at least 1")
+    lengths = _checked(document_lengths)
+    pieces = STRATEGIES[strategy](lengths, cp_size, workload or _default_workload())
+    return ShardPlan(strategy, tuple(lengths.tolist()), pieces)
+
+
+def _checked(document_lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    lengths = np.asarray(document_lengths)
+    if lengths.ndim != 1 or lengths.size == 0:
+        raise UserError("a micro-batch to shard is a list of at least one document length; this one has none")
+    if not np.issubdtype(lengths.dtype, np.integer):
+        raise UserError(f"document lengths must be whole numbers of tokens, not {lengths.dtype}; convert them to int")
+    if (shortest := int(lengths.min())) < 1:
+        raise UserError(f"a document of {shortest} tokens cannot be sharded; lengths must be at least 1")
+    return lengths.astype(np.int64)
+
+
+@lru_cache(maxsize=1)
+def _default_workload() -> Workload:
+    return make_workload("7b", "h100")

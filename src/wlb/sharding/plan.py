@@ -1,0 +1,123 @@
+"""What sharding produces: who holds which tokens of a micro-batch, as plain data.
+
+A micro-batch of T tokens is a run of segments. Context parallelism gives every rank some *pieces* of them: the
+queries ``start`` to ``stop`` of one segment, which attend the segment's keys 0 to ``stop``. A segment whose pieces all
+lie on one rank needs nothing from others; the keys and values of any other segment are gathered. Together the pieces
+cover every token once, so a plan is a permutation of the micro-batch and attention over it is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Table = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlan:
+    """The pieces of every context-parallel rank.
+
+    ``pieces[r]`` has shape (pieces, 3): segment, start and stop, in the order in which rank r holds their tokens,
+    which is that of the micro-batch. ``segment_lengths`` (tokens) are in packed order.
+    """
+
+    strategy: str
+    segment_lengths: tuple[int, ...]
+    pieces: tuple[Table, ...]
+
+    @property
+    def cp_size(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro-batch."""
+        return sum(self.segment_lengths)
+
+    @cached_property
+    def segment_starts(self) -> NDArray[np.int64]:
+        """Position of each segment's first token in the micro-batch, and at the end the number of tokens."""
+        return np.concatenate([[0], np.cumsum(self.segment_lengths, dtype=np.int64)])
+
+    @cached_property
+    def tokens_per_rank(self) -> NDArray[np.int64]:
+        """Tokens that each rank holds; shape (cp_size,)."""
+        return np.array([int((table[:, 2] - table[:, 1]).sum()) for table in self.pieces])
+
+    @cached_property
+    def gathered_segments(self) -> NDArray[np.int64]:
+        """Segments that lie on more than one rank, ascending; their keys and values travel."""
+        return segments_on_several_ranks(self.pieces)
+
+    @property
+    def kv_gather_fraction(self) -> float:
+        """Share of the micro-batch's tokens whose keys and values are gathered."""
+        lengths = np.asarray(self.segment_lengths, dtype=np.int64)
+        return float(lengths[self.gathered_segments].sum() / self.tokens)
+
+    def positions(self, rank: int) -> NDArray[np.int64]:
+        """Positions in the micro-batch of the tokens that ``rank`` holds, in its order; shape (local tokens,)."""
+        segment, start, stop = self.pieces[rank].T
+        return ranges(self.segment_starts[segment] + start, stop - start)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "segment_lengths": list(self.segment_lengths),
+            "pieces": [table.tolist() for table in self.pieces],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ShardPlan:
+        return cls(
+            data["strategy"],
+            tuple(data["segment_lengths"]),
+            tuple(np.array(table, dtype=np.int64).reshape(-1, 3) for table in data["pieces"]),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ShardPlan):
+            return NotImplemented
+        return (
+            self.strategy == other.strategy
+            and self.segment_lengths == other.segment_lengths
+            and len(self.pieces) == len(other.pieces)
+            and all(np.array_equal(mine, theirs) for mine, theirs in zip(self.pieces, other.pieces, strict=True))
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # plans hold arrays; cache them by what they were made from
+
+
+def segments_on_several_ranks(pieces: tuple[Table, ...]) -> NDArray[np.int64]:
+    """Segments that have pieces on more than one rank, ascending."""
+    holders = np.bincount(np.concatenate([np.unique(table[:, 0]) for table in pieces]))
+    return np.flatnonzero(holders > 1)
+
+
+def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """``starts[i], starts[i] + 1, ...`` of ``lengths[i]`` numbers each, one after another."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total) + np.repeat(starts - ends + lengths, lengths)
+
+
+def split_by_rank(ranks: NDArray[np.int64], table: Table, cp_size: int) -> tuple[Table, ...]:
+    """``table``'s rows (segment, start, stop) by rank, in packed order, without empty pieces.
+
+    Neighbouring pieces of a rank that continue each other become one. Ranks without tokens get shape (0, 3).
+    """
+    keep = table[:, 2] > table[:, 1]
+    ranks, table = ranks[keep], table[keep]
+    order = np.lexsort((table[:, 1], table[:, 0], ranks))
+    ranks, table = ranks[order], table[order]
+    continues = (ranks[1:] == ranks[:-1]) & (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 2])
+    first = np.flatnonzero(np.concatenate([[True], ~continues]))
+    last = np.append(first[1:], len(table)) - 1
+    merged = np.stack([table[first, 0], table[first, 1], table[last, 2]], axis=1)
+    merged.setflags(write=False)  # plans are shared by whoever asks for them again
+    return tuple(np.split(merged, np.searchsorted(ranks[first], np.arange(1, cp_size))))
