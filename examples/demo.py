@@ -33,6 +33,8 @@ from wlb.packing.plan import StepPlan
 from wlb.report.plots import plot_demo
 from wlb.training.document_order import DocumentStream
 from wlb.training.planner import StepPlanner
+from wlb.simulate import pipeline_makespan
+from wlb.simulate.compare import micro_batch_seconds
 from wlb.workload import attention_flops, linear_flops, make_workload, model_shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,12 +44,17 @@ CONFIGS = {"plain-4D": "configs/tiny_plain4d.toml", "WLB-LLM": "configs/tiny.tom
 
 @dataclass(frozen=True)
 class Measured:
-    """One job: what its steps measured, first step of each turn excluded, and the plans they ran."""
+    """One job: what its steps measured, first step of each turn excluded, and the plans they ran.
+
+    ``flops_per_second`` is the median over steps; ``predicted_flops_per_second`` is what the workload model and the
+    pipeline simulation expect.
+    """
 
     name: str
     step_seconds: list[float]
     tokens_per_second: float
     flops_per_second: float
+    predicted_flops_per_second: float
     imbalance_degree: float
     plans: list[StepPlan]
 
@@ -75,8 +82,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
     parser.add_argument("--turns", type=int, default=3, help="times that the two jobs alternate")
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps of a turn; the first is not counted")
-    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn; the first is not counted")
+    parser.add_argument("--micro-batches", type=int, default=16, help="micro-batches of a step")
     return parser.parse_args()
 
 
@@ -113,19 +120,28 @@ def measure(name: str, config: JobConfig, steps_per_turn: int) -> Measured:
     shape = model_shape(config.model.name)
     counted = [index for index in range(len(rows)) if index % steps_per_turn]
     seconds = [rows[index]["step_seconds"] for index in counted]
-    flops = 0.0
+    flops = []
     for index in counted:
         lengths = [segment.length for segment in plans[index].segments]
         assert sum(lengths) == rows[index]["tokens"], "the plan is the one that was trained"
-        flops += float(np.sum(attention_flops(shape, lengths)) + linear_flops(shape, sum(lengths)))
+        flops.append(float(np.sum(attention_flops(shape, lengths)) + linear_flops(shape, sum(lengths))))
+    predicted = [predicted_seconds(plans[index], config) for index in counted]
     return Measured(
         name,
         seconds,
         tokens_per_second=sum(rows[index]["tokens"] for index in counted) / sum(seconds),
-        flops_per_second=flops / sum(seconds),
+        flops_per_second=statistics.median(work / time for work, time in zip(flops, seconds, strict=True)),
+        predicted_flops_per_second=sum(flops) / sum(predicted),
         imbalance_degree=statistics.mean(rows[index]["imbalance_degree"] for index in counted),
         plans=[plans[index] for index in counted],
     )
+
+
+def predicted_seconds(plan: StepPlan, config: JobConfig) -> float:
+    """The simulated pipeline's time for a step of a job without data parallelism."""
+    stages = config.parallel.pp
+    forward, backward = micro_batch_seconds(plan, make_workload(config.model.name, "cpu"))[:, 0] / stages
+    return pipeline_makespan("1f1b", [forward] * stages, [backward] * stages)
 
 
 def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
@@ -139,25 +155,35 @@ def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
 
 def report(results: Sequence[Measured], picture: Path) -> None:
     base = results[0]
-    table = Table(title="measured on this machine: 2 processes, pp 2, hidden 128, window 4,096", show_lines=False)
+    table = Table(title="measured on this machine: 2 processes, pp 2, hidden 128, window 4,096")
     table.add_column("")
-    for heading in ("step seconds\nmedian", "tokens/s", "speedup", "model\nGFLOP/s", "speedup", "imbalance\ndegree"):
+    for heading in (
+        "imbalance\ndegree",
+        "step\nseconds",
+        "tokens/s\n",
+        "speedup\n",
+        "model\nGFLOP/s",
+        "speedup\n",
+        "speedup\npredicted",
+    ):
         table.add_column(heading, justify="right")
     for result in results:
         table.add_row(
             result.name,
+            f"{result.imbalance_degree:.3f}",
             f"{statistics.median(result.step_seconds):.2f}",
             f"{result.tokens_per_second:,.0f}",
             f"{result.tokens_per_second / base.tokens_per_second:.2f}x",
             f"{result.flops_per_second / 1e9:.1f}",
             f"{result.flops_per_second / base.flops_per_second:.2f}x",
-            f"{result.imbalance_degree:.3f}",
+            f"{result.predicted_flops_per_second / base.predicted_flops_per_second:.2f}x",
         )
     console = Console(width=100)
     console.print(table)
     console.print(
-        "plain-4D cuts documents at the end of every micro-batch and so skips part of their attention; "
-        "model GFLOP/s compares the work done, tokens/s the tokens read.",
+        "step seconds and model GFLOP/s are medians over steps, tokens/s is over all steps. plain-4D cuts documents at the "
+        "end of every micro-batch and so skips part of their attention: tokens/s compares the tokens read, "
+        "model GFLOP/s the work done.",
         style="dim",
     )
     plot_demo(results, picture)

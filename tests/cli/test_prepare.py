@@ -86,7 +86,7 @@ def test_stdlib(wlb, tmp_path, unit):
         (["{tmp}/corpus", "--stdlib", "--out", "{tmp}/s"], "not both"),
         (["{tmp}/corpus"], "--out"),
         (["{tmp}/nothing", "--out", "{tmp}/s"], "nothing does not exist"),
-        (["{tmp}/corpus", "--out", "{tmp}/no/s"], "no of the token store"),
+        (["{tmp}/corpus", "--out", "{tmp}/old.json/s"], "old.json of the token store"),
         (["{tmp}/corpus", "--out", "{tmp}/corpus"], "corpus is a directory; name the store in it"),
         (["{tmp}/corpus", "--out", "/proc/s"], "/proc"),
         (["{tmp}/corpus", "--out", "{tmp}/old"], "old.bin exists; choose another --out or pass --overwrite"),

@@ -364,9 +364,11 @@ def test_parts_of_a_killed_run_are_written_over(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s.bin", "s.idx", "s.json"]
 
 
-def test_missing_directory_is_one_clear_line(tmp_path):
-    with pytest.raises(UserError, match=r"directory .*nowhere of the token store .* does not exist"):
-        write(tmp_path / "nowhere" / "s", [[1]])
+def test_the_directory_is_made_or_refused_in_one_clear_line(tmp_path):
+    assert TokenStore.open(write(tmp_path / "new" / "one" / "s", [[1]])).tokens == 1
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"directory .*file of the token store .* cannot be made: File exists"):
+        write(tmp_path / "file" / "s", [[1]])
 
 
 def test_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path, monkeypatch):

@@ -51,11 +51,18 @@ def store_files(prefix: Path, with_tokenizer: bool = True) -> list[Path]:
 
 
 def check_target(prefix: Path, overwrite: bool) -> None:
-    """Raise ``UserError`` when a store cannot be made at ``prefix``, or is there already and not to be replaced."""
+    """Make the directory of ``prefix``.
+
+    Raises ``UserError`` when a store cannot be made there, or is there already and not to be replaced.
+    """
     if prefix.is_dir():
         raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
-    if not prefix.parent.is_dir():
-        raise UserError(f"directory {prefix.parent} of the token store {prefix} does not exist; make it first")
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"directory {prefix.parent} of the token store {prefix} cannot be made: {error.strerror}"
+        ) from None
     if not os.access(prefix.parent, os.W_OK | os.X_OK):
         raise UserError(f"directory {prefix.parent} of the token store {prefix} is not writable")
     for path in store_files(prefix):

@@ -168,7 +168,7 @@ class ThresholdTuner:
     A balance that holds for few micro-batches holds for many, so the search packs at most ``_MICRO_BATCHES``.
     """
 
-    _MICRO_BATCHES = 8
+    _MICRO_BATCHES = 4
     _SAMPLE_STEPS = 48
     _DRIFT = 0.1
 

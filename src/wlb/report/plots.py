@@ -82,7 +82,7 @@ def plot_demo(jobs: Sequence[MeasuredJob], path: Path) -> None:
             position += len(workloads) + 2
         axis.set_title(f"{job.name}: predicted milliseconds of every micro-batch", fontsize=10)
         axis.set_xticks([])
-        axis.set_xlabel("micro-batches in pipeline order, step by step; line: the step's mean")
+        axis.set_xlabel("micro-batches, step by step (line: mean of the step)")
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[: len(jobs)]:
         axis.set_ylim(0, 1.05 * tallest)

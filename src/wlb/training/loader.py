@@ -147,21 +147,13 @@ def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
 
     Parallel sizes, the model and the dealing of micro-batches to ranks are absent: they may change on resume.
     """
-    data, packing = config.data, config.packing
-    thresholds = packing.outlier_thresholds
+    data = config.data.model_dump(mode="json", exclude={"store"})
+    packing = config.packing.model_dump(mode="json", exclude={"assignment", "order", "solver_nodes"})
     return {
         "token store": store.identity,
         "tokenizer": store.tokenizer,
-        "data.context_window": data.context_window,
-        "data.overlong": data.overlong,
-        "data.seed": data.seed,
-        "data.shuffle": data.shuffle,
-        "packing.method": packing.method,
-        "packing.micro_batches": packing.micro_batches,
-        "packing.max_length_factor": packing.max_length_factor,
-        "packing.outlier_thresholds": thresholds if thresholds == "auto" else list(thresholds),
-        "packing.max_delay": packing.max_delay,
-        "packing.window": packing.window,
+        **{f"data.{key}": value for key, value in data.items()},
+        **{f"packing.{key}": value for key, value in packing.items()},
     }
 
 

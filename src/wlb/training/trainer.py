@@ -8,6 +8,7 @@ loader included.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -76,6 +77,7 @@ class Trainer:
             state=progress.loader if progress else None,
         )
         self.metrics = MetricsWriter(config.metrics, self.step) if dist.get_rank() == 0 else None
+        gc.freeze()  # or every full collection while planning walks all that torch has imported
         if self.metrics:
             say(_opening_line(config, device, self.loader, self.step))
 
