@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -31,11 +30,13 @@ from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
 from wlb.packing.plan import StepPlan
 from wlb.report.plots import plot_demo
-from wlb.training.document_order import DocumentStream
-from wlb.training.planner import StepPlanner
 from wlb.simulate import pipeline_makespan
 from wlb.simulate.compare import micro_batch_seconds
-from wlb.workload import attention_flops, linear_flops, make_workload, model_shape
+from wlb.training.document_order import DocumentStream
+from wlb.training.job import transformer_config, vocab_size
+from wlb.training.planner import StepPlanner
+from wlb.workload import make_workload
+from wlb.workload.base import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 1024
@@ -46,15 +47,15 @@ CONFIGS = {"plain-4D": "configs/tiny_plain4d.toml", "WLB-LLM": "configs/tiny.tom
 class Measured:
     """One job: what its steps measured, first step of each turn excluded, and the plans they ran.
 
-    ``flops_per_second`` is the median over steps; ``predicted_flops_per_second`` is what the workload model and the
-    pipeline simulation expect.
+    ``busy`` is the share of the processes' time that the model's work takes, by the workload model's seconds for
+    that work, median over steps; ``predicted_busy`` is what the pipeline simulation expects.
     """
 
     name: str
     step_seconds: list[float]
     tokens_per_second: float
-    flops_per_second: float
-    predicted_flops_per_second: float
+    busy: float
+    predicted_busy: float
     imbalance_degree: float
     plans: list[StepPlan]
 
@@ -116,38 +117,30 @@ def measure(name: str, config: JobConfig, steps_per_turn: int) -> Measured:
     """Read the job's ``steps.jsonl`` and plan its steps once more to know the work they did."""
     lines = (config.metrics.dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    plans = plan_steps(config, len(rows))
-    shape = model_shape(config.model.name)
+    store = TokenStore.open(config.data.store)
+    workload = make_workload(transformer_config(config.model, vocab_size(config, store)).shape, "cpu")
+    plans = plan_steps(config, store, workload, len(rows))
     counted = [index for index in range(len(rows)) if index % steps_per_turn]
     seconds = [rows[index]["step_seconds"] for index in counted]
-    flops = []
     for index in counted:
-        lengths = [segment.length for segment in plans[index].segments]
-        assert sum(lengths) == rows[index]["tokens"], "the plan is the one that was trained"
-        flops.append(float(np.sum(attention_flops(shape, lengths)) + linear_flops(shape, sum(lengths))))
-    predicted = [predicted_seconds(plans[index], config) for index in counted]
+        assert plans[index].tokens == rows[index]["tokens"], "the plan is the one that was trained"
+    stages = config.parallel.pp
+    work = [micro_batch_seconds(plans[index], workload)[:, 0] / stages for index in counted]  # (phase, micro-batches)
+    predicted = [pipeline_makespan("1f1b", [forward] * stages, [backward] * stages) for forward, backward in work]
     return Measured(
         name,
         seconds,
         tokens_per_second=sum(rows[index]["tokens"] for index in counted) / sum(seconds),
-        flops_per_second=statistics.median(work / time for work, time in zip(flops, seconds, strict=True)),
-        predicted_flops_per_second=sum(flops) / sum(predicted),
+        busy=statistics.median(float(w.sum()) / time for w, time in zip(work, seconds, strict=True)),
+        predicted_busy=sum(float(w.sum()) for w in work) / sum(predicted),
         imbalance_degree=statistics.mean(rows[index]["imbalance_degree"] for index in counted),
         plans=[plans[index] for index in counted],
     )
 
 
-def predicted_seconds(plan: StepPlan, config: JobConfig) -> float:
-    """The simulated pipeline's time for a step of a job without data parallelism."""
-    stages = config.parallel.pp
-    forward, backward = micro_batch_seconds(plan, make_workload(config.model.name, "cpu"))[:, 0] / stages
-    return pipeline_makespan("1f1b", [forward] * stages, [backward] * stages)
-
-
-def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
+def plan_steps(config: JobConfig, store: TokenStore, workload: Workload, steps: int) -> list[StepPlan]:
     """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
-    stream = DocumentStream(TokenStore.open(config.data.store).lengths, config.data)
-    workload = make_workload(config.model.name, "cpu")
+    stream = DocumentStream(store.lengths, config.data)
     packer = packer_from_config(config.packing, config.data.context_window, workload)
     planner = StepPlanner(stream, packer, config.packing, config.parallel.dp, one_epoch=False)
     return [planned.plan for planned in islice(planner, steps)]
@@ -162,9 +155,9 @@ def report(results: Sequence[Measured], picture: Path) -> None:
         "step\nseconds",
         "tokens/s\n",
         "speedup\n",
-        "model\nGFLOP/s",
-        "speedup\n",
-        "speedup\npredicted",
+        "busy\nshare",
+        "speedup at\nequal work",
+        "\npredicted",
     ):
         table.add_column(heading, justify="right")
     for result in results:
@@ -174,16 +167,16 @@ def report(results: Sequence[Measured], picture: Path) -> None:
             f"{statistics.median(result.step_seconds):.2f}",
             f"{result.tokens_per_second:,.0f}",
             f"{result.tokens_per_second / base.tokens_per_second:.2f}x",
-            f"{result.flops_per_second / 1e9:.1f}",
-            f"{result.flops_per_second / base.flops_per_second:.2f}x",
-            f"{result.predicted_flops_per_second / base.predicted_flops_per_second:.2f}x",
+            f"{result.busy:.0%}",
+            f"{result.busy / base.busy:.2f}x",
+            f"{result.predicted_busy / base.predicted_busy:.2f}x",
         )
     console = Console(width=100)
     console.print(table)
     console.print(
-        "step seconds and model GFLOP/s are medians over steps, tokens/s is over all steps. plain-4D cuts documents at the "
-        "end of every micro-batch and so skips part of their attention: tokens/s compares the tokens read, "
-        "model GFLOP/s the work done.",
+        "step seconds and busy share (predicted seconds of the work done over the processes' time) are medians over "
+        "steps. plain-4D cuts documents at the end of every micro-batch and so skips part of their attention: tokens/s "
+        "compares the tokens read, the busy share the work done.",
         style="dim",
     )
     plot_demo(results, picture)
