@@ -1,17 +1,19 @@
 """Exact causal attention over packed documents, on whichever back end the device offers.
 
-``segment_attention`` is the one function a model calls: it takes query, key and value of a whole
-micro-batch and the lengths of its segments, and no token attends outside its segment. Each back end is one
-file beside this one:
+A model calls one of two functions. ``segment_attention`` takes query, key and value of a whole micro-batch and the
+lengths of its segments; ``context_parallel_attention`` takes one rank's share of them and the ``ShardPlan``. No token
+attends outside its segment. Both cut their work into ``Runs`` of queries against runs of keys, and a back end computes
+those:
 
 - ``reference``: dense masked scores, any device and type; slow, and the oracle that the others are checked
   against;
-- ``cpu``: PyTorch's flash attention for CPU, segment by segment, in time proportional to the attended area;
-- ``cuda``: PyTorch's variable-length flash attention, one kernel for all segments.
+- ``cpu``: PyTorch's flash attention for CPU, run by run, in time proportional to the attended area;
+- ``cuda``: PyTorch's variable-length flash attention, one kernel for all runs.
 
 A new back end is one new file and one line in ``backends.py``.
 """
 
-from wlb.attention.backends import segment_attention
+from wlb.attention.context_parallel import context_parallel_attention
+from wlb.attention.segments import segment_attention
 
-__all__ = ["segment_attention"]
+__all__ = ["context_parallel_attention", "segment_attention"]

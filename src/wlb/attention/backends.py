@@ -1,27 +1,48 @@
 """The registry of attention back ends, and the function that picks one.
 
-A back end is a module with two functions: ``unsupported(query)`` says why it cannot run on a tensor like
-this one (``None`` if it can), and ``attend(query, key, value, segment_lengths)`` computes the attention,
-differentiably.
+A back end is a module with the three functions of ``AttentionBackend``. None of them knows of autograd or of
+other ranks: ``segment_attention`` and ``context_parallel_attention`` make differentiable functions of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from wlb.attention import cpu, cuda, reference
+from wlb.attention.runs import Runs
 from wlb.errors import UserError
 
 
 class AttentionBackend(Protocol):
-    """What a module must offer to be registered."""
+    """What a module must offer to be registered.
 
-    def unsupported(self, query: Tensor) -> str | None: ...
+    ``query`` and ``out`` have shape (queries, heads, head_dim), ``key`` and ``value`` (keys, kv_heads, head_dim),
+    ``log_sum_exp`` (heads, queries) in float32, or float64 where the query is. Scores are scaled by
+    1/sqrt(head_dim). There is at least one run.
+    """
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, segment_lengths: tuple[int, ...]) -> Tensor: ...
+    def unsupported(self, query: Tensor) -> str | None:
+        """Why this back end cannot attend with ``query``; ``None`` if it can."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+        """Attention of each run of queries over its run of keys: output and log-sum-exp of the scores."""
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sum_exp: Tensor,
+        runs: Runs,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The share of these keys in the gradients of query, key and value.
+
+        ``out`` and ``log_sum_exp`` may be those over more keys than these, as merging leaves them.
+        """
 
 
 # In order of preference: "auto" takes the first that supports the query.
@@ -32,32 +53,11 @@ BACKENDS: dict[str, AttentionBackend] = {
 }
 
 
-def segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, segment_lengths: Sequence[int], backend: str = "auto"
-) -> Tensor:
-    """Causal softmax attention inside each segment of a packed micro-batch, scaled by 1/sqrt(head_dim).
-
-    Args:
-        query: (tokens, heads, head_dim).
-        key: (tokens, kv_heads, head_dim); ``heads`` is a multiple of ``kv_heads``, and query head h reads
-            key/value head ``h // (heads // kv_heads)`` (grouped-query attention).
-        value: Same shape as ``key``.
-        segment_lengths: Tokens of each segment, in packed order; they add up to ``tokens``.
-        backend: A name in ``BACKENDS``, or ``auto`` for the fastest that supports the query.
-
-    Returns:
-        (tokens, heads, head_dim), of the query's type.
-
-    Raises:
-        UserError: No such back end, or it does not support a tensor of this device or type.
-        ValueError: Shapes or lengths do not fit together.
-    """
-    _check_shapes(query, key, value, segment_lengths)
-    return pick_backend(query, backend).attend(query, key, value, tuple(segment_lengths))
-
-
 def pick_backend(query: Tensor, backend: str = "auto") -> AttentionBackend:
-    """The back end that ``segment_attention`` would use for this query; raises ``UserError`` as it does."""
+    """The back end named ``backend``, or the fastest that supports ``query``.
+
+    Raises ``UserError`` if there is none of that name or it does not support a tensor of this device or type.
+    """
     if backend == "auto":
         return next(candidate for candidate in BACKENDS.values() if candidate.unsupported(query) is None)
     if backend not in BACKENDS:
@@ -68,14 +68,10 @@ def pick_backend(query: Tensor, backend: str = "auto") -> AttentionBackend:
     return BACKENDS[backend]
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, segment_lengths: Sequence[int]) -> None:
+def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ``ValueError`` unless the three hold the same tokens and heads that can be grouped."""
     tokens, heads, head_dim = query.shape
     if key.shape != value.shape or key.shape[0] != tokens or key.shape[2] != head_dim or heads % key.shape[1]:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"
-        )
-    if sum(segment_lengths) != tokens or min(segment_lengths, default=0) < 1:
-        raise ValueError(
-            f"segment_lengths must be positive and add up to the {tokens} tokens of the query, "
-            f"got {len(segment_lengths)} segments with {sum(segment_lengths)} tokens"
         )

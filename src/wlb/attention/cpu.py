@@ -1,9 +1,7 @@
-"""PyTorch's flash attention for CPU, one call per segment, in time proportional to the attended area.
+"""PyTorch's flash attention for CPU, one call per run, in time proportional to the attended area.
 
 The operator returns the log-sum-exp of each query's scores beside the output, and its backward twin takes
-both. That is why it is called directly instead of through ``scaled_dot_product_attention``: one autograd
-node covers the whole micro-batch, and a query attending several pieces of keys can later merge them by
-log-sum-exp.
+both. That is why it is called directly instead of through ``scaled_dot_product_attention``.
 
 The operator wants (batch, heads, tokens, head_dim); slices of (tokens, heads, head_dim) are handed to it as
 transposed views, so nothing is copied on the way in.
@@ -11,16 +9,17 @@ transposed views, so nothing is copied on the way in.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from wlb.attention.runs import Runs
 
 _TYPES = (torch.float64, torch.float32, torch.bfloat16)
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_NO_DROPOUT, _CAUSAL = 0.0, True
+_NO_DROPOUT = 0.0
 
 
 def unsupported(query: Tensor) -> str | None:
@@ -32,41 +31,38 @@ def unsupported(query: Tensor) -> str | None:
     return None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, segment_lengths: tuple[int, ...]) -> Tensor:
-    """Causal attention inside each segment; shapes as in ``segment_attention``."""
-    out: Tensor = _SegmentAttention.apply(query, key, value, segment_lengths)
-    return out
+def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, as ``AttentionBackend.forward``."""
+    cut = zip(
+        _heads_first(query, runs.query_lengths),
+        *(_heads_first(tensor, runs.key_lengths) for tensor in (key, value)),
+        strict=True,
+    )
+    outs, log_sum_exps = zip(*(_forward(*run, _NO_DROPOUT, runs.causal) for run in cut), strict=True)
+    return _tokens_first(outs), torch.cat(log_sum_exps, dim=-1)[0]
 
 
-class _SegmentAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, segment_lengths: tuple[int, ...]) -> Tensor:
-        pieces = zip(*(_heads_first(tensor, segment_lengths) for tensor in (query, key, value)), strict=True)
-        outs, log_sum_exps = zip(*(_forward(*piece, _NO_DROPOUT, _CAUSAL) for piece in pieces), strict=True)
-        out = _tokens_first(outs)
-        ctx.save_for_backward(query, key, value, out, *log_sum_exps)
-        ctx.segment_lengths = segment_lengths
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        *tensors, out = ctx.saved_tensors[:4]
-        pieces = zip(
-            *(_heads_first(tensor, ctx.segment_lengths) for tensor in (grad_out, *tensors, out)),
-            ctx.saved_tensors[4:],
-            strict=True,
-        )
-        grads = zip(*(_backward(*piece, _NO_DROPOUT, _CAUSAL) for piece in pieces), strict=True)
-        grad_query, grad_key, grad_value = (_tokens_first(pieces) for pieces in grads)
-        return grad_query, grad_key, grad_value, None
+def backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, runs: Runs
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, as ``AttentionBackend.backward``."""
+    cut = zip(
+        *(_heads_first(tensor, runs.query_lengths) for tensor in (grad_out, query)),
+        *(_heads_first(tensor, runs.key_lengths) for tensor in (key, value)),
+        _heads_first(out, runs.query_lengths),
+        log_sum_exp[None].split(runs.query_lengths, dim=-1),
+        strict=True,
+    )
+    grads = zip(*(_backward(*run, _NO_DROPOUT, runs.causal) for run in cut), strict=True)
+    grad_query, grad_key, grad_value = (_tokens_first(pieces) for pieces in grads)
+    return grad_query, grad_key, grad_value
 
 
-def _heads_first(tensor: Tensor, segment_lengths: tuple[int, ...]) -> list[Tensor]:
-    """Views (1, heads, segment, head_dim), one per segment, of a tensor (tokens, heads, head_dim)."""
-    return [piece.transpose(0, 1)[None] for piece in tensor.split(segment_lengths)]
+def _heads_first(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Views (1, heads, run, head_dim), one per run, of a tensor (tokens, heads, head_dim)."""
+    return [run.transpose(0, 1)[None] for run in tensor.split(lengths)]
 
 
-def _tokens_first(pieces: tuple[Tensor, ...]) -> Tensor:
+def _tokens_first(runs: Sequence[Tensor]) -> Tensor:
     """The inverse of ``_heads_first``, contiguous."""
-    return torch.cat([piece[0].transpose(0, 1) for piece in pieces])
+    return torch.cat([run[0].transpose(0, 1) for run in runs])

@@ -1,13 +1,19 @@
-"""The oracle: dense scores, an explicit mask, one segment at a time, gradients from autograd.
+"""The oracle: dense scores, an explicit mask, one run at a time.
 
 Nothing is fused and nothing is skipped, so what it computes can be read off the code; float64 stays float64
 and types below float32 are computed in float32.
+
+Shapes: q queries · k keys · g key/value heads · r query heads that share one · d head_dim.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from wlb.attention.runs import Runs
 
 
 def unsupported(query: Tensor) -> str | None:
@@ -15,18 +21,65 @@ def unsupported(query: Tensor) -> str | None:
     return None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, segment_lengths: tuple[int, ...]) -> Tensor:
-    """Causal attention inside each segment; shapes as in ``segment_attention``."""
-    pieces = zip(*(tensor.split(segment_lengths) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_attend_one(*piece) for piece in pieces])
+def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, as ``AttentionBackend.forward``."""
+    outs, log_sum_exps = zip(*(_forward_one(*run, runs.causal) for run in _cut(query, key, value, runs)), strict=True)
+    return torch.cat(outs).to(query.dtype), torch.cat(log_sum_exps, dim=-1)
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    tokens, heads, head_dim = query.shape
+def backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, runs: Runs
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, as ``AttentionBackend.backward``."""
     exact = torch.promote_types(query.dtype, torch.float32)
-    group = heads // key.shape[1]
-    k, v = (tensor.to(exact).repeat_interleave(group, dim=1) for tensor in (key, value))
-    scores = torch.einsum("qhd,khd->hqk", query.to(exact), k) / head_dim**0.5
-    future = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(diagonal=1)
-    weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
+    # What the softmax subtracts from every score's gradient: the output's gradient along the output.
+    delta = (grad_out.to(exact) * out.to(exact)).sum(dim=-1)
+    lengths = runs.query_lengths
+    per_query = zip(grad_out.to(exact).split(lengths), log_sum_exp.T.split(lengths), delta.split(lengths), strict=True)
+    cut = zip(_cut(query, key, value, runs), per_query, strict=True)
+    grads = zip(*(_backward_one(*tensors, *rest, runs.causal) for tensors, rest in cut), strict=True)
+    grad_query, grad_key, grad_value = (torch.cat(pieces).to(query.dtype) for pieces in grads)
+    return grad_query, grad_key, grad_value
+
+
+def _cut(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each run's query (q, g, r, d), key and value (k, g, d), in the type to compute in."""
+    exact = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(exact).unflatten(1, (key.shape[1], -1))
+    return list(
+        zip(
+            grouped.split(runs.query_lengths),
+            key.to(exact).split(runs.key_lengths),
+            value.to(exact).split(runs.key_lengths),
+            strict=True,
+        )
+    )
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    scores = torch.einsum("qgrd,kgd->grqk", query, key) / math.sqrt(query.shape[-1])
+    if not causal:
+        return scores
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(diagonal=1)
+    return scores.masked_fill(future, float("-inf"))
+
+
+def _forward_one(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    scores = _scores(query, key, causal)
+    out = torch.einsum("grqk,kgd->qgrd", scores.softmax(dim=-1), value)
+    return out.flatten(1, 2), scores.logsumexp(dim=-1).flatten(0, 1)
+
+
+def _backward_one(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, log_sum_exp: Tensor, delta: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = (key.shape[1], -1)
+    grad_out = grad_out.unflatten(1, groups)
+    weights = (_scores(query, key, causal) - log_sum_exp.T.unflatten(0, groups)[..., None]).exp()
+    grad_weights = torch.einsum("qgrd,kgd->grqk", grad_out, value)
+    grad_scores = weights * (grad_weights - delta.T.unflatten(0, groups)[..., None]) / math.sqrt(query.shape[-1])
+    return (
+        torch.einsum("grqk,kgd->qgrd", grad_scores, key).flatten(1, 2),
+        torch.einsum("grqk,qgrd->kgd", grad_scores, query),
+        torch.einsum("grqk,qgrd->kgd", weights, grad_out),
+    )

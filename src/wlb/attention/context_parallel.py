@@ -1,0 +1,143 @@
+"""Attention over a micro-batch that is shared by the ranks of a context-parallel group.
+
+Each rank holds query, key and value of its own tokens. Forward, the keys and values that others need set out; while
+they travel, the rank attends its own tokens, segment by segment; then its pieces attend what arrived, and both
+results are merged by their log-sum-exp, exactly. Backward is the same in reverse: keys and values travel again, the own
+part runs meanwhile, and the gradients of what was received go home.
+
+Keys and values are sent twice rather than kept: what a layer holds between forward and backward then does not
+grow with the group, only its own query, key, value, output and log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from wlb.attention.backends import AttentionBackend, check_shapes, pick_backend
+from wlb.attention.exchange import add_returned, return_gradients, send_keys
+from wlb.attention.shard_layout import ShardLayout, shard_layout
+from wlb.sharding.plan import ShardPlan
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard_plan: ShardPlan,
+    group: dist.ProcessGroup | None,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal softmax attention inside each segment of a micro-batch, over a group of ranks that share it.
+
+    Every rank of ``group`` calls this with the same plan and its own tokens, which are those at
+    ``shard_plan.positions(rank)`` of the packed micro-batch, in that order; a rank may hold none. Outputs and gradients
+    are those of ``segment_attention`` over the whole micro-batch.
+
+    Args:
+        query: (local tokens, heads, head_dim).
+        key: (local tokens, kv_heads, head_dim); heads are grouped as in ``segment_attention``.
+        value: Same shape as ``key``.
+        shard_plan: Who holds which tokens.
+        group: The context-parallel ranks, in the order of the plan; None is the default group. A plan for one rank
+            needs no process group.
+        backend: A name in ``BACKENDS``, or ``auto`` for the fastest that supports the query.
+
+    Returns:
+        (local tokens, heads, head_dim), of the query's type.
+
+    Raises:
+        UserError: No such back end, or it does not support a tensor of this device or type.
+        ValueError: Tensors, plan and group do not fit together.
+    """
+    alone = group is None and shard_plan.cp_size == 1
+    ranks, rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
+    if ranks != shard_plan.cp_size:
+        raise ValueError(f"the plan is for {shard_plan.cp_size} ranks, the group has {ranks}")
+    check_shapes(query, key, value)
+    expected = int(shard_plan.tokens_per_rank[rank])
+    if len(query) != expected:
+        raise ValueError(f"rank {rank} holds {expected} tokens under the plan, the query has {len(query)}")
+    layout = shard_layout(shard_plan, rank, query.device)
+    out: Tensor = _ContextParallelAttention.apply(query, key, value, layout, group, pick_backend(query, backend))
+    return out
+
+
+class _ContextParallelAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: ShardLayout,
+        group: dist.ProcessGroup | None,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        arrival = send_keys(key, value, layout, group) if layout.exchanges else None
+        if layout.own_runs is None:
+            out, log_sum_exp = query.clone(), query.new_empty(query.shape[1], 0)
+        else:
+            out, log_sum_exp = backend.forward(query, key, value, layout.own_runs)
+        if arrival is not None:
+            received = arrival.wait()
+            if layout.remote_runs is not None:
+                remote_key, remote_value = received.index_select(0, layout.key_rows).unbind(1)
+                rows = layout.query_rows
+                part = backend.forward(query.index_select(0, rows), remote_key, remote_value, layout.remote_runs)
+                _merge(out, log_sum_exp, rows, *part)
+        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        ctx.layout, ctx.group, ctx.backend = layout, group, backend
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        layout, group, backend = ctx.layout, ctx.group, ctx.backend
+        query, key, value, out, log_sum_exp = ctx.saved_tensors
+        arrival = send_keys(key, value, layout, group) if layout.exchanges else None
+        if layout.own_runs is None:
+            grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        else:
+            grads = backend.backward(grad_out, query, key, value, out, log_sum_exp, layout.own_runs)
+        if arrival is None:
+            return *grads, None, None, None
+        grad_query, grad_key, grad_value = grads
+        received = arrival.wait()
+        grad_received = torch.zeros_like(received)
+        if layout.remote_runs is not None:
+            rows = layout.query_rows
+            remote_key, remote_value = received.index_select(0, layout.key_rows).unbind(1)
+            grad_part, *grads_remote = backend.backward(
+                grad_out.index_select(0, rows),
+                query.index_select(0, rows),
+                remote_key,
+                remote_value,
+                out.index_select(0, rows),
+                log_sum_exp.index_select(1, rows),
+                layout.remote_runs,
+            )
+            grad_query.index_add_(0, rows, grad_part)
+            for side, grad in enumerate(grads_remote):
+                grad_received[:, side].index_add_(0, layout.key_rows, grad)
+        returned = return_gradients(grad_received, layout, group).wait()
+        grad_key, grad_value = (
+            add_returned(grad, returned[:, side], layout) for side, grad in enumerate((grad_key, grad_value))
+        )
+        return grad_query, grad_key, grad_value, None, None, None
+
+
+def _merge(out: Tensor, log_sum_exp: Tensor, rows: Tensor, part: Tensor, part_log_sum_exp: Tensor) -> None:
+    """Fold attention over more keys into ``out`` and ``log_sum_exp`` of the queries ``rows``, in place.
+
+    Softmax over both sets of keys weights each set's output with its share of the summed exponentials.
+    """
+    before = log_sum_exp.index_select(1, rows)
+    share = torch.sigmoid(part_log_sum_exp - before).T[..., None]  # of the new keys; (rows, heads, 1)
+    merged = torch.lerp(out.index_select(0, rows).to(share.dtype), part.to(share.dtype), share)
+    out.index_copy_(0, rows, merged.to(out.dtype))
+    log_sum_exp.index_copy_(1, rows, torch.logaddexp(before, part_log_sum_exp))

@@ -1,0 +1,59 @@
+"""The collective part: keys and values to the ranks that attend them, and their gradients back.
+
+One all-to-all carries keys and values together and exactly the tokens that the plan needs: a rank gets the keys before
+its last piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold different numbers
+of tokens. It runs on gloo and NCCL alike. Gradients go the opposite way and are added where they arrive, rank after
+rank, so that the sum has the same rounding every time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wlb.attention.shard_layout import ShardLayout
+
+
+@dataclass
+class Arrival:
+    """An all-to-all in flight; both buffers stay until it is done."""
+
+    work: dist.Work
+    received: Tensor
+    sent: Tensor
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
+
+
+def send_keys(key: Tensor, value: Tensor, layout: ShardLayout, group: dist.ProcessGroup | None) -> Arrival:
+    """Start sending local keys and values; what arrives is (received tokens, 2, kv_heads, head_dim)."""
+    sent = torch.stack([tensor.index_select(0, layout.send_rows) for tensor in (key, value)], dim=1)
+    return _all_to_all(sent, layout.send_counts, layout.receive_counts, group)
+
+
+def return_gradients(grad_received: Tensor, layout: ShardLayout, group: dist.ProcessGroup | None) -> Arrival:
+    """Start sending the gradients of received keys and values back to their owners."""
+    return _all_to_all(grad_received, layout.receive_counts, layout.send_counts, group)
+
+
+def add_returned(grad: Tensor, returned: Tensor, layout: ShardLayout) -> Tensor:
+    """Local gradients (tokens, kv_heads, head_dim) plus those ``returned`` from other ranks, in ``grad``'s type."""
+    total = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    by_rank = zip(layout.send_rows.split(layout.send_counts), returned.split(layout.send_counts), strict=True)
+    for rows, share in by_rank:
+        total.index_add_(0, rows, share.to(total.dtype))
+    return total.to(grad.dtype)
+
+
+def _all_to_all(
+    sent: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup | None
+) -> Arrival:
+    received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
+    work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group, async_op=True)
+    assert work is not None
+    return Arrival(work, received, sent)

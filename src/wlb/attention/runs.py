@@ -1,0 +1,24 @@
+"""The unit that every back end computes: runs of queries, each against its own run of keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Packed queries and keys, cut into runs; queries of run i attend the keys of run i and no others.
+
+    Lengths are in tokens, at least 1, and in the order in which the runs follow each other in the tensors. With
+    ``causal`` the runs of queries and keys are the same tokens, and each query attends the keys up to its own;
+    without it each query attends its whole run of keys, whose order then does not matter.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    causal: bool
+
+    @classmethod
+    def of_segments(cls, segment_lengths: tuple[int, ...]) -> Runs:
+        """Causal attention inside each of the segments."""
+        return cls(segment_lengths, segment_lengths, causal=True)

@@ -1,0 +1,149 @@
+"""What one rank does under a ``ShardPlan``, as index arrays that every layer uses again.
+
+The tokens of a segment that lie on one rank attend each other causally, in their order: that part needs nothing
+from others. What is missing for the rank's piece ``start`` to ``stop`` are the segment's keys before ``start`` on
+other ranks; the piece attends all of them, so no mask is needed and their order is free. So each rank sends a piece of
+its own to every rank that holds a later piece of the same segment, and to no other.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wlb.attention.runs import Runs
+from wlb.sharding.plan import ShardPlan, Table, ranges
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Rank ``rank``'s part of a plan; tensors are int64 on the rank's device.
+
+    ``exchanges`` is the same on all ranks: whether any of them sends anything.
+    """
+
+    own_runs: Runs | None  # this rank's tokens of each segment; None where it has no tokens
+    exchanges: bool
+    send_rows: Tensor  # local tokens to send, destination after destination
+    send_counts: list[int]  # tokens for each rank
+    receive_counts: list[int]  # tokens from each rank
+    remote_runs: Runs | None  # local pieces against the keys before them on other ranks; None where there are none
+    query_rows: Tensor  # local tokens that attend received keys, run after run
+    key_rows: Tensor  # received tokens that they attend, run after run
+
+    @property
+    def received(self) -> int:
+        """Tokens whose keys and values this rank receives."""
+        return sum(self.receive_counts)
+
+
+def shard_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
+    """The layout of ``rank`` on ``device``; computed once for each plan object, and kept as long as that lives.
+
+    Raises ``ValueError`` for a plan whose pieces are not in packed order.
+    """
+    return _once_per_plan(plan, (rank, device), lambda: _make_layout(plan, rank, device))
+
+
+def _make_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
+    own = plan.pieces[rank]
+    _check_order(own, rank)
+    own_lengths = own[:, 2] - own[:, 1]
+    own_rows = _starts(own_lengths)
+    last_starts = _last_starts(plan)
+
+    goes = own[:, 1] < last_starts[:, own[:, 0]]  # (ranks, own pieces): does that rank hold a later piece?
+    goes[rank] = False
+    destination, sent = np.nonzero(goes)
+
+    source = np.repeat(np.arange(plan.cp_size), [len(table) for table in plan.pieces])
+    pieces = np.concatenate(plan.pieces)
+    comes = (source != rank) & (pieces[:, 1] < last_starts[rank, pieces[:, 0]])
+    source, arriving = source[comes], pieces[comes]
+    attending, key_pieces, key_lengths = _keys_before(own, arriving)
+    arriving_lengths = arriving[:, 2] - arriving[:, 1]
+
+    def on_device(indices: Indices) -> Tensor:
+        return torch.from_numpy(indices).to(device)
+
+    return ShardLayout(
+        own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
+        exchanges=len(plan.gathered_segments) > 0,
+        send_rows=on_device(ranges(own_rows[sent], own_lengths[sent])),
+        send_counts=_totals(destination, own_lengths[sent], plan.cp_size).tolist(),
+        receive_counts=_totals(source, arriving_lengths, plan.cp_size).tolist(),
+        remote_runs=(
+            Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths.tolist()), causal=False)
+            if len(attending)
+            else None
+        ),
+        query_rows=on_device(ranges(own_rows[attending], own_lengths[attending])),
+        key_rows=on_device(ranges(_starts(arriving_lengths)[key_pieces], arriving_lengths[key_pieces])),
+    )
+
+
+def _last_starts(plan: ShardPlan) -> Indices:
+    """Where each rank's last piece of each segment starts, -1 where it has none; shape (ranks, segments)."""
+    last = np.full((plan.cp_size, len(plan.segment_lengths)), -1, dtype=np.int64)
+    for row, table in zip(last, plan.pieces, strict=True):
+        np.maximum.at(row, table[:, 0], table[:, 1])
+    return last
+
+
+def _keys_before(own: Table, arriving: Table) -> tuple[Indices, Indices, Indices]:
+    """Own pieces that have arriving ones before them; those, piece after piece; and how many tokens each sees."""
+    order = np.lexsort((arriving[:, 1], arriving[:, 0]))
+    segment, start, stop = arriving[order].T
+    span = 1 + max(own[:, 1].max(initial=0), arriving[:, 1].max(initial=0))
+    positions = segment * span + start
+    first = np.searchsorted(positions, own[:, 0] * span)
+    last = np.searchsorted(positions, own[:, 0] * span + own[:, 1])
+    attending = np.flatnonzero(last > first)
+    first, last = first[attending], last[attending]
+    tokens = np.concatenate([[0], np.cumsum(stop - start)])
+    return attending, order[ranges(first, last - first)], tokens[last] - tokens[first]
+
+
+def _tokens_per_segment(table: Table) -> tuple[int, ...]:
+    tokens = _totals(table[:, 0], table[:, 2] - table[:, 1], 0)
+    return tuple(tokens[tokens > 0].tolist())
+
+
+def _totals(groups: Indices, values: Indices, size: int) -> Indices:
+    """Sum of ``values`` by group, for at least ``size`` groups."""
+    return np.bincount(groups, values, size).astype(np.int64)
+
+
+def _starts(lengths: Indices) -> Indices:
+    """Where runs of these lengths begin when they follow each other."""
+    return np.cumsum(lengths) - lengths
+
+
+def _check_order(table: Table, rank: int) -> None:
+    segment, start, stop = table.T
+    same = segment[1:] == segment[:-1]
+    in_order = np.where(same, start[1:] >= stop[:-1], segment[1:] > segment[:-1])
+    if not in_order.all() or (start >= stop).any():
+        raise ValueError(f"the pieces of rank {rank} must be in packed order and hold at least one token each")
+
+
+_layouts: dict[int, dict[object, ShardLayout]] = {}
+
+
+def _once_per_plan(plan: ShardPlan, key: object, make: Callable[[], ShardLayout]) -> ShardLayout:
+    """Plans hold arrays and cannot be hashed, so they are told apart by identity for as long as they live."""
+    if id(plan) not in _layouts:
+        _layouts[id(plan)] = {}
+        weakref.finalize(plan, _layouts.pop, id(plan))
+    layouts = _layouts[id(plan)]
+    if key not in layouts:
+        layouts[key] = make()
+    return layouts[key]
