@@ -1,96 +1,100 @@
-"""Hybrid sharding: long documents are cut over all ranks, short ones stay whole on one.
+"""Hybrid sharding: documents stay whole on one rank where they fit, and only the others are cut.
 
-Cutting a document balances it but moves its keys and values; keeping it whole moves nothing but may overload its rank.
-The k longest documents are sharded per document and the others dealt whole, dearest first, to the rank with the least
-seconds and room for their tokens. The k with the fastest slowest rank wins: k grows until what must be gathered alone
-makes a better result impossible.
+Cutting a document balances the ranks but moves its keys and values through all of them; a whole document moves nothing.
+For a permitted level of seconds per rank, documents are dealt whole, dearest first, to the rank with the least work.
+One that would lift its rank above the level is cut: the longest because they are more than a rank's share, and towards
+the end a few short ones that no longer fit. Cut documents then fill all ranks up to one height (``filling``). A higher
+level cuts less and balances less; several are tried.
 """
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.latency import piece_seconds
-from wlb.sharding.per_document import chunk_table
+from wlb.sharding.adaptive import adaptive_pieces
+from wlb.sharding.filling import fill_ranks
+from wlb.sharding.latency import price_pieces
 from wlb.sharding.plan import Table, split_by_rank
 from wlb.workload.base import Workload
 
 MEMORY_FACTOR = 1.25  # tokens a rank may hold, over its even share
+TOLERANCE = 0.01  # of the fastest slowest rank, given up for gathering less
+LEVELS = (1.0, 1.005, 1.01, 1.02, 1.04, 1.08)  # tried, over perfectly even ranks
+
+
+class _Candidate(NamedTuple):
+    slowest_seconds: float
+    gathered_tokens: int
+    pieces: tuple[Table, ...]
 
 
 def hybrid_pieces(
     lengths: NDArray[np.int64], cp_size: int, workload: Workload, memory_factor: float = MEMORY_FACTOR
 ) -> tuple[Table, ...]:
-    """Shard as few of the longest segments as make the slowest rank fastest.
+    """Cut as few documents as make the slowest rank (W_a + W_l + gathering) fastest.
 
-    No rank holds more than ``memory_factor`` times its even share of the tokens, nor more than one token above it
-    where documents are too long to be dealt whole under that bound.
+    Of all results within ``TOLERANCE`` of the fastest the one that gathers the fewest tokens is taken, because gathered
+    keys and values also cost memory and bandwidth that the prediction does not see; never one slower than adaptive
+    sharding. No rank holds more than ``memory_factor`` times its even share of the tokens, rounded up.
     """
-    by_length = np.argsort(-lengths, kind="stable")
-    ordered = lengths[by_length]
-    token_seconds = float(workload.linear_seconds(int(lengths.sum()))) / int(lengths.sum())
-    whole_seconds = (workload.attention_seconds(ordered) + token_seconds * ordered).tolist()
-    room = int(memory_factor * lengths.sum() / cp_size) + 1
-    ranks, table = chunk_table(by_length, ordered, cp_size)
-    cut_seconds = piece_seconds(table, lengths, workload) + token_seconds * (table[:, 2] - table[:, 1])
-    chunks = 2 * cp_size
-    per_rank_seconds = _cumulative_by_rank(ranks, cut_seconds, cp_size, chunks)
-    per_rank_tokens = _cumulative_by_rank(ranks, table[:, 2] - table[:, 1], cp_size, chunks)
-    gathered_tokens = np.concatenate([[0], np.cumsum(ordered)])
-    whole_total = np.concatenate([np.cumsum(whole_seconds[::-1])[::-1], [0.0]])
+    total = int(lengths.sum())
+    room = max(int(memory_factor * total / cp_size), -(-total // cp_size))
+    seconds = workload.attention_seconds(lengths) + workload.linear_seconds(total) / total * lengths
+    even = float(seconds.sum()) / cp_size
+    adaptive = _candidate(adaptive_pieces(lengths, cp_size, workload), lengths, workload)
+    candidates = [adaptive]
+    fastest = adaptive.slowest_seconds
+    for level in LEVELS:
+        owners, load_seconds, load_tokens = _deal(lengths, seconds, cp_size, level * even, room)
+        cut = np.flatnonzero(owners < 0)
+        whole = np.flatnonzero(owners >= 0)
+        ranks, rows = owners[whole], np.stack([whole, np.zeros_like(whole), lengths[whole]], axis=1)
+        if len(cut):
+            filled = fill_ranks(cut.tolist(), lengths, seconds, load_seconds, room - load_tokens, workload)
+            ranks, rows = np.concatenate([filled[0], ranks]), np.concatenate([filled[1], rows])
+        if np.bincount(ranks, rows[:, 2] - rows[:, 1]).max() > room:
+            continue
+        candidates.append(_candidate(split_by_rank(ranks, rows, cp_size), lengths, workload))
+        fastest = min(fastest, candidates[-1].slowest_seconds)
+        if len(cut) == 0:
+            break  # a higher level is only less even
+    limit = min((1 + TOLERANCE) * fastest, adaptive.slowest_seconds)
+    near = [candidate for candidate in candidates if candidate.slowest_seconds <= limit]
+    return min(near, key=lambda candidate: (candidate.gathered_tokens, candidate.slowest_seconds)).pieces
 
-    best_seconds, best_cut, best_owners = np.inf, len(lengths), np.zeros(0, dtype=np.int64)
-    for cut in range(len(lengths) + 1):
-        gather = float(workload.kv_gather_seconds(int(gathered_tokens[cut]), cp_size))
-        mean = (per_rank_seconds[cut].sum() + whole_total[cut]) / cp_size
-        if mean + gather >= best_seconds:
-            break  # both only grow with the number of cut documents
-        dealt = _deal(
-            per_rank_seconds[cut].tolist(), per_rank_tokens[cut].tolist(), whole_seconds, ordered.tolist(), cut, room
-        )
-        if dealt is not None and dealt[0] + gather < best_seconds:
-            best_seconds, best_cut, best_owners = dealt[0] + gather, cut, np.array(dealt[1], dtype=np.int64)
-    kept = by_length[best_cut:]
-    whole_rows = np.stack([kept, np.zeros_like(kept), lengths[kept]], axis=1)
-    return split_by_rank(
-        np.concatenate([ranks[: best_cut * chunks], best_owners]),
-        np.concatenate([table[: best_cut * chunks], whole_rows]),
-        cp_size,
-    )
+
+def _candidate(pieces: tuple[Table, ...], lengths: NDArray[np.int64], workload: Workload) -> _Candidate:
+    latency = price_pieces(pieces, lengths, workload)
+    return _Candidate(latency.slowest, latency.gathered_tokens, pieces)
 
 
 def _deal(
-    seconds: list[float], tokens: list[int], whole_seconds: list[float], lengths: list[int], cut: int, room: int
-) -> tuple[float, list[int]] | None:
-    """Deal documents ``cut`` and on, longest first, to ranks already loaded with ``seconds`` and ``tokens``.
+    lengths: NDArray[np.int64], seconds: NDArray[np.float64], cp_size: int, level: float, room: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+    """Deal segments whole, dearest first, to the rank with the least seconds that has room for their tokens.
 
-    Returns the slowest rank's seconds and each document's rank; None where a document finds no room.
+    Returns each segment's rank, -1 where it fits nowhere under ``level`` seconds, and each rank's seconds and tokens.
     """
-    heap = [(load, rank) for rank, load in enumerate(seconds)]
-    heapify(heap)
-    owners: list[int] = []
-    for price, length in zip(whole_seconds[cut:], lengths[cut:], strict=True):
+    prices, sizes = seconds.tolist(), lengths.tolist()
+    owners = [-1] * len(sizes)
+    load_tokens = [0] * cp_size
+    heap = [(0.0, rank) for rank in range(cp_size)]
+    for segment in np.argsort(-seconds, kind="stable").tolist():
         full: list[tuple[float, int]] = []
-        while heap and tokens[heap[0][1]] + length > room:
+        while heap and load_tokens[heap[0][1]] + sizes[segment] > room:
             full.append(heappop(heap))
-        if not heap:
-            return None
-        load, rank = heappop(heap)
-        tokens[rank] += length
-        owners.append(rank)
-        heappush(heap, (load + price, rank))
+        if heap and heap[0][0] + prices[segment] <= level:
+            load, rank = heappop(heap)
+            owners[segment] = rank
+            load_tokens[rank] += sizes[segment]
+            heappush(heap, (load + prices[segment], rank))
         for entry in full:
             heappush(heap, entry)
-    return max(load for load, _ in heap), owners
-
-
-def _cumulative_by_rank(
-    ranks: NDArray[np.int64], values: NDArray[np.float64] | NDArray[np.int64], cp_size: int, chunks: int
-) -> NDArray[np.float64]:
-    """Sum per rank of the first k documents' chunks, for k from 0; shape (documents + 1, cp_size)."""
-    by_document = values.reshape(-1, chunks)
-    head, tail = by_document[:, :cp_size], by_document[:, cp_size:][:, ::-1]
-    return np.concatenate([np.zeros((1, cp_size)), np.cumsum(head + tail, axis=0)])
+    load_seconds = np.empty(cp_size)
+    for load, rank in heap:
+        load_seconds[rank] = load
+    return np.array(owners), load_seconds, np.array(load_tokens)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.plan import ShardPlan, Table, segments_on_several_ranks
+from wlb.sharding.plan import ShardPlan, Table, owners, receivers
 from wlb.workload.base import Workload
 
 QUERY_TILE = 128  # queries a tile of FlashAttention-2 and -3 holds at head_dim 128
@@ -26,6 +26,7 @@ class ShardLatency:
     attention: NDArray[np.float64]
     linear: NDArray[np.float64]
     gather: float
+    gathered_tokens: int  # whose keys and values another rank attends
 
     @property
     def ranks(self) -> NDArray[np.float64]:
@@ -54,12 +55,15 @@ def slowest_seconds(pieces: tuple[Table, ...], lengths: NDArray[np.int64], workl
 def price_pieces(pieces: tuple[Table, ...], lengths: NDArray[np.int64], workload: Workload) -> ShardLatency:
     """Price every rank's ``pieces`` of segments of ``lengths`` tokens."""
     table = np.concatenate(pieces)
-    owner = np.repeat(np.arange(len(pieces)), [len(rank) for rank in pieces])
-    tokens = np.bincount(owner, table[:, 2] - table[:, 1], len(pieces))
+    owner, lengths_of_pieces = owners(pieces), table[:, 2] - table[:, 1]
+    attend = receivers(pieces)
+    received = attend @ lengths_of_pieces
+    sent = np.bincount(owner, attend.sum(axis=0) * lengths_of_pieces, len(pieces))
     return ShardLatency(
         attention=np.bincount(owner, piece_seconds(table, lengths, workload), len(pieces)).astype(np.float64),
-        linear=workload.linear_seconds(tokens),
-        gather=workload.kv_gather_seconds(int(lengths[segments_on_several_ranks(pieces)].sum()), len(pieces)),
+        linear=workload.linear_seconds(np.bincount(owner, lengths_of_pieces, len(pieces))),
+        gather=float(workload.kv_gather_seconds(max(received.max(), sent.max()), len(pieces))),
+        gathered_tokens=int(lengths_of_pieces[attend.any(axis=0)].sum()),
     )
 
 

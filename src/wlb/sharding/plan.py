@@ -2,8 +2,9 @@
 
 A micro-batch of T tokens is a run of segments. Context parallelism gives every rank some *pieces* of them: the
 queries ``start`` to ``stop`` of one segment, which attend the segment's keys 0 to ``stop``. A segment whose pieces all
-lie on one rank needs nothing from others; the keys and values of any other segment are gathered. Together the pieces
-cover every token once, so a plan is a permutation of the micro-batch and attention over it is exact.
+lie on one rank needs nothing from others; of any other segment, the keys and values that another rank attends are
+gathered. Together the pieces cover every token once, so a plan is a permutation of the micro-batch and attention over
+it is exact.
 """
 
 from __future__ import annotations
@@ -52,13 +53,24 @@ class ShardPlan:
     @cached_property
     def gathered_segments(self) -> NDArray[np.int64]:
         """Segments that lie on more than one rank, ascending; their keys and values travel."""
-        return segments_on_several_ranks(self.pieces)
+        holders = np.bincount(np.concatenate([np.unique(table[:, 0]) for table in self.pieces]))
+        return np.flatnonzero(holders > 1)
+
+    @cached_property
+    def kv_traffic(self) -> NDArray[np.int64]:
+        """Tokens whose keys and values rank i sends to rank j, at [i, j]; shape (cp_size, cp_size)."""
+        table = np.concatenate(self.pieces)
+        traffic = np.zeros((self.cp_size, self.cp_size), dtype=np.int64)
+        receiver, piece = np.nonzero(receivers(self.pieces))
+        np.add.at(traffic, (owners(self.pieces)[piece], receiver), (table[:, 2] - table[:, 1])[piece])
+        return traffic
 
     @property
     def kv_gather_fraction(self) -> float:
-        """Share of the micro-batch's tokens whose keys and values are gathered."""
-        lengths = np.asarray(self.segment_lengths, dtype=np.int64)
-        return float(lengths[self.gathered_segments].sum() / self.tokens)
+        """Share of the micro-batch's tokens whose keys and values another rank attends."""
+        table = np.concatenate(self.pieces)
+        travels = receivers(self.pieces).any(axis=0)
+        return float((table[:, 2] - table[:, 1])[travels].sum() / self.tokens)
 
     def positions(self, rank: int) -> NDArray[np.int64]:
         """Positions in the micro-batch of the tokens that ``rank`` holds, in its order; shape (local tokens,)."""
@@ -93,10 +105,23 @@ class ShardPlan:
     __hash__ = None  # type: ignore[assignment]  # plans hold arrays; cache them by what they were made from
 
 
-def segments_on_several_ranks(pieces: tuple[Table, ...]) -> NDArray[np.int64]:
-    """Segments that have pieces on more than one rank, ascending."""
-    holders = np.bincount(np.concatenate([np.unique(table[:, 0]) for table in pieces]))
-    return np.flatnonzero(holders > 1)
+def owners(pieces: tuple[Table, ...]) -> NDArray[np.int64]:
+    """The rank of every piece, rank after rank."""
+    return np.repeat(np.arange(len(pieces)), [len(table) for table in pieces])
+
+
+def receivers(pieces: tuple[Table, ...]) -> NDArray[np.bool_]:
+    """Which ranks attend each piece's keys without holding them; shape (ranks, pieces), pieces rank after rank.
+
+    They are the ranks that hold a later piece of the same segment.
+    """
+    segment, start, _ = np.concatenate(pieces).T
+    owner = owners(pieces)
+    last_starts = np.full((len(pieces), int(segment.max()) + 1), -1, dtype=np.int64)
+    np.maximum.at(last_starts, (owner, segment), start)
+    attend: NDArray[np.bool_] = start < last_starts[:, segment]
+    attend[owner, np.arange(len(owner))] = False
+    return attend
 
 
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -73,8 +73,8 @@ class AnalyticWorkload:
         linear = cost.pair_seconds / 2 + cost.padding_seconds + cost.token_seconds
         return _quadratic(lengths, cost.pair_seconds / 2, linear)
 
-    def kv_gather_seconds(self, tokens: int, cp_size: int) -> float:
-        """Gathering K and V of ``tokens`` tokens over ``cp_size`` ranks and returning their gradients."""
+    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
+        """Receiving K and V of ``tokens`` tokens from other ranks, returning their gradients; shape of ``tokens``."""
         return self.kv_gather.seconds(tokens, cp_size)
 
     def _cost(self, phase: Phase) -> PhaseCost:

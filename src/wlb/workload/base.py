@@ -31,9 +31,10 @@ class Workload(Protocol):
         """The additive price of each document: W_a plus its share of W_l, forward and backward."""
         ...
 
-    def kv_gather_seconds(self, tokens: int, cp_size: int) -> float:
-        """Moving K and V of ``tokens`` tokens between ``cp_size`` context-parallel ranks, over all layers.
+    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
+        """What a rank of a group of ``cp_size`` pays to receive (or send) K and V of ``tokens`` tokens.
 
-        Gathered in the forward, their gradients reduce-scattered in the backward; 0 where links are not measured.
+        Over all layers: in the forward, and in the backward their gradients the other way. Shape of ``tokens``; 0 where
+        links were not measured.
         """
         ...

@@ -1,13 +1,17 @@
 """What moving keys and values between context-parallel ranks costs.
 
-In every layer the forward gathers K and V of the tokens that other ranks attend, and the backward reduce-scatters their
-gradients the same way. A document that lies whole on one rank moves nothing.
+In every layer the forward brings a rank the K and V that it attends and other ranks hold, and the backward returns
+their gradients the same way. A document that lies whole on one rank moves nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import ArrayLike
+
+from wlb.workload.base import Seconds
 from wlb.workload.hardware import Hardware
 from wlb.workload.model_shapes import ModelShape
 
@@ -20,11 +24,9 @@ class KvGather:
     hardware: Hardware
     tp: int
 
-    def seconds(self, tokens: int, cp_size: int) -> float:
-        """Forward and backward, all layers, of ``tokens`` tokens spread over ``cp_size`` ranks; not overlapped."""
-        if cp_size == 1 or tokens == 0:
-            return 0.0
+    def seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
+        """Forward and backward, all layers, of receiving (or sending) ``tokens`` tokens in a group of ``cp_size``."""
         bandwidth, latency = self.hardware.link(self.tp * cp_size)
         token_bytes = 2 * self.shape.kv_heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
-        received = tokens * token_bytes * (cp_size - 1) / cp_size
-        return 2 * self.shape.layers * (latency + received / bandwidth)
+        count = np.asarray(tokens, dtype=np.float64)
+        return np.where(count > 0, 2 * self.shape.layers * (latency + count * token_bytes / bandwidth), 0.0)
