@@ -37,7 +37,7 @@ from rich.table import Table
 from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
-from wlb.packing.tuning import search
+from wlb.packing.tuning import documents_filling, search
 from wlb.workload import make_workload
 
 SECTIONS = ("balance", "scaling", "oracle", "memory")
@@ -132,7 +132,7 @@ def _run(options: argparse.Namespace, lengths: NDArray[np.int64]) -> dict[str, A
 def _solver_rows(options: argparse.Namespace, lengths: NDArray[np.int64], setting: Setting) -> list[Row]:
     """fixed_solver on the first steps only, with a limit on the seconds of each."""
     tokens = options.solver_steps * setting.global_batch_tokens
-    first = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+    first = lengths[: documents_filling(lengths, tokens)]
     method = OurMethod("fixed_solver", {"time_limit": options.time_limit})
     greedy = OurMethod("fixed_greedy")
     label = f"fixed_solver, window 1, {options.time_limit:g} s, first {options.solver_steps} steps"

@@ -24,6 +24,7 @@ from packing_peers import Peer
 from wlb.packing import make_packer
 from wlb.packing.base import Packer
 from wlb.packing.exact import solve
+from wlb.packing.tuning import documents_filling
 from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR
 
 Row = dict[str, Any]
@@ -180,4 +181,4 @@ def _repeated(lengths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
     """``lengths``, over and over, up to ``tokens`` tokens."""
     times = math.ceil(tokens / int(lengths.sum()))
     stream = np.tile(lengths, times)
-    return stream[: int(np.searchsorted(np.cumsum(stream), tokens)) + 1]
+    return stream[: documents_filling(stream, tokens)]

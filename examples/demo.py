@@ -29,7 +29,7 @@ from wlb.config import JobConfig, load_config
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
 from wlb.packing.plan import StepPlan
-from wlb.report.plots import plot_demo
+from wlb.report.plots import BALANCED, IMBALANCED, pyplot_without_display, save
 from wlb.simulate import pipeline_makespan
 from wlb.simulate.compare import micro_batch_seconds
 from wlb.training.document_order import DocumentStream
@@ -70,12 +70,15 @@ def main() -> None:
     size = ["--context-window", 4096, "--micro-batches", arguments.micro_batches, "--pp", 2]
     wlb("compare", store, *size, "--model", "tiny", "--hardware", "cpu")
 
-    jobs = {name: start_job(name, arguments, store) for name in CONFIGS}
+    for name in CONFIGS:
+        shutil.rmtree(out / name, ignore_errors=True)
     for turn in range(1, arguments.turns + 1):
-        for name, config in jobs.items():
+        for name, config in CONFIGS.items():
             print(f"\n{name}, turn {turn} of {arguments.turns}", flush=True)
-            wlb("train", config, "--set", f"training.steps={turn * arguments.steps}")
-    results = [measure(name, load_config(config), arguments.steps) for name, config in jobs.items()]
+            settings = [*overrides(name, arguments, store), f"training.steps={turn * arguments.steps}"]
+            wlb("train", ROOT / config, *(word for setting in settings for word in ("--set", setting)))
+    jobs = {name: load_config(ROOT / config, overrides(name, arguments, store)) for name, config in CONFIGS.items()}
+    results = [measure(name, job, arguments.steps) for name, job in jobs.items()]
     report(results, out / "demo.png")
 
 
@@ -93,24 +96,15 @@ def wlb(*arguments: object) -> None:
     subprocess.run([sys.executable, "-m", "wlb", *map(str, arguments)], check=True)
 
 
-def start_job(name: str, arguments: argparse.Namespace, store: Path) -> Path:
-    """Write the job's configuration below the output directory, without traces of an earlier run."""
+def overrides(name: str, arguments: argparse.Namespace, store: Path) -> list[str]:
+    """What this job changes in its configuration; every turn ends with a checkpoint."""
     directory: Path = arguments.out / name
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-    replacements = {
-        "runs/data/stdlib": store.as_posix(),
-        f"runs/{Path(CONFIGS[name]).stem}": directory.as_posix(),
-        "micro_batches = 8": f"micro_batches = {arguments.micro_batches}",
-        "every = 25": f"every = {arguments.steps}",
-        "keep = 2": "keep = 1",
-    }
-    text = (ROOT / CONFIGS[name]).read_text(encoding="utf-8")
-    for old, new in replacements.items():
-        text = text.replace(old, new)
-    config: Path = directory / "job.toml"
-    config.write_text(text, encoding="utf-8")
-    return config
+    return [
+        f"data.store={store}",
+        f"packing.micro_batches={arguments.micro_batches}",
+        f"checkpoint.dir={directory / 'checkpoints'}",
+        f"metrics.dir={directory}",
+    ]
 
 
 def measure(name: str, config: JobConfig, steps_per_turn: int) -> Measured:
@@ -179,8 +173,44 @@ def report(results: Sequence[Measured], picture: Path) -> None:
         "compares the tokens read, the busy share the work done.",
         style="dim",
     )
-    plot_demo(results, picture)
+    draw(results, picture)
     console.print(f"picture: {picture}")
+
+
+def draw(jobs: Sequence[Measured], path: Path) -> None:
+    """Micro-batch workloads of every step of each job, and the jobs' measured speed relative to the first."""
+    figure, axes = pyplot_without_display().subplots(
+        1, len(jobs) + 1, figsize=(13, 4), width_ratios=[*[1.0 for _ in jobs], 0.8], constrained_layout=True
+    )
+    colours = [IMBALANCED, BALANCED]
+    tallest = 0.0
+    for axis, job, colour in zip(axes, jobs, colours, strict=False):
+        position = 0
+        for plan in job.plans:
+            workloads = [1e3 * micro_batch.workload for micro_batch in plan.micro_batches]
+            mean = sum(workloads) / len(workloads)
+            axis.bar(range(position, position + len(workloads)), workloads, width=1.0, color=colour)
+            axis.hlines(mean, position - 0.5, position + len(workloads) - 0.5, color="black", linewidth=1)
+            tallest = max(tallest, *workloads)
+            position += len(workloads) + 2
+        axis.set_title(f"{job.name}: predicted milliseconds of every micro-batch", fontsize=10)
+        axis.set_xticks([])
+        axis.set_xlabel("micro-batches, step by step (line: mean of the step)")
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[: len(jobs)]:
+        axis.set_ylim(0, 1.05 * tallest)
+    base = jobs[0]
+    for offset, (job, colour) in enumerate(zip(jobs, colours, strict=False)):
+        ratios = [job.tokens_per_second / base.tokens_per_second, job.busy / base.busy]
+        places = [group + 0.4 * offset for group in range(len(ratios))]
+        bars = axes[-1].bar(places, ratios, width=0.36, color=colour, label=job.name)
+        axes[-1].bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=2)
+    axes[-1].set_xticks([0.2, 1.2], ["tokens/s", "at equal work"])
+    axes[-1].set_title("measured speed over plain-4D", fontsize=10)
+    axes[-1].margins(y=0.3)
+    axes[-1].legend(frameon=False, loc="upper left", ncols=2)
+    axes[-1].spines[["top", "right"]].set_visible(False)
+    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -76,6 +76,26 @@ def test_overlong_documents_are_counted(tmp_path: Path):
     assert output["methods"][0]["tokens_in"] == 4096 + 100 * 500
 
 
+@pytest.mark.parametrize("policy", ["split", "truncate", "drop"])
+def test_steps_count_what_is_left_of_overlong_documents(tmp_path: Path, policy: str):
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text(json.dumps([9000, 700, 200] * 300))
+    arguments = ["--methods", "sequential", "--steps", "10", "--overlong", policy, "--json"]
+    result = wlb("compare", lengths, *SIZE, *arguments)
+    assert json.loads(result.stdout)["methods"][0]["steps"] == 10
+
+
+def test_tune_shows_the_tuned_setting_beside_other_methods():
+    size = [*SIZE, "--dp", "2", "--pp", "2", "--steps", "20"]
+    result = wlb("tune", SYNTHETIC, *size, "--methods", "sequential,fixed_greedy", "--json")
+    output = json.loads(result.stdout)
+    rows = {row["method"]: row for row in output["methods"]}
+    assert list(rows) == ["sequential", "fixed_greedy", "variable_length, tuned"]
+    tuned = rows["variable_length, tuned"]
+    assert tuned["imbalance_degree"] == pytest.approx(output["best"]["imbalance_degree"], rel=0.05)
+    assert tuned["documents_in"] == tuned["documents_out"]
+
+
 def test_tune_recommends_within_the_bounds():
     result = wlb("tune", SYNTHETIC, *SIZE, "--max-length-factor", "1.5", "--max-token-delay", "0.3", "--json")
     assert result.returncode == 0, result.stderr
@@ -103,6 +123,7 @@ def test_tune_prints_a_configuration_that_loads(tmp_path: Path):
         (["missing.json", *SIZE], "missing.json"),
         ([SYNTHETIC, *SIZE, "--methods", "best_fit"], "'best_fit' is unknown"),
         ([SYNTHETIC, *SIZE, "--methods", "sequential:2"], "takes no argument"),
+        ([SYNTHETIC, *SIZE, "--methods", ""], "--methods '' has an empty name"),
         ([SYNTHETIC, *SIZE, "--methods", "fixed_greedy:x"], "'x' is not a whole number"),
         ([SYNTHETIC, *SIZE, "--methods", "variable_length:9"], "9 outlier queues"),
         ([SYNTHETIC, *SIZE, "--model", "8t"], "8t"),

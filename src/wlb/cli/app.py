@@ -33,8 +33,10 @@ def _version(show: bool) -> None:
 
 _INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 
-# The base of every mistake on the command line (ClickException); typer carries its own copy of click from 0.29 on.
-_CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
+# The base of every mistake on the command line; Typer carries its own copy of click from 0.29 on.
+_CommandLineError = cast(
+    type[typer.BadParameter], next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+)
 
 
 @app.callback()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +13,13 @@ from wlb.cli.console import emit_json, progress_bar, stdout
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
     from rich.table import Table
 
+    from wlb.documents.segments import Segment
+    from wlb.packing.base import Packer
     from wlb.simulate.compare import Cluster, MethodResult
+    from wlb.workload.base import Workload
 
 
 def compare(
@@ -28,16 +33,11 @@ def compare(
     model: options.Model = "7b",
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated: sequential, fixed_greedy[:GLOBAL_BATCHES], fixed_solver[:GLOBAL_BATCHES], "
-            "variable_length[:QUEUES|auto|paper]."
-        ),
-    ] = None,
+    methods: options.Methods = None,
     max_length_factor: Annotated[
         float, typer.Option(min=1.0, help="L_max of variable_length, in context windows.")
     ] = 1.5,
+    max_delay: options.MaxDelay = 16,
     steps: options.Steps = None,
     overlong: Annotated[
         str, typer.Option(help="Documents over the context window: split, truncate, drop or error.")
@@ -49,40 +49,35 @@ def compare(
     """Compare packing methods on a list of document lengths.
 
     Packs the documents with every method and prints balance, delay, planning time and the simulated pipeline's cost
-    over a perfectly balanced one.
+    over a perfectly balanced one. Methods: sequential, fixed_greedy, fixed_solver, variable_length; fixed_greedy:4
+    packs 4 global batches together, variable_length:1 has one outlier queue, variable_length:auto tunes thresholds as
+    documents arrive, variable_length:paper is Algorithm 1 without early release.
 
     Example: wlb compare synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.simulate.compare import DEFAULT_METHODS, Cluster, compare_method, documents_for
+    from wlb.simulate.compare import DEFAULT_METHODS, Cluster, documents_for, packer_for
 
-    if micro_batches % dp:
-        raise UserError(
-            f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of --dp {dp}"
-        )
+    check_dealing(micro_batches, dp)
     cluster = Cluster(micro_batches, context_window, dp, pp)
     workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
     documents, report = documents_for(read_lengths(lengths), cluster, overlong=overlong, steps=steps)
-    names = [name.strip() for name in methods.split(",")] if methods else list(DEFAULT_METHODS)
     results: list[MethodResult] = []
     with progress_bar() as bar:
-        for name in names:
-            task = bar.add_task(name, total=len(documents))
-            results.append(
-                compare_method(
-                    name,
-                    documents,
-                    cluster,
-                    workload,
-                    max_length_factor=max_length_factor,
-                    solver_seconds=solver_seconds,
-                    on_progress=lambda count, task=task: bar.advance(task, count),  # type: ignore[misc]
-                )
+        for name in options.method_names(methods, DEFAULT_METHODS):
+            packer = packer_for(
+                name,
+                cluster,
+                workload,
+                max_length_factor=max_length_factor,
+                max_delay=max_delay,
+                solver_seconds=solver_seconds,
             )
+            results.append(compare_with_progress(name, packer, documents, cluster, workload, bar))
     if plot is not None:
         from wlb.report.plots import plot_comparison
 
-        plot_comparison(results, plot, title=_title(cluster, priced_by))
+        plot_comparison(results, plot, title=title_of(cluster, priced_by))
     if json:
         emit_json(
             {
@@ -101,7 +96,7 @@ def compare(
             }
         )
         return
-    stdout.print(_table(results, _title(cluster, priced_by)))
+    stdout.print(comparison_table(results, title_of(cluster, priced_by)))
     if report.documents:
         stdout.print(
             f"{report.documents} documents over the context window ({overlong}): "
@@ -111,7 +106,14 @@ def compare(
         stdout.print(f"picture: {plot}")
 
 
-def _title(cluster: Cluster, priced_by: dict[str, str | int]) -> str:
+def check_dealing(micro_batches: int, dp: int) -> None:
+    if micro_batches % dp:
+        raise UserError(
+            f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of --dp {dp}"
+        )
+
+
+def title_of(cluster: Cluster, priced_by: dict[str, str | int]) -> str:
     price = ", ".join(f"{key} {value}" for key, value in priced_by.items())
     return (
         f"window {cluster.context_window:,}, {cluster.micro_batches} micro-batches a step, dp {cluster.dp}, "
@@ -119,7 +121,19 @@ def _title(cluster: Cluster, priced_by: dict[str, str | int]) -> str:
     )
 
 
-def _table(results: list[MethodResult], title: str) -> Table:
+def compare_with_progress(
+    name: str, packer: Packer, documents: Sequence[Segment], cluster: Cluster, workload: Workload, bar: Progress
+) -> MethodResult:
+    """One row of the comparison, with a bar of its own."""
+    from wlb.simulate.compare import compare_packer
+
+    task = bar.add_task(name, total=len(documents))
+    return compare_packer(
+        name, packer, documents, cluster, workload, on_progress=lambda count: bar.advance(task, count)
+    )
+
+
+def comparison_table(results: list[MethodResult], title: str) -> Table:
     from rich import box
     from rich.table import Table
 
@@ -145,8 +159,9 @@ def _table(results: list[MethodResult], title: str) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for r in results:
         complete = r.documents_in == r.documents_out
+        gap = "" if r.optimality_gap is None else f" (gap {r.optimality_gap:.1%})"
         table.add_row(
-            r.method,
+            r.method + gap,
             f"{r.imbalance_degree:.3f}",
             f"{r.mean_token_delay:.2f} ({r.longest_delay})",
             f"{r.tokens_per_step_cv:.1%}",

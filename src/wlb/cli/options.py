@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from wlb.errors import UserError
 
 if TYPE_CHECKING:
     from wlb.workload.base import Workload
@@ -37,8 +40,23 @@ Hardware = Annotated[str, typer.Option("--hardware", help="Hardware preset: a100
 Profile = Annotated[
     Path | None, typer.Option("--profile", help="Measured workload profile, instead of --model and --hardware.")
 ]
+Methods = Annotated[str | None, typer.Option("--methods", help="Comma-separated packing methods; see above.")]
+MaxDelay = Annotated[
+    int, typer.Option("--max-delay", min=1, help="Planning rounds after which a waiting document goes first.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Use only as many documents as fill these steps.")]
+
+
+def method_names(methods: str | None, default: Sequence[str]) -> list[str]:
+    """The methods that ``--methods`` lists, or the default ones where it was not given."""
+    if methods is None:
+        return list(default)
+    names = [name.strip() for name in methods.split(",")]
+    if not all(names):
+        raise UserError(f"--methods {methods!r} has an empty name; list methods as a,b,c")
+    return names
+
 
 _COLUMNS_PER_GPU = 512
 _TOKENS_PER_GPU = 65_536

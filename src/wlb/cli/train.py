@@ -14,7 +14,7 @@ def train(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print a summary as JSON on stdout at the end."),
 ) -> int:
-    """Train a model on this machine, with one process per rank of [parallel].
+    """Train a model on this machine, with one process per rank of \\[parallel].
 
     On several machines run the same configuration with torchrun -m wlb.training CONFIG.
     """

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from wlb.cli import options
+from wlb.cli.compare import check_dealing, compare_with_progress, comparison_table, title_of
 from wlb.cli.console import emit_json, progress_bar, stdout
 
 
@@ -15,6 +16,8 @@ def tune(
     lengths: options.Lengths,
     context_window: options.ContextWindow,
     micro_batches: options.MicroBatches,
+    dp: options.Dp = 1,
+    pp: options.Pp = 4,
     tp: options.Tp = None,
     cp: options.Cp = None,
     model: options.Model = "7b",
@@ -24,13 +27,16 @@ def tune(
         float, typer.Option(min=1.0, help="Largest L_max to consider, in context windows: what memory allows.")
     ] = 2.0,
     max_token_delay: Annotated[float, typer.Option(min=0.0, help="Bound on the mean token delay, in steps.")] = 0.35,
+    max_delay: options.MaxDelay = 16,
+    methods: options.Methods = None,
     steps: options.Steps = None,
     json: options.Json = False,
 ) -> None:
     """Choose outlier thresholds and L_max for variable_length packing.
 
     Packs a sample of the documents with many settings, keeps those within the bounds on token delay and memory, and
-    prints the trade-off between balance and delay with the recommended configuration.
+    prints the trade-off between balance and delay, the tuned setting beside other methods (--methods, as in compare;
+    default: sequential) and the recommended configuration.
 
     Example: wlb tune synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
     """
@@ -38,10 +44,13 @@ def tune(
 
     from wlb.documents.lengths import read_lengths
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
-    from wlb.simulate.compare import Cluster, documents_for
+    from wlb.packing.variable_length import VariableLengthPacker
+    from wlb.simulate.compare import Cluster, documents_for, packer_for
 
+    check_dealing(micro_batches, dp)
+    cluster = Cluster(micro_batches, context_window, dp, pp)
     workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
-    documents, _ = documents_for(read_lengths(lengths), Cluster(micro_batches, context_window), steps=steps)
+    documents, _ = documents_for(read_lengths(lengths), cluster, steps=steps)
     factors = sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < max_length_factor), max_length_factor})
     with progress_bar() as bar:
         task = bar.add_task("trying settings")
@@ -52,15 +61,29 @@ def tune(
             workload=workload,
             factors=factors,
             max_token_delay=max_token_delay,
+            max_delay=max_delay,
             on_trial=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    best, curve = trials[0], trade_off(trials)
+        best, curve = trials[0], trade_off(trials)
+        packers = {name: packer_for(name, cluster, workload) for name in options.method_names(methods, ["sequential"])}
+        packers["variable_length, tuned"] = VariableLengthPacker(
+            micro_batches=micro_batches,
+            context_window=context_window,
+            workload=workload,
+            max_length_factor=best.max_length_factor,
+            outlier_thresholds=best.outlier_thresholds,
+            max_delay=max_delay,
+        )
+        results = [
+            compare_with_progress(name, packer, documents, cluster, workload, bar) for name, packer in packers.items()
+        ]
     if json:
         emit_json(
             {
                 "best": asdict(best),
                 "trade_off": [asdict(trial) for trial in curve],
                 "trials": len(trials),
+                "methods": [result.to_json() for result in results],
                 "max_token_delay": max_token_delay,
                 "workload": priced_by,
             }
@@ -82,6 +105,7 @@ def tune(
             style="bold green" if trial == best else None,
         )
     stdout.print(table)
+    stdout.print(comparison_table(results, title_of(cluster, priced_by)))
     stdout.print("recommended configuration:\n")
     stdout.print(
         "[packing]\n"

@@ -1,9 +1,10 @@
-"""Which data-parallel rank runs a micro-batch, and when: free gains after packing.
+"""Which data-parallel rank runs a micro-batch, and when: gains after packing, on average.
 
 Neither changes what a step trains. All ranks wait for the one with the largest sum, so ``balanced`` deals the
 heaviest micro-batches first, each to the rank with the smallest sum so far. A pipeline fills and empties at the pace of
 its first and last micro-batches, so ``pipeline`` puts light ones at both ends and heavy ones in the middle.
-``arrival`` leaves either as packed, which is what the paper does.
+``arrival`` leaves either as packed, which is what the paper does. Both are rules of thumb, not searches: the more
+uneven the micro-batches, the more they gain, and a single step that is balanced already may get slightly slower.
 """
 
 from __future__ import annotations

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from wlb.packing.exact import solve
+from wlb.packing.fixed_greedy import FixedGreedyPacker
 from wlb.packing.greedy import OpenMicroBatches
-from wlb.packing.pooling import DEFAULT_MAX_DELAY, PoolingPacker
+from wlb.packing.pooling import DEFAULT_MAX_DELAY
 from wlb.workload.base import Workload
 
 
-class FixedSolverPacker(PoolingPacker):
+class FixedSolverPacker(FixedGreedyPacker):
     """Places the documents that greedy packing fits into a window of global batches as well as can be.
 
     Which documents fit is decided greedily; where each of them goes is decided by ``wlb.packing.exact.solve``.
@@ -34,7 +35,6 @@ class FixedSolverPacker(PoolingPacker):
             micro_batches=micro_batches,
             context_window=context_window,
             workload=workload,
-            capacity=context_window,
             window=window,
             max_delay=max_delay,
         )

@@ -72,7 +72,7 @@ def search(
             "give more lengths or fewer micro-batches"
         )
     candidates = [(t, factor) for factor in factors for t in _threshold_sets(context_window, queues)]
-    screening = sample[: _documents_of(sample, _SCREENING_STEPS * micro_batches * context_window)]
+    screening = sample[: documents_filling(sample, _SCREENING_STEPS * micro_batches * context_window)]
 
     def run(settings: Sequence[tuple[tuple[int, ...], float]], part: NDArray[np.int64]) -> list[Trial]:
         trials = []
@@ -155,9 +155,9 @@ def _preference(trial: Trial, max_token_delay: float) -> tuple[bool, float, floa
     return True, trial.mean_token_delay, trial.imbalance_degree
 
 
-def _documents_of(lengths: NDArray[np.int64], tokens: int) -> int:
-    """How many documents from the front hold ``tokens`` tokens."""
-    return int(np.searchsorted(np.cumsum(lengths), tokens)) + 1
+def documents_filling(lengths: NDArray[np.int64], tokens: int) -> int:
+    """How many documents from the front hold at least ``tokens`` tokens, or all of them."""
+    return min(len(lengths), int(np.searchsorted(np.cumsum(lengths), tokens)) + 1)
 
 
 class ThresholdTuner:

@@ -25,10 +25,13 @@ from wlb.packing.arrange import Assignment, Order, arrange
 from wlb.packing.base import Packer
 from wlb.packing.fixed_solver import FixedSolverPacker
 from wlb.packing.plan import StepPlan
+from wlb.packing.pooling import DEFAULT_MAX_DELAY
 from wlb.packing.statistics import PackingStatistics
+from wlb.packing.tuning import documents_filling
 from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR, default_thresholds
 from wlb.simulate.pipeline import pipeline_makespans
 from wlb.workload.base import Workload
+from wlb.workload.flops import attended_pairs
 
 DEFAULT_METHODS = (
     "sequential",
@@ -95,6 +98,7 @@ def packer_for(
     workload: Workload,
     *,
     max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
+    max_delay: int = DEFAULT_MAX_DELAY,
     solver_seconds: float = 10.0,
 ) -> Packer:
     """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``.
@@ -104,6 +108,8 @@ def packer_for(
     """
     name, _, argument = method.partition(":")
     options: dict[str, Any] = {}
+    if name in PACKERS and name != "sequential":
+        options["max_delay"] = max_delay
     if name in ("fixed_greedy", "fixed_solver"):
         options["window"] = _whole_number(method, argument or "1")
     if name == "fixed_solver":
@@ -128,21 +134,19 @@ def packer_for(
     )
 
 
-def compare_method(
+def compare_packer(
     method: str,
+    packer: Packer,
     documents: Sequence[Segment],
     cluster: Cluster,
     workload: Workload,
     *,
-    max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
-    solver_seconds: float = 10.0,
     on_progress: Callable[[int], None] = lambda documents: None,
 ) -> MethodResult:
-    """Pack ``documents`` in arrival order with ``method`` and price the steps.
+    """Pack ``documents`` in arrival order with ``packer``, shown as ``method``, and price the steps.
 
     ``on_progress`` is called with the number of documents just taken in.
     """
-    packer = packer_for(method, cluster, workload, max_length_factor=max_length_factor, solver_seconds=solver_seconds)
     as_packed = _PipelineCost(cluster, workload, "arrival", "arrival")
     arranged = _PipelineCost(cluster, workload, "balanced", "pipeline")
     statistics = PackingStatistics()
@@ -173,7 +177,7 @@ def compare_method(
         pipeline_cost_arranged=arranged.ratio,
         tokens_per_second=throughput[0],
         tokens_per_second_arranged=throughput[1],
-        attention_kept=trained.pairs / sum(_pairs(document.length) for document in documents),
+        attention_kept=trained.pairs / float(attended_pairs([document.length for document in documents]).sum()),
         steps=statistics.steps,
         drained_steps=len(tail),
         documents_in=len({document.document for document in documents}),
@@ -192,9 +196,11 @@ def documents_for(
     Raises ``UserError`` where the documents fill not a single step.
     """
     step_tokens = cluster.micro_batches * cluster.context_window
-    if steps is not None:
-        lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), steps * step_tokens)) + 1]
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
+    if steps is not None:
+        whole = whole[
+            : documents_filling(_trained_lengths(lengths, cluster.context_window, overlong), steps * step_tokens)
+        ]
     documents, report = split_overlong(whole, cluster.context_window, overlong)
     tokens = sum(document.length for document in documents)
     if tokens < step_tokens:
@@ -205,17 +211,24 @@ def documents_for(
     return documents, report
 
 
+def _trained_lengths(lengths: NDArray[np.int64], limit: int, overlong: str) -> NDArray[np.int64]:
+    """Tokens of each document that are left after the policy for overlong ones."""
+    if overlong == "truncate":
+        return np.minimum(lengths, limit)
+    return np.where(lengths > limit, 0, lengths) if overlong == "drop" else lengths
+
+
 class _TokenLedger:
     """Tokens trained of every document, and query-key pairs computed over all."""
 
     def __init__(self) -> None:
-        self.pairs = 0
+        self.pairs = 0.0
         self._tokens: dict[int, int] = {}
 
     def add(self, plans: Iterable[StepPlan]) -> None:
         for plan in plans:
+            self.pairs += float(attended_pairs([segment.length for segment in plan.segments]).sum())
             for document, _, length in plan.segments:
-                self.pairs += _pairs(length)
                 self._tokens[document] = self._tokens.get(document, 0) + length
 
     def complete(self, documents: Iterable[Segment]) -> int:
@@ -273,11 +286,6 @@ def micro_batch_seconds(plan: StepPlan, workload: Workload) -> NDArray[np.float6
         for phase in ("forward", "backward")
     ]
     return np.array(rows).reshape(2, len(plan.ranks), -1)
-
-
-def _pairs(length: int) -> int:
-    """Query-key pairs of causal attention over ``length`` tokens."""
-    return length * (length + 1) // 2
 
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
