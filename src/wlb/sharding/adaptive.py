@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.latency import slowest_seconds
+from wlb.sharding.latency import price_pieces
 from wlb.sharding.per_document import per_document_pieces
 from wlb.sharding.per_sequence import per_sequence_pieces
 from wlb.sharding.plan import Table
@@ -19,4 +19,4 @@ from wlb.workload.base import Workload
 def adaptive_pieces(lengths: NDArray[np.int64], cp_size: int, workload: Workload) -> tuple[Table, ...]:
     """Per-document sharding, unless per-sequence sharding has the faster slowest rank."""
     candidates = (per_document_pieces(lengths, cp_size), per_sequence_pieces(lengths, cp_size))
-    return min(candidates, key=lambda pieces: slowest_seconds(pieces, lengths, workload))
+    return min(candidates, key=lambda pieces: price_pieces(pieces, workload).slowest)

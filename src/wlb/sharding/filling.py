@@ -21,58 +21,62 @@ from wlb.workload.base import Workload
 _CUTS = 128  # places between which the cut of a document is interpolated
 
 Row = tuple[int, int, int]
+Share = tuple[int, float]  # rank and seconds
 
 
 def fill_ranks(
     cut: list[int],
     lengths: NDArray[np.int64],
-    seconds: NDArray[np.float64],
     load_seconds: NDArray[np.float64],
     space: NDArray[np.int64],
+    token_seconds: float,
     workload: Workload,
 ) -> tuple[list[int], Table]:
     """Share the ``cut`` segments among ranks that hold ``load_seconds`` and have ``space`` tokens free.
 
-    ``lengths`` (tokens) and ``seconds`` are those of all segments. Returns the rank of every piece and the pieces
-    (segment, start, stop). A rank's space is aimed at, not guaranteed.
+    ``lengths`` (tokens) are those of all segments; a token costs ``token_seconds`` beside its attention. Returns the
+    rank of every piece and the pieces (segment, start, stop), empty ones among them. Space is aimed at, not guaranteed.
     """
+    segments = sorted(cut, key=lambda segment: (-int(lengths[segment]), segment))
+    sizes = lengths[segments]
+    seconds = workload.attention_seconds(sizes) + token_seconds * sizes
+    left = space.copy()
     ranks: list[int] = []
     rows: list[Row] = []
-    left = space.copy()
-    for segment, shares in _pour(cut, lengths, seconds, load_seconds, space):
-        for rank, row in _cut(segment, int(lengths[segment]), float(seconds[segment]), shares, left, workload):
+    for segment, shares in zip(segments, _pour(seconds, sizes, load_seconds, space), strict=True):
+        for rank, start, stop in _cut(int(lengths[segment]), shares, left, token_seconds, workload):
             ranks.append(rank)
-            rows.append(row)
-            left[rank] -= row[2] - row[1]
+            rows.append((segment, start, stop))
+            left[rank] -= stop - start
     return ranks, np.array(rows, dtype=np.int64)
 
 
 def _pour(
-    cut: list[int],
-    lengths: NDArray[np.int64],
     seconds: NDArray[np.float64],
+    sizes: NDArray[np.int64],
     load_seconds: NDArray[np.float64],
     space: NDArray[np.int64],
-) -> list[tuple[int, list[tuple[int, float]]]]:
-    """The (rank, seconds) shares of every segment in ``cut``, each spanning as few ranks as it can."""
-    per_token = seconds[cut].sum() / lengths[cut].sum()
-    gaps = _gaps(float(seconds[cut].sum()), load_seconds, space * per_token)
+) -> list[list[Share]]:
+    """The shares of every document, longest first, each spanning as few ranks as it can."""
+    gaps = _gaps(float(seconds.sum()), load_seconds, space * (seconds.sum() / sizes.sum()))
     # The longest documents have the dearest tokens: they go to ranks that have more seconds left than space.
-    ranks = sorted(np.flatnonzero(gaps > 0).tolist(), key=lambda rank: (-gaps[rank] / space[rank], rank))
-    segments = sorted(cut, key=lambda segment: (-int(lengths[segment]), segment))
-    rank_ends = np.cumsum(gaps[ranks])
-    segment_ends = np.cumsum(seconds[segments])
-    rank_ends[-1] = segment_ends[-1]
-    shares: list[tuple[int, list[tuple[int, float]]]] = []
+    tightness = gaps / np.maximum(space, 1)
+    filled = np.flatnonzero((gaps > 0) | (gaps == gaps.max()))
+    ranks = filled[np.argsort(-tightness[filled], kind="stable")].tolist()
+    rank_ends = np.cumsum(gaps[ranks]).tolist()
+    document_ends = np.cumsum(seconds).tolist()
+    rank_ends[-1] = document_ends[-1]  # whatever rounding made of it
+    shares: list[list[Share]] = []
     current, poured = 0, 0.0
-    for segment, end in zip(segments, segment_ends.tolist(), strict=True):
-        parts = []
+    for end in document_ends:
+        shares.append([])
         while poured < end:
-            upto = min(end, float(rank_ends[current]))
-            parts.append((ranks[current], upto - poured))
-            poured = upto
-            current += poured >= rank_ends[current] and current + 1 < len(ranks)
-        shares.append((segment, parts))
+            level = min(end, rank_ends[current])
+            if level > poured:
+                shares[-1].append((ranks[current], level - poured))
+                poured = level
+            if poured >= rank_ends[current] and poured < document_ends[-1]:
+                current += 1
     return shares
 
 
@@ -85,34 +89,26 @@ def _gaps(seconds: float, loads: NDArray[np.float64], most: NDArray[np.float64])
 
 
 def _cut(
-    segment: int,
-    length: int,
-    price: float,
-    shares: list[tuple[int, float]],
-    space: NDArray[np.int64],
-    workload: Workload,
-) -> list[tuple[int, Row]]:
-    """Cut one segment by ``shares`` (rank, seconds): the largest gets the tail, the others nested pairs before it."""
+    length: int, shares: list[Share], space: NDArray[np.int64], token_seconds: float, workload: Workload
+) -> list[tuple[int, int, int]]:
+    """Pieces (rank, start, stop) of one document: the largest share takes the tail, the others nested pairs."""
     outer, _ = max(shares, key=lambda share: share[1])
     inner = [share for share in shares if share[0] != outer]
     if not inner:
-        return [(outer, (segment, 0, length))]
-    inner_seconds = sum(part for _, part in inner)
-    most = min(int(space[rank] * inner_seconds / part) for rank, part in inner)
+        return [(outer, 0, length)]
+    inner_seconds = sum(seconds for _, seconds in inner)
+    most = max(0, min(int(space[rank] * (inner_seconds / seconds)) for rank, seconds in inner))
     stops = np.arange(_CUTS + 1) * length // _CUTS
     starts = np.maximum(stops - most, 0)
-    until_stop, until_start, _ = attention = workload.attention_seconds(np.stack([stops, starts, stops * 0 + length]))
-    linear_rate = (price - attention[2, 0]) / length
-    volumes = until_stop - until_start + linear_rate * (stops - starts)
-    stop = round(float(np.interp(inner_seconds, volumes, stops)))
+    until_stop, until_start = workload.attention_seconds(np.stack([stops, starts]))
+    stop = round(float(np.interp(inner_seconds, until_stop - until_start + token_seconds * (stops - starts), stops)))
     start = max(stop - most, 0)
-    pieces = [(outer, (segment, 0, start)), (outer, (segment, stop, length))]
-    middle, done = stop - start, 0.0
-    head, tail = start, stop
-    for rank, part in inner:
-        done += part
-        taken = round(middle * done / inner_seconds)
+    pieces = [(outer, 0, start), (outer, stop, length)]
+    head, tail, done = start, stop, 0.0
+    for rank, seconds in inner:
+        done += seconds
+        taken = round((stop - start) * done / inner_seconds)
         next_head, next_tail = start + (taken + 1) // 2, stop - taken // 2
-        pieces += [(rank, (segment, head, next_head)), (rank, (segment, next_tail, tail))]
+        pieces += [(rank, head, next_head), (rank, next_tail, tail)]
         head, tail = next_head, next_tail
     return pieces

@@ -1,6 +1,6 @@
 """Hybrid sharding: documents stay whole on one rank where they fit, and only the others are cut.
 
-Cutting a document balances the ranks but moves its keys and values through all of them; a whole document moves nothing.
+Cutting a document balances the ranks but moves its keys and values between them; a whole document moves nothing.
 For a permitted level of seconds per rank, documents are dealt whole, dearest first, to the rank with the least work.
 One that would lift its rank above the level is cut: the longest because they are more than a rank's share, and towards
 the end a few short ones that no longer fit. Cut documents then fill all ranks up to one height (``filling``). A higher
@@ -23,7 +23,8 @@ from wlb.workload.base import Workload
 
 MEMORY_FACTOR = 1.25  # tokens a rank may hold, over its even share
 TOLERANCE = 0.01  # of the fastest slowest rank, given up for gathering less
-LEVELS = (1.0, 1.005, 1.01, 1.02, 1.04, 1.08)  # tried, over perfectly even ranks
+# Tried, over perfectly even ranks. What higher ones save is gathering alone, of which the execution hides a part.
+LEVELS = (1.0, 1.005, 1.01, 1.02, 1.04, 1.08)
 
 
 class _Candidate(NamedTuple):
@@ -43,9 +44,10 @@ def hybrid_pieces(
     """
     total = int(lengths.sum())
     room = max(int(memory_factor * total / cp_size), -(-total // cp_size))
-    seconds = workload.attention_seconds(lengths) + workload.linear_seconds(total) / total * lengths
+    token_seconds = float(workload.linear_seconds(total)) / total
+    seconds = workload.attention_seconds(lengths) + token_seconds * lengths
     even = float(seconds.sum()) / cp_size
-    adaptive = _candidate(adaptive_pieces(lengths, cp_size, workload), lengths, workload)
+    adaptive = _candidate(adaptive_pieces(lengths, cp_size, workload), workload)
     candidates = [adaptive]
     fastest = adaptive.slowest_seconds
     for level in LEVELS:
@@ -54,11 +56,11 @@ def hybrid_pieces(
         whole = np.flatnonzero(owners >= 0)
         ranks, rows = owners[whole], np.stack([whole, np.zeros_like(whole), lengths[whole]], axis=1)
         if len(cut):
-            filled = fill_ranks(cut.tolist(), lengths, seconds, load_seconds, room - load_tokens, workload)
+            filled = fill_ranks(cut.tolist(), lengths, load_seconds, room - load_tokens, token_seconds, workload)
             ranks, rows = np.concatenate([filled[0], ranks]), np.concatenate([filled[1], rows])
         if np.bincount(ranks, rows[:, 2] - rows[:, 1]).max() > room:
             continue
-        candidates.append(_candidate(split_by_rank(ranks, rows, cp_size), lengths, workload))
+        candidates.append(_candidate(split_by_rank(ranks, rows, cp_size), workload))
         fastest = min(fastest, candidates[-1].slowest_seconds)
         if len(cut) == 0:
             break  # a higher level is only less even
@@ -67,8 +69,8 @@ def hybrid_pieces(
     return min(near, key=lambda candidate: (candidate.gathered_tokens, candidate.slowest_seconds)).pieces
 
 
-def _candidate(pieces: tuple[Table, ...], lengths: NDArray[np.int64], workload: Workload) -> _Candidate:
-    latency = price_pieces(pieces, lengths, workload)
+def _candidate(pieces: tuple[Table, ...], workload: Workload) -> _Candidate:
+    latency = price_pieces(pieces, workload)
     return _Candidate(latency.slowest, latency.gathered_tokens, pieces)
 
 

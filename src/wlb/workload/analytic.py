@@ -28,6 +28,8 @@ from wlb.workload.hardware import Hardware
 from wlb.workload.kv_gather import KvGather
 from wlb.workload.model_shapes import ModelShape
 
+QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
+
 
 @dataclass(frozen=True, slots=True)
 class PhaseCost:
@@ -60,6 +62,18 @@ class AnalyticWorkload:
         """W_a of each document alone; shape of ``lengths`` (tokens)."""
         cost = self._cost(phase)
         return _quadratic(lengths, cost.pair_seconds / 2, cost.pair_seconds / 2 + cost.padding_seconds)
+
+    def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Attention of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens).
+
+        What the document costs up to ``stops`` less what it costs up to ``starts``; and a last tile of queries that is
+        not full costs as much as a full one. A document's first piece is priced as a document of its length.
+        """
+        start, stop = np.asarray(starts), np.asarray(stops)
+        until_start, until_last, until_stop = self.attention_seconds(np.stack([start, stop - 1, stop]), phase)
+        idle_queries = np.where(start > 0, -(stop - start) % QUERY_TILE, 0)
+        seconds: Seconds = until_stop - until_start + idle_queries * (until_stop - until_last)
+        return seconds
 
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_l of micro-batches of ``tokens`` tokens; an empty one costs nothing; shape of ``tokens``."""

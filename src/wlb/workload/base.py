@@ -23,6 +23,10 @@ class Workload(Protocol):
         """W_a of each whole document (or segment) alone; shape of ``lengths`` (tokens)."""
         ...
 
+    def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Attention of pieces of documents alone: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens)."""
+        ...
+
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_l of micro-batches of ``tokens`` tokens; shape of ``tokens``."""
         ...

@@ -1,0 +1,64 @@
+"""Micro-batches, workloads and a dense picture of a plan that the tests of this room share."""
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+from hypothesis import strategies as st
+
+from wlb.documents.synthetic import sample_lengths
+from wlb.sharding import ShardPlan
+from wlb.workload import Workload, make_workload, model_shape
+from wlb.workload.profile import Measurements, WorkloadProfile
+
+WINDOW = 131_072
+
+MEASURED = Measurements(tokens=(16, 4096), forward_seconds=(1e-5, 9e-3), backward_seconds=(3e-5, 2e-2))
+PROFILE = WorkloadProfile(
+    machine="none", versions={}, dtype="float32", model=model_shape("tiny"), attention=MEASURED, linear=MEASURED
+)
+WORKLOADS: dict[str, Workload] = {
+    "7b": make_workload("7b", "h100"),
+    "70b, tp 8": make_workload("70b", "a100", tp=8),
+    "tiny": make_workload("tiny", "cpu"),
+    "profile": PROFILE.workload(),
+}
+
+small_lengths = st.one_of(
+    st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    st.builds(lambda length, count: [length] * count, st.integers(1, 9), st.integers(1, 20)),
+    st.builds(lambda long, short: [long, *short], st.integers(100, 200), st.lists(st.integers(1, 9), max_size=9)),
+)
+long_lengths = st.one_of(
+    st.lists(st.integers(1, 131_072), min_size=1, max_size=60),
+    st.builds(lambda length, count: [length] * count, st.integers(1, 20_000), st.integers(1, 80)),
+    st.builds(lambda long, short: [*short, long], st.integers(50_000, 10**6), st.lists(st.integers(1, 500))),
+)
+cp_sizes = st.integers(1, 9)
+
+
+def sampled_micro_batches(count: int, seed: int = 0) -> list[list[int]]:
+    """``count`` windows of synthetic documents in a row, cut where the window ends."""
+    ends = set(accumulate(sample_lengths(100 * count, WINDOW, seed).tolist()))
+    cuts = sorted(ends | set(range(0, WINDOW * (count + 1), WINDOW)))
+    windows: list[list[int]] = [[] for _ in range(count)]
+    for left, right in pairwise(cuts):
+        if left < WINDOW * count:
+            windows[left // WINDOW].append(right - left)
+    return windows
+
+
+def attended_by_rank(plan: ShardPlan) -> np.ndarray:
+    """Whether rank r computes query i against key j, at [r, i, j], drawn from the pieces one token after another."""
+    starts = [0, *accumulate(plan.segment_lengths)]
+    attended = np.zeros((plan.cp_size, plan.tokens, plan.tokens), dtype=int)
+    for rank, table in enumerate(plan.pieces):
+        for segment, start, stop in table.tolist():
+            for query in range(start, stop):
+                attended[rank, starts[segment] + query, starts[segment] : starts[segment] + query + 1] += 1
+    return attended
+
+
+def causal_mask(lengths: tuple[int, ...]) -> np.ndarray:
+    """Query i attends key j of the same document that does not come after it."""
+    document = np.repeat(np.arange(len(lengths)), lengths)
+    return np.asarray((document[:, None] == document) & np.tri(len(document), dtype=bool))

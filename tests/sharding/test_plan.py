@@ -1,0 +1,127 @@
+"""What every strategy's plan must be, checked token by token."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sharding.micro_batches import (
+    WORKLOADS,
+    attended_by_rank,
+    causal_mask,
+    cp_sizes,
+    long_lengths,
+    small_lengths,
+)
+from wlb.errors import UserError
+from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
+
+strategies = st.sampled_from(sorted(STRATEGIES))
+workloads = st.sampled_from(sorted(WORKLOADS))
+
+
+@settings(deadline=None)
+@given(small_lengths, cp_sizes, strategies, workloads)
+def test_every_pair_of_the_mask_is_computed_on_exactly_one_rank(lengths, cp_size, strategy, workload):
+    plan = make_shard_plan(lengths, cp_size, strategy, workload=WORKLOADS[workload])
+    np.testing.assert_array_equal(attended_by_rank(plan).sum(axis=0), causal_mask(plan.segment_lengths))
+
+
+@settings(deadline=None)
+@given(small_lengths, cp_sizes, strategies)
+def test_traffic_is_what_ranks_attend_and_do_not_hold(lengths, cp_size, strategy):
+    plan = make_shard_plan(lengths, cp_size, strategy)
+    needs = attended_by_rank(plan).any(axis=1)  # (ranks, tokens)
+    holds = np.zeros_like(needs)
+    for rank in range(cp_size):
+        holds[rank, plan.positions(rank)] = True
+    missing = needs & ~holds
+    np.testing.assert_array_equal(plan.kv_traffic, holds.astype(int) @ missing.T.astype(int))
+    assert plan.kv_gather_fraction == missing.any(axis=0).sum() / plan.tokens
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    assert set(segment[missing.any(axis=0)]) <= set(plan.gathered_segments)
+
+
+@settings(deadline=None)
+@given(long_lengths, cp_sizes, strategies, workloads)
+def test_plans_are_permutations_in_packed_order(lengths, cp_size, strategy, workload):
+    plan = make_shard_plan(lengths, cp_size, strategy, workload=WORKLOADS[workload])
+    positions = [plan.positions(rank) for rank in range(cp_size)]
+    assert [len(local) for local in positions] == plan.tokens_per_rank.tolist()
+    assert all((np.diff(local) > 0).all() for local in positions)
+    np.testing.assert_array_equal(np.sort(np.concatenate(positions)), np.arange(sum(lengths)))
+    for table in plan.pieces:
+        assert table.shape[1] == 3
+        assert (table[:, 1] < table[:, 2]).all()
+        touching = (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 2])
+        assert not touching.any(), "pieces that continue each other are one"
+
+
+@settings(deadline=None)
+@given(long_lengths, cp_sizes, strategies, workloads)
+def test_the_same_arguments_give_the_same_plan_and_it_survives_json(lengths, cp_size, strategy, workload):
+    plan = make_shard_plan(lengths, cp_size, strategy, workload=WORKLOADS[workload])
+    again = make_shard_plan(np.array(lengths, dtype=np.int32), cp_size, strategy, workload=WORKLOADS[workload])
+    assert plan == again
+    assert ShardPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@settings(deadline=None)
+@given(long_lengths, cp_sizes)
+def test_tokens_are_even_unless_documents_stay_whole(lengths, cp_size):
+    for strategy in ("per_sequence", "per_document", "adaptive"):
+        tokens = make_shard_plan(lengths, cp_size, strategy).tokens_per_rank
+        assert tokens.max() - tokens.min() <= (sum(lengths) % cp_size > 0)
+
+
+@settings(deadline=None)
+@given(long_lengths, cp_sizes, workloads)
+def test_hybrid_keeps_to_its_memory(lengths, cp_size, workload):
+    tokens = make_shard_plan(lengths, cp_size, "hybrid", workload=WORKLOADS[workload]).tokens_per_rank
+    assert tokens.max() <= max(1.25 * sum(lengths) / cp_size, -(-sum(lengths) // cp_size))
+
+
+@settings(deadline=None)
+@given(long_lengths, cp_sizes, workloads)
+def test_no_choice_is_slower_than_what_it_chose_from(lengths, cp_size, workload):
+    seconds = {
+        strategy: shard_latency(
+            make_shard_plan(lengths, cp_size, strategy, workload=WORKLOADS[workload]), WORKLOADS[workload]
+        ).slowest
+        for strategy in STRATEGIES
+    }
+    assert seconds["adaptive"] == min(seconds["per_sequence"], seconds["per_document"])
+    assert seconds["hybrid"] <= seconds["adaptive"]
+
+
+def test_plans_that_differ_are_not_equal():
+    plan = make_shard_plan([9, 5], 2, "per_document")
+    assert plan != make_shard_plan([9, 5], 2, "per_sequence")
+    assert plan != make_shard_plan([5, 9], 2, "per_document")
+    assert plan != make_shard_plan([9, 5], 3, "per_document")
+    assert plan != plan.to_json()
+
+
+def test_pieces_cannot_be_changed_by_whoever_shares_the_plan():
+    with pytest.raises(ValueError, match="read-only"):
+        make_shard_plan([9, 5], 2, "per_document").pieces[0][0, 0] = 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cp_size", "strategy", "message"),
+    [
+        ([5], 2, "ring", "'ring' is unknown; choose from per_sequence, per_document, adaptive, hybrid"),
+        ([5], 0, "hybrid", "cp_size = 0"),
+        ([], 2, "hybrid", "this one has none"),
+        ([5, 0], 2, "hybrid", "a document of 0 tokens"),
+        ([5, -3], 2, "per_document", "a document of -3 tokens"),
+        ([5.0], 2, "per_document", "whole numbers of tokens, not float64"),
+        ([[5], [6]], 2, "per_document", "a list of at least one document length"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(lengths, cp_size, strategy, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make_shard_plan(lengths, cp_size, strategy)
+    assert "\n" not in str(caught.value)
