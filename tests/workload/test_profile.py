@@ -8,9 +8,17 @@ from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.workload import load_profile, make_workload, model_shape
-from wlb.workload.profile import Measurements, WorkloadProfile
+from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile, write_profile
 
 TOKENS = tuple(2**k for k in range(6, 18))
+
+
+PREFIX = {
+    "queries": [16, 32],
+    "keys": [64, 128],
+    "forward_seconds": [[1, 2], [3, 4]],
+    "backward_seconds": [[1, 2], [3, 4]],
+}
 
 
 def profile_of(attention, linear) -> WorkloadProfile:
@@ -98,7 +106,7 @@ def test_a_measured_workload_travels_between_processes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version: Input should be 1"),
+        ({"version": 3}, "version: Input should be 1 or 2"),
         ({"format": "chrome-trace"}, "format: "),
         ({"colour": "red"}, "colour: Extra inputs"),
         ({"tp": 0}, "tp: "),
@@ -109,6 +117,9 @@ def test_a_measured_workload_travels_between_processes():
         ),
         ({"linear": {"tokens": [8, 9], "forward_seconds": [1, 0], "backward_seconds": [1, 2]}}, "greater than 0"),
         ({"linear": {"tokens": [8], "forward_seconds": [1], "backward_seconds": [1]}}, "linear.tokens"),
+        ({"prefix_attention": PREFIX | {"queries": [32, 16]}}, "queries must increase"),
+        ({"prefix_attention": PREFIX | {"forward_seconds": [[1, 2]]}}, "forward_seconds must have 2 rows"),
+        ({"prefix_attention": PREFIX | {"backward_seconds": [[1, 2], [3]]}}, "of 2 values"),
     ],
 )
 def test_a_bad_profile_is_named_in_one_line(tmp_path, change, message):
@@ -118,6 +129,34 @@ def test_a_bad_profile_is_named_in_one_line(tmp_path, change, message):
         load_profile(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_version_1_reads_as_before_and_prices_a_piece_by_what_it_adds(tmp_path):
+    path = tmp_path / "profile.json"
+    current = measured_from_analytic()
+    old = current.model_dump(exclude={"clock", "threads", "prefix_attention"}) | {"version": 1}
+    path.write_text(json.dumps(old | {"model": vars(current.model)}))
+    workload = load_profile(path)
+    np.testing.assert_array_equal(workload.document_seconds(TOKENS), current.workload().document_seconds(TOKENS))
+    pieces = workload.piece_seconds([0, 100, 300], [100, 300, 1000], "forward")
+    assert pieces.sum() == pytest.approx(float(workload.attention_seconds(1000, "forward")))
+
+
+def test_a_piece_costs_what_it_costs_alone_and_over_the_keys_before_it(tmp_path):
+    path = tmp_path / "profile.json"
+    profile = measured_from_analytic()
+    write_profile(profile.model_copy(update={"prefix_attention": PrefixMeasurements(**PREFIX)}), path)
+    workload = load_profile(path)
+    alone = workload.attention_seconds([16, 32, 24])
+    np.testing.assert_allclose(workload.piece_seconds([64, 128, 0], [80, 160, 24]) - alone, [2, 8, 0], atol=1e-12)
+
+
+def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path):
+    target = tmp_path / "taken"
+    target.mkdir()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_profile(measured_from_analytic(), target)
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_missing_or_garbled_profile_is_named(tmp_path):

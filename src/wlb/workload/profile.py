@@ -4,12 +4,16 @@
 with it. Attention is interpolated as seconds per token, which is a straight line between two lengths if
 attention costs a d^2 + b d; the linear part is interpolated as it is. Beyond the longest measurement attention
 grows with the attended pairs and the linear part with the tokens; below the shortest both are proportional.
+
+Version 2 of the file adds the clock, the threads and ``prefix_attention``; files of version 1 read as before.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from wlb.errors import UserError
 from wlb.workload.base import Phase, Seconds
 from wlb.workload.model_shapes import ModelShape
+from wlb.workload.prefix_table import PrefixTable, prefix_table
 
 # Knot of the tables beyond every document: extrapolation becomes interpolation.
 _FAR = 2.0**40
@@ -39,8 +44,7 @@ class Measurements(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Measurements:
-        if any(later <= earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)):
-            raise ValueError("tokens must increase from one measurement to the next")
+        _check_increasing("tokens", self.tokens)
         for name in ("forward_seconds", "backward_seconds"):
             count = len(getattr(self, name))
             if count != len(self.tokens):
@@ -48,21 +52,54 @@ class Measurements(BaseModel):
         return self
 
 
+class PrefixMeasurements(BaseModel):
+    """Seconds, over all layers on one GPU, of queries that attend keys which all come before them.
+
+    Rows are numbers of queries, columns numbers of keys (tokens, both increasing).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    queries: Annotated[tuple[PositiveInt, ...], Field(min_length=2)]
+    keys: Annotated[tuple[PositiveInt, ...], Field(min_length=2)]
+    forward_seconds: tuple[tuple[PositiveSeconds, ...], ...]
+    backward_seconds: tuple[tuple[PositiveSeconds, ...], ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> PrefixMeasurements:
+        for name in ("queries", "keys"):
+            _check_increasing(name, getattr(self, name))
+        for name in ("forward_seconds", "backward_seconds"):
+            rows = getattr(self, name)
+            if len(rows) != len(self.queries) or any(len(row) != len(self.keys) for row in rows):
+                raise ValueError(
+                    f"{name} must have {len(self.queries)} rows (queries) of {len(self.keys)} values (keys)"
+                )
+        return self
+
+    def table(self) -> PrefixTable:
+        """Prices that pass through the measurements."""
+        return prefix_table(self.queries, self.keys, np.array(self.forward_seconds), np.array(self.backward_seconds))
+
+
 class WorkloadProfile(BaseModel):
-    """A measured profile file, version 1."""
+    """A measured profile file, version 1 or 2."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: Literal["wlb-workload-profile"] = "wlb-workload-profile"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     machine: Annotated[str, Field(min_length=1)]
     versions: dict[str, str]
     dtype: Annotated[str, Field(min_length=1)]
+    clock: Annotated[str, Field(min_length=1)] | None = None  # since version 2
+    threads: PositiveInt | None = None  # of the CPU; since version 2
     model: ModelShape
     tp: PositiveInt = 1
     cp: PositiveInt = 1
     attention: Measurements
     linear: Measurements
+    prefix_attention: PrefixMeasurements | None = None  # since version 2
 
     def workload(self) -> ProfileWorkload:
         """Prices that pass through the measurements."""
@@ -75,6 +112,7 @@ class WorkloadProfile(BaseModel):
             attention_rates=_by_phase(*attention),
             linear_tokens=np.concatenate([[0.0], linear_tokens, [_FAR]]),
             linear_totals=_by_phase(*linear),
+            prefix_attention=None if self.prefix_attention is None else self.prefix_attention.table(),
         )
 
 
@@ -86,12 +124,25 @@ class ProfileWorkload:
     attention_rates: dict[Phase, NDArray[np.float64]]  # seconds per token of a document, (knots,) each
     linear_tokens: NDArray[np.float64]  # (knots,)
     linear_totals: dict[Phase, NDArray[np.float64]]  # seconds, (knots,) each
+    prefix_attention: PrefixTable | None
 
     def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_a of each document alone; shape of ``lengths`` (tokens)."""
         d = np.asarray(lengths, dtype=np.float64)
         seconds: Seconds = d * np.interp(d, self.attention_tokens, self.attention_rates[phase])
         return seconds
+
+    def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Attention of each piece of a document: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens).
+
+        As context-parallel ranks run it: W_a of the piece alone, and what its queries cost over the keys before it. A
+        profile without ``prefix_attention`` prices the piece by what it adds to the document.
+        """
+        start, stop = np.asarray(starts), np.asarray(stops)
+        if self.prefix_attention is None:
+            return self.attention_seconds(stop, phase) - self.attention_seconds(start, phase)
+        alone = self.attention_seconds(stop - start, phase)
+        return alone + self.prefix_attention.price(stop - start, start, phase)
 
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_l of micro-batches of ``tokens`` tokens; shape of ``tokens``."""
@@ -106,9 +157,9 @@ class ProfileWorkload:
         seconds: Seconds = d * (rates + token_seconds)
         return seconds
 
-    def kv_gather_seconds(self, tokens: int, cp_size: int) -> float:
-        """None: a profile measures one GPU and knows no links."""
-        return 0.0
+    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
+        """None: a profile measures one GPU and knows no links; shape of ``tokens``."""
+        return np.zeros(np.shape(tokens))
 
 
 def read_profile(path: str | Path) -> WorkloadProfile:
@@ -131,6 +182,26 @@ def read_profile(path: str | Path) -> WorkloadProfile:
 def load_profile(path: str | Path) -> ProfileWorkload:
     """Price documents with the measured profile at ``path``; raises as ``read_profile`` does."""
     return read_profile(path).workload()
+
+
+def write_profile(profile: WorkloadProfile, path: str | Path) -> None:
+    """Write ``profile`` to ``path``, whole or not at all; raises ``UserError`` where that is not possible."""
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(profile.model_dump_json(indent=1, exclude_none=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"profile {path} cannot be written: {error.strerror}") from None
+
+
+def _check_increasing(name: str, sizes: Sequence[int]) -> None:
+    if any(later <= earlier for earlier, later in pairwise(sizes)):
+        raise ValueError(f"{name} must increase from one measurement to the next")
 
 
 def _phases(measurements: Measurements) -> tuple[Sequence[float], Sequence[float]]:

@@ -1,0 +1,69 @@
+"""``wlb profile`` as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from wlb.workload.profile import read_profile
+
+
+def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_profile_writes_what_compare_reads(tmp_path: Path):
+    out, picture = tmp_path / "profile.json", tmp_path / "profile.png"
+    result = wlb("profile", "--quick", "--max-length", "256", "--out", out, "--plot", picture, "--json")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    report = json.loads(result.stdout)
+    assert set(report["accuracy"]) == set(report["crossover_tokens"]) == {"profile", "cpu preset"}
+    for rows in report["accuracy"].values():
+        assert [row["shapes"] for row in rows] == ["documents", "pieces of documents", "micro-batches"]
+        assert all(0 <= row["median"] <= row["worst"] for row in rows)
+    assert read_profile(out).machine == report["machine"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(os.listdir(tmp_path)) == ["profile.json", "profile.png"]
+
+    size = ["--context-window", "256", "--micro-batches", "4"]
+    compared = wlb("compare", "synthetic:500:256:0", *size, "--profile", out, "--methods", "variable_length", "--json")
+    assert compared.returncode == 0, compared.stderr
+    assert json.loads(compared.stdout)["workload"] == {"profile": "profile.json"}
+
+
+def test_the_table_names_the_clock_and_the_crossover(tmp_path: Path):
+    result = wlb("profile", "--quick", "--max-length", "256", "--tp", "2", "--out", tmp_path / "profile.json")
+    assert result.returncode == 0, result.stderr
+    for text in ("process CPU time", "micro-batches", "attention costs as much as everything else"):
+        assert text in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "missing/profile.json"], "directory missing of missing/profile.json does not exist"),
+        (["--out", "/"], "/ is a directory"),
+        (["--out", "p.json", "--max-length", "8"], "--max-length 8 is below 256 tokens"),
+        (["--out", "p.json", "--tp", "3"], "--tp 3 does not divide the model's heads = 4"),
+        (["--out", "p.json", "--model", "huge"], "unknown model 'huge'"),
+        (["--out", "p.json", "--dtype", "int8"], "'int8' is not one of"),
+        pytest.param(
+            ["--out", "p.json", "--device", "cuda"],
+            "--device cuda: PyTorch finds no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str):
+    result = wlb("profile", *arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
