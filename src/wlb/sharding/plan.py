@@ -51,6 +51,13 @@ class ShardPlan:
         return np.array([int((table[:, 2] - table[:, 1]).sum()) for table in self.pieces])
 
     @cached_property
+    def attended_pairs(self) -> NDArray[np.int64]:
+        """Query-key pairs that each rank computes; shape (cp_size,)."""
+        return np.array(
+            [int((_triangle(stop) - _triangle(start)).sum()) for _, start, stop in map(np.transpose, self.pieces)]
+        )
+
+    @cached_property
     def gathered_segments(self) -> NDArray[np.int64]:
         """Segments that lie on more than one rank, ascending; their keys and values travel."""
         holders = np.bincount(np.concatenate([np.unique(table[:, 0]) for table in self.pieces]))
@@ -146,3 +153,7 @@ def split_by_rank(ranks: NDArray[np.int64], table: Table, cp_size: int) -> tuple
     merged = np.stack([table[first, 0], table[first, 1], table[last, 2]], axis=1)
     merged.setflags(write=False)  # plans are shared by whoever asks for them again
     return tuple(np.split(merged, np.searchsorted(ranks[first], np.arange(1, cp_size))))
+
+
+def _triangle(length: NDArray[np.int64]) -> NDArray[np.int64]:
+    return length * (length + 1) // 2

@@ -1,0 +1,122 @@
+"""``wlb shard``: what each sharding strategy would do to your documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import emit_json, progress_bar, stdout
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from wlb.sharding.compare import StrategyResult
+
+
+def shard(
+    lengths: options.Lengths,
+    context_window: options.ContextWindow,
+    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size: ranks that share a micro-batch.")],
+    tp: options.Tp = None,
+    model: options.Model = "7b",
+    hardware: options.Hardware = "h100",
+    profile: options.Profile = None,
+    strategies: Annotated[
+        str | None, typer.Option(help="Comma-separated: per_sequence, per_document, adaptive, hybrid.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Micro-batches to shard, drawn at random.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draw.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the attended area of every rank, for one micro-batch, into this PNG.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Compare sharding strategies on micro-batches of a list of document lengths.
+
+    Packs the documents sequentially, shares sampled micro-batches among context-parallel ranks with every strategy and
+    prints how even the ranks are and what must be gathered.
+
+    Example: wlb shard synthetic:20000:131072:0 --context-window 131072 --cp 8
+    """
+    from wlb.documents.lengths import read_lengths
+    from wlb.sharding import STRATEGIES
+    from wlb.sharding.compare import compare_strategy, sample_micro_batches
+
+    # Shards are priced one by one, so the workload is that of a GPU without context parallelism.
+    workload, priced_by = options.workload_from(model, hardware, tp, 1, context_window, profile)
+    priced_by = {name: value for name, value in priced_by.items() if name != "cp"}
+    micro_batches = sample_micro_batches(read_lengths(lengths), context_window, samples, seed)
+    names = [name.strip() for name in strategies.split(",")] if strategies else list(STRATEGIES)
+    results: list[StrategyResult] = []
+    with progress_bar() as bar:
+        for name in names:
+            task = bar.add_task(name, total=len(micro_batches))
+            results.append(
+                compare_strategy(name, micro_batches, cp, workload, on_progress=lambda task=task: bar.advance(task))  # type: ignore[misc]
+            )
+    title = f"window {context_window:,}, cp {cp}, {len(micro_batches)} micro-batches; predicted for " + ", ".join(
+        f"{key} {value}" for key, value in priced_by.items()
+    )
+    if plot is not None:
+        from wlb.report.shard_plot import plot_shards
+        from wlb.sharding import make_shard_plan
+
+        plot_shards([make_shard_plan(micro_batches[0], cp, name, workload=workload) for name in names], plot)
+    if json:
+        emit_json(
+            {
+                "strategies": [result.to_json() for result in results],
+                "workload": priced_by,
+                "context_window": context_window,
+                "cp": cp,
+                "samples": len(micro_batches),
+                "seed": seed,
+            }
+        )
+        return
+    stdout.print(_table(results, title))
+    if plot is not None:
+        stdout.print(f"picture: {plot}")
+
+
+def _table(results: list[StrategyResult], title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title,
+        caption="means over micro-batches; imbalance: largest over mean rank\n"
+        "slowest rank: predicted, forward and backward\n"
+        "K/V gathered: tokens whose keys and values another rank attends",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("strategy", no_wrap=True)
+    for heading in (
+        "attention\nimbalance",
+        "latency\nimbalance",
+        "token\nimbalance",
+        "K/V\ngathered",
+        "slowest\nrank, s",
+        "over\nbest",
+        "planning\nms",
+        "chosen\nper document",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    best = min(result.slowest_seconds for result in results)
+    for r in results:
+        table.add_row(
+            r.strategy,
+            f"{r.attention_imbalance:.4f}",
+            f"{r.latency_imbalance:.4f}",
+            f"{r.token_imbalance:.4f}",
+            f"{r.kv_gather_fraction:.1%}",
+            f"{r.slowest_seconds:.4f}",
+            f"{r.slowest_seconds / best:.3f}x",
+            f"{r.planning_ms:.2f}",
+            f"{r.chosen['per_document']:.0%}" if r.chosen else "",
+        )
+    return table
