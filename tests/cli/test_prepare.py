@@ -85,8 +85,8 @@ def test_stdlib(wlb, tmp_path, unit):
         (["--out", "{tmp}/s"], "name files or directories to prepare, or else --stdlib"),
         (["{tmp}/corpus", "--stdlib", "--out", "{tmp}/s"], "not both"),
         (["{tmp}/corpus"], "--out"),
-        (["{tmp}/nothing", "--out", "{tmp}/s"], "nothing does not exist"),
-        (["{tmp}/corpus", "--out", "{tmp}/old.json/s"], "old.json of the token store"),
+        (["{tmp}/nothing", "--out", "{tmp}/new/s"], "nothing does not exist"),
+        (["{tmp}/corpus", "--out", "{tmp}/old.json/s"], "old.json is no directory"),
         (["{tmp}/corpus", "--out", "{tmp}/corpus"], "corpus is a directory; name the store in it"),
         (["{tmp}/corpus", "--out", "/proc/s"], "/proc"),
         (["{tmp}/corpus", "--out", "{tmp}/old"], "old.bin exists; choose another --out or pass --overwrite"),
@@ -97,7 +97,7 @@ def test_stdlib(wlb, tmp_path, unit):
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "100"], "100 is too small"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--tokenizer", "bytes"], "leave out --tokenizer"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--end-token", "x"], "leave out --end-token"),
-        (["{tmp}/corpus/c.png", "--out", "{tmp}/s"], "no documents are left of 1: 1 undecodable"),
+        (["{tmp}/corpus/c.png", "--out", "{tmp}/new/s"], "no documents are left of 1: 1 undecodable"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(wlb, tmp_path, corpus, arguments, message):
@@ -105,6 +105,7 @@ def test_mistakes_are_one_line_and_status_2(wlb, tmp_path, corpus, arguments, me
     status, out, err = wlb("prepare", *(argument.format(tmp=tmp_path) for argument in arguments))
     assert (status, out) == (2, "")
     assert message in err
+    assert not (tmp_path / "new").exists()
     assert err.startswith("wlb: error: ")
     assert err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "old.bin", "old.idx", "old.json"]

@@ -86,14 +86,6 @@ def test_unsigned_values_do_not_wrap(tmp_path):
         read_lengths(tmp_path / "l.npy")
 
 
-def test_empty_document_of_a_store_is_named(tmp_path):
-    with TokenStoreWriter(tmp_path / "c", vocab_size=10) as writer:
-        writer.add([1])
-        writer.add([])
-    with pytest.raises(UserError, match="document 1 is 0"):
-        read_lengths(tmp_path / "c")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -168,3 +160,15 @@ def test_directory_is_refused(tmp_path):
     (tmp_path / "d.json").mkdir()
     with pytest.raises(UserError, match=r"d\.json cannot be read"):
         read_lengths(tmp_path / "d.json")
+
+
+def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys):
+    with TokenStoreWriter(tmp_path / "s", vocab_size=10) as writer:
+        for length in (0, 3, 0, 2):
+            writer.add([1] * length)
+    assert read_lengths(tmp_path / "s").tolist() == [3, 2]
+    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's.idx'}: 2 empty documents are passed over\n"
+    with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
+        writer.add([])
+    with pytest.raises(UserError, match="holds only empty documents"):
+        read_lengths(tmp_path / "void")

@@ -66,3 +66,10 @@ def test_unknown_policy_and_impossible_limit_are_refused():
         split_overlong([], 4, "wrap")
     with pytest.raises(UserError, match="limit on document length is 0"):
         split_overlong([], 0)
+
+
+def test_millions_of_pieces_are_refused_and_other_policies_are_not():
+    segments = [Segment(7, 0, 2**31 - 1), Segment(8, 0, 9)]
+    with pytest.raises(UserError, match=r"make 536870915 pieces, .* document 7, has 2147483647 tokens; raise"):
+        split_overlong(segments, 4)
+    assert split_overlong(segments, 4, "truncate")[0] == [Segment(7, 0, 4), Segment(8, 0, 4)]

@@ -52,3 +52,9 @@ def test_tail_falls_as_its_exponent_says():
 def test_impossible_parameters_are_refused(arguments, message):
     with pytest.raises(UserError, match=message):
         sample_lengths(**({"documents": 10, "context_window": 100} | arguments))
+
+
+@pytest.mark.parametrize(("documents", "window"), [(99999999999999, 4096), (10, 99999999999999999999), (0, 5)])
+def test_counts_without_bound_are_refused(documents, window):
+    with pytest.raises(UserError, match="it must be from 1 to"):
+        sample_lengths(documents, window)

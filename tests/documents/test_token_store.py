@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -367,7 +368,7 @@ def test_parts_of_a_killed_run_are_written_over(tmp_path):
 def test_the_directory_is_made_or_refused_in_one_clear_line(tmp_path):
     assert TokenStore.open(write(tmp_path / "new" / "one" / "s", [[1]])).tokens == 1
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"directory .*file of the token store .* cannot be made: File exists"):
+    with pytest.raises(UserError, match=r"file is no directory, so the token store .*file/s cannot be made"):
         write(tmp_path / "file" / "s", [[1]])
 
 
@@ -384,3 +385,30 @@ def test_full_disk_is_one_clear_line_and_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("vocab_size", "name"), [(1, "uint16"), (65499, "uint16"), (65500, "int32")])
 def test_token_type_follows_the_vocabulary(vocab_size, name):
     assert token_type(vocab_size).name == name
+
+
+def test_identity_changes_when_tokens_do_and_lengths_do_not(tmp_path):
+    first, second, again = (
+        TokenStore.open(write(tmp_path / name, documents))
+        for name, documents in (("a", [[1, 2], [3]]), ("b", [[1, 2], [4]]), ("c", [[1, 2], [3]]))
+    )
+    assert first.sidecar["content_sha256"] == hashlib.sha256((tmp_path / "a.bin").read_bytes()).hexdigest()
+    assert first.identity == again.identity != second.identity
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").unlink()  # as a store of Megatron-Core: index and size alone
+    assert TokenStore.open(tmp_path / "a").identity == TokenStore.open(tmp_path / "b").identity
+
+
+def test_a_tokenizer_left_by_a_killed_run_stays_out_of_the_store(tmp_path):
+    (tmp_path / "s.tokenizer.json.part").write_text("of another vocabulary")
+    write(tmp_path / "s", [[1]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.bin", "s.idx", "s.json"]
+
+
+def test_nothing_is_left_of_a_directory_made_for_a_store_that_failed(tmp_path):
+    prefix = tmp_path / "new" / "one" / "s"
+    writer = TokenStoreWriter(prefix, vocab_size=VOCAB)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(UserError, match="no documents to write"), writer:
+        assert prefix.parent.is_dir()
+    assert not (tmp_path / "new").exists()

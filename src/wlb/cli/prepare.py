@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from rich.table import Table
 
 from wlb.cli import console
 from wlb.errors import UserError
+from wlb.system import usable_cores
 
 if TYPE_CHECKING:
     from wlb.documents.prepare import PrepareReport
@@ -79,7 +79,7 @@ def prepare(
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
     if workers is None:
         # Bytes cost less to tokenise than to send to another process.
-        workers = 1 if chosen.identity["kind"] == "bytes" else _usable_cores()
+        workers = 1 if chosen.identity["kind"] == "bytes" else usable_cores()
     with _progress("tokenising", corpus) as on_progress:
         report = prepare_store(
             corpus,
@@ -125,11 +125,6 @@ def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_tok
         raise UserError(f"--train-bpe makes its own tokenizer and end token; leave out {given}")
     with _progress("training BPE", corpus) as on_progress:
         return train_tokenizer(corpus, bpe_size, on_progress)
-
-
-def _usable_cores() -> int:
-    # Job schedulers bind processes to some of the cores; not every system can tell.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -3,12 +3,14 @@
 ``read_lengths`` takes a ``.json`` list, a ``.txt`` with one length per line, a ``.npy`` array, a ``.parquet``
 file with a column ``length``, a Megatron ``.idx``, the prefix of a token store, or
 ``synthetic:DOCUMENTS:WINDOW[:SEED]`` for lengths drawn by ``wlb.documents.synthetic``. What it returns is
-checked: whole, positive, in order.
+checked: whole, positive, in order. Only a store may have empty documents; they are passed over, as in training, and
+counted in a note on stderr.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ Integers = NDArray[np.integer[Any]]
 
 
 def read_lengths(source: str | Path) -> NDArray[np.int64]:
-    """Tokens of every document of ``source``, in order; shape (documents,).
+    """Tokens of every document of ``source``, in order; shape (documents,). Empty documents of a store are left out.
 
     Raises ``UserError`` when there are none, or when one is not a whole number from 1 to 2**31 - 1, with its
     position.
@@ -44,7 +46,16 @@ def read_lengths(source: str | Path) -> NDArray[np.int64]:
     if not len(lengths):
         raise UserError(f"{path} holds no document lengths")
     _check_range(path, lengths, where)
-    return lengths.astype(np.int64)
+    return _without_empty(path, lengths.astype(np.int64))
+
+
+def _without_empty(path: Path, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    kept = lengths[lengths > 0]
+    if not kept.size:
+        raise UserError(f"{path} holds only empty documents")
+    if len(kept) < len(lengths):
+        print(f"wlb: note: {path}: {len(lengths) - len(kept)} empty documents are passed over", file=sys.stderr)
+    return kept
 
 
 def _index_of(path: Path) -> Path:
@@ -58,7 +69,8 @@ def _index_of(path: Path) -> Path:
 
 
 def _check_range(path: Path, lengths: Integers, where: str) -> None:
-    bad = np.flatnonzero((lengths < 1) | (lengths > MAX_DOCUMENT_TOKENS))
+    smallest = 0 if where == "document" else 1  # stores may have empty documents, and training passes over them
+    bad = np.flatnonzero((lengths < smallest) | (lengths > MAX_DOCUMENT_TOKENS))
     if bad.size:
         # Lines are counted from 1, entries of arrays and documents from 0.
         position = int(bad[0]) + (where == "line")
@@ -139,10 +151,14 @@ def _from_index(path: Path) -> tuple[Integers, str]:
 
 def _synthetic(source: str) -> NDArray[np.int64]:
     fields = source.split(":")[1:]
-    if len(fields) not in (2, 3) or not all(field.isdecimal() for field in fields):
+    if len(fields) not in (2, 3) or not all(map(_is_count, fields)):
         raise UserError(f"{source!r} is not of the form synthetic:DOCUMENTS:WINDOW[:SEED], in whole numbers")
     documents, window, seed = (int(field) for field in (*fields, "0")[:3])
     return sample_lengths(documents, window, seed)
+
+
+def _is_count(field: str) -> bool:
+    return field.isdecimal() and len(field) <= 20  # int() refuses thousands of digits
 
 
 _READERS: dict[str, Callable[[Path], tuple[Integers, str]]] = {

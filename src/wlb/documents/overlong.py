@@ -14,6 +14,7 @@ from wlb.documents.segments import Segment
 from wlb.errors import UserError
 
 POLICIES = ("split", "truncate", "drop", "error")
+_MOST_PIECES = 20_000_000  # of one call: beyond, the window is surely a mistake and memory goes by the gigabyte
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ def split_overlong(
     """Apply ``policy`` to every segment of more than ``limit`` tokens; the others pass unchanged, in order.
 
     ``split`` cuts pieces of ``limit`` tokens, the last one shorter; ``truncate`` keeps the first ``limit``
-    tokens; ``drop`` removes the segment; ``error`` raises ``UserError`` for the first one.
+    tokens; ``drop`` removes the segment; ``error`` raises ``UserError`` for the first one. Splitting into more than
+    20 million pieces raises ``UserError`` too.
     """
     if policy not in POLICIES:
         raise UserError(f"overlong policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
@@ -58,6 +60,8 @@ def split_overlong(
             f"document {document} has {length} tokens, over the context window of {limit}; "
             'raise data.context_window or set data.overlong = "split"'
         )
+    if policy == "split":
+        _check_pieces(overlong, limit)
     result = [
         piece
         for segment in kept
@@ -66,6 +70,16 @@ def split_overlong(
     pieces = len(result) - (len(kept) - len(overlong))
     dropped = sum(s.length for s in kept) - sum(s.length for s in result)
     return result, OverlongReport(len(overlong), pieces, dropped)
+
+
+def _check_pieces(overlong: list[Segment], limit: int) -> None:
+    pieces = sum(-(-segment.length // limit) for segment in overlong)
+    if pieces > _MOST_PIECES:
+        longest = max(overlong, key=lambda segment: segment.length)
+        raise UserError(
+            f"documents over the context window of {limit} tokens make {pieces} pieces, over {_MOST_PIECES}; "
+            f"the longest, document {longest.document}, has {longest.length} tokens; raise data.context_window"
+        )
 
 
 def _pieces(segment: Segment, limit: int, policy: str) -> list[Segment]:

@@ -8,11 +8,11 @@ the same reason.
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,7 @@ from wlb.documents.token_index import (
     sidecar_path,
 )
 from wlb.errors import UserError
+from wlb.system import try_lock
 
 SIDECAR_FORMAT = "wlb-token-store/1"
 # Where megatron.core.datasets.indexed_dataset.DType.optimal_dtype changes from uint16 to int32.
@@ -51,20 +52,14 @@ def store_files(prefix: Path, with_tokenizer: bool = True) -> list[Path]:
 
 
 def check_target(prefix: Path, overwrite: bool) -> None:
-    """Make the directory of ``prefix``.
-
-    Raises ``UserError`` when a store cannot be made there, or is there already and not to be replaced.
-    """
+    """Raise ``UserError`` when a store cannot be made at ``prefix``, or is there already and not to be replaced."""
     if prefix.is_dir():
         raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
-    try:
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"directory {prefix.parent} of the token store {prefix} cannot be made: {error.strerror}"
-        ) from None
-    if not os.access(prefix.parent, os.W_OK | os.X_OK):
-        raise UserError(f"directory {prefix.parent} of the token store {prefix} is not writable")
+    existing = next((path for path in _upwards(prefix.parent) if os.path.exists(path)), prefix.parent)
+    if not existing.is_dir():
+        raise UserError(f"{existing} is no directory, so the token store {prefix} cannot be made")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"directory {existing} is not writable, so the token store {prefix} cannot be made")
     for path in store_files(prefix):
         if path.exists() and not overwrite:
             raise UserError(f"{path} exists; choose another --out or pass --overwrite")
@@ -73,6 +68,7 @@ def check_target(prefix: Path, overwrite: bool) -> None:
 class TokenStoreWriter:
     """A context manager: documents are added inside it, and leaving it without an exception makes the store.
 
+    Entering makes the directory of ``prefix``; leaving with an exception removes it again, if it was not there before.
     ``details`` is merged into the sidecar and may be filled until the end; ``tokenizer_json`` becomes
     ``PREFIX.tokenizer.json``. Raises ``UserError`` when the store exists (and ``overwrite`` is off), when
     another process is writing it, and when the disk refuses.
@@ -96,29 +92,40 @@ class TokenStoreWriter:
         self.tokens = 0
         self._dtype = token_type(vocab_size)
         self._tokenizer_json = tokenizer_json
+        self._content = hashlib.sha256()
         self._targets = store_files(self.prefix)
         check_target(self.prefix, overwrite)
+        self._new_directories = [path for path in _upwards(self.prefix.parent) if not os.path.exists(path)]
 
     def __enter__(self) -> TokenStoreWriter:
-        with _disk_errors(self.prefix):
-            self._bin = _open_part(self._targets[0])
-            try:
-                self._idx = _open_part(self._targets[-1])
-            except BaseException:
-                self._bin.close()
-                raise
-            self._index = IndexWriter(self._idx, self._dtype)
+        data, sidecar, tokenizer, index = self._targets
+        try:
+            with _disk_errors(self.prefix), ExitStack() as opened:
+                self.prefix.parent.mkdir(parents=True, exist_ok=True)
+                self._bin = opened.enter_context(_open_part(data))
+                self._idx = opened.enter_context(_open_part(index))
+                for stale in (sidecar, tokenizer):  # of a run that was killed, as the locks say that none is writing
+                    _part(stale).unlink(missing_ok=True)
+                self._index = IndexWriter(self._idx, self._dtype)
+                opened.pop_all()
+        except BaseException:
+            self._remove_new_directories()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        committed = False
         try:
             if kind is None:
                 with _disk_errors(self.prefix):
                     self._commit()
+                committed = True
         finally:
             self._discard_parts()
+            if not committed:
+                self._remove_new_directories()
 
     def add(self, tokens: ArrayLike) -> None:
         """Append one document."""
@@ -137,9 +144,11 @@ class TokenStoreWriter:
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             bad = tokens.min() if tokens.min() < 0 else tokens.max()
             raise UserError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
+        stored = np.ascontiguousarray(tokens, self._dtype).data
         with _disk_errors(self.prefix):
-            self._bin.write(np.ascontiguousarray(tokens, self._dtype).data)
+            self._bin.write(stored)
             self._index.add(lengths)
+        self._content.update(stored)
         self.documents += lengths.size
         self.tokens += tokens.size
 
@@ -152,14 +161,15 @@ class TokenStoreWriter:
             file.flush()
             os.fsync(file.fileno())
         _write_part(sidecar, self._sidecar_text())
+        complete = [data, sidecar]
         if self._tokenizer_json is not None:
             _write_part(tokenizer, self._tokenizer_json)
+            complete.append(tokenizer)
         index.unlink(missing_ok=True)
         tokenizer.unlink(missing_ok=True)
         _sync_directory(index.parent)
-        for target in (data, sidecar, tokenizer):
-            if _part(target).exists():
-                _part(target).replace(target)
+        for target in complete:
+            _part(target).replace(target)
         _sync_directory(index.parent)
         _part(index).replace(index)
         _sync_directory(index.parent)
@@ -171,6 +181,7 @@ class TokenStoreWriter:
             "documents": self.documents,
             "tokens": self.tokens,
             "token_type": self._dtype.name,
+            "content_sha256": self._content.hexdigest(),
         }
         return json.dumps(sidecar | self.details, indent=2, sort_keys=True) + "\n"
 
@@ -182,6 +193,15 @@ class TokenStoreWriter:
             with suppress(OSError):
                 file.close()
 
+    def _remove_new_directories(self) -> None:
+        with suppress(OSError):  # somebody else may have put something there by now
+            for directory in self._new_directories:
+                directory.rmdir()
+
+
+def _upwards(directory: Path) -> list[Path]:
+    return [directory, *directory.parents]
+
 
 def _part(target: Path) -> Path:
     return target.with_name(target.name + ".part")
@@ -189,11 +209,9 @@ def _part(target: Path) -> Path:
 
 def _open_part(target: Path) -> Any:
     descriptor = os.open(_part(target), os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         os.close(descriptor)
-        raise UserError(f"another process is writing {target}; wait for it or choose another --out") from None
+        raise UserError(f"another process is writing {target}; wait for it or choose another --out")
     os.ftruncate(descriptor, 0)
     return os.fdopen(descriptor, "w+b", buffering=1 << 20)
 

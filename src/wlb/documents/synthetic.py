@@ -20,7 +20,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.token_index import MAX_DOCUMENT_TOKENS
 from wlb.errors import UserError
+
+_MOST_DOCUMENTS = 10_000_000  # they are drawn in one go, at some 40 bytes each
 
 
 def sample_lengths(
@@ -39,12 +42,15 @@ def sample_lengths(
     The body is log-normal with median ``median_fraction * context_window`` and ``sigma`` (of the natural
     logarithm). A ``tail_share`` of documents comes from a Pareto tail instead, which starts at
     ``tail_start_fraction * context_window`` and has the exponent ``tail_exponent`` (smaller is heavier). The
-    same arguments give the same lengths. Raises ``UserError`` for counts below 1 and parameters that are no
-    distribution.
+    same arguments give the same lengths. Raises ``UserError`` for counts below 1 or without
+    bound and for parameters that are no distribution.
     """
-    for name, count in (("documents", documents), ("context_window", context_window)):
-        if count < 1:
-            raise UserError(f"synthetic lengths: {name} is {count}; it must be at least 1")
+    for name, count, most in (
+        ("documents", documents, _MOST_DOCUMENTS),
+        ("context_window", context_window, MAX_DOCUMENT_TOKENS),
+    ):
+        if not 1 <= count <= most:
+            raise UserError(f"synthetic lengths: {name} is {count}; it must be from 1 to {most}")
     positive = {"median_fraction": median_fraction, "sigma": sigma, "tail_exponent": tail_exponent}
     for name, value in (positive | {"tail_start_fraction": tail_start_fraction}).items():
         if not value > 0:

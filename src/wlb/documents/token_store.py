@@ -80,9 +80,14 @@ class TokenStore:
 
     @cached_property
     def identity(self) -> str:
-        """sha256 of the index and the size of the token file, in hex: changes when documents do."""
+        """sha256 in hex over the index, the size of the token file and, where the sidecar has it, its own sha256.
+
+        The tokens are not read: the writer of the store hashed them. A store without that, such as one made by
+        Megatron-Core, keeps its identity when tokens change and lengths do not.
+        """
         digest = hashlib.sha256(index_path(self.prefix).read_bytes())
         digest.update(str(self._data.nbytes).encode())
+        digest.update(self.sidecar.get("content_sha256", "").encode())
         return digest.hexdigest()
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
@@ -160,5 +165,7 @@ def _check_sidecar(path: Path, sidecar: dict[str, Any], index: TokenIndex) -> No
     vocab_size = sidecar.get("vocab_size")
     if type(vocab_size) is not int or vocab_size < 1:
         raise UserError(f"sidecar {path} has vocab_size {vocab_size!r}; it must be a positive whole number")
+    if not isinstance(sidecar.get("content_sha256", ""), str):
+        raise UserError(f"sidecar {path} is corrupt: its content_sha256 is no text")
     if not isinstance(sidecar.get("tokenizer"), dict | None):
         raise UserError(f"sidecar {path} is corrupt: its tokenizer is no object")
