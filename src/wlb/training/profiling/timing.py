@@ -117,9 +117,9 @@ def measure_in_turns(
     began = time.perf_counter()
     calls: dict[K, int] = {}
     for done, (name, case) in enumerate(cases.items()):
-        seconds = _time(case, clock).both
+        seconds = _time(case, clock, 1)[0].both
         if seconds < _LONG_SECONDS:  # else what the first call loads and allocates hardly counts
-            seconds = _time(case, clock).both
+            seconds = _time(case, clock, 1)[0].both
         calls[name] = min(_MOST_CALLS, max(1, math.ceil(_SAMPLE_SECONDS / max(seconds, 1e-9))))
         on_progress(done + 1, len(cases) * (1 + effort.fewest_rounds))
     rounds = effort.fewest_rounds
@@ -128,7 +128,7 @@ def measure_in_turns(
     while done < rounds:
         round_began = time.perf_counter()
         for position, (name, case) in enumerate(cases.items()):
-            samples[name] += [_time(case, clock) for _ in range(calls[name])]
+            samples[name] += _time(case, clock, calls[name])
             on_progress(len(cases) * (1 + done) + position + 1, len(cases) * (1 + rounds))
         done += 1
         now = time.perf_counter()
@@ -137,13 +137,16 @@ def measure_in_turns(
     return {name: _median(timings) for name, timings in samples.items()}
 
 
-def _time(case: Case, clock: Clock) -> Timing:
-    begin = clock.mark()
-    result = case.forward()
-    middle = clock.mark()
-    case.backward(result)
-    end = clock.mark()
-    return Timing(clock.seconds(begin, middle), clock.seconds(middle, end))
+def _time(case: Case, clock: Clock, calls: int) -> list[Timing]:
+    marks = []
+    for _ in range(calls):
+        begin = clock.mark()
+        result = case.forward()
+        middle = clock.mark()
+        case.backward(result)
+        marks.append((begin, middle, clock.mark()))
+    # Only now, as reading a GPU's clock waits for it, and the next call would then find it idle.
+    return [Timing(clock.seconds(begin, middle), clock.seconds(middle, end)) for begin, middle, end in marks]
 
 
 def _median(timings: list[Timing]) -> Timing:
