@@ -42,7 +42,7 @@ def profile_workload():
         "backward": np.array([2.0, 5.0]),
         "both": np.array([3.0, 7.0]),
     }
-    return ProfileWorkload(np.array([16.0, 4096.0]), one, np.array([0.0, 4096.0]), one)
+    return ProfileWorkload(np.array([16.0, 4096.0]), one, np.array([0.0, 4096.0]), one, prefix_attention=None)
 
 
 WORKLOADS = {
