@@ -11,17 +11,30 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from wlb.errors import UserError
 
-PositiveInt = Annotated[int, Field(ge=1)]
+_LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+
+
+def _not_empty(path: object) -> object:
+    if isinstance(path, str) and not path.strip():
+        raise ValueError("the path is empty; name one, or leave the setting out")  # it would mean the working directory
+    return path
+
+
+# Strict: true is no number of processes. The bounds are those of the int32 and int64 that the numbers end up in.
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+NonEmptyPath = Annotated[Path, BeforeValidator(_not_empty)]
 
 
 class Section(BaseModel):
     """Base of every section: unknown keys are refused, values do not change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -41,12 +54,12 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Which documents, and what happens to those longer than the context window."""
 
-    store: Path = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
+    store: NonEmptyPath = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
     context_window: PositiveInt = Field(4096, description="Longest run of tokens attention may span")
     overlong: Literal["split", "truncate", "drop", "error"] = Field(
         "split", description="What happens to documents longer than the context window"
     )
-    seed: int = Field(0, ge=0, description="Seed of the document order")
+    seed: NonNegativeInt = Field(0, description="Seed of the document order")
     shuffle: bool = Field(True, description="Shuffle documents anew in every epoch")
 
 
@@ -85,7 +98,7 @@ class PackingConfig(Section):
     )
     micro_batches: PositiveInt = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
     max_length_factor: float = Field(
-        1.5, ge=1, description="L_max, the most tokens of a micro-batch, in context windows (variable_length)"
+        1.5, ge=1, le=1000, description="L_max, the most tokens of a micro-batch, in context windows (variable_length)"
     )
     outlier_thresholds: Literal["auto"] | tuple[PositiveInt, ...] = Field(
         "auto", description="Lengths from which documents wait in an outlier queue (variable_length)"
@@ -118,23 +131,32 @@ class TrainingConfig(Section):
     """The optimisation run."""
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; without it, one epoch")
-    dtype: Literal["float64", "float32", "bfloat16"] = Field("float32", description="Compute type")
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
+        "auto", description="Compute type; auto is bfloat16 on CUDA and float32 on CPU"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
-    seed: int = Field(0, ge=0, description="Seed of the initial weights")
+    seed: NonNegativeInt = Field(0, description="Seed of the initial weights")
     learning_rate: float = Field(3e-4, gt=0, description="Peak AdamW learning rate")
-    warmup_steps: int = Field(10, ge=0, description="Steps of linear warm-up")
+    warmup_steps: NonNegativeInt = Field(10, description="Steps of linear warm-up")
+    decay_steps: PositiveInt | None = Field(
+        None, description="Step at which the learning rate has fallen to a tenth; default: steps"
+    )
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW moment decay rates")
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
     gradient_clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
-    threads: PositiveInt | None = Field(None, description="CPU threads per process; default cores / processes")
+    threads: PositiveInt | None = Field(
+        None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
+    )
     prefetch: PositiveInt = Field(2, description="Steps planned and read ahead of training")
-    timeout_seconds: float = Field(300.0, gt=0, description="Longest wait in one collective")
+    timeout_seconds: float = Field(
+        300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
+    )
 
 
 class CheckpointConfig(Section):
     """Where and how often the job saves its state."""
 
-    dir: Path | None = Field(None, description="Directory of checkpoints; none are written without it")
+    dir: NonEmptyPath | None = Field(None, description="Directory of checkpoints; none are written without it")
     every: PositiveInt = Field(100, description="Steps between checkpoints")
     keep: PositiveInt = Field(2, description="Newest checkpoints that are kept")
     resume: bool = Field(True, description="Continue from the newest checkpoint in dir, if there is one")
@@ -143,7 +165,7 @@ class CheckpointConfig(Section):
 class MetricsConfig(Section):
     """What the job writes about itself."""
 
-    dir: Path = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
+    dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
     document_ids: bool = Field(False, description="List the documents of every step in steps.jsonl")
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
 

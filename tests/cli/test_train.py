@@ -85,7 +85,7 @@ def test_a_directory_that_cannot_be_written(folder, section, capsys, monkeypatch
 def test_checkpoints_of_another_job(folder, capsys, monkeypatch):
     other = folder / "checkpoints" / "step-00000010"
     other.mkdir(parents=True)
-    (other / "manifest.json").write_text(json.dumps({"format": 1, "step": 10, "loader": {"identity": {}}}))
+    (other / "manifest.json").write_text(json.dumps({"format": 2, "step": 10, "loader": {"identity": {}}}))
     config = str(write_config(folder, checkpoint={"dir": str(folder / "checkpoints")}))
     assert "written with token store = None, this job has" in error_of(capsys, monkeypatch, config)
     checkpoint = {"dir": str(folder / "checkpoints"), "resume": False}

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, write_store
 from wlb.config import CheckpointConfig, JobConfig
 from wlb.errors import UserError
-from wlb.training.checkpoint import complete_checkpoints, newest_checkpoint
+from wlb.training.checkpoint import agreed_checkpoint, complete_checkpoints, newest_checkpoint, read_progress
 from wlb.training.trainer import Trainer
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -116,7 +117,7 @@ def fake_checkpoint(directory: Path, step: int, complete: bool = True) -> None:
     path = directory / f"step-{step:08d}"
     path.mkdir(parents=True)
     if complete:
-        (path / "manifest.json").write_text(json.dumps({"format": 1, "step": step, "loader": {}}))
+        (path / "manifest.json").write_text(json.dumps({"format": 2, "step": step, "loader": {"identity": {}}}))
 
 
 def test_the_newest_complete_checkpoint_counts(tmp_path):
@@ -145,3 +146,42 @@ def test_only_the_newest_are_kept(tmp_path):
     complete = complete_checkpoints(tmp_path / "checkpoints")
     assert [path.name for path in complete] == ["step-00000003", "step-00000004"]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [p.name for p in complete]
+
+
+def _agreement_of(folders: list[Path]) -> str:
+    try:
+        newest = agreed_checkpoint(CheckpointConfig(dir=folders[dist.get_rank()]))
+    except UserError as error:
+        return str(error)
+    return newest.name if newest else "none"
+
+
+@pytest.mark.parametrize(("first", "second"), [((10,), ()), ((), (10,)), ((10, 20), (10,))])
+def test_ranks_that_see_different_checkpoints_stop_together(first, second, tmp_path):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder, steps in zip(folders, (first, second), strict=True):
+        for step in steps:
+            fake_checkpoint(folder, step)
+    one, other = run_ranks(2, _agreement_of, folders, seconds=30.0)
+    for message, folder in ((one, folders[0]), (other, folders[1])):
+        assert f"checkpoint.dir {folder} must be shared by all machines" in message
+        assert "\n" not in message
+    assert (
+        run_ranks(2, _agreement_of, folders[:1] * 2, seconds=30.0)
+        == [f"step-{max(first):08d}" if first else "none"] * 2
+    )
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2}', '{"format": 2, "step": 3, "loader": {}}'])
+def test_a_damaged_manifest_is_named(content, tmp_path):
+    fake_checkpoint(tmp_path, 3)
+    (tmp_path / "step-00000003" / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"manifest\.json is damaged .*; remove .*step-00000003 to continue"):
+        read_progress(tmp_path / "step-00000003")
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path):
+    fake_checkpoint(tmp_path, 3)
+    (tmp_path / "step-00000003" / "manifest.json").write_text('{"format": 1, "step": 3, "loader": {}}')
+    with pytest.raises(UserError, match="has format 1, this version reads 2"):
+        read_progress(tmp_path / "step-00000003")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from wlb.config import DataConfig
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.training.document_order import DocumentStream, finished_documents
+from wlb.training.document_order import DocumentStream, finished_documents, shuffled
 
 WINDOW = 10
 some_lengths = st.lists(st.integers(0, 35), min_size=1, max_size=40).filter(any)
@@ -89,3 +89,19 @@ def test_refuses_data_without_anything_to_train():
 def test_summary_counts_what_is_passed_over():
     summary = stream_of([0, 3, 11, 12, 0]).summary
     assert (summary.documents, summary.empty, summary.overlong) == (5, 2, 2)
+
+
+def test_the_order_is_pinned():
+    """It must not change with the version of NumPy, or a continued job would repeat and lose documents."""
+    assert shuffled(10, seed=0, epoch=0).tolist() == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
+    assert shuffled(10, seed=7, epoch=3).tolist() == [2, 4, 7, 3, 5, 1, 8, 9, 0, 6]
+
+
+def test_what_the_policy_did_is_counted_over_epochs_and_continued():
+    stream = stream_of([0, 3, 11, 25], overlong="split")
+    read_epoch(stream, 3)
+    stream.next_epoch()
+    copy = stream_of([0, 3, 11, 25], overlong="split")
+    copy.load_state_dict(stream.state_dict())
+    read_epoch(copy, 3)
+    assert copy.state_dict()["overlong"] == {"documents": 4, "pieces": 10, "tokens_dropped": 0}

@@ -91,6 +91,7 @@ def test_train_writes_metrics_and_a_summary(folder):
     assert summary["steps"] == 4
     assert summary["tokens"] == sum(row["tokens"] for row in rows)
     assert summary["last_loss"] == rows[-1]["loss"]
+    assert summary["pending_documents"] > 0
     assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1", "2", "3", "4"]
 
 
@@ -173,3 +174,22 @@ def test_a_wrong_number_of_processes_is_refused(folder):
     assert done.returncode == 2
     assert "3 processes were started, but parallel.* asks for 4 (dp 2 x pp 2 x cp 1 x tp 1)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_second_job_keeps_off_the_files_of_the_first(folder):
+    config = endless(folder)
+    with started(config) as first:
+        wait_until(lambda: steps_written(folder) >= 1)
+        with started(config) as second:
+            _, err = second.communicate(timeout=SECONDS)
+        assert first.poll() is None
+    assert second.returncode == 2
+    (line,) = err.splitlines()
+    assert f"another job is writing to metrics.dir {folder / 'metrics'}" in line
+
+
+def test_a_rank_without_arguments_says_what_is_missing_in_one_line():
+    done = subprocess.run([sys.executable, "-m", "wlb.training"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("wlb: error: the following arguments are required: config")

@@ -69,3 +69,10 @@ def test_gradient_norm_is_that_of_the_whole_model(largest):
     for before, after in run_ranks(4, _norms_of_a_rank, parallel, largest):
         assert before == pytest.approx(expected, rel=1e-12)
         assert after == pytest.approx(largest or expected, rel=1e-12)
+
+
+def test_learning_rate_does_not_depend_on_steps_once_its_end_is_set():
+    short = TrainingConfig(steps=50, decay_steps=100, warmup_steps=0, learning_rate=1.0)
+    long = TrainingConfig(steps=200, decay_steps=100, warmup_steps=0, learning_rate=1.0)
+    assert [learning_rate(step, short) for step in range(1, 51)] == [learning_rate(step, long) for step in range(1, 51)]
+    assert learning_rate(100, long) == learning_rate(150, long) == pytest.approx(0.1)

@@ -22,7 +22,7 @@ INTERLEAVED = ParallelConfig(dp=2, pp=2, virtual_pp=2, schedule="interleaved_1f1
 
 @pytest.mark.parametrize("name", ["cp", "tp"])
 def test_dimensions_that_are_not_supported_yet_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=rf"parallel\.{name} = 2 is not supported yet; set it to 1"):
+    with pytest.raises(UserError, match=rf"parallel\.{name} = 2 is not available in this version; set parallel"):
         build_mesh(ParallelConfig.model_validate({name: 2}), "cpu")
 
 

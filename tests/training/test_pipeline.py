@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from tests.training.distributed import RankFailure, run_ranks
+from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
 from wlb.config import ParallelConfig
 from wlb.documents.segments import Segment
@@ -109,18 +109,6 @@ def _reductions_of_a_step(parallel: ParallelConfig) -> int:
 @pytest.mark.parametrize(("pp", "units"), [(1, 5), (2, 3)])  # FSDP units per rank: blocks and the rest
 def test_gradients_are_reduced_once_per_step_not_per_micro_batch(pp: int, units: int) -> None:
     assert run_ranks(2 * pp, _reductions_of_a_step, ParallelConfig(dp=2, pp=pp)) == [units] * 2 * pp
-
-
-def _too_few_micro_batches() -> None:
-    parallel, device = ParallelConfig(pp=2), torch.device("cpu")
-    mesh = build_mesh(parallel, "cpu")
-    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=torch.float32, device=device, seed=0)
-    PipelineRunner(stages, parallel, mesh, 1, dtype=torch.float32, device=device)
-
-
-def test_fewer_micro_batches_than_pipeline_ranks_are_refused() -> None:
-    with pytest.raises(RankFailure, match=r"UserError: .*= 1 is fewer than parallel\.pp = 2; raise packing"):
-        run_ranks(2, _too_few_micro_batches)
 
 
 def _debug_run() -> float:

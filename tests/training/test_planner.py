@@ -92,3 +92,19 @@ def test_the_next_epoch_follows_without_draining():
     trained = tokens_of(steps)
     assert set(trained.values()) == {1}
     assert {(document, token) for document in range(500) for token in range(5)} <= trained.keys()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=10, deadline=None)
+@given(lengths=many_lengths, taken=st.integers(0, 6))
+def test_pending_documents_are_those_taken_in_and_not_finished(method, lengths, taken):
+    planner = planner_of(lengths, method, one_epoch=True)
+    steps = list(islice(planner, taken))
+    cursor = planner.state_dict()["stream"]["cursor"]
+    planned = Counter(document for document, _ in tokens_of(steps))
+    finished = sum(planned[document] == length for document, length in enumerate(lengths))
+    if steps:
+        assert steps[-1].pending_documents == planner.pending_documents == cursor - finished
+    copy = planner_of(lengths, method, one_epoch=True)
+    copy.load_state_dict(json.loads(json.dumps(planner.state_dict())))
+    assert copy.pending_documents == planner.pending_documents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from tests.training.distributed import RankFailure, run_ranks
-from tests.training.jobs import job, read_steps, write_store
+from tests.training.jobs import WINDOW, job, read_steps, write_store
 from wlb.config import JobConfig
+from wlb.documents.overlong import split_overlong
+from wlb.documents.segments import Segment
 from wlb.documents.token_store import TokenStore
 from wlb.training.trainer import Trainer
 
@@ -80,6 +83,9 @@ def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
     opened = TokenStore.open(store)
     assert sorted(documents) == list(range(len(opened)))
     assert (summary["tokens"], summary["documents"], summary["steps"]) == (opened.tokens, len(opened), len(rows))
+    _, report = split_overlong([Segment(i, 0, n) for i, n in enumerate(opened.lengths.tolist())], WINDOW)
+    assert report.documents > 0
+    assert (summary["overlong"], summary["pending_documents"]) == (asdict(report), 0)
 
 
 def test_a_loss_that_is_not_a_number_ends_training(tmp_path, store):

@@ -9,6 +9,7 @@ uneven the micro-batches, the more they gain, and a single step that is balanced
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -50,7 +51,8 @@ def _balanced(micro_batches: Sequence[MicroBatch], dp: int) -> list[list[MicroBa
 
 
 def _largest_sum(ranks: list[list[MicroBatch]]) -> float:
-    return max(sum(micro_batch.workload for micro_batch in rank) for rank in ranks)
+    # Exact, as the built-in sum rounds differently from Python 3.12 on, and machines must choose alike.
+    return max(math.fsum(micro_batch.workload for micro_batch in rank) for rank in ranks)
 
 
 def _heavy_in_the_middle(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:

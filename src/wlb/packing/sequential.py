@@ -7,6 +7,9 @@ are one segment, so the cuts are those of the micro-batches alone.
 
 from __future__ import annotations
 
+import math
+from itertools import islice
+
 from wlb.documents.segments import Segment
 from wlb.packing.base import Packer
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -55,4 +58,4 @@ class SequentialPacker(Packer):
             self._arrived_tokens += segment.length
         lengths = [segment.length for piece in pieces for segment in piece]
         seconds = iter(self.workload.document_seconds(lengths).tolist())
-        return self._emit(MicroBatch(tuple(piece), sum(next(seconds) for _ in piece)) for piece in pieces)
+        return self._emit(MicroBatch(tuple(piece), math.fsum(islice(seconds, len(piece)))) for piece in pieces)

@@ -7,6 +7,7 @@ delay. ``search`` does this for the command line. ``ThresholdTuner`` does it ins
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -201,7 +202,8 @@ class ThresholdTuner:
         shares = self._token_shares()
         moved = (
             self._tuned_shares is None
-            or sum(abs(now - then) for now, then in zip(shares, self._tuned_shares, strict=True)) > 2 * self._DRIFT
+            or math.fsum(abs(now - then) for now, then in zip(shares, self._tuned_shares, strict=True))
+            > 2 * self._DRIFT
         )
         sample, self._sample, self._sample_tokens = self._sample, [], 0
         if not moved:

@@ -142,7 +142,8 @@ class VariableLengthPacker(PoolingPacker):
         outliers = OpenMicroBatches(self.micro_batches, self.capacity)
         outliers.place(longest_first(item for item in pool if item[0] >= self.outlier_thresholds[0]))
         heaviest = max(outliers.seconds)
-        total = sum([item[1] for item in pool])
+        # Exact, as the built-in sum rounds differently from Python 3.12 on, and machines must plan alike.
+        total = math.fsum([item[1] for item in pool])
         released: list[Pending] = []
         for item in waiting:
             limit = max(heaviest, (total + item.seconds) / self.micro_batches)

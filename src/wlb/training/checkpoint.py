@@ -31,8 +31,9 @@ from torch.optim import Optimizer
 
 from wlb.config import CheckpointConfig
 from wlb.errors import UserError
+from wlb.training.agreement import gathered, on_every_rank
 
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "manifest.json"
 _HIDDEN = ".writing-"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded
@@ -130,12 +131,43 @@ def newest_checkpoint(config: CheckpointConfig) -> Path | None:
     return complete[-1] if complete else None
 
 
+def agreed_checkpoint(config: CheckpointConfig) -> Path | None:
+    """``newest_checkpoint``, called on every rank: the one that rank 0 sees, if all others see it as their newest too.
+
+    Raises ``UserError`` on every rank where one sees another, as ranks that continue from different steps would wait
+    for each other in vain.
+    """
+    newest = on_every_rank(lambda: newest_checkpoint(config))
+    names = gathered(newest.name if newest else "none")
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            raise UserError(
+                f"checkpoint.dir {config.dir} must be shared by all machines: the newest checkpoint in it is "
+                f"{names[0]} for rank 0 and {name} for rank {rank}"
+            )
+    return newest
+
+
 def read_progress(path: Path) -> Progress:
-    """The step and loader state of the checkpoint at ``path``."""
-    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    if manifest["format"] != _FORMAT:
-        raise UserError(f"checkpoint {path} has format {manifest['format']}; this version reads {_FORMAT}")
-    return Progress(step=manifest["step"], loader=manifest["loader"])
+    """The step and loader state of the checkpoint at ``path``. Raises ``UserError`` if it cannot be understood."""
+    file = path / _MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        if manifest["format"] != _FORMAT:
+            raise UserError(
+                f"checkpoint {path} has format {manifest['format']}, this version reads {_FORMAT}; continue with the "
+                "version that wrote it or start anew with another checkpoint.dir"
+            )
+        progress = Progress(step=int(manifest["step"]), loader=dict(manifest["loader"]))
+        dict(progress.loader["identity"])
+    except UserError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"checkpoint manifest {file} is damaged ({type(error).__name__}); remove {path} to continue from the "
+            "checkpoint before it"
+        ) from error
+    return progress
 
 
 def _check_same_model(path: Path, tensors: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Which document comes next: the order of documents over epochs, as a few integers of state.
 
-Every epoch visits every document once, in a permutation that follows from ``[seed, epoch]`` alone, so a position
+Every epoch visits every document once, in an order that follows from ``[seed, epoch]`` alone, so a position
 in the order is (epoch, cursor) and any rank can go there directly. Document ids count up over the
 whole history, ``epoch * documents in the store + index in the store``; an id is never used twice.
 """
@@ -8,14 +8,14 @@ whole history, ``epoch * documents in the store + index in the store``; an id is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.config import DataConfig
-from wlb.documents.overlong import split_overlong
+from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 
@@ -39,14 +39,11 @@ class DocumentStream:
     def __init__(self, lengths: NDArray[np.int64], config: DataConfig) -> None:
         self._lengths = lengths
         self._config = config
-        self.summary = EpochSummary(
-            documents=len(lengths),
-            empty=int(np.count_nonzero(lengths == 0)),
-            overlong=int(np.count_nonzero(lengths > config.context_window)),
-        )
-        self._check_something_remains()
+        self.summary = summarise_epoch(lengths, config)
+        self._epoch = 0
         self._cursor = 0
-        self._start_epoch(0)
+        self._overlong = OverlongReport()  # of all documents taken, over all epochs
+        self._order: NDArray[np.int64] | None = None  # of this epoch, once it is asked for
 
     @property
     def epoch_is_over(self) -> bool:
@@ -54,6 +51,9 @@ class DocumentStream:
 
     def take(self, documents: int) -> list[Segment]:
         """The segments of the next ``documents`` documents of this epoch, or of as many as remain."""
+        if self._order is None:
+            count, seed = len(self._lengths), self._config.seed
+            self._order = shuffled(count, seed, self._epoch) if self._config.shuffle else np.arange(count)
         chosen = self._order[self._cursor : self._cursor + documents]
         self._cursor += len(chosen)
         lengths = self._lengths[chosen]
@@ -62,42 +62,54 @@ class DocumentStream:
             Segment(document, 0, length)
             for document, length in zip(ids.tolist(), lengths[lengths > 0].tolist(), strict=True)
         ]
-        segments, _ = split_overlong(segments, self._config.context_window, self._config.overlong)
+        segments, report = split_overlong(segments, self._config.context_window, self._config.overlong)
+        self._overlong += report
         return segments
 
     def next_epoch(self) -> None:
-        self._start_epoch(self._epoch + 1)
-        self._cursor = 0
+        self._go_to(self._epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "cursor": self._cursor}
+        return {"epoch": self._epoch, "cursor": self._cursor, "overlong": asdict(self._overlong)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._start_epoch(state["epoch"])
-        self._cursor = state["cursor"]
+        self._go_to(state["epoch"], state["cursor"])
+        self._overlong = OverlongReport(**state["overlong"])
 
-    def _start_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        count = len(self._lengths)
-        if self._config.shuffle:
-            self._order = np.random.default_rng([self._config.seed, epoch]).permutation(count)
-        else:
-            self._order = np.arange(count)
+    def _go_to(self, epoch: int, cursor: int) -> None:
+        self._epoch, self._cursor, self._order = epoch, cursor, None
 
-    def _check_something_remains(self) -> None:
-        summary, config = self.summary, self._config
-        if summary.overlong and config.overlong == "error":
-            document = int(np.argmax(self._lengths > config.context_window))
-            raise UserError(
-                f"document {document} has {self._lengths[document]} tokens, over data.context_window = "
-                f"{config.context_window} ({summary.overlong} documents are); raise it or set data.overlong = 'split'"
-            )
-        dropped = summary.overlong if config.overlong == "drop" else 0
-        if summary.documents - summary.empty - dropped <= 0:
-            raise UserError(
-                f"nothing to train on in token store {config.store}: of {summary.documents} documents {summary.empty} "
-                f"are empty and {dropped} dropped as longer than data.context_window = {config.context_window}"
-            )
+
+def summarise_epoch(lengths: NDArray[np.int64], config: DataConfig) -> EpochSummary:
+    """What an epoch does with documents of ``lengths``. Raises ``UserError`` if it leaves nothing to train on."""
+    summary = EpochSummary(
+        documents=len(lengths),
+        empty=int(np.count_nonzero(lengths == 0)),
+        overlong=int(np.count_nonzero(lengths > config.context_window)),
+    )
+    if summary.overlong and config.overlong == "error":
+        document = int(np.argmax(lengths > config.context_window))
+        raise UserError(
+            f"document {document} has {lengths[document]} tokens, over data.context_window = "
+            f"{config.context_window} ({summary.overlong} documents are); raise it or set data.overlong = 'split'"
+        )
+    dropped = summary.overlong if config.overlong == "drop" else 0
+    if summary.documents - summary.empty - dropped <= 0:
+        raise UserError(
+            f"nothing to train on in token store {config.store}: of {summary.documents} documents {summary.empty} "
+            f"are empty and {dropped} dropped as longer than data.context_window = {config.context_window}"
+        )
+    return summary
+
+
+def shuffled(documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of ``documents`` documents in ``epoch``: the same on every version of NumPy.
+
+    NumPy promises the stream of its bit generators but not what ``permutation`` makes of it, and a job may be
+    continued on another version; so each document draws a number, and they are sorted by it.
+    """
+    drawn = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(documents)
+    return np.argsort(drawn, kind="stable")
 
 
 def finished_documents(segments: Iterable[Segment], lengths: NDArray[np.int64], truncated_to: int | None) -> list[int]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from wlb.config import JobConfig, ModelConfig, TrainingConfig
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
+from wlb.system import usable_cores
 from wlb.training.model import TransformerConfig
 from wlb.workload import ModelShape, model_shape
 
@@ -71,8 +72,29 @@ def vocab_size(config: JobConfig, store: TokenStore) -> int:
 
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
-    """CPU threads of each process: ``training.threads``, or an equal share of the cores this job may use."""
-    return config.threads or max(1, len(os.sched_getaffinity(0)) // local_processes)
+    """CPU threads of each process: ``training.threads``, or else what ``OMP_NUM_THREADS`` says, or else an equal share
+    of the cores this job may use."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
+    given = int(wanted) if wanted.isdecimal() else 0
+    return config.threads or given or max(1, usable_cores() // local_processes)
+
+
+def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
+    """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
+    name = {"cpu": "float32", "cuda": "bfloat16"}[device.type] if config.dtype == "auto" else config.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def dense_attention_warning(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What to tell the user where no fast attention runs in ``dtype``, or None."""
+    if device.type != "cuda" or dtype == torch.bfloat16:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"wlb: warning: training.dtype = '{name}' on CUDA runs attention on the dense reference back end, whose memory "
+        "grows with the square of a document's tokens; set training.dtype = 'bfloat16' for flash attention"
+    )
 
 
 def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig:

@@ -40,6 +40,7 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
 
     world_size = config.parallel.world_size
     check_job(config, local_processes=world_size)
+    # Before the ranks import torch; where the variable is set and training.threads is not, it keeps its value.
     os.environ["OMP_NUM_THREADS"] = str(threads_per_process(config.training, world_size))
     logging.disable(
         logging.ERROR

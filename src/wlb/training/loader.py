@@ -85,6 +85,7 @@ class StepLoader(Iterator[LoadedStep]):
             check_identity(state, self._identity)
             planner.load_state_dict(state["planner"])
         self._state = planner.state_dict()
+        self._pending_documents = planner.pending_documents
         self._shutdown = Shutdown()
         depth = config.training.prefetch
         self._plans = Prefetcher(planner, depth, "wlb-planning", self._shutdown)
@@ -94,6 +95,7 @@ class StepLoader(Iterator[LoadedStep]):
         started = time.perf_counter()
         step = next(self._steps)
         self._state = step.planned.state
+        self._pending_documents = step.planned.pending_documents
         return LoadedStep(
             plan=step.planned.plan,
             batches=step.batches,
@@ -107,6 +109,13 @@ class StepLoader(Iterator[LoadedStep]):
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue with the step after the last one handed out; JSON-serialisable."""
         return {"identity": self._identity, "planner": self._state}
+
+    def totals(self) -> dict[str, Any]:
+        """What became of the documents taken in, from the job's first step to the last one handed out.
+
+        ``overlong`` has the fields of ``OverlongReport``; ``pending_documents`` are not trained to their end yet.
+        """
+        return {"overlong": self._state["stream"]["overlong"], "pending_documents": self._pending_documents}
 
     def close(self) -> None:
         """End the threads; safe to call twice."""

@@ -78,7 +78,8 @@ class MetricsWriter:
                     self._tensorboard.add_scalar(name, value, metrics.step)
         show_progress(
             f"step {metrics.step}  loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
-            f"imbalance {metrics.imbalance_degree:.3f}  {metrics.step_seconds:.2f} s"
+            f"imbalance {metrics.imbalance_degree:.3f}  {metrics.step_seconds:.2f} s  "
+            f"wait {metrics.data_wait_seconds / metrics.step_seconds:.0%}"
         )
 
     def summary(self) -> dict[str, Any]:

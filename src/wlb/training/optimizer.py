@@ -30,16 +30,18 @@ def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """The learning rate of step 1, 2, ...: linear warm-up, then a cosine down to a tenth of the peak.
+    """The learning rate of step 1, 2, ...: linear warm-up, then a cosine down to a tenth of the peak, where it stays.
 
-    Without ``training.steps`` the end is unknown and the rate stays at its peak.
+    The cosine ends at ``training.decay_steps`` or else at ``training.steps``; without either the rate stays at its
+    peak.
     """
     peak = config.learning_rate
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
-    if config.steps is None:
+    last = config.decay_steps or config.steps
+    if last is None:
         return peak
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
     return peak * (_FINAL_FRACTION + (1 - _FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 

@@ -24,13 +24,20 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
     """Arrange all processes as pp x dp x cp x tp, tensor-parallel ranks next to each other.
 
     The dimension that communicates most varies fastest, so it stays inside a node (WLB-LLM, section 2.1).
-    Raises ``UserError`` for a dimension that is not supported yet.
+    Raises ``UserError`` for a dimension that is not available.
     """
-    for name in ("cp", "tp"):
-        if getattr(parallel, name) > 1:
-            raise UserError(f"parallel.{name} = {getattr(parallel, name)} is not supported yet; set it to 1")
+    check_available(parallel)
     sizes = tuple(getattr(parallel, name) for name in MESH_DIMENSIONS)
     return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMENSIONS)
+
+
+def check_available(parallel: ParallelConfig) -> None:
+    """Raise ``UserError`` for a dimension that this version does not run."""
+    for name in ("cp", "tp"):
+        if getattr(parallel, name) > 1:
+            raise UserError(
+                f"parallel.{name} = {getattr(parallel, name)} is not available in this version; set parallel.{name} = 1"
+            )
 
 
 def build_stage_modules(

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from wlb.config import ParallelConfig
-from wlb.errors import UserError
 from wlb.training.batch import IGNORE_LABEL, TokenBatch
 from wlb.training.model import Transformer
 from wlb.training.parallelize import master_dtype
@@ -44,7 +43,7 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 class PipelineRunner:
     """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
 
-    Raises ``UserError`` if the schedule cannot run so few micro-batches.
+    ``JobConfig`` has checked that the schedule can run so few.
     """
 
     def __init__(
@@ -57,11 +56,6 @@ class PipelineRunner:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if micro_batches < parallel.pp:
-            raise UserError(
-                f"packing.micro_batches / parallel.dp = {micro_batches} is fewer than parallel.pp = "
-                f"{parallel.pp}; raise packing.micro_batches"
-            )
         self._modules = stage_modules
         self._device = device
         self._loss_dtype = master_dtype(dtype)

@@ -25,11 +25,15 @@ _DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few e
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step dealt to data-parallel ranks, the seconds spent on it and the planner's state after it."""
+    """A step dealt to data-parallel ranks, the seconds spent on it and the planner's state after it.
+
+    ``pending_documents`` counts the documents taken in of which a part is yet to be planned or handed out.
+    """
 
     plan: StepPlan
     planning_seconds: float
     state: dict[str, Any]
+    pending_documents: int
 
 
 class StepPlanner(Iterator[PlannedStep]):
@@ -48,7 +52,7 @@ class StepPlanner(Iterator[PlannedStep]):
         self._one_epoch = one_epoch
         self._emitted: deque[StepPlan] = deque()
         self._drained = False
-        self._packer_state = packer.state_dict()
+        self._remember_packer()
 
     def __next__(self) -> PlannedStep:
         started = time.perf_counter()
@@ -57,7 +61,12 @@ class StepPlanner(Iterator[PlannedStep]):
         plan = self._emitted.popleft()
         arranged = arrange(plan, self._dp, assignment=self._packing.assignment, order=self._packing.order)
         state = self.state_dict()
-        return PlannedStep(arranged, time.perf_counter() - started, state)
+        return PlannedStep(arranged, time.perf_counter() - started, state, self.pending_documents)
+
+    @property
+    def pending_documents(self) -> int:
+        """Documents taken in of which a part waits in the packer or in steps not returned yet."""
+        return len(self._held.union(segment.document for plan in self._emitted for segment in plan.segments))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last plan returned, as JSON-serialisable data."""
@@ -71,7 +80,7 @@ class StepPlanner(Iterator[PlannedStep]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._stream.load_state_dict(state["stream"])
         self._packer.load_state_dict(state["packer"])
-        self._packer_state = state["packer"]
+        self._remember_packer()
         self._emitted = deque(StepPlan.from_json(plan) for plan in state["emitted"])
         self._drained = state["drained"]
 
@@ -87,4 +96,8 @@ class StepPlanner(Iterator[PlannedStep]):
         else:
             raise StopIteration
         if self._emitted:
-            self._packer_state = self._packer.state_dict()
+            self._remember_packer()
+
+    def _remember_packer(self) -> None:
+        self._packer_state = self._packer.state_dict()
+        self._held = {segment.document for segment in self._packer.pending}

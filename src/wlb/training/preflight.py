@@ -9,22 +9,23 @@ from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError, require
 from wlb.training.checkpoint import newest_checkpoint, read_progress
-from wlb.training.document_order import DocumentStream
+from wlb.training.document_order import summarise_epoch
 from wlb.training.job import device_type, transformer_config, vocab_size
 from wlb.training.layer_split import split_layers
 from wlb.training.loader import check_identity, data_identity
+from wlb.training.parallelize import check_available
 
 
-def check_job(config: JobConfig, local_processes: int) -> None:
-    """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine."""
-    parallel = config.parallel
-    for name, size in (("cp", parallel.cp), ("tp", parallel.tp)):
-        if size > 1:
-            raise UserError(f"parallel.{name} = {size} is not available in this version; set parallel.{name} = 1")
+def check_job(config: JobConfig, local_processes: int) -> TokenStore:
+    """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine.
+
+    Returns the token store, opened, as opening it again would take a second pass over its index.
+    """
+    check_available(config.parallel)
     device_type(config.training, local_processes)
     store = TokenStore.open(config.data.store)
-    split_layers(transformer_config(config.model, vocab_size(config, store)).shape, parallel.stages)
-    DocumentStream(store.lengths, config.data)
+    split_layers(transformer_config(config.model, vocab_size(config, store)).shape, config.parallel.stages)
+    summarise_epoch(store.lengths, config.data)
     if config.metrics.tensorboard:
         require("tensorboard", "train")
     _check_writable("metrics.dir", config.metrics.dir)
@@ -33,6 +34,7 @@ def check_job(config: JobConfig, local_processes: int) -> None:
     newest = newest_checkpoint(config.checkpoint)
     if newest is not None:
         check_identity(read_progress(newest).loader, data_identity(store, config))
+    return store
 
 
 def _check_writable(name: str, directory: Path) -> None:

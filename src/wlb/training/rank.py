@@ -7,13 +7,16 @@ once: on any error, and when its launcher is gone.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from wlb.config import load_config
+from wlb.errors import UserError
 from wlb.training.failures import report_failure
 
 _WATCH_SECONDS = 0.2
@@ -28,6 +31,7 @@ def main() -> None:
         config = load_config(arguments.config, arguments.set)
         from wlb.training.trainer import train
 
+        gc.freeze()  # or every full collection while planning walks all that torch has imported
         summary = train(config)
         if arguments.json and summary is not None:
             from wlb.cli.console import emit_json
@@ -41,8 +45,13 @@ def main() -> None:
     os._exit(status)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m wlb.training")
+    parser = _Parser(prog="python -m wlb.training")
     parser.add_argument("config", type=Path, help="configuration of the job (TOML)")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
     parser.add_argument("--json", action="store_true", help="print a summary on stdout at the end")

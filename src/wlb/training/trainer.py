@@ -8,10 +8,10 @@ loader included.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,11 +20,21 @@ import torch.distributed as dist
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
-from wlb.training.checkpoint import Checkpointer, Progress, newest_checkpoint
+from wlb.training.agreement import on_every_rank
+from wlb.training.checkpoint import Checkpointer, Progress, agreed_checkpoint
+from wlb.training.console import say
+from wlb.training.exclusive import check_shared, directories_of
 from wlb.training.failures import TrainingError
-from wlb.training.job import hardware_name, joined_job, transformer_config, vocab_size
+from wlb.training.job import (
+    compute_dtype,
+    dense_attention_warning,
+    hardware_name,
+    joined_job,
+    transformer_config,
+    vocab_size,
+)
 from wlb.training.loader import LoadedStep, StepLoader
-from wlb.training.metrics import MetricsWriter, StepMetrics, say
+from wlb.training.metrics import MetricsWriter, StepMetrics
 from wlb.training.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
@@ -39,22 +49,25 @@ def train(config: JobConfig) -> dict[str, Any] | None:
 
     Raises ``UserError`` for what the user can mend and ``TrainingError`` where training cannot go on.
     """
-    with joined_job(config) as device:
-        check_job(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        return Trainer(config, device).run()
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    with joined_job(config) as device, ExitStack() as held:
+        store = on_every_rank(lambda: check_job(config, local_processes))
+        on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)
+        on_every_rank(lambda: check_shared(config))
+        return Trainer(config, device, store).run()
 
 
 class Trainer:
     """One rank of a job: builds everything, continues from the newest checkpoint, and trains."""
 
-    def __init__(self, config: JobConfig, device: torch.device) -> None:
+    def __init__(self, config: JobConfig, device: torch.device, store: TokenStore | None = None) -> None:
         self.config = config
         self.device = device
         self._last_step = config.training.steps or math.inf
-        store = TokenStore.open(config.data.store)
+        store = store if store is not None else TokenStore.open(config.data.store)
         vocabulary = vocab_size(config, store)
         model = transformer_config(config.model, vocabulary)
-        dtype: torch.dtype = getattr(torch, config.training.dtype)
+        dtype = compute_dtype(config.training, device)
         mesh = build_mesh(config.parallel, device.type)
         self.stages = build_stage_modules(
             model, config.parallel, mesh, dtype=dtype, device=device, seed=config.training.seed
@@ -63,7 +76,7 @@ class Trainer:
         micro_batches = config.packing.micro_batches // config.parallel.dp
         self.runner = PipelineRunner(self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device)
         self.checkpointer = Checkpointer(config.checkpoint, self.stages, self.optimizers)
-        newest = newest_checkpoint(config.checkpoint)
+        newest = agreed_checkpoint(config.checkpoint)
         progress = self.checkpointer.load(newest) if newest else None
         self.step = progress.step if progress else 0
         workload = make_workload(model.shape, hardware_name(device))
@@ -77,9 +90,10 @@ class Trainer:
             state=progress.loader if progress else None,
         )
         self.metrics = MetricsWriter(config.metrics, self.step) if dist.get_rank() == 0 else None
-        gc.freeze()  # or every full collection while planning walks all that torch has imported
         if self.metrics:
             say(_opening_line(config, device, self.loader, self.step))
+            if warning := dense_attention_warning(dtype, device):
+                say(warning)
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
@@ -96,7 +110,7 @@ class Trainer:
         if self.metrics is None:
             return None
         self.metrics.close()
-        return self.metrics.summary()
+        return self.metrics.summary() | self.loader.totals()
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()

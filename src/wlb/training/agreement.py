@@ -1,0 +1,32 @@
+"""What ranks must agree on before they start, so that none waits for one that has already given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from wlb.errors import UserError
+
+T = TypeVar("T")
+
+
+def on_every_rank(check: Callable[[], T]) -> T:
+    """Call ``check`` on every rank; returns its result, or raises on every rank the ``UserError`` it raised on one."""
+    problem = result = None
+    try:
+        result = check()
+    except UserError as error:
+        problem = str(error)
+    first = next((text for text in gathered(problem) if text is not None), None)
+    if first is not None:
+        raise UserError(first)
+    return result  # type: ignore[return-value]  # check returned it: it did not raise here
+
+
+def gathered(value: T) -> list[T]:
+    """``value`` of every rank, in rank order; it is pickled."""
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

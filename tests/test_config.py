@@ -1,0 +1,46 @@
+"""Mistakes in a configuration are told in one line that names the setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wlb.config import load_config
+from wlb.errors import UserError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text('[data]\nstore = "store"\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.betas=[0.9, 1.0]",
+        "training.betas=[-0.1, 0.9]",
+        "training.timeout_seconds=inf",
+        "training.timeout_seconds=1e18",
+        "training.learning_rate=nan",
+        "training.gradient_clip=inf",
+        "packing.max_length_factor=1e300",
+        "parallel.dp=true",
+        "data.context_window=99999999999999999999",
+        "training.seed=99999999999999999999",
+        "checkpoint.dir=",
+        "metrics.dir=",
+        "data.store=' '",
+    ],
+)
+def test_values_out_of_range_are_refused(config, override):
+    with pytest.raises(UserError, match=override.partition("=")[0].replace(".", r"\.")) as refusal:
+        load_config(config, [override])
+    assert "\n" not in str(refusal.value)
+
+
+def test_values_at_the_limits_are_taken(config):
+    job = load_config(config, ["training.betas=[0, 0.999]", "training.timeout_seconds=604800", "checkpoint.dir=c"])
+    assert (job.training.betas, job.checkpoint.dir) == ((0.0, 0.999), Path("c"))

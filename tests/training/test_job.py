@@ -1,0 +1,42 @@
+"""What a rank takes from its surroundings: threads, and the type it computes in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wlb.config import TrainingConfig
+from wlb.system import usable_cores
+from wlb.training.job import compute_dtype, dense_attention_warning, threads_per_process
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [
+        ("auto", CPU, torch.float32),
+        ("auto", CUDA, torch.bfloat16),
+        ("float64", CPU, torch.float64),
+        ("float32", CUDA, torch.float32),
+    ],
+)
+def test_auto_is_the_type_the_device_is_fast_in(dtype, device, expected):
+    assert compute_dtype(TrainingConfig(dtype=dtype), device) == expected
+
+
+def test_dense_attention_on_a_gpu_is_told():
+    assert dense_attention_warning(torch.bfloat16, CUDA) is None
+    assert dense_attention_warning(torch.float32, CPU) is None
+    warning = dense_attention_warning(torch.float32, CUDA)
+    assert warning is not None
+    assert "training.dtype = 'float32' on CUDA" in warning
+
+
+@pytest.mark.parametrize(
+    ("threads", "variable", "expected"), [(3, "5", 3), (None, "5", 5), (None, "4,2", 4), (None, "many", None)]
+)
+def test_threads_are_the_settings_then_the_variables_then_a_share(threads, variable, expected, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    config = TrainingConfig(threads=threads)
+    assert threads_per_process(config, 1) == (expected or usable_cores())
