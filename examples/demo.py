@@ -2,8 +2,8 @@
 
 1. Turn the standard library of this Python into a token store (``wlb prepare``).
 2. Compare packing methods on its lengths (``wlb compare``, simulated).
-3. Train the same documents with plain-4D and with WLB-LLM packing on two pipeline stages, alternating between the two
-   jobs so that both see the same machine (``wlb train``, measured). Each turn resumes from its job's checkpoint.
+3. Train the same documents with plain-4D and with WLB-LLM packing on two pipeline stages, a step of one and a step of
+   the other in turn so that both see the same machine (``side_by_side.py``, measured).
 4. Print both side by side and draw ``demo/demo.png``.
 
 Everything is written below ``demo/``; a second run reuses the token store.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -40,12 +41,13 @@ from wlb.workload.base import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 1024
+PROCESSES = 2
 CONFIGS = {"plain-4D": "configs/tiny_plain4d.toml", "WLB-LLM": "configs/tiny.toml"}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One job: what its steps measured, first step of each turn excluded, and the plans they ran.
+    """One job: what its steps measured, the first excluded, and the plans they ran.
 
     ``busy`` is the share of the processes' time that the model's work takes, by the workload model's seconds for
     that work, median over steps; ``predicted_busy`` is what the pipeline simulation expects.
@@ -70,23 +72,17 @@ def main() -> None:
     size = ["--context-window", 4096, "--micro-batches", arguments.micro_batches, "--pp", 2]
     wlb("compare", store, *size, "--model", "tiny", "--hardware", "cpu")
 
-    for name in CONFIGS:
-        shutil.rmtree(out / name, ignore_errors=True)
-    for turn in range(1, arguments.turns + 1):
-        for name, config in CONFIGS.items():
-            print(f"\n{name}, turn {turn} of {arguments.turns}", flush=True)
-            settings = [*overrides(name, arguments, store), f"training.steps={turn * arguments.steps}"]
-            wlb("train", ROOT / config, *(word for setting in settings for word in ("--set", setting)))
-    jobs = {name: load_config(ROOT / config, overrides(name, arguments, store)) for name, config in CONFIGS.items()}
-    results = [measure(name, job, arguments.steps) for name, job in jobs.items()]
+    print("\nplain-4D and WLB-LLM, a step of each in turn:", flush=True)
+    jobs = {name: overrides(name, arguments, store) for name in CONFIGS}
+    train_in_turns(jobs)
+    results = [measure(name, load_config(ROOT / CONFIGS[name], settings)) for name, settings in jobs.items()]
     report(results, out / "demo.png")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
-    parser.add_argument("--turns", type=int, default=3, help="times that the two jobs alternate")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn; the first is not counted")
+    parser.add_argument("--steps", type=int, default=9, help="optimizer steps of each job; the first is not counted")
     parser.add_argument("--micro-batches", type=int, default=16, help="micro-batches of a step")
     return parser.parse_args()
 
@@ -97,24 +93,34 @@ def wlb(*arguments: object) -> None:
 
 
 def overrides(name: str, arguments: argparse.Namespace, store: Path) -> list[str]:
-    """What this job changes in its configuration; every turn ends with a checkpoint."""
+    """What the job called ``name`` changes in its configuration; it starts afresh and keeps no checkpoints."""
     directory: Path = arguments.out / name
+    shutil.rmtree(directory, ignore_errors=True)
     return [
         f"data.store={store}",
         f"packing.micro_batches={arguments.micro_batches}",
+        f"training.steps={arguments.steps}",
         f"checkpoint.dir={directory / 'checkpoints'}",
+        f"checkpoint.every={10**6}",
         f"metrics.dir={directory}",
     ]
 
 
-def measure(name: str, config: JobConfig, steps_per_turn: int) -> Measured:
+def train_in_turns(jobs: dict[str, list[str]]) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
+    words = [word for name, settings in jobs.items() for word in ("--job", str(ROOT / CONFIGS[name]), *settings)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([*torchrun, str(ROOT / "examples" / "side_by_side.py"), *words], check=True, env=environment)
+
+
+def measure(name: str, config: JobConfig) -> Measured:
     """Read the job's ``steps.jsonl`` and plan its steps once more to know the work they did."""
     lines = (config.metrics.dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     store = TokenStore.open(config.data.store)
     workload = make_workload(transformer_config(config.model, vocab_size(config, store)).shape, "cpu")
     plans = plan_steps(config, store, workload, len(rows))
-    counted = [index for index in range(len(rows)) if index % steps_per_turn]
+    counted = range(1, len(rows))  # the first step warms up
     seconds = [rows[index]["step_seconds"] for index in counted]
     for index in counted:
         assert plans[index].tokens == rows[index]["tokens"], "the plan is the one that was trained"

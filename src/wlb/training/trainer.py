@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -97,6 +98,15 @@ class Trainer:
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
+        for _ in self.steps():
+            pass
+        if self.metrics is None:
+            return None
+        self.metrics.close()
+        return self.metrics.summary() | self.loader.totals()
+
+    def steps(self) -> Iterator[int]:
+        """Train step after step, yielding the number of each; checkpoints as they fall due and at the end."""
         saved = self.step
         with self.loader:
             while self.step < self._last_step and (loaded := next(self.loader, None)):
@@ -105,12 +115,9 @@ class Trainer:
                 if self.checkpointer.is_due(self.step):
                     self._save()
                     saved = self.step
+                yield self.step
             if self.step != saved and self.checkpointer.enabled:
                 self._save()
-        if self.metrics is None:
-            return None
-        self.metrics.close()
-        return self.metrics.summary() | self.loader.totals()
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()

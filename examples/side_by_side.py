@@ -1,0 +1,32 @@
+"""Train several jobs in turns, a step each, in the same processes: a fair comparison on a machine that others use too.
+
+    torchrun --standalone --nproc-per-node 2 examples/side_by_side.py \\
+        --job configs/tiny_plain4d.toml training.steps=8 --job configs/tiny.toml training.steps=8
+
+Every ``--job`` is a configuration and the settings to override in it; all jobs have the same ``[parallel]`` sizes. Each
+writes its own ``steps.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import zip_longest
+from pathlib import Path
+
+from wlb.config import load_config
+from wlb.training.job import joined_job
+from wlb.training.trainer import Trainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", nargs="+", action="append", required=True, metavar="CONFIG [section.key=value]")
+    configs = [load_config(Path(config), overrides) for config, *overrides in parser.parse_args().job]
+    with joined_job(configs[0]) as device:
+        trainers = [Trainer(config, device) for config in configs]
+        for _ in zip_longest(*(trainer.steps() for trainer in trainers)):
+            pass
+
+
+if __name__ == "__main__":
+    main()
