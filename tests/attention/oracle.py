@@ -19,13 +19,16 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, segment_lengths: 
     return out.transpose(0, 1)
 
 
-def random_inputs(tokens: int, heads: int, kv_heads: int, head_dim: int, seed: int) -> list[Tensor]:
+def random_inputs(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value and the gradient of the output, in float64."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(tokens, count, head_dim, generator=generator, dtype=torch.float64)
-        for count in (heads, kv_heads, kv_heads, heads)
-    ]
+
+    def random(count: int) -> Tensor:
+        return torch.randn(tokens, count, head_dim, generator=generator, dtype=torch.float64)
+
+    return random(heads), random(kv_heads), random(kv_heads), random(heads)
 
 
 def output_and_gradients(inputs: Sequence[Tensor], segment_lengths: Sequence[int]) -> list[Tensor]:

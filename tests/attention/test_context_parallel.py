@@ -6,20 +6,19 @@ The processes of each group size are started once and go through all cases of th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.attention.oracle import output_and_gradients, random_inputs
+from tests.attention.plans import random_plan
 from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention
+from wlb.errors import UserError
 from wlb.sharding import STRATEGIES, make_shard_plan
-from wlb.sharding.plan import ShardPlan, split_by_rank
+from wlb.sharding.plan import ShardPlan
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
@@ -43,18 +42,6 @@ MIXES = {
 }
 
 
-def _random_plan(lengths: list[int], cp_size: int, owners: int, seed: int) -> ShardPlan:
-    """Random cuts dealt at random to the last ``owners`` ranks; the others hold nothing."""
-    random = np.random.default_rng(seed)
-    rows = []
-    for segment, length in enumerate(lengths):
-        cuts = np.unique([0, length, *random.integers(0, length + 1, random.integers(0, 8))])
-        rows += [(segment, start, stop) for start, stop in pairwise(cuts)]
-    table = np.array(rows, dtype=np.int64)
-    ranks = cp_size - 1 - random.integers(0, owners, len(table))
-    return ShardPlan("random", tuple(lengths), split_by_rank(ranks, table, cp_size))
-
-
 def _cases(cp_size: int) -> list[Case]:
     cases = []
     for name, lengths in MIXES.items():
@@ -63,7 +50,7 @@ def _cases(cp_size: int) -> list[Case]:
             cases.append(Case(f"{strategy}, {name}", plan))
             cases.append(Case(f"{strategy}, {name}, float32", plan, dtype=torch.float32))
         for owners in range(1, cp_size + 1):
-            plan = _random_plan(lengths, cp_size, owners, seed=owners).to_json()
+            plan = random_plan(lengths, cp_size, owners, seed=owners).to_json()
             cases.append(Case(f"random over {owners} ranks, {name}", plan))
     plan = make_shard_plan(MIXES["many"], cp_size, "per_document").to_json()
     cases += [Case(f"{heads} heads", plan, heads=heads) for heads in ((4, 4), (4, 1), (6, 3))]
@@ -73,42 +60,76 @@ def _cases(cp_size: int) -> list[Case]:
     return cases
 
 
-def _local_results(case: Case, inputs: list[Tensor], plan: ShardPlan, rank: int) -> list[Tensor]:
-    mine = torch.from_numpy(plan.positions(rank))
-    *tensors, grad_out = (tensor[mine].to(case.dtype) for tensor in inputs)
+def _largest_error(case: Case, seed: int, group: dist.ProcessGroup | None, rank: int | None = None) -> float:
+    """The largest error of this rank's output and gradients, over the largest entry expected or 1."""
+    plan = ShardPlan.from_json(case.plan)
+    # Rounded first, so that a narrow type is charged for its arithmetic and not for its inputs.
+    inputs = [tensor.to(case.dtype) for tensor in random_inputs(plan.tokens, *case.heads, case.head_dim, seed)]
+    expected = output_and_gradients(inputs, plan.segment_lengths)
+    mine = torch.from_numpy(plan.positions(dist.get_rank(group) if rank is None else rank))
+    *tensors, grad_out = (tensor[mine] for tensor in inputs)
     query, key, value = (tensor.requires_grad_() for tensor in tensors)
-    out = context_parallel_attention(query, key, value, plan, None, case.backend)
+    out = context_parallel_attention(query, key, value, plan, group, case.backend)
     assert out.shape == query.shape
     assert out.dtype == case.dtype
-    return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
+    actual = [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
+    return max(
+        float((got.double() - want[mine]).abs().max() / max(1.0, float(want.abs().max()))) if len(mine) else 0.0
+        for got, want in zip(actual, expected, strict=True)
+    )
 
 
-def _errors(cases: list[Case]) -> list[float]:
-    """For each case the largest error of this rank's output and gradients, over the largest entry expected."""
-    errors = []
-    for seed, case in enumerate(cases):
-        plan = ShardPlan.from_json(case.plan)
-        # Rounded first, so that a narrow type is charged for its arithmetic and not for its inputs.
-        inputs = [tensor.to(case.dtype) for tensor in random_inputs(plan.tokens, *case.heads, case.head_dim, seed)]
-        expected = output_and_gradients(inputs, plan.segment_lengths)
-        mine = torch.from_numpy(plan.positions(dist.get_rank()))
-        actual = _local_results(case, inputs, plan, dist.get_rank())
-        errors.append(
-            max(
-                float((got.double() - want[mine]).abs().max() / max(1.0, float(want.abs().max()))) if len(mine) else 0.0
-                for got, want in zip(actual, expected, strict=True)
-            )
-        )
-    return errors
+def _all_errors(cases: list[Case]) -> list[float]:
+    return [_largest_error(case, seed, None) for seed, case in enumerate(cases)]
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 def test_output_and_gradients_equal_those_of_one_process(cp_size: int) -> None:
     cases = _cases(cp_size)
-    by_rank = run_ranks(cp_size, _errors, cases)
+    by_rank = run_ranks(cp_size, _all_errors, cases)
     failures = {
         case.name: errors
         for case, *errors in zip(cases, *by_rank, strict=True)
         if not max(errors) <= TOLERANCES[case.dtype]
     }
     assert not failures
+
+
+def test_a_plan_for_one_rank_needs_no_process_group() -> None:
+    case = Case("one rank", make_shard_plan([5, 1, 9], 1, "per_document").to_json())
+    assert _largest_error(case, 0, None, rank=0) < 1e-10
+
+
+def test_what_does_not_fit_the_plan_is_refused() -> None:
+    plan = make_shard_plan([5, 1, 9], 1, "per_document")
+    query, key, value, _ = random_inputs(14, 4, 2, 8, seed=0)
+    with pytest.raises(ValueError, match="rank 0 holds 15 tokens under the plan, the query has 14"):
+        context_parallel_attention(query, key, value, plan, None)
+    with pytest.raises(ValueError, match="do not fit together"):
+        context_parallel_attention(query, key[:13], value, plan, None)
+    with pytest.raises(UserError, match="does not exist"):
+        context_parallel_attention(*random_inputs(15, 4, 4, 8, seed=0)[:3], plan, None, "flash")
+
+
+def _group_of_another_size() -> str:
+    plan = make_shard_plan([8], 3, "per_document")
+    try:
+        context_parallel_attention(*random_inputs(3, 2, 2, 8, seed=0)[:3], plan, None)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_of_another_size_than_the_plans_is_refused() -> None:
+    assert set(run_ranks(2, _group_of_another_size)) == {"the plan is for 3 ranks, the group has 2"}
+
+
+def _second_group_errors(case: Case) -> float:
+    """Four ranks in two groups; the ranks of each share one micro-batch."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return _largest_error(case, 0, groups[dist.get_rank() % 2])
+
+
+def test_groups_that_are_part_of_the_world_work_beside_each_other() -> None:
+    case = Case("two groups", make_shard_plan(MIXES["many"], 2, "per_document").to_json())
+    assert max(run_ranks(4, _second_group_errors, case)) < 1e-10

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.attention.oracle import dense_attention, random_inputs
 from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS, pick_backend
 from wlb.errors import UserError
@@ -49,12 +49,8 @@ def _largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
 def test_reference_is_dense_attention_under_a_block_diagonal_causal_mask(
     lengths: tuple[int, ...], heads: tuple[int, int]
 ) -> None:
-    tokens = sum(lengths)
-    query, key, value = (_random((tokens, count, 8), torch.float64, count) for count in (heads[0], *heads[1:] * 2))
-    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    allowed = (segment[:, None] == segment[None]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    dense = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(0, 1)
+    query, key, value, _ = random_inputs(sum(lengths), *heads, head_dim=8, seed=0)
+    dense = dense_attention(query, key, value, lengths)
     actual = segment_attention(query, key, value, lengths, "reference")
     torch.testing.assert_close(actual, dense, rtol=1e-12, atol=1e-12)
 

@@ -84,12 +84,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         else:
             out, log_sum_exp = backend.forward(query, key, value, layout.own_runs)
         if arrival is not None:
-            received = arrival.wait()
-            if layout.remote_runs is not None:
-                remote_key, remote_value = received.index_select(0, layout.key_rows).unbind(1)
-                rows = layout.query_rows
-                part = backend.forward(query.index_select(0, rows), remote_key, remote_value, layout.remote_runs)
-                _merge(out, log_sum_exp, rows, *part)
+            _attend_received(query, arrival.wait(), out, log_sum_exp, layout, backend)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
         ctx.layout, ctx.group, ctx.backend = layout, group, backend
         return out
@@ -101,43 +96,66 @@ class _ContextParallelAttention(torch.autograd.Function):
         query, key, value, out, log_sum_exp = ctx.saved_tensors
         arrival = send_keys(key, value, layout, group) if layout.exchanges else None
         if layout.own_runs is None:
-            grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+            grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
         else:
-            grads = backend.backward(grad_out, query, key, value, out, log_sum_exp, layout.own_runs)
-        if arrival is None:
-            return *grads, None, None, None
-        grad_query, grad_key, grad_value = grads
-        received = arrival.wait()
-        grad_received = torch.zeros_like(received)
-        if layout.remote_runs is not None:
-            rows = layout.query_rows
-            remote_key, remote_value = received.index_select(0, layout.key_rows).unbind(1)
-            grad_part, *grads_remote = backend.backward(
-                grad_out.index_select(0, rows),
-                query.index_select(0, rows),
-                remote_key,
-                remote_value,
-                out.index_select(0, rows),
-                log_sum_exp.index_select(1, rows),
-                layout.remote_runs,
+            grad_query, grad_key, grad_value = backend.backward(
+                grad_out, query, key, value, out, log_sum_exp, layout.own_runs
             )
-            grad_query.index_add_(0, rows, grad_part)
-            for side, grad in enumerate(grads_remote):
-                grad_received[:, side].index_add_(0, layout.key_rows, grad)
-        returned = return_gradients(grad_received, layout, group).wait()
-        grad_key, grad_value = (
-            add_returned(grad, returned[:, side], layout) for side, grad in enumerate((grad_key, grad_value))
-        )
+        if arrival is not None:
+            received = arrival.wait()
+            grad_received = _received_gradients(
+                grad_out, query, received, out, log_sum_exp, grad_query, layout, backend
+            )
+            returned = return_gradients(grad_received, layout, group).wait()
+            grad_key = add_returned(grad_key, returned[:, 0], layout)
+            grad_value = add_returned(grad_value, returned[:, 1], layout)
         return grad_query, grad_key, grad_value, None, None, None
 
 
-def _merge(out: Tensor, log_sum_exp: Tensor, rows: Tensor, part: Tensor, part_log_sum_exp: Tensor) -> None:
-    """Fold attention over more keys into ``out`` and ``log_sum_exp`` of the queries ``rows``, in place.
-
-    Softmax over both sets of keys weights each set's output with its share of the summed exponentials.
-    """
+def _attend_received(
+    query: Tensor, received: Tensor, out: Tensor, log_sum_exp: Tensor, layout: ShardLayout, backend: AttentionBackend
+) -> None:
+    """Fold attention over the received keys into ``out`` and ``log_sum_exp``, in place."""
+    if layout.remote_runs is None:
+        return
+    rows = layout.query_rows
+    key, value = received.index_select(0, layout.key_rows).unbind(1)
+    part, part_log_sum_exp = backend.forward(query.index_select(0, rows), key, value, layout.remote_runs)
+    # Softmax over both sets of keys weights each set's output with its share of the summed exponentials.
     before = log_sum_exp.index_select(1, rows)
-    share = torch.sigmoid(part_log_sum_exp - before).T[..., None]  # of the new keys; (rows, heads, 1)
-    merged = torch.lerp(out.index_select(0, rows).to(share.dtype), part.to(share.dtype), share)
+    share = torch.sigmoid(part_log_sum_exp - before).T[..., None]  # of the received keys; (rows, heads, 1)
+    merged = out.index_select(0, rows).to(share.dtype).lerp_(part.to(share.dtype), share)
     out.index_copy_(0, rows, merged.to(out.dtype))
     log_sum_exp.index_copy_(1, rows, torch.logaddexp(before, part_log_sum_exp))
+
+
+def _received_gradients(
+    grad_out: Tensor,
+    query: Tensor,
+    received: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    grad_query: Tensor,
+    layout: ShardLayout,
+    backend: AttentionBackend,
+) -> Tensor:
+    """Gradient of the received keys and values; their share in the queries' is added to ``grad_query``."""
+    grad_received = torch.zeros_like(received)
+    if layout.remote_runs is None:
+        return grad_received
+    rows = layout.query_rows
+    key, value = received.index_select(0, layout.key_rows).unbind(1)
+    grad_rows, grad_key, grad_value = backend.backward(
+        grad_out.index_select(0, rows),
+        query.index_select(0, rows),
+        key,
+        value,
+        out.index_select(0, rows),
+        log_sum_exp.index_select(1, rows),
+        layout.remote_runs,
+    )
+    grad_query.index_add_(0, rows, grad_rows)
+    # A key that several of this rank's pieces attend is in key_rows as often.
+    grad_received[:, 0].index_add_(0, layout.key_rows, grad_key)
+    grad_received[:, 1].index_add_(0, layout.key_rows, grad_value)
+    return grad_received

@@ -4,7 +4,8 @@ The operator returns the log-sum-exp of each query's scores beside the output, a
 both. That is why it is called directly instead of through ``scaled_dot_product_attention``.
 
 The operator wants (batch, heads, tokens, head_dim); slices of (tokens, heads, head_dim) are handed to it as
-transposed views, so nothing is copied on the way in.
+transposed views, so nothing is copied on the way in, and each run's result is copied to its place before the next
+run is computed.
 """
 
 from __future__ import annotations
@@ -33,36 +34,49 @@ def unsupported(query: Tensor) -> str | None:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, as ``AttentionBackend.forward``."""
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    log_sum_exp = query.new_empty(query.shape[1], len(query), dtype=torch.promote_types(query.dtype, torch.float32))
     cut = zip(
-        _heads_first(query, runs.query_lengths),
-        *(_heads_first(tensor, runs.key_lengths) for tensor in (key, value)),
+        _by_run(query, runs.query_lengths),
+        _by_run(key, runs.key_lengths),
+        _by_run(value, runs.key_lengths),
+        _by_run(out, runs.query_lengths),
+        log_sum_exp[None].split(runs.query_lengths, dim=-1),
         strict=True,
     )
-    outs, log_sum_exps = zip(*(_forward(*run, _NO_DROPOUT, runs.causal) for run in cut), strict=True)
-    return _tokens_first(outs), torch.cat(log_sum_exps, dim=-1)[0]
+    for *inputs, run_out, run_log_sum_exp in cut:
+        results = _forward(*inputs, _NO_DROPOUT, runs.causal)
+        run_out.copy_(results[0])
+        run_log_sum_exp.copy_(results[1])
+    return out, log_sum_exp
 
 
 def backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, runs: Runs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, as ``AttentionBackend.backward``."""
+    grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
     cut = zip(
-        *(_heads_first(tensor, runs.query_lengths) for tensor in (grad_out, query)),
-        *(_heads_first(tensor, runs.key_lengths) for tensor in (key, value)),
-        _heads_first(out, runs.query_lengths),
+        _by_run(grad_out, runs.query_lengths),
+        _by_run(query, runs.query_lengths),
+        _by_run(key, runs.key_lengths),
+        _by_run(value, runs.key_lengths),
+        _by_run(out, runs.query_lengths),
         log_sum_exp[None].split(runs.query_lengths, dim=-1),
         strict=True,
     )
-    grads = zip(*(_backward(*run, _NO_DROPOUT, runs.causal) for run in cut), strict=True)
-    grad_query, grad_key, grad_value = (_tokens_first(pieces) for pieces in grads)
-    return grad_query, grad_key, grad_value
+    grads_cut = zip(
+        _by_run(grads[0], runs.query_lengths),
+        _by_run(grads[1], runs.key_lengths),
+        _by_run(grads[2], runs.key_lengths),
+        strict=True,
+    )
+    for inputs, run_grads in zip(cut, grads_cut, strict=True):
+        for run_grad, result in zip(run_grads, _backward(*inputs, _NO_DROPOUT, runs.causal), strict=True):
+            run_grad.copy_(result)
+    return grads[0], grads[1], grads[2]
 
 
-def _heads_first(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+def _by_run(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     """Views (1, heads, run, head_dim), one per run, of a tensor (tokens, heads, head_dim)."""
     return [run.transpose(0, 1)[None] for run in tensor.split(lengths)]
-
-
-def _tokens_first(runs: Sequence[Tensor]) -> Tensor:
-    """The inverse of ``_heads_first``, contiguous."""
-    return torch.cat([run[0].transpose(0, 1) for run in runs])

@@ -19,7 +19,7 @@ from wlb.attention.shard_layout import ShardLayout
 
 @dataclass
 class Arrival:
-    """An all-to-all in flight; both buffers stay until it is done."""
+    """An all-to-all in flight; what is sent must not be freed before it is done."""
 
     work: dist.Work
     received: Tensor

@@ -2,8 +2,8 @@
 
 The tokens of a segment that lie on one rank attend each other causally, in their order: that part needs nothing
 from others. What is missing for the rank's piece ``start`` to ``stop`` are the segment's keys before ``start`` on
-other ranks; the piece attends all of them, so no mask is needed and their order is free. So each rank sends a piece of
-its own to every rank that holds a later piece of the same segment, and to no other.
+other ranks; the piece attends all of them, so no mask is needed. So each rank sends a piece of its own to every rank
+that holds a later piece of the same segment, and to no other (``ShardPlan.kv_traffic``).
 """
 
 from __future__ import annotations
@@ -18,31 +18,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.attention.runs import Runs
-from wlb.sharding.plan import ShardPlan, Table, ranges
+from wlb.sharding.plan import ShardPlan, Table, owners, ranges, receivers
 
 Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Rank ``rank``'s part of a plan; tensors are int64 on the rank's device.
-
-    ``exchanges`` is the same on all ranks: whether any of them sends anything.
-    """
+    """One rank's part of a plan; tensors are int64 on the rank's device."""
 
     own_runs: Runs | None  # this rank's tokens of each segment; None where it has no tokens
-    exchanges: bool
+    exchanges: bool  # whether any rank sends anything; the same on all
     send_rows: Tensor  # local tokens to send, destination after destination
     send_counts: list[int]  # tokens for each rank
     receive_counts: list[int]  # tokens from each rank
     remote_runs: Runs | None  # local pieces against the keys before them on other ranks; None where there are none
     query_rows: Tensor  # local tokens that attend received keys, run after run
     key_rows: Tensor  # received tokens that they attend, run after run
-
-    @property
-    def received(self) -> int:
-        """Tokens whose keys and values this rank receives."""
-        return sum(self.receive_counts)
 
 
 def shard_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
@@ -58,16 +50,10 @@ def _make_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayou
     _check_order(own, rank)
     own_lengths = own[:, 2] - own[:, 1]
     own_rows = _starts(own_lengths)
-    last_starts = _last_starts(plan)
 
-    goes = own[:, 1] < last_starts[:, own[:, 0]]  # (ranks, own pieces): does that rank hold a later piece?
-    goes[rank] = False
-    destination, sent = np.nonzero(goes)
-
-    source = np.repeat(np.arange(plan.cp_size), [len(table) for table in plan.pieces])
-    pieces = np.concatenate(plan.pieces)
-    comes = (source != rank) & (pieces[:, 1] < last_starts[rank, pieces[:, 0]])
-    source, arriving = source[comes], pieces[comes]
+    owner, attends = owners(plan.pieces), receivers(plan.pieces)
+    _, sent = np.nonzero(attends[:, owner == rank])  # by destination
+    arriving = np.concatenate(plan.pieces)[attends[rank]]  # by source
     attending, key_pieces, key_lengths = _keys_before(own, arriving)
     arriving_lengths = arriving[:, 2] - arriving[:, 1]
 
@@ -76,10 +62,10 @@ def _make_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayou
 
     return ShardLayout(
         own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
-        exchanges=len(plan.gathered_segments) > 0,
+        exchanges=bool(plan.kv_traffic.any()),
         send_rows=on_device(ranges(own_rows[sent], own_lengths[sent])),
-        send_counts=_totals(destination, own_lengths[sent], plan.cp_size).tolist(),
-        receive_counts=_totals(source, arriving_lengths, plan.cp_size).tolist(),
+        send_counts=plan.kv_traffic[rank].tolist(),
+        receive_counts=plan.kv_traffic[:, rank].tolist(),
         remote_runs=(
             Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths.tolist()), causal=False)
             if len(attending)
@@ -88,14 +74,6 @@ def _make_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayou
         query_rows=on_device(ranges(own_rows[attending], own_lengths[attending])),
         key_rows=on_device(ranges(_starts(arriving_lengths)[key_pieces], arriving_lengths[key_pieces])),
     )
-
-
-def _last_starts(plan: ShardPlan) -> Indices:
-    """Where each rank's last piece of each segment starts, -1 where it has none; shape (ranks, segments)."""
-    last = np.full((plan.cp_size, len(plan.segment_lengths)), -1, dtype=np.int64)
-    for row, table in zip(last, plan.pieces, strict=True):
-        np.maximum.at(row, table[:, 0], table[:, 1])
-    return last
 
 
 def _keys_before(own: Table, arriving: Table) -> tuple[Indices, Indices, Indices]:
@@ -113,13 +91,8 @@ def _keys_before(own: Table, arriving: Table) -> tuple[Indices, Indices, Indices
 
 
 def _tokens_per_segment(table: Table) -> tuple[int, ...]:
-    tokens = _totals(table[:, 0], table[:, 2] - table[:, 1], 0)
-    return tuple(tokens[tokens > 0].tolist())
-
-
-def _totals(groups: Indices, values: Indices, size: int) -> Indices:
-    """Sum of ``values`` by group, for at least ``size`` groups."""
-    return np.bincount(groups, values, size).astype(np.int64)
+    first = np.flatnonzero(np.append(True, table[1:, 0] != table[:-1, 0]))
+    return tuple(np.add.reduceat(table[:, 2] - table[:, 1], first).tolist())
 
 
 def _starts(lengths: Indices) -> Indices:

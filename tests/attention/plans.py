@@ -1,0 +1,22 @@
+"""Shard plans that no strategy would make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from wlb.sharding.plan import ShardPlan, split_by_rank
+
+
+def random_plan(lengths: Sequence[int], cp_size: int, owners: int, seed: int) -> ShardPlan:
+    """Random cuts dealt at random to the last ``owners`` ranks; the others hold nothing."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for segment, length in enumerate(lengths):
+        cuts = np.unique([0, length, *random.integers(0, length + 1, random.integers(0, 8))])
+        rows += [(segment, start, stop) for start, stop in pairwise(cuts)]
+    table = np.array(rows, dtype=np.int64)
+    ranks = cp_size - 1 - random.integers(0, owners, len(table))
+    return ShardPlan("random", tuple(lengths), split_by_rank(ranks, table, cp_size))

@@ -1,0 +1,71 @@
+"""What a rank allocates is what the plan makes it send, receive and attend, and what it keeps is its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.attention.live_bytes import LiveBytes
+from tests.attention.oracle import random_inputs
+from tests.training.distributed import run_ranks
+from wlb.attention import context_parallel_attention
+from wlb.attention.shard_layout import shard_layout
+from wlb.sharding import make_shard_plan
+from wlb.sharding.plan import ShardPlan
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 16
+QUERY_ROW = HEADS * HEAD_DIM * 8  # bytes of a token's query, or output, in float64
+KEY_VALUE_ROW = 2 * KV_HEADS * HEAD_DIM * 8
+LOG_SUM_EXP_ROW = HEADS * 8
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes allocated by one rank: between forward and backward, and at most in each, above what was there before."""
+
+    tokens: int
+    attending: int  # tokens that attend received keys
+    exchanged: int  # tokens sent, received, and received in the order in which they are attended
+    held: int
+    forward_peak: int
+    backward_peak: int
+
+
+def _measure(plan: ShardPlan, rank: int, group: dist.ProcessGroup | None) -> Memory:
+    layout = shard_layout(plan, rank, torch.device("cpu"))
+    tokens = int(plan.tokens_per_rank[rank])
+    query, key, value, grad_out = random_inputs(tokens, HEADS, KV_HEADS, HEAD_DIM, seed=rank)
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
+    with LiveBytes() as live:
+        out = context_parallel_attention(query, key, value, plan, group)
+        forward_peak, held = live.peak, live.now
+        live.peak = live.now
+        grads = torch.autograd.grad(out, (query, key, value), grad_out)
+        backward_peak = live.peak - held
+    assert len(grads) == 3
+    exchanged = len(layout.send_rows) + sum(layout.receive_counts) + len(layout.key_rows)
+    return Memory(tokens, len(layout.query_rows), exchanged, held, forward_peak, backward_peak)
+
+
+def _measure_all(plans: list[dict[str, object]]) -> list[Memory]:
+    return [_measure(ShardPlan.from_json(plan), dist.get_rank(), None) for plan in plans]
+
+
+def test_memory_is_bounded_by_what_the_plan_needs() -> None:
+    lengths = [700, 40, 33, 500, 1, 260]
+    whole = ShardPlan("whole", (400, 400), (np.array([[0, 0, 400]]), np.array([[1, 0, 400]])))
+    plans = [make_shard_plan(lengths, 2, strategy) for strategy in ("per_sequence", "per_document")] + [whole]
+    for memories in run_ranks(2, _measure_all, [plan.to_json() for plan in plans]):
+        for plan, memory in zip(plans, memories, strict=True):
+            own = memory.tokens * (QUERY_ROW + LOG_SUM_EXP_ROW)
+            own_grads = memory.tokens * (QUERY_ROW + KEY_VALUE_ROW)
+            attending = memory.attending * (QUERY_ROW + LOG_SUM_EXP_ROW)
+            exchanged = memory.exchanged * KEY_VALUE_ROW
+            assert memory.held == own, plan.strategy  # beside query, key and value, which the caller has
+            # Results of a run are beside their place in the whole for a moment: at most twice the whole.
+            assert memory.forward_peak <= 2 * own + 2 * attending + exchanged, plan.strategy
+            assert memory.backward_peak <= 2 * own_grads + 4 * attending + 2 * exchanged, plan.strategy

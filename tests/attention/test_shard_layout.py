@@ -1,0 +1,96 @@
+"""Layouts of all ranks together, played through without processes."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tests.attention.plans import random_plan
+from wlb.attention.shard_layout import ShardLayout, _layouts, shard_layout
+from wlb.sharding import STRATEGIES, make_shard_plan
+from wlb.sharding.plan import ShardPlan
+
+CPU = torch.device("cpu")
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ShardPlan:
+    lengths, cp_size = draw(LENGTHS), draw(st.integers(1, 5))
+    strategy = draw(st.sampled_from([*STRATEGIES, "random"]))
+    if strategy != "random":
+        return make_shard_plan(lengths, cp_size, strategy)
+    return random_plan(lengths, cp_size, draw(st.integers(1, cp_size)), draw(st.integers(0, 1000)))
+
+
+def _received_positions(plan: ShardPlan, layouts: list[ShardLayout], rank: int) -> NDArray[np.int64]:
+    """What an all-to-all brings to ``rank``, as positions in the micro-batch."""
+    arrived = []
+    for source, layout in enumerate(layouts):
+        sent = layout.send_rows.split(layout.send_counts)[rank].numpy()
+        assert len(sent) == layouts[rank].receive_counts[source]
+        arrived.append(plan.positions(source)[sent])
+    return np.concatenate(arrived)
+
+
+@settings(deadline=None)
+@given(plans())
+def test_every_query_meets_the_keys_before_it_in_its_segment_once(plan: ShardPlan) -> None:
+    layouts = [shard_layout(plan, rank, CPU) for rank in range(plan.cp_size)]
+    for rank, layout in enumerate(layouts):
+        own, received = plan.positions(rank), _received_positions(plan, layouts, rank)
+        assert not set(received) & set(own)
+        assert len(set(received)) == len(received)
+        seen: dict[int, list[int]] = {position: [] for position in own}
+        if layout.own_runs is not None:
+            for run in np.split(own, np.cumsum(layout.own_runs.query_lengths)[:-1]):
+                for index, position in enumerate(run):
+                    seen[position] += run[: index + 1].tolist()
+        if layout.remote_runs is not None:
+            queries = layout.query_rows.split(layout.remote_runs.query_lengths)
+            keys = layout.key_rows.split(layout.remote_runs.key_lengths)
+            assert not layout.remote_runs.causal
+            for query_rows, key_rows in zip(queries, keys, strict=True):
+                for position in own[query_rows.numpy()]:
+                    seen[position] += received[key_rows.numpy()].tolist()
+        for position, keys_seen in seen.items():
+            segment = np.searchsorted(plan.segment_starts, position, side="right") - 1
+            assert sorted(keys_seen) == list(range(plan.segment_starts[segment], position + 1))
+
+
+@settings(deadline=None)
+@given(plans())
+def test_nothing_travels_that_is_not_attended(plan: ShardPlan) -> None:
+    for rank in range(plan.cp_size):
+        layout = shard_layout(plan, rank, CPU)
+        assert set(layout.key_rows.tolist()) == set(range(sum(layout.receive_counts)))
+
+
+def test_whole_documents_need_no_exchange() -> None:
+    rows = (np.array([[0, 0, 5], [2, 0, 7]]), np.array([[1, 0, 9]]))
+    plan = ShardPlan("whole", (5, 9, 7), rows)
+    assert not any(shard_layout(plan, rank, CPU).exchanges for rank in range(2))
+
+
+def test_a_layout_is_made_once_and_goes_with_its_plan() -> None:
+    plan = make_shard_plan([40, 3], 2, "per_document")
+    assert shard_layout(plan, 1, CPU) is shard_layout(plan, 1, CPU)
+    assert shard_layout(plan, 1, CPU) is not shard_layout(plan, 0, CPU)
+    identity = id(plan)
+    assert identity in _layouts
+    del plan
+    gc.collect()
+    assert identity not in _layouts
+
+
+@pytest.mark.parametrize("rows", [[[0, 4, 8], [0, 0, 4]], [[1, 0, 3], [0, 0, 8]], [[0, 2, 2]]])
+def test_pieces_out_of_order_are_refused(rows: list[list[int]]) -> None:
+    plan = ShardPlan("mine", (8, 3), (np.array(rows), np.zeros((0, 3), dtype=np.int64)))
+    with pytest.raises(ValueError, match="rank 0 must be in packed order"):
+        shard_layout(plan, 0, CPU)
