@@ -1,0 +1,1 @@
+"""One small file per foreign framework; each imports its framework, and none imports another."""
