@@ -33,7 +33,8 @@ def torch_load_balancer(shard_plan: ShardPlan, device: torch.device | str = "cpu
     if tokens.min() != tokens.max():
         raise UserError(
             f"the {shard_plan.strategy} plan gives ranks {tokens.min()} to {tokens.max()} tokens, PyTorch wants "
-            f"equally many; choose per_sequence or per_document and pack to a multiple of {2 * shard_plan.cp_size} tokens"
+            "equally many; choose per_sequence or per_document and pack to a multiple of "
+            f"{2 * shard_plan.cp_size} tokens"
         )
     return _PlanLoadBalancer(shard_plan, torch.device(device))
 
