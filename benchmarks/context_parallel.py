@@ -1,0 +1,236 @@
+"""Benchmark of attention under context parallelism: two real processes, one thread each, on the CPU.
+
+    .venv/bin/python benchmarks/context_parallel.py [--context-window N] [--micro-batches N] [--turns N] [--out FILE]
+
+Forward and backward of attention alone over the same micro-batches: every sharding strategy, torch's all-gather and
+ring with its own head-tail order, and one process by itself. A perfect split would take half of what one process takes
+(both processes compute that at once, so that each has as little of the machine as under context parallelism); that is
+the limit, and "over the limit" is a method's slowest rank over it. Methods take turns on every micro-batch; the medians
+over turns are added up. Documents are rounded up to multiples of 2 x CP tokens for all, because torch asks for it.
+Every method's output is checked against the single process before anything is timed.
+
+"predicted" is the slowest rank's attended area over the mean: what the method would be over the limit if attention were
+all it did and took time in proportion to area. Wall time includes waiting for the other rank, CPU time does not and is
+not disturbed by other work on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from context_parallel_torch import ROTATE_METHODS, torch_attention
+from measurement import in_turns, machine, versions
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from wlb.attention import context_parallel_attention, segment_attention
+from wlb.documents.synthetic import sample_lengths
+from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
+from wlb.sharding.compare import sample_micro_batches
+from wlb.workload import ModelShape, Seconds, make_workload
+
+CP_SIZE = 2
+HEADS, HEAD_DIM = 4, 64
+SHAPE = ModelShape(
+    hidden=HEADS * HEAD_DIM, layers=1, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, ffn_hidden=1, vocab_size=1
+)
+ALONE = "one process / 2 (the limit)"
+LARGEST_ERROR = 1e-4  # of float32 outputs and gradients of size one
+TIMEOUT = timedelta(minutes=10)
+
+Pass = Callable[[], tuple[Tensor, ...]]  # forward and backward: output and gradients
+Timing = tuple[float, float]  # wall and CPU seconds
+
+
+class AttentionOnly:
+    """A workload without W_l, as nothing but attention is run here."""
+
+    def __init__(self) -> None:
+        self._workload = make_workload(SHAPE, "cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workload, name)
+
+    def linear_seconds(self, tokens: Any, phase: str = "both") -> Seconds:
+        return np.zeros(np.shape(tokens))
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to attend a micro-batch: the plan that says which tokens are this rank's, and the pass over them."""
+
+    plan: ShardPlan
+    run: Pass
+
+
+def methods(lengths: NDArray[np.int64], rank: int, seed: int) -> dict[str, Method]:
+    """Every method on the same random inputs."""
+    plans = {name: make_shard_plan(lengths, CP_SIZE, name, workload=AttentionOnly()) for name in STRATEGIES}
+    alone = make_shard_plan(lengths, 1, "per_sequence")
+    generator = torch.Generator().manual_seed(seed)
+    whole = [torch.randn(int(lengths.sum()), HEADS, HEAD_DIM, generator=generator) for _ in range(4)]
+
+    def method(plan: ShardPlan, rank: int, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Method:
+        *tensors, grad_out = (tensor[torch.from_numpy(plan.positions(rank))] for tensor in whole)
+        query, key, value = (tensor.requires_grad_() for tensor in tensors)
+
+        def run() -> tuple[Tensor, ...]:
+            out = attend(query, key, value)
+            return out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)
+
+        return Method(plan, run)
+
+    def ours(plan: ShardPlan) -> Method:
+        return method(plan, rank, lambda q, k, v: context_parallel_attention(q, k, v, plan, None))
+
+    def torchs(name: str) -> Method:
+        # Of documents that are multiples of 2 x CP, our per_document shards are torch's head and tail chunks.
+        local_lengths = (lengths // CP_SIZE).tolist()
+        return method(plans["per_document"], rank, lambda q, k, v: torch_attention(q, k, v, local_lengths, name))
+
+    return {
+        ALONE: method(alone, 0, lambda q, k, v: segment_attention(q, k, v, lengths.tolist())),
+        **{name: ours(plan) for name, plan in plans.items()},
+        **{name: torchs(name) for name in ROTATE_METHODS},
+    }
+
+
+def check(chosen: dict[str, Method], rank: int) -> float:
+    """The largest difference between any method and the single process; raises ``AssertionError`` if it is large."""
+    exact = chosen[ALONE].run()
+    worst = 0.0
+    for name, method in chosen.items():
+        mine = torch.from_numpy(method.plan.positions(0 if name == ALONE else rank))
+        for actual, expected in zip(method.run(), exact, strict=True):
+            worst = max(worst, float((actual - expected[mine]).abs().max()))
+        assert worst < LARGEST_ERROR, f"{name} is wrong by {worst}"
+    return worst
+
+
+def timed(method: Method) -> Timing:
+    """This rank's seconds of one pass that all ranks begin together."""
+    dist.barrier()
+    wall, cpu = time.perf_counter(), time.process_time()
+    method.run()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
+    """All methods on all micro-batches; the same result on every rank."""
+    documents = sample_lengths(40 * options.micro_batches, options.context_window, options.seed)
+    micro_batches = [
+        -(-lengths // (2 * CP_SIZE)) * 2 * CP_SIZE
+        for lengths in sample_micro_batches(documents, options.context_window, options.micro_batches, options.seed)
+    ]
+    totals: dict[str, NDArray[np.float64]] = {}
+    areas: dict[str, NDArray[np.float64]] = {}
+    worst = 0.0
+    for seed, lengths in enumerate(micro_batches):
+        chosen = methods(lengths, rank, seed)
+        worst = max(worst, check(chosen, rank))
+        alternatives = {name: lambda method=method: timed(method) for name, method in chosen.items()}
+        for name, timings in in_turns(alternatives, options.turns).items():
+            everyone: list[list[Timing]] = [[] for _ in range(CP_SIZE)]
+            dist.all_gather_object(everyone, timings)
+            slowest = np.array(everyone).max(axis=0)  # (turns, 2)
+            totals[name] = totals.get(name, np.zeros(2)) + np.median(slowest, axis=0)
+            areas[name] = areas.get(name, np.zeros(2)) + _slowest_and_mean(chosen[name].plan)
+    totals[ALONE] /= CP_SIZE
+    return {
+        "micro_batches": [lengths.tolist() for lengths in micro_batches],
+        "largest_error": worst,
+        "methods": [
+            {
+                "method": name,
+                "seconds": wall,
+                "over_limit": wall / totals[ALONE][0],
+                "cpu_seconds": cpu,
+                "cpu_over_limit": cpu / totals[ALONE][1],
+                "predicted": float(areas[name][0] / areas[name][1]),
+            }
+            for name, (wall, cpu) in totals.items()
+        ],
+    }
+
+
+def _slowest_and_mean(plan: ShardPlan) -> NDArray[np.float64]:
+    return np.array([plan.attended_pairs.max(), plan.attended_pairs.mean()])
+
+
+def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    store = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=CP_SIZE, timeout=TIMEOUT)
+    measured = measure(rank, options)
+    if rank == 0:
+        results = {
+            "machine": machine(),
+            "versions": versions("wlb-llm", "numpy", "torch"),
+            "setting": {
+                "lengths": f"synthetic, seed {options.seed}, rounded up to multiples of {2 * CP_SIZE}",
+                "context_window": options.context_window,
+                "micro_batches": options.micro_batches,
+                "processes": f"{CP_SIZE}, one thread each",
+                "attention": f"{HEADS} heads x {HEAD_DIM}, float32, forward and backward",
+                "turns": options.turns,
+            },
+            **measured,
+        }
+        show(results)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(results: dict[str, Any]) -> None:
+    console = Console(width=140)
+    console.print({**results["machine"], **results["versions"], **results["setting"]})
+    table = Table(title=f"Measured: sum over {results['setting']['micro_batches']} micro-batches, slowest rank")
+    for column in ("Method", "Seconds", "Over the limit", "CPU seconds", "Over the limit", "Predicted"):
+        table.add_column(column, justify="left" if column == "Method" else "right")
+    for row in results["methods"]:
+        table.add_row(
+            row["method"],
+            f"{row['seconds']:.3f}",
+            f"{row['over_limit']:.3f}",
+            f"{row['cpu_seconds']:.3f}",
+            f"{row['cpu_over_limit']:.3f}",
+            f"{row['predicted']:.3f}",
+        )
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the processes and wait for them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--context-window", type=int, default=8192, help="tokens of a micro-batch; default 8192")
+    parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches to measure; default 4")
+    parser.add_argument("--turns", type=int, default=5, help="times every method runs each micro-batch; default 5")
+    parser.add_argument("--seed", type=int, default=0, help="of the documents; default 0")
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    options = parser.parse_args(arguments)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run_rank, (port, options), nprocs=CP_SIZE)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
