@@ -44,3 +44,17 @@ def test_values_out_of_range_are_refused(config, override):
 def test_values_at_the_limits_are_taken(config):
     job = load_config(config, ["training.betas=[0, 0.999]", "training.timeout_seconds=604800", "checkpoint.dir=c"])
     assert (job.training.betas, job.checkpoint.dir) == ((0.0, 0.999), Path("c"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepz=4", "training.stepz is not a setting; did you mean steps?"),
+        ("parallel.expert=2", "parallel.expert is not a setting; choose from dp, pp, cp, tp"),
+        ("trainer.steps=4", "trainer is not a section; did you mean training?"),
+    ],
+)
+def test_unknown_names_are_told_what_there_is(config, override, message):
+    with pytest.raises(UserError) as refusal:
+        load_config(config, [override])
+    assert message in str(refusal.value)

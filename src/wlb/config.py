@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -250,8 +251,19 @@ def _first_problem(error: ValidationError) -> str:
     problems = error.errors()
     first = problems[0]
     where = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and "[" not in part)
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(where)
     what = first["msg"].removeprefix("Value error, ")
     value = first["input"]
     shown = f" (got {value!r})" if where and first["type"] != "missing" and not isinstance(value, dict) else ""
     more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
     return f"{where + ': ' if where else ''}{what}{shown}{more}"
+
+
+def _unknown_key(where: str) -> str:
+    section, _, key = where.rpartition(".")
+    table = JobConfig.model_fields[section].annotation if section else JobConfig
+    names = list(getattr(table, "model_fields", {}))
+    close = get_close_matches(key, names, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
+    return f"{where} is not a {'setting' if section else 'section'}; {remedy}"
