@@ -49,6 +49,7 @@ SHAPE = ModelShape(
     hidden=HEADS * HEAD_DIM, layers=1, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, ffn_hidden=1, vocab_size=1
 )
 ALONE = "one process / 2 (the limit)"
+DOCUMENTS = 200  # drawn for every micro-batch; several times what fills one
 LARGEST_ERROR = 1e-4  # of float32 outputs and gradients of size one
 TIMEOUT = timedelta(minutes=10)
 
@@ -131,7 +132,7 @@ def timed(method: Method) -> Timing:
 
 def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     """All methods on all micro-batches; the same result on every rank."""
-    documents = sample_lengths(40 * options.micro_batches, options.context_window, options.seed)
+    documents = sample_lengths(DOCUMENTS * options.micro_batches, options.context_window, options.seed)
     micro_batches = [
         -(-lengths // (2 * CP_SIZE)) * 2 * CP_SIZE
         for lengths in sample_micro_batches(documents, options.context_window, options.micro_batches, options.seed)
@@ -183,7 +184,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
             "setting": {
                 "lengths": f"synthetic, seed {options.seed}, rounded up to multiples of {2 * CP_SIZE}",
                 "context_window": options.context_window,
-                "micro_batches": options.micro_batches,
+                "documents": [len(lengths) for lengths in measured["micro_batches"]],
                 "processes": f"{CP_SIZE}, one thread each",
                 "attention": f"{HEADS} heads x {HEAD_DIM}, float32, forward and backward",
                 "turns": options.turns,
@@ -201,7 +202,7 @@ def run_rank(rank: int, port: int, options: argparse.Namespace) -> None:
 def show(results: dict[str, Any]) -> None:
     console = Console(width=140)
     console.print({**results["machine"], **results["versions"], **results["setting"]})
-    table = Table(title=f"Measured: sum over {results['setting']['micro_batches']} micro-batches, slowest rank")
+    table = Table(title=f"Measured: sum over {len(results['micro_batches'])} micro-batches, slowest rank")
     for column in ("Method", "Seconds", "Over the limit", "CPU seconds", "Over the limit", "Predicted"):
         table.add_column(column, justify="left" if column == "Method" else "right")
     for row in results["methods"]:
@@ -219,7 +220,7 @@ def show(results: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the processes and wait for them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--context-window", type=int, default=8192, help="tokens of a micro-batch; default 8192")
+    parser.add_argument("--context-window", type=int, default=16384, help="tokens of a micro-batch; default 16384")
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches to measure; default 4")
     parser.add_argument("--turns", type=int, default=5, help="times every method runs each micro-batch; default 5")
     parser.add_argument("--seed", type=int, default=0, help="of the documents; default 0")

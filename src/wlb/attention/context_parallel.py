@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wlb.attention.backends import AttentionBackend, check_shapes, pick_backend
-from wlb.attention.exchange import add_returned, return_gradients, send_keys
+from wlb.attention.exchange import add_returned, add_rows, return_gradients, send_keys
 from wlb.attention.shard_layout import ShardLayout, shard_layout
 from wlb.sharding.plan import ShardPlan
 
@@ -154,8 +154,10 @@ def _received_gradients(
         log_sum_exp.index_select(1, rows),
         layout.remote_runs,
     )
-    grad_query.index_add_(0, rows, grad_rows)
-    # A key that several of this rank's pieces attend is in key_rows as often.
-    grad_received[:, 0].index_add_(0, layout.key_rows, grad_key)
-    grad_received[:, 1].index_add_(0, layout.key_rows, grad_value)
+    add_rows(grad_query, rows, grad_rows)
+    for side, grad in enumerate((grad_key, grad_value)):
+        if len(layout.key_rows) == len(received):  # each is attended by one piece only
+            grad_received[:, side].index_copy_(0, layout.key_rows, grad)
+        else:
+            grad_received[:, side].index_add_(0, layout.key_rows, grad)
     return grad_received

@@ -46,8 +46,13 @@ def add_returned(grad: Tensor, returned: Tensor, layout: ShardLayout) -> Tensor:
     total = grad.to(torch.promote_types(grad.dtype, torch.float32))
     by_rank = zip(layout.send_rows.split(layout.send_counts), returned.split(layout.send_counts), strict=True)
     for rows, share in by_rank:
-        total.index_add_(0, rows, share.to(total.dtype))
+        add_rows(total, rows, share)
     return total.to(grad.dtype)
+
+
+def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add ``values`` to the ``rows`` of ``total``, each named at most once; much faster on CPU than ``index_add_``."""
+    total.index_copy_(0, rows, total.index_select(0, rows).add_(values))
 
 
 def _all_to_all(
