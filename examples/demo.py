@@ -50,7 +50,7 @@ class Measured:
     """One job: what its steps measured, the first excluded, and the plans they ran.
 
     ``busy`` is the share of the processes' time that the model's work takes, by the workload model's seconds for
-    that work, median over steps; ``predicted_busy`` is what the pipeline simulation expects.
+    that work; ``predicted_busy`` is what the pipeline simulation expects.
     """
 
     name: str
@@ -131,7 +131,7 @@ def measure(name: str, config: JobConfig) -> Measured:
         name,
         seconds,
         tokens_per_second=sum(rows[index]["tokens"] for index in counted) / sum(seconds),
-        busy=statistics.median(float(w.sum()) / time for w, time in zip(work, seconds, strict=True)),
+        busy=sum(float(w.sum()) for w in work) / sum(seconds),
         predicted_busy=sum(float(w.sum()) for w in work) / sum(predicted),
         imbalance_degree=statistics.mean(rows[index]["imbalance_degree"] for index in counted),
         plans=[plans[index] for index in counted],
@@ -174,9 +174,9 @@ def report(results: Sequence[Measured], picture: Path) -> None:
     console = Console(width=100)
     console.print(table)
     console.print(
-        "step seconds and busy share (predicted seconds of the work done over the processes' time) are medians over "
-        "steps. plain-4D cuts documents at the end of every micro-batch and so skips part of their attention: tokens/s "
-        "compares the tokens read, the busy share the work done.",
+        "step seconds are medians; tokens/s and busy share (predicted seconds of the work done over the processes' time) "
+        "are over all steps. plain-4D cuts documents at the end of every micro-batch and so skips part of their attention: "
+        "tokens/s compares the tokens read, the busy share the work done.",
         style="dim",
     )
     draw(results, picture)
