@@ -174,9 +174,9 @@ def report(results: Sequence[Measured], picture: Path) -> None:
     console = Console(width=100)
     console.print(table)
     console.print(
-        "step seconds are medians; tokens/s and busy share (predicted seconds of the work done over the processes' time) "
-        "are over all steps. plain-4D cuts documents at the end of every micro-batch and so skips part of their attention: "
-        "tokens/s compares the tokens read, the busy share the work done.",
+        "step seconds are medians; tokens/s and busy share (predicted seconds of the work done over the processes' "
+        "time) are over all steps. plain-4D cuts documents at the end of every micro-batch and so skips part of their "
+        "attention: tokens/s compares the tokens read, the busy share the work done.",
         style="dim",
     )
     draw(results, picture)
