@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,6 +47,16 @@ MaxDelay = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Use only as many documents as fill these steps.")]
+
+
+def check_writable(path: Path) -> None:
+    """Refuse, before any work is done, a file that could not be written afterwards."""
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; name a file in it")
+    if not path.parent.is_dir():
+        raise UserError(f"directory {path.parent} of {path} does not exist; make it first")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"directory {path.parent} of {path} is not writable")
 
 
 def method_names(methods: str | None, default: Sequence[str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -58,14 +57,14 @@ def profile(
 ) -> None:
     """Measure attention and everything else of a model's blocks on this device.
 
-    Writes a workload profile for --profile of compare and tune, and prints how well it predicts sizes that it has not
-    seen. One block is measured, forward and backward.
+    Writes a workload profile for --profile of compare, tune and shard, and prints how well it predicts sizes that it
+    has not seen. One block is measured, forward and backward.
 
     Example: wlb profile --out profile.json --plot profile.png
     """
     for path in (out, plot):
         if path is not None:
-            _check_writable(path)
+            options.check_writable(path)
     if plot is not None:
         require("matplotlib", "plot")
     settings = _settings(device, model, tp, max_length, dtype, threads, quick)
@@ -127,20 +126,11 @@ def _settings(
         shape,
         torch.device(name),
         getattr(torch, dtype.value if dtype else _DEFAULT_DTYPE[name]),
-        max_length or _DEFAULT_MAX_LENGTH[name],
+        _DEFAULT_MAX_LENGTH[name] if max_length is None else max_length,
         tp=tp,
         threads=threads,
         quick=quick,
     )
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; name a file in it")
-    if not path.parent.is_dir():
-        raise UserError(f"directory {path.parent} of {path} does not exist; make it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"directory {path.parent} of {path} is not writable")
 
 
 def _table(accuracy: dict[str, list[Accuracy]], title: str) -> Table:

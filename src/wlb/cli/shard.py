@@ -45,6 +45,8 @@ def shard(
     from wlb.sharding import STRATEGIES
     from wlb.sharding.compare import compare_strategy, sample_micro_batches
 
+    if plot is not None:
+        options.check_writable(plot)
     # Shards are priced one by one, so the workload is that of a GPU without context parallelism.
     workload, priced_by = options.workload_from(model, hardware, tp, 1, context_window, profile)
     priced_by = {name: value for name, value in priced_by.items() if name != "cp"}
