@@ -10,6 +10,7 @@ context window: there the oracle runs the same pieces, because a cut document is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from unittest import mock
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
+from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS
 from wlb.config import ParallelConfig
 from wlb.documents.segments import Segment
@@ -97,7 +99,8 @@ def _one_segment_at_a_time(plan: StepPlan, documents: RandomDocuments) -> tuple[
     with mock.patch.dict(BACKENDS, {"reference": BACKENDS["reference"]}, clear=True):
         for segment in plan.segments:
             batch = make_batch(MicroBatch((segment,), 0.0), documents)
-            scores = model(batch.tokens, torch.arange(segment.length), (segment.length,))
+            attend = partial(segment_attention, segment_lengths=batch.segment_lengths)
+            scores = model(batch.tokens, torch.arange(segment.length), attend)
             loss = F.cross_entropy(scores, batch.labels, reduction="sum") / loss_tokens
             loss.backward()
             total += loss.item()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
+from wlb.attention import segment_attention
 from wlb.errors import UserError
 from wlb.training.initialise import initialise_weights
-from wlb.training.model import Transformer, TransformerConfig, rotary_angles, rotate
+from wlb.training.model import Attend, Transformer, TransformerConfig, rotary_angles, rotate
 from wlb.workload.model_shapes import ModelShape
 
 SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=40)
@@ -28,11 +30,15 @@ def _positions(lengths: tuple[int, ...]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
 
 
+def _within(*lengths: int) -> Attend:
+    return partial(segment_attention, segment_lengths=lengths)
+
+
 def test_packed_documents_score_as_they_do_alone() -> None:
     model, lengths = _model(), (5, 1, 11, 3)
     tokens = torch.randint(SHAPE.vocab_size, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    packed = model(tokens, _positions(lengths), lengths)
-    alone = [model(piece, torch.arange(len(piece)), (len(piece),)) for piece in tokens.split(lengths)]
+    packed = model(tokens, _positions(lengths), _within(*lengths))
+    alone = [model(piece, torch.arange(len(piece)), _within(len(piece))) for piece in tokens.split(lengths)]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-12, atol=1e-12)
 
 
@@ -45,15 +51,15 @@ def test_stages_in_a_row_are_the_full_model(cuts: tuple[int, ...]) -> None:
     for start, stop in pairwise(cuts):
         stage = _model(range(start, stop))
         names += [name for name, _ in stage.named_parameters()]
-        x = stage(x, _positions(lengths), lengths)
+        x = stage(x, _positions(lengths), _within(*lengths))
     full = _model()
-    assert torch.equal(x, full(tokens, _positions(lengths), lengths))
+    assert torch.equal(x, full(tokens, _positions(lengths), _within(*lengths)))
     assert sorted(names) == sorted(name for name, _ in full.named_parameters())
 
 
 def test_scores_depend_on_distances_not_on_where_a_segment_starts() -> None:
     model, tokens = _model(), torch.arange(12)
-    here, further_on = (model(tokens, torch.arange(12) + offset, (12,)) for offset in (0, 1000))
+    here, further_on = (model(tokens, torch.arange(12) + offset, _within(12)) for offset in (0, 1000))
     torch.testing.assert_close(here, further_on, rtol=1e-9, atol=1e-9)
 
 

@@ -1,9 +1,9 @@
 """A Llama-style decoder that runs on packed micro-batches and knows nothing of parallelism.
 
-A micro-batch is one run of T tokens with the lengths of its segments; there is no batch dimension and no
-padding. Token ids become vectors (embedding), pass the blocks (RMSNorm, grouped-query attention with rotary
-positions, RMSNorm, SwiGLU), and become scores over the vocabulary (RMSNorm, output head, not tied to the
-embedding). Tokens meet only in ``segment_attention``, which keeps them inside their segment.
+A micro-batch is one run of T tokens; there is no batch dimension and no padding. Token ids become vectors
+(embedding), pass the blocks (RMSNorm, grouped-query attention with rotary positions, RMSNorm, SwiGLU), and become
+scores over the vocabulary (RMSNorm, output head, not tied to the embedding). Tokens meet only in the function
+``attend`` that comes with the micro-batch: it knows the segments, and who holds which of their tokens.
 
 A ``Transformer`` may hold only some of the blocks: then it is one stage of a pipeline, takes or returns the
 residual stream at its cut ends, and still names its parameters as the full model does
@@ -14,16 +14,18 @@ Shapes: T tokens · D hidden · H query heads · G key/value heads · E head_dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wlb.attention import segment_attention
 from wlb.errors import UserError
 from wlb.workload.model_shapes import ModelShape
+
+# Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,13 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(layer): Block(config) for layer in layers})
         self.head = Head(config) if layers.stop == shape.layers else None
 
-    def forward(self, x: Tensor, positions_T: Tensor, segment_lengths: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Run the blocks on one micro-batch.
 
         Args:
             x: Token ids (T,) if this holds the embedding, else the residual stream (T, D).
             positions_T: Position of each token in its segment.
-            segment_lengths: Tokens of each segment, in packed order.
+            attend: Attention over the segments of the micro-batch.
 
         Returns:
             Scores (T, V) if this holds the head, else the residual stream (T, D).
@@ -63,7 +65,7 @@ class Transformer(nn.Module):
         x_TD: Tensor = x if self.embedding is None else self.embedding(x)
         rotation = rotary_angles(positions_T, self.config.shape.head_dim, self.config.rope_theta, x_TD.dtype)
         for block in self.layers.values():
-            x_TD = block(x_TD, rotation, segment_lengths)
+            x_TD = block(x_TD, rotation, attend)
         out: Tensor = x_TD if self.head is None else self.head(x_TD)
         return out
 
@@ -79,8 +81,8 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
         self.feed_forward = FeedForward(shape)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, segment_lengths: Sequence[int]) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, segment_lengths)
+    def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, attend)
         out_TD: Tensor = x_TD + self.feed_forward(self.feed_forward_norm(x_TD))
         return out_TD
 
@@ -96,12 +98,12 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
         self.wo = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, segment_lengths: Sequence[int]) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         # -1 rather than the head counts: a tensor-parallel rank holds only some of the heads.
         q_THE = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TGE = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
         v_TGE = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
-        out_THE = segment_attention(rotate(q_THE, rotation), rotate(k_TGE, rotation), v_TGE, segment_lengths)
+        out_THE = attend(rotate(q_THE, rotation), rotate(k_TGE, rotation), v_TGE)
         out: Tensor = self.wo(out_THE.flatten(-2))
         return out
 

@@ -11,6 +11,7 @@ Gradients are summed over micro-batches and, once per step, over data-parallel r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from wlb.attention import segment_attention
 from wlb.config import ParallelConfig
 from wlb.training.batch import IGNORE_LABEL, TokenBatch
 from wlb.training.model import Transformer
@@ -118,7 +120,8 @@ class PipelineRunner:
 
 
 def _segments_of(batch: TokenBatch) -> dict[str, Any]:
-    return {"positions_T": batch.positions, "segment_lengths": batch.segment_lengths}
+    attend = partial(segment_attention, segment_lengths=batch.segment_lengths)
+    return {"positions_T": batch.positions, "attend": attend}
 
 
 def _reduce_gradients(module: Transformer, now: bool) -> None:

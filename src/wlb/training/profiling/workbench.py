@@ -10,18 +10,18 @@ All inputs are cut from the same few buffers, so that a long document needs its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from wlb.attention import reference
+from wlb.attention import reference, segment_attention
 from wlb.attention.backends import pick_backend
 from wlb.attention.runs import Runs
 from wlb.errors import UserError
 from wlb.training.initialise import initialise_weights
-from wlb.training.model import Attention, Block, Head, Rotation, TransformerConfig, rotary_angles, rotate
+from wlb.training.model import Attend, Attention, Block, Head, Rotation, TransformerConfig, rotary_angles, rotate
 from wlb.training.pipeline import LossTarget, token_loss
 from wlb.training.profiling.timing import Case
 from wlb.workload.model_shapes import ModelShape
@@ -108,10 +108,11 @@ class Workbench:
     def _through(self, block: Block, segment_lengths: tuple[int, ...]) -> Case:
         tokens = sum(segment_lengths)
         rotation = self._rotation(self._positions[:tokens])
+        attend = partial(segment_attention, segment_lengths=segment_lengths)
 
         def forward() -> Tensor:
             stream = self._stream[:tokens].detach().requires_grad_()
-            out: Tensor = block(stream, rotation, segment_lengths)
+            out: Tensor = block(stream, rotation, attend)
             return out
 
         # Parameters keep their gradients from call to call, which adds up as over the micro-batches of a step.
@@ -124,7 +125,7 @@ class Workbench:
 class _NoAttention(Attention):
     """The projections and rotary embedding of attention, without attention."""
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, segment_lengths: Sequence[int]) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q_THE, k_TGE, v_TGE = (
             project(x_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
         )
