@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wlb.config import load_config
+from wlb.config import PRESETS, load_config
 from wlb.errors import UserError
 
 
@@ -58,3 +58,21 @@ def test_unknown_names_are_told_what_there_is(config, override, message):
     with pytest.raises(UserError) as refusal:
         load_config(config, [override])
     assert message in str(refusal.value)
+
+
+def test_presets_differ_in_packing_and_sharding_only(config):
+    jobs = {name: load_config(config, [f"preset={name}"]) for name in PRESETS}
+    systems = {(job.packing.model_dump_json(), job.sharding.model_dump_json()) for job in jobs.values()}
+    rest = {job.model_dump_json(exclude={"preset", "packing", "sharding"}) for job in jobs.values()}
+    assert (len(systems), len(rest)) == (len(PRESETS), 1)
+
+
+def test_a_job_may_depart_from_its_preset(config):
+    job = load_config(config, ["preset=plain-4d", "sharding.strategy=hybrid", "packing.order=pipeline"])
+    assert (job.packing.method, job.packing.order, job.packing.assignment) == ("sequential", "pipeline", "arrival")
+    assert job.sharding.strategy == "hybrid"
+
+
+def test_an_unknown_preset_is_refused(config):
+    with pytest.raises(UserError, match=r"preset: .*'plain-4d', 'fixed-4d', 'wlb-llm' or 'best'.*got 'worst'"):
+        load_config(config, ["preset=worst"])
