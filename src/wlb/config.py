@@ -160,6 +160,10 @@ class TrainingConfig(Section):
     decay_steps: PositiveInt | None = Field(
         None, description="Step at which the learning rate has fallen to a tenth; default: steps"
     )
+    lr_schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="Learning rate after warm-up: a cosine, a plateau and a decay (WSD), or a plateau"
+    )
+    decay_fraction: float = Field(0.2, gt=0, le=1, description="Last part of decay_steps in which wsd decays")
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
     betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
     gradient_clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
