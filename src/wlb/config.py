@@ -54,18 +54,52 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class RopeScalingConfig(Section):
+    """Rotary positions stretched to a longer context as in Llama 3.1, with the names of its config.json."""
+
+    factor: float = Field(8.0, ge=1, description="Low frequencies are divided by this")
+    low_freq_factor: float = Field(1.0, gt=0, description="Turns over the original context below which they are")
+    high_freq_factor: float = Field(4.0, gt=0, description="Turns over the original context above which they are kept")
+    original_max_position_embeddings: PositiveInt = Field(8192, description="The original context, in tokens")
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScalingConfig:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor} must be over low_freq_factor = {self.low_freq_factor}"
+            )
+        return self
+
+
 class ModelConfig(Section):
-    """Which model: a preset name, with any dimension overridden."""
+    """Which model: a preset name, with any dimension overridden, or the directory of a pretrained one."""
 
     name: str = Field("tiny", description="Preset: tiny, 550m, 7b, 30b, 70b, llama3-8b, ...")
+    pretrained: NonEmptyPath | None = Field(
+        None, description="Hugging Face directory that gives the shape (config.json) and the initial weights"
+    )
     hidden: PositiveInt | None = Field(None, description="Width of the residual stream")
     layers: PositiveInt | None = Field(None, description="Transformer blocks, over all pipeline stages")
     heads: PositiveInt | None = Field(None, description="Query heads")
     kv_heads: PositiveInt | None = Field(None, description="Key/value heads (grouped-query attention)")
+    head_dim: PositiveInt | None = Field(None, description="Width of a head; default: the preset's or hidden / heads")
     ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
     vocab_size: PositiveInt | None = Field(None, description="Token ids are below this; default: the store's")
     rope_theta: float = Field(500_000.0, gt=0, description="Base of the rotary position frequencies")
+    rope_scaling: RopeScalingConfig | None = Field(None, description="Llama 3.1's scaling of rotary positions")
     norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
+    qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2)")
+    qk_norm: bool = Field(False, description="RMSNorm of each head's query and key (Qwen3)")
+    tied_embeddings: bool = Field(False, description="Output head with the embedding's matrix")
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.pretrained is not None and "name" in self.model_fields_set:
+            raise ValueError(
+                f"model.name = {self.name!r} and model.pretrained = {str(self.pretrained)!r} both say the shape; "
+                "leave one out"
+            )
+        return self
 
 
 class DataConfig(Section):
@@ -211,8 +245,9 @@ class JobConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, document: Any) -> Any:
-        preset = PRESETS.get(document.get("preset")) if isinstance(document, dict) else None
-        for name, settings in (preset or {}).items():
+        name = document.get("preset") if isinstance(document, dict) else None
+        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+        for name, settings in preset.items():
             section = document.get(name, {})
             if isinstance(section, dict):
                 document = document | {name: settings | section}

@@ -36,6 +36,8 @@ def initialise_weights(module: nn.Module, *, layers: int, seed: int) -> None:
 def _initial_value(name: str, shape: torch.Size, layers: int, seed: int) -> Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(shape)
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     scale = (2 * layers) ** -0.5 if name.endswith(_INTO_RESIDUAL_STREAM) else 1.0

@@ -16,6 +16,7 @@ from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.system import usable_cores
 from wlb.training.model import TransformerConfig
+from wlb.training.rotary import RotaryScaling
 from wlb.workload import ModelShape, model_shape
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -98,18 +99,27 @@ def dense_attention_warning(dtype: torch.dtype, device: torch.device) -> str | N
 
 
 def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig:
-    """The model that ``[model]`` describes, with the vocabulary of the token store.
+    """The model that ``[model]`` describes, with a vocabulary of ``vocab_size``.
 
-    Dimensions that are not given are the preset's; the width of a head is then hidden / heads. Raises
-    ``UserError`` for dimensions that do not fit together.
+    Dimensions that are not given are those of the preset or of the pretrained model; the width of a head is
+    hidden / heads where one of these is given. Raises ``UserError`` for dimensions that do not fit together or are not
+    those of the pretrained model.
     """
     preset = model_shape(model.name)
-    names = ("hidden", "layers", "heads", "kv_heads", "ffn_hidden")
+    names = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden")
     given = {name: value for name in names if (value := getattr(model, name)) is not None}
     shape = replace(preset, **given, vocab_size=vocab_size)
-    if "hidden" in given or "heads" in given:
+    if "head_dim" not in given and ("hidden" in given or "heads" in given):
         shape = replace(shape, head_dim=_head_dim(shape))
-    return TransformerConfig(shape, rope_theta=model.rope_theta, norm_eps=model.norm_eps)
+    return TransformerConfig(
+        shape,
+        rope_theta=model.rope_theta,
+        norm_eps=model.norm_eps,
+        rope_scaling=RotaryScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None,
+        qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
+        tied_embeddings=model.tied_embeddings,
+    )
 
 
 def hardware_name(device: torch.device) -> str:

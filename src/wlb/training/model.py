@@ -2,12 +2,13 @@
 
 A micro-batch is one run of T tokens; there is no batch dimension and no padding. Token ids become vectors
 (embedding), pass the blocks (RMSNorm, grouped-query attention with rotary positions, RMSNorm, SwiGLU), and become
-scores over the vocabulary (RMSNorm, output head, not tied to the embedding). Tokens meet only in the function
-``attend`` that comes with the micro-batch: it knows the segments, and who holds which of their tokens.
+scores over the vocabulary (RMSNorm, output head). Tokens meet only in the function ``attend`` that comes with the
+micro-batch: it knows the segments, and who holds which of their tokens.
 
 A ``Transformer`` may hold only some of the blocks: then it is one stage of a pipeline, takes or returns the
 residual stream at its cut ends, and still names its parameters as the full model does
-(``layers.7.attention.wq.weight``).
+(``layers.7.attention.wq.weight``). With tied embeddings there is one matrix, ``embedding.weight``; where the first and
+the last stage are different modules, both hold it under that name.
 
 Shapes: T tokens · D hidden · H query heads · G key/value heads · E head_dim · F ffn_hidden · V vocabulary.
 """
@@ -17,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wlb.errors import UserError
+from wlb.training.rotary import RotaryScaling, Rotation, rotary_angles, rotate
 from wlb.workload.model_shapes import ModelShape
 
 # Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments.
@@ -35,6 +36,10 @@ class TransformerConfig:
     shape: ModelShape
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
+    rope_scaling: RotaryScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
 
 
 class Transformer(nn.Module):
@@ -47,27 +52,35 @@ class Transformer(nn.Module):
             raise UserError(f"model head_dim = {shape.head_dim} is odd; rotary positions turn pairs of dimensions")
         layers = range(shape.layers) if layers is None else layers
         self.config = config
-        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden) if layers.start == 0 else None
+        self.is_first, self.is_last = layers.start == 0, layers.stop == shape.layers
+        holds_embedding = self.is_first or (self.is_last and config.tied_embeddings)
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden) if holds_embedding else None
         self.layers = nn.ModuleDict({str(layer): Block(config) for layer in layers})
-        self.head = Head(config) if layers.stop == shape.layers else None
+        self.head = Head(config) if self.is_last else None
 
     def forward(self, x: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """Run the blocks on one micro-batch.
 
         Args:
-            x: Token ids (T,) if this holds the embedding, else the residual stream (T, D).
+            x: Token ids (T,) if this is the first stage, else the residual stream (T, D).
             positions_T: Position of each token in its segment.
             attend: Attention over the segments of the micro-batch.
 
         Returns:
-            Scores (T, V) if this holds the head, else the residual stream (T, D).
+            Scores (T, V) if this is the last stage, else the residual stream (T, D).
         """
-        x_TD: Tensor = x if self.embedding is None else self.embedding(x)
-        rotation = rotary_angles(positions_T, self.config.shape.head_dim, self.config.rope_theta, x_TD.dtype)
+        config = self.config
+        x_TD: Tensor = self.embedding(x) if self.is_first and self.embedding is not None else x
+        rotation = rotary_angles(
+            positions_T, config.shape.head_dim, config.rope_theta, x_TD.dtype, scaling=config.rope_scaling
+        )
         for block in self.layers.values():
             x_TD = block(x_TD, rotation, attend)
-        out: Tensor = x_TD if self.head is None else self.head(x_TD)
-        return out
+        if self.head is None:
+            return x_TD
+        tied = (self.embedding.weight,) if config.tied_embeddings and self.embedding is not None else ()
+        scores_TV: Tensor = self.head(x_TD, *tied)
+        return scores_TV
 
 
 class Block(nn.Module):
@@ -77,7 +90,7 @@ class Block(nn.Module):
         super().__init__()
         shape = config.shape
         self.attention_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
-        self.attention = Attention(shape)
+        self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
         self.feed_forward = FeedForward(shape)
 
@@ -88,24 +101,33 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, inside segments."""
+    """Grouped-query attention with rotary positions, inside segments; with ``qk_norm``, of normalised q and k."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        shape, bias = config.shape, config.qkv_bias
         self.head_dim = shape.head_dim
-        self.wq = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
-        self.wk = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
-        self.wv = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=False)
+        self.wq = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
+        self.wk = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
+        self.wv = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.wo = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
 
     def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        q_THE, k_TGE, v_TGE = self.project(x_TD, rotation)
+        out: Tensor = self.wo(attend(q_THE, k_TGE, v_TGE).flatten(-2))
+        return out
+
+    def project(self, x_TD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of this rank's heads, ready for attention."""
         # -1 rather than the head counts: a tensor-parallel rank holds only some of the heads.
         q_THE = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TGE = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
         v_TGE = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
-        out_THE = attend(rotate(q_THE, rotation), rotate(k_TGE, rotation), v_TGE)
-        out: Tensor = self.wo(out_THE.flatten(-2))
-        return out
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THE, k_TGE = self.q_norm(q_THE), self.k_norm(k_TGE)
+        return rotate(q_THE, rotation), rotate(k_TGE, rotation), v_TGE
 
 
 class FeedForward(nn.Module):
@@ -123,37 +145,21 @@ class FeedForward(nn.Module):
 
 
 class Head(nn.Module):
-    """The final norm and the projection to scores over the vocabulary."""
+    """The final norm and the projection to scores over the vocabulary, by a matrix of its own or a tied one."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.shape.hidden, eps=config.norm_eps)
-        self.output = nn.Linear(config.shape.hidden, config.shape.vocab_size, bias=False)
+        shape = config.shape
+        self.norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
+        self.output = TiedOutput() if config.tied_embeddings else nn.Linear(shape.hidden, shape.vocab_size, bias=False)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        scores_TV: Tensor = self.output(self.norm(x_TD))
+    def forward(self, x_TD: Tensor, *tied_VD: Tensor) -> Tensor:
+        scores_TV: Tensor = self.output(self.norm(x_TD), *tied_VD)
         return scores_TV
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Cosine and sine of every token's rotary angles, (T, 1, E), the same for both halves of a head."""
+class TiedOutput(nn.Module):
+    """Projection with the embedding's matrix; it is passed in, so that one module owns the parameter."""
 
-    cos_T1E: Tensor
-    sin_T1E: Tensor
-
-
-def rotary_angles(positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-    """Rotary position angles (RoFormer, arXiv 2104.09864, section 3.2.2), pairing dimension e with e + E/2.
-
-    Computed in float64 for every ``dtype``: at position 100,000 a float32 angle is off by about 0.004.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_T.device) / head_dim
-    angles_TE = (positions_T[:, None] * theta**-exponents).repeat(1, 2)
-    return Rotation(angles_TE.cos().to(dtype)[:, None], angles_TE.sin().to(dtype)[:, None])
-
-
-def rotate(x_THE: Tensor, rotation: Rotation) -> Tensor:
-    """Turn every head's pairs of dimensions by the token's angles."""
-    first, second = x_THE.chunk(2, dim=-1)
-    return x_THE * rotation.cos_T1E + torch.cat((-second, first), dim=-1) * rotation.sin_T1E
+    def forward(self, x_TD: Tensor, embedding_VD: Tensor) -> Tensor:
+        return F.linear(x_TD, embedding_VD)

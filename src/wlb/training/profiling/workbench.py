@@ -21,9 +21,10 @@ from wlb.attention.backends import pick_backend
 from wlb.attention.runs import Runs
 from wlb.errors import UserError
 from wlb.training.initialise import initialise_weights
-from wlb.training.model import Attend, Attention, Block, Head, Rotation, TransformerConfig, rotary_angles, rotate
+from wlb.training.model import Attend, Attention, Block, Head, TransformerConfig
 from wlb.training.pipeline import LossTarget, token_loss
 from wlb.training.profiling.timing import Case
+from wlb.training.rotary import Rotation, rotary_angles
 from wlb.workload.model_shapes import ModelShape
 
 _FILL_TOKENS = {"cpu": 4096, "cuda": 16_384}  # of documents measured together
@@ -59,7 +60,7 @@ class Workbench:
         config = TransformerConfig(shape)
         self._theta = config.rope_theta
         self._block, self._linear_block = Block(config), Block(config)
-        self._linear_block.attention = _NoAttention(shape)
+        self._linear_block.attention = _NoAttention(config)
         self._embedding, self._head = nn.Embedding(shape.vocab_size, shape.hidden), Head(config)
         for module in (self._block, self._linear_block, self._embedding, self._head):
             module.to(device, dtype)
@@ -126,11 +127,7 @@ class _NoAttention(Attention):
     """The projections and rotary embedding of attention, without attention."""
 
     def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        q_THE, k_TGE, v_TGE = (
-            project(x_TD).unflatten(-1, (-1, self.head_dim)) for project in (self.wq, self.wk, self.wv)
-        )
-        out_THE = _Skip.apply(rotate(q_THE, rotation), rotate(k_TGE, rotation), v_TGE)
-        out: Tensor = self.wo(out_THE.flatten(-2))
+        out: Tensor = self.wo(_Skip.apply(*self.project(x_TD, rotation)).flatten(-2))
         return out
 
 
