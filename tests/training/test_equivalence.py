@@ -1,10 +1,13 @@
-"""However documents are packed and however the model is laid out, the gradient is that of the documents alone.
+"""However documents are packed, sharded and laid out, the gradient is that of the documents alone.
 
-For every packing method, steps are planned from random document lengths and run in float64 by real gloo processes in
-every layout of data-parallel, pipeline and virtual-pipeline size. Loss and every gradient must equal, to 1e-10
-relative, what the plain model computes in one process from one segment at a time, with the reference attention and
-no packing anywhere. A segment is a whole document, except under ``sequential``, which cuts documents at the
-context window: there the oracle runs the same pieces, because a cut document is trained as its pieces.
+For every preset, steps are planned from random document lengths and run in float64 by real gloo processes in layouts of
+data-, pipeline-, context- and tensor-parallel size. Loss and every gradient must equal, to 1e-10 relative, what the
+plain model computes in one process from one segment at a time, with the reference attention and no packing anywhere. A
+segment is a whole document, except under ``sequential``, which cuts documents at the context window: there the oracle
+runs the same pieces, because a cut document is trained as its pieces.
+
+``pytest tests/training/test_equivalence.py --all-layouts`` runs every layout of up to 8 processes; without the option
+a selection runs in which each pair of dimensions meets.
 """
 
 from __future__ import annotations
@@ -26,38 +29,54 @@ from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
 from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS
-from wlb.config import ParallelConfig
+from wlb.config import PRESETS, JobConfig, ParallelConfig
 from wlb.documents.segments import Segment
-from wlb.packing import PACKERS, make_packer
+from wlb.packing import packer_from_config
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.batch import labelled_tokens, make_batch
 from wlb.training.initialise import initialise_weights
+from wlb.training.loader import RankShare
 from wlb.training.model import Transformer, TransformerConfig
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.workload import ModelShape, make_workload
 
-# Sizes that no layout divides evenly: 9 blocks over up to 8 stages, odd widths over 2 shards.
-SHAPE = ModelShape(hidden=14, layers=9, heads=6, kv_heads=3, head_dim=4, ffn_hidden=19, vocab_size=37)
+# Nothing that tensor parallelism does not need divides evenly: 9 blocks over up to 8 stages, odd widths over 2 shards.
+SHAPE = ModelShape(hidden=14, layers=9, heads=6, kv_heads=2, head_dim=4, ffn_hidden=22, vocab_size=38)
 CONFIG = TransformerConfig(SHAPE)
 SEED = 3
 CONTEXT_WINDOW = 24
 MICRO_BATCHES = 8
 TOLERANCE = 1e-10
 
-LAYOUTS = [
-    ParallelConfig(dp=dp, pp=pp, virtual_pp=virtual_pp, schedule="interleaved_1f1b" if virtual_pp > 1 else "1f1b")
-    for dp, pp, virtual_pp in product((1, 2), (1, 2, 4), (1, 2))
-    if virtual_pp == 1 or pp > 1
+ALL_LAYOUTS = [
+    ParallelConfig(
+        dp=dp, pp=pp, cp=cp, tp=tp, virtual_pp=virtual_pp, schedule="interleaved_1f1b" if virtual_pp > 1 else "1f1b"
+    )
+    for dp, pp, cp, tp, virtual_pp in product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2), (1, 2))
+    if dp * pp * cp * tp <= 8 and (virtual_pp == 1 or pp > 1)
+]
+SELECTED = [  # dp, pp, cp, tp, virtual_pp
+    (1, 1, 1, 1, 1),
+    (2, 1, 1, 1, 1),
+    (1, 2, 1, 1, 2),
+    (1, 1, 2, 1, 1),
+    (1, 1, 1, 2, 1),
+    (1, 2, 2, 1, 1),
+    (2, 1, 1, 2, 1),
+    (2, 2, 2, 1, 1),
+    (1, 2, 2, 2, 2),
+    (2, 1, 2, 2, 1),
 ]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A planned step and what the oracle makes of it."""
+    """A planned step, the strategy that shards it and what the oracle makes of it."""
 
     plan: StepPlan
+    strategy: str
     loss: float
     gradients: dict[str, Tensor]
 
@@ -70,23 +89,22 @@ def documents() -> RandomDocuments:
 
 @pytest.fixture(scope="module")
 def steps(documents: RandomDocuments) -> list[Step]:
-    """Two steps of every method, and one with a single document, whose other micro-batches are empty."""
-    plans = [plan for method in PACKERS for plan in _two_steps(method, documents)]
+    """Two steps of every preset and the solver, and one with a single document, whose other micro-batches are empty."""
+    jobs = [_job(preset) for preset in PRESETS] + [_job("fixed-4d", method="fixed_solver", solver_nodes=10)]
+    planned = [(plan, job.sharding.strategy) for job in jobs for plan in _two_steps(job, documents)]
     alone = MicroBatch((Segment(0, 0, int(documents.lengths[0])),), 1.0)
-    plans.append(StepPlan(0, ((alone, *[MicroBatch((), 0.0)] * (MICRO_BATCHES - 1)),)))
-    return [Step(plan, *_one_segment_at_a_time(plan, documents)) for plan in plans]
+    planned.append((StepPlan(0, ((alone, *[MicroBatch((), 0.0)] * (MICRO_BATCHES - 1)),)), "hybrid"))
+    return [Step(plan, strategy, *_one_segment_at_a_time(plan, documents)) for plan, strategy in planned]
 
 
-def _two_steps(method: str, documents: RandomDocuments) -> list[StepPlan]:
+def _job(preset: str, **packing: object) -> JobConfig:
+    sections = {"data": {"store": "none"}, "packing": {"micro_batches": MICRO_BATCHES, **packing}}
+    return JobConfig.model_validate({"preset": preset, **sections})
+
+
+def _two_steps(job: JobConfig, documents: RandomDocuments) -> list[StepPlan]:
     """The two largest: a step of few tokens may have gradients that are zero but for rounding."""
-    options = {"node_limit": 10} if method == "fixed_solver" else {}
-    packer = make_packer(
-        method,
-        micro_batches=MICRO_BATCHES,
-        context_window=CONTEXT_WINDOW,
-        workload=make_workload("tiny"),
-        **options,
-    )
+    packer = packer_from_config(job.packing, CONTEXT_WINDOW, make_workload("tiny"))
     plans = packer.plan(int(length) for length in documents.lengths) + packer.drain()
     return sorted(plans, key=lambda plan: plan.tokens)[-2:]
 
@@ -122,8 +140,9 @@ def _errors(parallel: ParallelConfig, steps: list[Step], documents: RandomDocume
     for step in steps:
         for stage in stages:
             stage.zero_grad()
+        share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel.cp, parallel.tp, step.strategy)
         plan = arrange(step.plan, parallel.dp)
-        batches = [make_batch(micro_batch, documents) for micro_batch in plan.ranks[mesh.get_local_rank("dp")]]
+        batches = [share.of(make_batch(micro_batch, documents)) for micro_batch in plan.ranks[share.dp_rank]]
         loss = runner.run_step(batches, labelled_tokens(plan, documents.lengths))
         dist.all_reduce(loss)
         found = {"loss": loss} | {
@@ -144,15 +163,25 @@ def test_the_steps_cover_the_hard_cases(steps: list[Step]) -> None:
     assert any(not micro_batch.segments for micro_batch in micro_batches)
     assert any(segment.start > 0 for micro_batch in micro_batches for segment in micro_batch.segments)
     assert max(micro_batch.tokens for micro_batch in micro_batches) > CONTEXT_WINDOW
+    assert any(micro_batch.tokens % 2 for micro_batch in micro_batches)
     assert all(len(step.plan.micro_batches) == MICRO_BATCHES for step in steps)
+    assert {step.strategy for step in steps} == {"per_sequence", "per_document", "adaptive", "hybrid"}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_loss_and_gradients_equal_one_document_at_a_time(
-    world_size: int, steps: list[Step], documents: RandomDocuments
+    world_size: int, steps: list[Step], documents: RandomDocuments, request: pytest.FixtureRequest
 ) -> None:
-    layouts = [parallel for parallel in LAYOUTS if parallel.world_size == world_size]
-    by_rank = run_ranks(world_size, _errors_of_all_layouts, layouts, steps, documents)
+    layouts = [
+        layout
+        for layout in ALL_LAYOUTS
+        if layout.world_size == world_size
+        and (
+            request.config.getoption("--all-layouts")
+            or (layout.dp, layout.pp, layout.cp, layout.tp, layout.virtual_pp) in SELECTED
+        )
+    ]
+    by_rank = run_ranks(world_size, _errors_of_all_layouts, layouts, steps, documents, seconds=280.0)
     for layout, errors_of_ranks in zip(layouts, zip(*by_rank, strict=True), strict=True):
         checked = {name for errors in errors_of_ranks for name in errors}
         assert checked == {"loss", *steps[0].gradients}, layout

@@ -18,7 +18,7 @@ from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.packing import packer_from_config
 from wlb.training.batch import IGNORE_LABEL
-from wlb.training.loader import LoadedStep, StepLoader
+from wlb.training.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.planner import PlannedStep, StepPlanner
 from wlb.workload import make_workload
 
@@ -36,15 +36,13 @@ def open_loader(
     folder: Path,
     changes: dict[str, dict[str, Any]] | None = None,
     *,
-    dp_rank: int = 0,
+    share: RankShare | None = None,
     state: dict[str, Any] | None = None,
 ) -> StepLoader:
     config = job(folder, **(changes or {}))
     packer = packer_from_config(config.packing, config.data.context_window, WORKLOAD)
     store = TokenStore.open(config.data.store)
-    return StepLoader(
-        store, config, packer, vocab_size=config.model.vocab_size or VOCABULARY, dp_rank=dp_rank, state=state
-    )
+    return StepLoader(store, config, packer, vocab_size=config.model.vocab_size or VOCABULARY, share=share, state=state)
 
 
 def same_step(left: LoadedStep, right: LoadedStep) -> bool:
@@ -85,7 +83,7 @@ def test_an_epoch_trains_every_document_once(folder):
 
 def test_ranks_share_a_step(folder):
     both = {"parallel": {"dp": 2}}
-    with open_loader(folder, both) as first, open_loader(folder, both, dp_rank=1) as second:
+    with open_loader(folder, both) as first, open_loader(folder, both, share=RankShare(dp_rank=1)) as second:
         for left, right in islice(zip(first, second, strict=True), 5):
             assert left.plan == right.plan
             assert left.fingerprint == right.fingerprint

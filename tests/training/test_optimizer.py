@@ -16,7 +16,7 @@ from wlb.training.optimizer import build_optimizer, clip_gradients, learning_rat
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.workload import ModelShape
 
-MODEL = TransformerConfig(ModelShape(16, 3, 2, 1, 8, 20, 31))
+MODEL = TransformerConfig(ModelShape(16, 3, 4, 2, 4, 22, 32))
 
 
 def test_learning_rate_warms_up_and_falls_to_a_tenth():
@@ -62,11 +62,11 @@ def _norms_of_a_rank(parallel: ParallelConfig, largest: float) -> tuple[float, f
 
 @pytest.mark.parametrize("largest", [0.0, 0.01])
 def test_gradient_norm_is_that_of_the_whole_model(largest):
-    parallel = ParallelConfig(dp=2, pp=2)
+    parallel = ParallelConfig(cp=2, pp=2, tp=2)
     whole = Transformer(MODEL).double()
     initialise_weights(whole, layers=MODEL.shape.layers, seed=1)
     expected = 0.7 * math.sqrt(sum(float((p.detach() ** 2).sum()) for p in whole.parameters()))
-    for before, after in run_ranks(4, _norms_of_a_rank, parallel, largest):
+    for before, after in run_ranks(8, _norms_of_a_rank, parallel, largest):
         assert before == pytest.approx(expected, rel=1e-12)
         assert after == pytest.approx(largest or expected, rel=1e-12)
 

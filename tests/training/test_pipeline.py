@@ -16,10 +16,12 @@ from tests.training.documents import RandomDocuments
 from wlb.config import ParallelConfig
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch
-from wlb.training.batch import TokenBatch, make_batch
+from wlb.training.batch import make_batch
+from wlb.training.loader import RankShare
 from wlb.training.model import TransformerConfig
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
+from wlb.training.sharded_batch import ShardedBatch
 from wlb.workload import ModelShape
 
 CONFIG = TransformerConfig(
@@ -30,9 +32,11 @@ MICRO_BATCHES = [(0, 1), (2,), (3, 4), (5,)]
 LOSS_TOKENS = int((STORE.lengths - 1).sum())
 
 
-def _batches(micro_batches: list[tuple[int, ...]]) -> list[TokenBatch]:
+def _batches(micro_batches: list[tuple[int, ...]]) -> list[ShardedBatch]:
     return [
-        make_batch(MicroBatch(tuple(Segment(d, 0, int(STORE.lengths[d])) for d in documents), 0.0), STORE)
+        RankShare().of(
+            make_batch(MicroBatch(tuple(Segment(d, 0, int(STORE.lengths[d])) for d in documents), 0.0), STORE)
+        )
         for documents in micro_batches
     ]
 
@@ -43,7 +47,7 @@ def _run(parallel: ParallelConfig, dtype: torch.dtype, steps: int = 1) -> dict[s
     stages = build_stage_modules(CONFIG, parallel, mesh, dtype=dtype, device=device, seed=0)
     per_rank = len(MICRO_BATCHES) // parallel.dp
     runner = PipelineRunner(stages, parallel, mesh, per_rank, dtype=dtype, device=device)
-    first = mesh.get_local_rank("dp") * per_rank
+    first = mesh.rank("dp") * per_rank
     for _ in range(steps):
         loss = runner.run_step(_batches(MICRO_BATCHES[first : first + per_rank]), LOSS_TOKENS)
     assert not loss.requires_grad
@@ -53,7 +57,7 @@ def _run(parallel: ParallelConfig, dtype: torch.dtype, steps: int = 1) -> dict[s
         for name, weight in stage.named_parameters()
         if isinstance(weight.grad, DTensor)
     }
-    return {"loss": loss, "gradients": gradients, "pp_rank": mesh.get_local_rank("pp")}
+    return {"loss": loss, "gradients": gradients, "pp_rank": mesh.rank("pp")}
 
 
 def _merged(results: list[dict[str, Any]]) -> tuple[float, dict[str, torch.Tensor]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from wlb.errors import UserError
 
@@ -30,3 +32,11 @@ def gathered(value: T) -> list[T]:
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def gathered_rows(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``row`` of every rank, in rank order, on the CPU: the cheap ``gathered`` for a few numbers in every step."""
+    mine = torch.tensor(row, dtype=dtype, device=device)
+    rows = mine.new_empty(dist.get_world_size(), len(row))
+    dist.all_gather(list(rows.unbind()), mine)
+    return rows.cpu()

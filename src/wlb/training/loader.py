@@ -1,8 +1,9 @@
 """The data loader: plans and tokens of the next steps, ready before training asks for them.
 
-One thread plans (lengths only, the same on every rank), a second reads the micro-batches of this data-parallel
-rank from the memory-mapped store. ``StepLoader`` hands out ``LoadedStep``s; its state belongs to the last step handed
-out, whatever the threads have prepared beyond it, and names the data and the settings it is valid for.
+One thread plans (lengths only, the same on every rank), a second shards the micro-batches of this data-parallel rank
+over its context-parallel ranks and reads this one's tokens from the memory-mapped store. ``StepLoader`` hands out
+``LoadedStep``s; its state belongs to the last step handed out, whatever the threads have prepared beyond it, and names
+the data and the settings it is valid for.
 """
 
 from __future__ import annotations
@@ -20,41 +21,66 @@ from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.packing.base import Packer
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.sharding import make_shard_plan
 from wlb.training.batch import TokenBatch, labelled_tokens, make_batch
 from wlb.training.document_order import DocumentStream, EpochSummary, finished_documents
 from wlb.training.planner import PlannedStep, StepPlanner
 from wlb.training.prefetch import Prefetcher, Shutdown
+from wlb.training.sharded_batch import ShardedBatch, shard_batch
+from wlb.workload.base import Workload
 
 
 @dataclass(frozen=True)
 class LoadedStep:
-    """One step, ready to train: ``batches`` are this data-parallel rank's micro-batches in pipeline order.
+    """One step, ready to train: ``batches`` are this rank's shares of its micro-batches, in pipeline order.
 
     ``plan`` covers all ranks and ``loss_tokens`` counts their labelled tokens; ``documents`` are the ids of those whose
-    last token is in the step; ``fingerprint`` is equal where plans are equal. ``wait_seconds`` is how long
-    training stood still for this step.
+    last token is in the step. ``fingerprint`` is equal where plans are equal, ``shard_fingerprint`` where the shard
+    plans of all batches are. ``wait_seconds`` is how long training stood still for this step.
     """
 
     plan: StepPlan
-    batches: tuple[TokenBatch, ...]
+    batches: tuple[ShardedBatch, ...]
     loss_tokens: int
     documents: tuple[int, ...]
     fingerprint: int
+    shard_fingerprint: int
     planning_seconds: float
     wait_seconds: float
 
 
 @dataclass(frozen=True)
+class RankShare:
+    """Which part of a step a rank trains, and how the others of its context-parallel group share it with it.
+
+    ``workload`` prices shards: that of one GPU without context parallelism. Pipeline ranks with the same dp and cp
+    rank, and all tensor-parallel ranks, have the same share.
+    """
+
+    dp_rank: int = 0
+    cp_rank: int = 0
+    cp_size: int = 1
+    tp_size: int = 1
+    strategy: str = "per_document"
+    workload: Workload | None = None
+
+    def of(self, batch: TokenBatch) -> ShardedBatch:
+        plan = make_shard_plan(batch.segment_lengths, self.cp_size, self.strategy, workload=self.workload)
+        return shard_batch(batch, plan, self.cp_rank, multiple_of=self.tp_size)
+
+
+@dataclass(frozen=True)
 class _ReadStep:
     planned: PlannedStep
-    batches: tuple[TokenBatch, ...]
+    batches: tuple[ShardedBatch, ...]
     loss_tokens: int
     documents: tuple[int, ...]
     fingerprint: int
+    shard_fingerprint: int
 
 
 class StepLoader(Iterator[LoadedStep]):
-    """Iterates over the steps of a job for data-parallel rank ``dp_rank``, from ``state`` if given.
+    """Iterates over the steps of a job for the rank that trains ``share`` of each, from ``state`` if given.
 
     Ends after one epoch if ``training.steps`` is unset and never otherwise. Close it, or use it as a context manager.
     Raises ``UserError`` if ``state`` was saved on other data or settings; failures of the threads surface in
@@ -68,12 +94,12 @@ class StepLoader(Iterator[LoadedStep]):
         packer: Packer,
         *,
         vocab_size: int,
-        dp_rank: int = 0,
+        share: RankShare | None = None,
         state: dict[str, Any] | None = None,
     ) -> None:
         self._store = store
         self._vocab_size = vocab_size
-        self._dp_rank = dp_rank
+        self._share = share or RankShare()
         self._identity = data_identity(store, config)
         self._truncated_to = config.data.context_window if config.data.overlong == "truncate" else None
         stream = DocumentStream(store.lengths, config.data)
@@ -102,6 +128,7 @@ class StepLoader(Iterator[LoadedStep]):
             loss_tokens=step.loss_tokens,
             documents=step.documents,
             fingerprint=step.fingerprint,
+            shard_fingerprint=step.shard_fingerprint,
             planning_seconds=step.planned.planning_seconds,
             wait_seconds=time.perf_counter() - started,
         )
@@ -129,7 +156,7 @@ class StepLoader(Iterator[LoadedStep]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _batch(self, micro_batch: MicroBatch) -> TokenBatch:
+    def _batch(self, micro_batch: MicroBatch) -> ShardedBatch:
         batch = make_batch(micro_batch, self._store)
         largest = int(torch.maximum(batch.tokens, batch.labels).max())
         if largest >= self._vocab_size:
@@ -138,16 +165,18 @@ class StepLoader(Iterator[LoadedStep]):
                 f"token {largest} is outside the vocabulary of model.vocab_size = {self._vocab_size}; it is in one of "
                 f"the documents {documents}"
             )
-        return batch
+        return self._share.of(batch)
 
     def _read(self, planned: PlannedStep) -> _ReadStep:
         plan, lengths = planned.plan, self._store.lengths
+        batches = tuple(map(self._batch, plan.ranks[self._share.dp_rank]))
         return _ReadStep(
             planned=planned,
-            batches=tuple(map(self._batch, plan.ranks[self._dp_rank])),
+            batches=batches,
             loss_tokens=labelled_tokens(plan, lengths),
             documents=tuple(finished_documents(plan.segments, lengths, self._truncated_to)),
-            fingerprint=_fingerprint(plan),
+            fingerprint=_fingerprint((plan.step, [[part.segments for part in rank] for rank in plan.ranks])),
+            shard_fingerprint=_fingerprint([[table.tolist() for table in b.shard_plan.pieces] for b in batches]),
         )
 
 
@@ -177,7 +206,6 @@ def check_identity(state: dict[str, Any], current: dict[str, Any]) -> None:
             )
 
 
-def _fingerprint(plan: StepPlan) -> int:
-    layout = [[micro_batch.segments for micro_batch in rank] for rank in plan.ranks]
-    digest = hashlib.sha256(repr((plan.step, layout)).encode()).digest()
-    return int.from_bytes(digest[:7], "little")  # 56 bits: it and its negative fit an int64
+def _fingerprint(layout: object) -> int:
+    digest = hashlib.sha256(repr(layout).encode()).digest()
+    return int.from_bytes(digest[:7], "little")  # 56 bits fit an int64

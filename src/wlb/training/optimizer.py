@@ -55,15 +55,14 @@ def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) 
 def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
     """Scale all gradients of the job so that their global 2-norm is at most ``largest``; 0 only measures.
 
-    Every rank contributes the squares of what it holds: its pipeline stages, of those its FSDP shards. Returns the norm
+    Every rank contributes the squares of what it holds: its pipeline stages, of those its shards. Returns the norm
     before clipping, the same on every rank.
     """
-    gradients = [
-        _local(parameter.grad) for stage in stages for parameter in stage.parameters() if parameter.grad is not None
-    ]
+    sharded = [parameter.grad for stage in stages for parameter in stage.parameters() if parameter.grad is not None]
+    gradients = [_local(gradient) for gradient in sharded]
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-    for part in torch._foreach_norm(gradients):
-        squares += part.double() ** 2
+    for gradient, part in zip(sharded, torch._foreach_norm(gradients), strict=True):
+        squares += part.double() ** 2 / _copies(gradient)
     dist.all_reduce(squares)
     norm = math.sqrt(squares.item())
     if 0 < largest < norm:
@@ -73,3 +72,11 @@ def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _copies(gradient: Tensor) -> int:
+    """How many ranks hold the same part: tensor-parallel ranks do of the weights that they do not split."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())

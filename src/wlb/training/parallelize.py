@@ -1,49 +1,75 @@
 """Everything that makes a plain ``Transformer`` parallel, applied from outside.
 
 ``build_mesh`` arranges the processes; ``build_stage_modules`` cuts the model into this rank's pipeline
-stages, shards each over data-parallel ranks with FSDP2, and only then gives them memory and weights. Every
-rank takes the same path, also alone: a mesh dimension of size 1 is still a mesh dimension.
+stages, splits each over tensor-parallel ranks, shards what is left over all data- and context-parallel ranks with
+FSDP2, and only then gives it memory and weights.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from wlb.config import ParallelConfig
-from wlb.errors import UserError
 from wlb.training.initialise import initialise_weights
 from wlb.training.layer_split import split_layers
 from wlb.training.model import Block, Transformer, TransformerConfig
+from wlb.training.tensor_parallel import apply_tensor_parallel, check_divisible
+from wlb.workload.model_shapes import ModelShape
 
 MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")
 
 
-def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
+@dataclass(frozen=True)
+class JobMesh:
+    """All processes of a job, arranged twice: as they divide the work, and as they divide the weights.
+
+    ``work`` is pp x dp x cp x tp. In ``weights`` dp and cp are one dimension, "dp_cp": context-parallel ranks see
+    different tokens and the same weights, just as data-parallel ranks do.
+    """
+
+    work: DeviceMesh
+    weights: DeviceMesh
+
+    def rank(self, dimension: str) -> int:
+        """This process's place in a dimension of ``work``."""
+        return self.work.get_local_rank(dimension)
+
+    def size(self, dimension: str) -> int:
+        return self.work[dimension].size()
+
+    def group(self, dimension: str) -> dist.ProcessGroup:
+        """The processes that differ from this one in ``dimension`` only."""
+        return self.work.get_group(dimension)
+
+
+def build_mesh(parallel: ParallelConfig, device_type: str) -> JobMesh:
     """Arrange all processes as pp x dp x cp x tp, tensor-parallel ranks next to each other.
 
     The dimension that communicates most varies fastest, so it stays inside a node (WLB-LLM, section 2.1).
-    Raises ``UserError`` for a dimension that is not available.
     """
-    check_available(parallel)
     sizes = tuple(getattr(parallel, name) for name in MESH_DIMENSIONS)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMENSIONS)
+    flattened = (parallel.pp, parallel.dp * parallel.cp, parallel.tp)
+    return JobMesh(
+        work=init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMENSIONS),
+        weights=init_device_mesh(device_type, flattened, mesh_dim_names=("pp", "dp_cp", "tp")),
+    )
 
 
-def check_available(parallel: ParallelConfig) -> None:
-    """Raise ``UserError`` for a dimension that this version does not run."""
-    for name in ("cp", "tp"):
-        if getattr(parallel, name) > 1:
-            raise UserError(
-                f"parallel.{name} = {getattr(parallel, name)} is not available in this version; set parallel.{name} = 1"
-            )
+def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Raise ``UserError`` unless a model of ``shape`` can be cut and split as ``parallel`` asks."""
+    split_layers(shape, parallel.stages)
+    check_divisible(shape, parallel.tp)
 
 
 def build_stage_modules(
     config: TransformerConfig,
     parallel: ParallelConfig,
-    mesh: DeviceMesh,
+    mesh: JobMesh,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -56,10 +82,12 @@ def build_stage_modules(
     """
     splits = split_layers(config.shape, parallel.stages)
     modules = []
-    for stage in range(mesh.get_local_rank("pp"), parallel.stages, parallel.pp):
+    for stage in range(mesh.rank("pp"), parallel.stages, parallel.pp):
         with torch.device("meta"):
             module = Transformer(config, splits[stage]).to(master_dtype(dtype))
-        shard_over_data_parallel(module, mesh["dp"], dtype, reshard_after_forward=parallel.pp == 1)
+        if parallel.tp > 1:
+            apply_tensor_parallel(module, mesh.weights["tp"])
+        shard_weights(module, mesh.weights["dp_cp"], dtype, reshard_after_forward=parallel.pp == 1)
         module.to_empty(device=device)
         initialise_weights(module, layers=config.shape.layers, seed=seed)
         modules.append(module)
@@ -71,9 +99,7 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def shard_over_data_parallel(
-    module: Transformer, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool
-) -> None:
+def shard_weights(module: Transformer, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
     """Apply FSDP2, one unit per block and one for the rest; gradients are summed over ``mesh``, not averaged.
 
     The sum is what the loss needs: it is already divided by the token count of all ranks. A pipeline stage

@@ -1,31 +1,31 @@
 """Forward and backward of one optimizer step on this rank's stages.
 
-``PipelineRunner`` is given the micro-batches of its data-parallel rank, the same on every pipeline rank.
-With one stage it runs them one after another; with several it hands them to PyTorch's 1F1B or interleaved
-1F1B schedule. The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of
-the whole step, over all data-parallel ranks, so that how documents are packed cannot change a gradient.
-Gradients are summed over micro-batches and, once per step, over data-parallel ranks; they are added to
-``.grad``.
+``PipelineRunner`` is given this rank's share of its data-parallel rank's micro-batches, the same on every pipeline
+rank. With one stage it runs them one after another; with several it hands them to PyTorch's 1F1B or interleaved 1F1B
+schedule. The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of the whole step,
+over all ranks, so that how documents are packed and sharded cannot change a gradient. Gradients are summed over
+micro-batches and, once per step, over data- and context-parallel ranks; they are added to ``.grad``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
-from wlb.attention import segment_attention
 from wlb.config import ParallelConfig
-from wlb.training.batch import IGNORE_LABEL, TokenBatch
+from wlb.training.batch import IGNORE_LABEL
 from wlb.training.model import Transformer
-from wlb.training.parallelize import master_dtype
+from wlb.training.parallelize import JobMesh, master_dtype
 from wlb.training.planned_stage import PlannedStage, make_schedule, run_schedule
+from wlb.training.sharded_batch import ShardedAttention, ShardedBatch
 
 
 class LossTarget(NamedTuple):
@@ -36,9 +36,14 @@ class LossTarget(NamedTuple):
 
 
 def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
-    """Cross entropy summed over labelled tokens, in float32 or better, over the step's ``loss_tokens``."""
+    """Cross entropy summed over labelled tokens, in float32 or better, over the step's ``loss_tokens``.
+
+    ``scores_TV`` may be split over tensor-parallel ranks by vocabulary; every one of them then gets the loss.
+    """
     scores_TV = scores_TV.to(master_dtype(scores_TV.dtype))
     total = F.cross_entropy(scores_TV, target.labels, ignore_index=IGNORE_LABEL, reduction="sum")
+    if isinstance(total, DTensor):
+        total = total.to_local()
     return total / max(target.loss_tokens, 1)
 
 
@@ -52,13 +57,14 @@ class PipelineRunner:
         self,
         stage_modules: Sequence[Transformer],
         parallel: ParallelConfig,
-        mesh: DeviceMesh,
+        mesh: JobMesh,
         micro_batches: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._modules = stage_modules
+        self._mesh = mesh
         self._device = device
         self._loss_dtype = master_dtype(dtype)
         self._stages: list[PlannedStage] = []
@@ -67,37 +73,39 @@ class PipelineRunner:
         self._stages = [
             PlannedStage(
                 module,
-                mesh.get_local_rank("pp") + chunk * parallel.pp,
+                mesh.rank("pp") + chunk * parallel.pp,
                 parallel.stages,
                 hidden=module.config.shape.hidden,
                 dtype=dtype,
                 device=device,
-                group=mesh.get_group("pp"),
+                group=mesh.group("pp"),
             )
             for chunk, module in enumerate(stage_modules)
         ]
         self._schedule = make_schedule(self._stages, micro_batches, token_loss)
 
-    def run_step(self, batches: Sequence[TokenBatch], loss_tokens: int) -> Tensor:
+    def run_step(self, batches: Sequence[ShardedBatch], loss_tokens: int) -> Tensor:
         """Run all micro-batches of this data-parallel rank forward and backward.
 
         Args:
-            batches: The same on every pipeline rank; as many as the runner was built for.
-            loss_tokens: Labelled tokens of the step over all data-parallel ranks.
+            batches: This rank's share of each, the same on every pipeline and tensor-parallel rank; as many as the
+                runner was built for.
+            loss_tokens: Labelled tokens of the step over all ranks.
 
         Returns:
-            This data-parallel rank's share of the loss, detached, on the ranks of the last stage; zero
-            elsewhere. The sum over all ranks of the job is the mean loss of the step's labelled tokens.
+            This rank's share of the loss, detached: the sum over all ranks of the job is the mean loss of the step's
+            labelled tokens.
         """
         batches = [batch.to(self._device) for batch in batches]
         targets = [LossTarget(batch.labels, loss_tokens) for batch in batches]
-        keywords = [_segments_of(batch) for batch in batches]
-        if not self._stages:
-            return self._run_alone([batch.tokens for batch in batches], keywords, targets)
-        for stage in self._stages:
-            stage.begin_step([len(batch.tokens) for batch in batches])
-        losses = run_schedule(self._schedule, [batch.tokens for batch in batches], keywords, targets)
-        return self._sum(losses)
+        keywords = [self._keywords(batch) for batch in batches]
+        with self._loss_context():
+            if not self._stages:
+                return self._run_alone([batch.tokens for batch in batches], keywords, targets)
+            for stage in self._stages:
+                stage.begin_step([batch.rows // self._mesh.size("tp") for batch in batches])
+            losses = run_schedule(self._schedule, [batch.tokens for batch in batches], keywords, targets)
+            return self._sum(losses)
 
     def _run_alone(
         self, inputs: Sequence[Tensor], keywords: Sequence[dict[str, Any]], targets: Sequence[LossTarget]
@@ -111,21 +119,25 @@ class PipelineRunner:
             losses.append(loss.detach())
         return self._sum(losses)
 
+    def _keywords(self, batch: ShardedBatch) -> dict[str, Any]:
+        group = self._mesh.group("cp") if batch.shard_plan.cp_size > 1 else None
+        attend = ShardedAttention(batch.local_tokens, batch.shard_plan, group)
+        return {"positions_T": batch.positions, "attend": attend}
+
+    def _loss_context(self) -> AbstractContextManager[None]:
+        return loss_parallel() if self._mesh.size("tp") > 1 else nullcontext()
+
     def _sum(self, losses: Sequence[Tensor]) -> Tensor:
         # A new tensor every time, also without losses: the caller may reduce it in place.
         total = torch.zeros((), dtype=self._loss_dtype, device=self._device)
-        for loss in losses:
-            total += loss.detach()
+        if self._mesh.rank("tp") == 0:  # the others computed the same
+            for loss in losses:
+                total += loss.detach()
         return total
 
 
-def _segments_of(batch: TokenBatch) -> dict[str, Any]:
-    attend = partial(segment_attention, segment_lengths=batch.segment_lengths)
-    return {"positions_T": batch.positions, "attend": attend}
-
-
 def _reduce_gradients(module: Transformer, now: bool) -> None:
-    """Let the next backward reduce gradients over data-parallel ranks, or only add them up locally."""
+    """Let the next backward reduce gradients over the ranks that share the weights, or only add them up locally."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(now)
     module.set_is_last_backward(now)

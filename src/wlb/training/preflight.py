@@ -11,9 +11,8 @@ from wlb.errors import UserError, require
 from wlb.training.checkpoint import newest_checkpoint, read_progress
 from wlb.training.document_order import summarise_epoch
 from wlb.training.job import device_type, transformer_config, vocab_size
-from wlb.training.layer_split import split_layers
 from wlb.training.loader import check_identity, data_identity
-from wlb.training.parallelize import check_available
+from wlb.training.parallelize import check_layout
 
 
 def check_job(config: JobConfig, local_processes: int) -> TokenStore:
@@ -21,10 +20,9 @@ def check_job(config: JobConfig, local_processes: int) -> TokenStore:
 
     Returns the token store, opened, as opening it again would take a second pass over its index.
     """
-    check_available(config.parallel)
     device_type(config.training, local_processes)
     store = TokenStore.open(config.data.store)
-    split_layers(transformer_config(config.model, vocab_size(config, store)).shape, config.parallel.stages)
+    check_layout(transformer_config(config.model, vocab_size(config, store)).shape, config.parallel)
     summarise_epoch(store.lengths, config.data)
     if config.metrics.tensorboard:
         require("tensorboard", "train")

@@ -1,9 +1,9 @@
 """Training, from the first step to the last, as one rank sees it.
 
-All ranks read the same document lengths and plan the same steps; each takes its data-parallel rank's micro-batches
-through its pipeline stages. After the backward passes the ranks agree on the loss and the gradient norm,
-step the optimizer, and rank 0 writes the metrics. Every ``checkpoint.every`` steps all of it is saved, the
-loader included.
+All ranks read the same document lengths and plan the same steps; each takes its share of its data-parallel rank's
+micro-batches through its part of its pipeline stages. After the backward passes the ranks agree on the loss and the
+gradient norm, step the optimizer, and rank 0 writes the metrics. Every ``checkpoint.every`` steps all of it is saved,
+the loader included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
-from wlb.training.agreement import on_every_rank
+from wlb.training.agreement import gathered_rows, on_every_rank
 from wlb.training.checkpoint import Checkpointer, Progress, agreed_checkpoint
 from wlb.training.console import say
 from wlb.training.exclusive import check_shared, directories_of
@@ -34,7 +34,7 @@ from wlb.training.job import (
     transformer_config,
     vocab_size,
 )
-from wlb.training.loader import LoadedStep, StepLoader
+from wlb.training.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.metrics import MetricsWriter, StepMetrics
 from wlb.training.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallelize import build_mesh, build_stage_modules
@@ -69,7 +69,7 @@ class Trainer:
         vocabulary = vocab_size(config, store)
         model = transformer_config(config.model, vocabulary)
         dtype = compute_dtype(config.training, device)
-        mesh = build_mesh(config.parallel, device.type)
+        self.mesh = mesh = build_mesh(config.parallel, device.type)
         self.stages = build_stage_modules(
             model, config.parallel, mesh, dtype=dtype, device=device, seed=config.training.seed
         )
@@ -80,14 +80,23 @@ class Trainer:
         newest = agreed_checkpoint(config.checkpoint)
         progress = self.checkpointer.load(newest) if newest else None
         self.step = progress.step if progress else 0
-        workload = make_workload(model.shape, hardware_name(device))
+        parallel, hardware = config.parallel, hardware_name(device)
+        workload = make_workload(model.shape, hardware, tp=parallel.tp, cp=parallel.cp)
         packer = packer_from_config(config.packing, config.data.context_window, workload)
+        share = RankShare(
+            dp_rank=mesh.rank("dp"),
+            cp_rank=mesh.rank("cp"),
+            cp_size=parallel.cp,
+            tp_size=parallel.tp,
+            strategy=config.sharding.strategy,
+            workload=make_workload(model.shape, hardware, tp=parallel.tp),
+        )
         self.loader = StepLoader(
             store,
             config,
             packer,
             vocab_size=vocabulary,
-            dp_rank=mesh.get_local_rank("dp"),
+            share=share,
             state=progress.loader if progress else None,
         )
         self.metrics = MetricsWriter(config.metrics, self.step) if dist.get_rank() == 0 else None
@@ -140,12 +149,14 @@ class Trainer:
             self.metrics.write(self._metrics_of(loaded, loss, grad_norm, rate, seconds))
 
     def _check_all_ranks_agree(self, loaded: LoadedStep) -> None:
-        bounds = torch.tensor([loaded.fingerprint, -loaded.fingerprint], device=self.device)
-        dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        if bounds[0] != -bounds[1]:
+        rows = gathered_rows((loaded.fingerprint, loaded.shard_fingerprint), torch.int64, self.device)
+        same_plan = bool((rows[:, 0] == rows[0, 0]).all())
+        by_dp = rows[self.mesh.work.mesh.movedim(1, 0).flatten(1), 1]  # (dp, the other ranks)
+        same_shards = bool((by_dp == by_dp[:, :1]).all())
+        if not (same_plan and same_shards):
             raise TrainingError(
-                f"step {self.step}: ranks planned different steps; the token store, the configuration and the "
-                "version of wlb-llm must be the same on all machines"
+                f"step {self.step}: ranks planned different {'shards' if same_plan else 'steps'}; the token store, the "
+                "configuration and the version of wlb-llm must be the same on all machines"
             )
 
     def _metrics_of(
