@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from wlb.attention.backends import AttentionBackend, check_shapes, pick_backend
 from wlb.attention.exchange import add_returned, add_rows, return_gradients, send_keys
+from wlb.attention.kept import KeptAttention
 from wlb.attention.shard_layout import ShardLayout, shard_layout
 from wlb.sharding.plan import ShardPlan
 
@@ -31,6 +32,7 @@ def context_parallel_attention(
     shard_plan: ShardPlan,
     group: dist.ProcessGroup | None,
     backend: str = "auto",
+    kept: KeptAttention | None = None,
 ) -> Tensor:
     """Causal softmax attention inside each segment of a micro-batch, over a group of ranks that share it.
 
@@ -46,6 +48,8 @@ def context_parallel_attention(
         group: The context-parallel ranks, in the order of the plan; None is the default group. A plan for one rank
             needs no process group.
         backend: A name in ``BACKENDS``, or ``auto`` for the fastest that supports the query.
+        kept: For activation checkpointing: a second call with the same object and the same tensors computes and
+            exchanges nothing.
 
     Returns:
         (local tokens, heads, head_dim), of the query's type.
@@ -63,7 +67,9 @@ def context_parallel_attention(
     if len(query) != expected:
         raise ValueError(f"rank {rank} holds {expected} tokens under the plan, the query has {len(query)}")
     layout = shard_layout(shard_plan, rank, query.device)
-    out: Tensor = _ContextParallelAttention.apply(query, key, value, layout, group, pick_backend(query, backend))
+    out: Tensor = _ContextParallelAttention.apply(
+        query, key, value, layout, group, pick_backend(query, backend), kept or KeptAttention()
+    )
     return out
 
 
@@ -77,21 +83,16 @@ class _ContextParallelAttention(torch.autograd.Function):
         layout: ShardLayout,
         group: dist.ProcessGroup | None,
         backend: AttentionBackend,
+        kept: KeptAttention,
     ) -> Tensor:
-        arrival = send_keys(key, value, layout, group) if layout.exchanges else None
-        if layout.own_runs is None:
-            out, log_sum_exp = query.clone(), query.new_empty(query.shape[1], 0)
-        else:
-            out, log_sum_exp = backend.forward(query, key, value, layout.own_runs)
-        if arrival is not None:
-            _attend_received(query, arrival.wait(), out, log_sum_exp, layout, backend)
+        out, log_sum_exp = kept.get(lambda: _attend(query, key, value, layout, group, backend))
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
         ctx.layout, ctx.group, ctx.backend = layout, group, backend
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         layout, group, backend = ctx.layout, ctx.group, ctx.backend
         query, key, value, out, log_sum_exp = ctx.saved_tensors
         arrival = send_keys(key, value, layout, group) if layout.exchanges else None
@@ -109,7 +110,26 @@ class _ContextParallelAttention(torch.autograd.Function):
             returned = return_gradients(grad_received, layout, group).wait()
             grad_key = add_returned(grad_key, returned[:, 0], layout)
             grad_value = add_returned(grad_value, returned[:, 1], layout)
-        return grad_query, grad_key, grad_value, None, None, None
+        return grad_query, grad_key, grad_value, None, None, None, None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: ShardLayout,
+    group: dist.ProcessGroup | None,
+    backend: AttentionBackend,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of this rank's tokens."""
+    arrival = send_keys(key, value, layout, group) if layout.exchanges else None
+    if layout.own_runs is None:
+        out, log_sum_exp = query.clone(), query.new_empty(query.shape[1], 0)
+    else:
+        out, log_sum_exp = backend.forward(query, key, value, layout.own_runs)
+    if arrival is not None:
+        _attend_received(query, arrival.wait(), out, log_sum_exp, layout, backend)
+    return out, log_sum_exp
 
 
 def _attend_received(
