@@ -201,6 +201,10 @@ class TrainingConfig(Section):
     weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
     betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
     gradient_clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        "none", description="What blocks compute again in the backward pass: nothing, all but attention, or all"
+    )
+    compile: bool = Field(False, description="Run blocks through torch.compile, once for all lengths")
     threads: PositiveInt | None = Field(
         None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
     )

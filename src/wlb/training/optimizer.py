@@ -1,4 +1,4 @@
-"""AdamW, its learning rate, and the norm of gradients that are spread over the whole job."""
+"""AdamW, and the norm of gradients that are spread over the whole job."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from wlb.config import TrainingConfig
-
-_FINAL_FRACTION = 0.1  # of the peak learning rate, at the end of the cosine
 
 
 def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
@@ -27,22 +25,6 @@ def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.Ada
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas
     )
-
-
-def learning_rate(step: int, config: TrainingConfig) -> float:
-    """The learning rate of step 1, 2, ...: linear warm-up, then a cosine down to a tenth of the peak, where it stays.
-
-    The cosine ends at ``training.decay_steps`` or else at ``training.steps``; without either the rate stays at its
-    peak.
-    """
-    peak = config.learning_rate
-    if step <= config.warmup_steps:
-        return peak * step / config.warmup_steps
-    last = config.decay_steps or config.steps
-    if last is None:
-        return peak
-    progress = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
-    return peak * (_FINAL_FRACTION + (1 - _FINAL_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:

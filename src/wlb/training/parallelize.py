@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from wlb.config import ParallelConfig
+from wlb.training.activation_checkpointing import Strategy, apply_activation_checkpointing
+from wlb.training.compile import compile_blocks
 from wlb.training.initialise import initialise_weights
 from wlb.training.layer_split import split_layers
 from wlb.training.model import Block, Transformer, TransformerConfig
@@ -74,6 +76,8 @@ def build_stage_modules(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
+    activation_checkpointing: Strategy = "none",
+    compiled: bool = False,
 ) -> list[Transformer]:
     """Build this rank's pipeline stages, sharded and initialised: ``pp_rank`` and every pp-th after it.
 
@@ -87,6 +91,9 @@ def build_stage_modules(
             module = Transformer(config, splits[stage]).to(master_dtype(dtype))
         if parallel.tp > 1:
             apply_tensor_parallel(module, mesh.weights["tp"])
+        if compiled:
+            compile_blocks(module)
+        apply_activation_checkpointing(module, activation_checkpointing)
         shard_weights(module, mesh.weights["dp_cp"], dtype, reshard_after_forward=parallel.pp == 1)
         module.to_empty(device=device)
         initialise_weights(module, layers=config.shape.layers, seed=seed)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb.attention import context_parallel_attention
+from wlb.attention.kept import KeptAttention
 from wlb.sharding.plan import ShardPlan
 from wlb.training.batch import IGNORE_LABEL, TokenBatch
 
@@ -81,10 +82,13 @@ class ShardedAttention:
     shard_plan: ShardPlan
     group: dist.ProcessGroup | None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to output, shaped as the query."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kept: KeptAttention | None = None) -> Tensor:
+        """Query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to output, shaped as the query.
+
+        ``kept`` is for activation checkpointing, as in ``context_parallel_attention``.
+        """
         padding = len(query) - self.local_tokens
         if padding:
             query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
-        out = context_parallel_attention(query, key, value, self.shard_plan, self.group)
+        out = context_parallel_attention(query, key, value, self.shard_plan, self.group, kept=kept)
         return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out

@@ -34,9 +34,10 @@ from wlb.training.job import (
     transformer_config,
     vocab_size,
 )
+from wlb.training.learning_rate import learning_rate
 from wlb.training.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.metrics import MetricsWriter, StepMetrics
-from wlb.training.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
@@ -71,7 +72,14 @@ class Trainer:
         dtype = compute_dtype(config.training, device)
         self.mesh = mesh = build_mesh(config.parallel, device.type)
         self.stages = build_stage_modules(
-            model, config.parallel, mesh, dtype=dtype, device=device, seed=config.training.seed
+            model,
+            config.parallel,
+            mesh,
+            dtype=dtype,
+            device=device,
+            seed=config.training.seed,
+            activation_checkpointing=config.training.activation_checkpointing,
+            compiled=config.training.compile,
         )
         self.optimizers = [build_optimizer(stage, config.training) for stage in self.stages]
         micro_batches = config.packing.micro_batches // config.parallel.dp
