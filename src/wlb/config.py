@@ -230,6 +230,7 @@ class MetricsConfig(Section):
     document_ids: bool = Field(False, description="List the documents of every step in steps.jsonl")
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
 
+    asynchronous: bool = Field(True, description="Write in the background, from a copy in host memory")
 
 class JobConfig(Section):
     """All sections of one training job; ``preset`` sets what [packing] and [sharding] leave out."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, write_store
 from wlb.config import CheckpointConfig, JobConfig
 from wlb.errors import UserError
-from wlb.training.checkpoint import agreed_checkpoint, complete_checkpoints, newest_checkpoint, read_progress
+from wlb.training.checkpoint_files import Manifest, Progress, complete_checkpoints, write_manifest
+from wlb.training.resuming import agreed_checkpoint, newest_checkpoint
 from wlb.training.trainer import Trainer
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -117,7 +117,7 @@ def fake_checkpoint(directory: Path, step: int, complete: bool = True) -> None:
     path = directory / f"step-{step:08d}"
     path.mkdir(parents=True)
     if complete:
-        (path / "manifest.json").write_text(json.dumps({"format": 2, "step": step, "loader": {"identity": {}}}))
+        write_manifest(path, Manifest(Progress(step, {"identity": {}}), {}))
 
 
 def test_the_newest_complete_checkpoint_counts(tmp_path):
@@ -170,18 +170,3 @@ def test_ranks_that_see_different_checkpoints_stop_together(first, second, tmp_p
         run_ranks(2, _agreement_of, folders[:1] * 2, seconds=30.0)
         == [f"step-{max(first):08d}" if first else "none"] * 2
     )
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 2}', '{"format": 2, "step": 3, "loader": {}}'])
-def test_a_damaged_manifest_is_named(content, tmp_path):
-    fake_checkpoint(tmp_path, 3)
-    (tmp_path / "step-00000003" / "manifest.json").write_text(content)
-    with pytest.raises(UserError, match=r"manifest\.json is damaged .*; remove .*step-00000003 to continue"):
-        read_progress(tmp_path / "step-00000003")
-
-
-def test_a_checkpoint_of_another_version_is_refused(tmp_path):
-    fake_checkpoint(tmp_path, 3)
-    (tmp_path / "step-00000003" / "manifest.json").write_text('{"format": 1, "step": 3, "loader": {}}')
-    with pytest.raises(UserError, match="has format 1, this version reads 2"):
-        read_progress(tmp_path / "step-00000003")

@@ -27,10 +27,10 @@ def on_every_rank(check: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # check returned it: it did not raise here
 
 
-def gathered(value: T) -> list[T]:
-    """``value`` of every rank, in rank order; it is pickled."""
-    values: list[T] = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """``value`` of every rank (of ``group``), in rank order; it is pickled."""
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 

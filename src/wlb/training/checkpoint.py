@@ -1,18 +1,19 @@
-"""Save and restore a whole job with ``torch.distributed.checkpoint``, atomically.
+"""Save and restore a whole job with ``torch.distributed.checkpoint``: in the background, atomically, verified.
 
-A checkpoint is a directory ``step-00000100``: the tensors of model and optimizer under their fully qualified names,
-which other dp and pp sizes can read as well, and ``manifest.json`` with the step and the loader's state. It is
-written under a hidden name, the manifest last, and renamed when every rank is done; so whatever carries the final
-name is complete, and a job killed at any moment leaves the previous checkpoint as the newest.
+Training stands still only while tensors are copied to host memory. A thread per rank then writes the copy, together
+with the others over a process group of its own: a hidden directory, one file per rank, and when every rank is done
+the manifest and the name (``checkpoint_files``). So whatever carries the name of a checkpoint is complete, and a
+job killed at any moment leaves the previous one as the newest. At most one is being written. Tensors are saved under
+their fully qualified names, which other parallel sizes can read as well.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,20 +34,33 @@ from torch.optim import Optimizer
 
 from wlb.config import CheckpointConfig
 from wlb.errors import UserError
-from wlb.training.agreement import gathered, on_every_rank
+from wlb.training.agreement import gathered
+from wlb.training.background import InBackground
+from wlb.training.checkpoint_files import (
+    FileRecord,
+    Manifest,
+    Progress,
+    checkpoint_path,
+    complete_checkpoints,
+    hidden_path,
+    publish,
+    read_manifest,
+    start_writing,
+)
+from wlb.training.checkpoint_storage import ChecksummedWriter, ConfinedReader
+from wlb.training.console import say
+from wlb.training.failures import TrainingError
 
-_FORMAT = 2
-_MANIFEST = "manifest.json"
-_HIDDEN = ".writing-"
+_LONGEST_WRITE = timedelta(hours=1)  # of one rank while the others wait, in the background
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a job stands: steps trained, and the loader's state after them."""
+class _Failure:
+    """A checkpoint that could not be written, and the name of the newest complete one, if there is any."""
 
-    step: int
-    loader: dict[str, Any]
+    problem: str
+    newest: str | None
 
 
 class Checkpointer:
@@ -57,6 +73,12 @@ class Checkpointer:
         self._config = config
         self._stages = stages
         self._optimizers = optimizers
+        self._writing: InBackground[_Failure | None] | None = None
+        self._failure: _Failure | None = None
+        if self.enabled:
+            # The thread's own: collectives of two threads in one group would meet the wrong partners.
+            self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
+            self._stager = _make_stager()
 
     @property
     def enabled(self) -> bool:
@@ -65,38 +87,45 @@ class Checkpointer:
     def is_due(self, step: int) -> bool:
         return self.enabled and step % self._config.every == 0
 
-    def save(self, progress: Progress) -> Path:
-        """Write the checkpoint of ``progress.step`` and delete all but the newest ``keep``. Returns its directory."""
+    def save(self, progress: Progress) -> None:
+        """Begin to write the checkpoint of ``progress.step``, after the one before it; older than ``keep`` are deleted.
+
+        Returns when the job may train on. The first checkpoint of a directory is waited for, so that a job that can
+        write none stops at once. A failure is told on stderr, on rank 0, and training goes on, as long as a complete
+        checkpoint exists; otherwise raises ``TrainingError``, at the latest in the next ``save`` or ``finish``.
+        """
         directory = self._config.dir
         assert directory is not None, "saving needs checkpoint.dir"
-        final = directory / f"step-{progress.step:08d}"
-        hidden = directory / f"{_HIDDEN}{final.name}"
-        if dist.get_rank() == 0:
-            for unfinished in directory.glob(f"{_HIDDEN}*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
-            hidden.mkdir(parents=True)
-        dist.barrier()
-        dcp.save(self._tensors() | _rng_state(), checkpoint_id=hidden)
-        if dist.get_rank() == 0:
-            manifest = {"format": _FORMAT, "step": progress.step, "loader": progress.loader}
-            _write_durably(hidden / _MANIFEST, json.dumps(manifest))
-            os.replace(hidden, final)
-            for outdated in complete_checkpoints(directory)[: -self._config.keep]:
-                unwanted = directory / f"{_HIDDEN}{outdated.name}"
-                os.replace(outdated, unwanted)  # first the name, so that a kill cannot leave half a checkpoint
-                shutil.rmtree(unwanted, ignore_errors=True)
-        dist.barrier()
-        return final
+        self._wait()
+        tensors = self._tensors() | _rng_state()
+        if self._config.asynchronous:
+            copy = self._stager.stage(tensors)
+            assert isinstance(copy, dict), "the stager does not return before the copy is made"
+            self._writing = InBackground(partial(self._write, directory, copy, progress), "wlb-checkpoint")
+        else:
+            self._settle(self._write(directory, tensors, progress))
+        if not complete_checkpoints(directory):
+            self._wait()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint being written. Raises ``TrainingError`` if the last one could not be."""
+        self._wait()
+        if self._failure is not None:
+            raise TrainingError(self._failure.problem)
 
     def load(self, path: Path) -> Progress:
-        """Restore model, optimizers and random generators from ``path`` in place, and return where it stands."""
-        progress = read_progress(path)
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        """Restore model, optimizers and random generators from ``path`` in place, and return where it stands.
+
+        Raises ``UserError`` for the checkpoint of another model.
+        """
+        progress = read_manifest(path).progress
+        reader = ConfinedReader(path)
+        saved = reader.read_metadata().state_dict_metadata
         rng = {name: state for name, state in _rng_state().items() if name in saved}
         tensors = self._tensors()
         _check_same_model(path, tensors, saved)
         state = tensors | rng
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, storage_reader=reader)
         for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
             set_model_state_dict(stage, _pick(state, get_model_state_dict(stage)))
             groups = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
@@ -111,63 +140,75 @@ class Checkpointer:
             tensors |= _moments(stage, optimizer)
         return tensors
 
+    def _wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._settle(writing.result())
 
-def complete_checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints in ``directory``, oldest first."""
-    return sorted(path.parent for path in directory.glob(f"step-*/{_MANIFEST}"))
+    def _settle(self, failure: _Failure | None) -> None:
+        self._failure = failure
+        if failure is not None and failure.newest is None:
+            raise TrainingError(failure.problem)
 
-
-def newest_checkpoint(config: CheckpointConfig) -> Path | None:
-    """The checkpoint that a job with this configuration continues from, if there is one.
-
-    Raises ``UserError`` where a job that may not resume would write among another job's checkpoints.
-    """
-    complete = complete_checkpoints(config.dir) if config.dir is not None else []
-    if complete and not config.resume:
-        raise UserError(
-            f"checkpoint.dir {config.dir} already holds {complete[-1].name} and checkpoint.resume is false; "
-            "choose another directory or remove the checkpoints"
+    def _write(self, directory: Path, tensors: dict[str, Any], progress: Progress) -> _Failure | None:
+        """Write a checkpoint together with all ranks; they all return the same."""
+        checkpoint = checkpoint_path(directory, progress.step)
+        writer = ChecksummedWriter(hidden_path(checkpoint))
+        problem = (
+            self._problem_of_any_rank(_on_rank_0(lambda: start_writing(checkpoint)))
+            or self._problem_of_any_rank(lambda: _write_tensors(tensors, writer, self._group))
+            or self._problem_of_any_rank(self._publishing(checkpoint, progress, writer.files))
         )
-    return complete[-1] if complete else None
+        if problem is None:
+            return None
+        if dist.get_rank() == 0:
+            shutil.rmtree(hidden_path(checkpoint), ignore_errors=True)
+        complete = [path.name for path in complete_checkpoints(directory)]
+        (newest, *_) = gathered(complete[-1] if complete else None, self._group)
+        text = f"the checkpoint of step {progress.step} could not be written to {directory}: {problem}"
+        if newest is not None and dist.get_rank() == 0:
+            say(f"wlb: warning: {text}; the newest one is still {newest}")
+        return _Failure(f"{text}; mend that or choose another checkpoint.dir, and start again", newest)
+
+    def _publishing(self, checkpoint: Path, progress: Progress, written: dict[str, FileRecord]) -> Callable[[], object]:
+        files: dict[str, FileRecord] = {}
+        for records in gathered(written, self._group):
+            files |= records
+        return _on_rank_0(lambda: publish(checkpoint, Manifest(progress, files), self._config.keep))
+
+    def _problem_of_any_rank(self, work: Callable[[], object]) -> str | None:
+        """Do ``work`` on every rank; what went wrong on one, or None."""
+        problem = None
+        try:
+            work()
+        except OSError as error:
+            problem = f"{error.strerror or error} (rank {dist.get_rank()})"
+        return next((text for text in gathered(problem, self._group) if text is not None), None)
 
 
-def agreed_checkpoint(config: CheckpointConfig) -> Path | None:
-    """``newest_checkpoint``, called on every rank: the one that rank 0 sees, if all others see it as their newest too.
-
-    Raises ``UserError`` on every rank where one sees another, as ranks that continue from different steps would wait
-    for each other in vain.
-    """
-    newest = on_every_rank(lambda: newest_checkpoint(config))
-    names = gathered(newest.name if newest else "none")
-    for rank, name in enumerate(names):
-        if name != names[0]:
-            raise UserError(
-                f"checkpoint.dir {config.dir} must be shared by all machines: the newest checkpoint in it is "
-                f"{names[0]} for rank 0 and {name} for rank {rank}"
-            )
-    return newest
+def _on_rank_0(work: Callable[[], object]) -> Callable[[], object]:
+    return work if dist.get_rank() == 0 else lambda: None
 
 
-def read_progress(path: Path) -> Progress:
-    """The step and loader state of the checkpoint at ``path``. Raises ``UserError`` if it cannot be understood."""
-    file = path / _MANIFEST
+def _write_tensors(tensors: dict[str, Any], writer: ChecksummedWriter, group: dist.ProcessGroup) -> None:
+    """Write this rank's share. Raises ``OSError`` on the ranks that could not, after all have ended."""
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-        if manifest["format"] != _FORMAT:
-            raise UserError(
-                f"checkpoint {path} has format {manifest['format']}, this version reads {_FORMAT}; continue with the "
-                "version that wrote it or start anew with another checkpoint.dir"
-            )
-        progress = Progress(step=int(manifest["step"]), loader=dict(manifest["loader"]))
-        dict(progress.loader["identity"])
-    except UserError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"checkpoint manifest {file} is damaged ({type(error).__name__}); remove {path} to continue from the "
-            "checkpoint before it"
-        ) from error
-    return progress
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        if writer.error is not None:
+            raise writer.error from None
+        if (failure := error.failures.get(dist.get_rank())) is not None:
+            raise OSError(0, f"{type(failure[0]).__name__}: {failure[0]}".splitlines()[0]) from None
+
+
+def _make_stager() -> DefaultStager:
+    """Copies tensors to host memory before it returns; on CUDA into pinned memory, kept from one time to the next."""
+    cuda = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
+    )
 
 
 def _check_same_model(path: Path, tensors: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -204,10 +245,3 @@ def _set_rng_state(states: dict[str, Tensor]) -> None:
             torch.cuda.set_rng_state(state)
         else:
             torch.set_rng_state(state)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -8,11 +8,12 @@ from pathlib import Path
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError, require
-from wlb.training.checkpoint import newest_checkpoint, read_progress
+from wlb.training.checkpoint_files import read_manifest
 from wlb.training.document_order import summarise_epoch
 from wlb.training.job import device_type, transformer_config, vocab_size
 from wlb.training.loader import check_identity, data_identity
 from wlb.training.parallelize import check_layout
+from wlb.training.resuming import newest_checkpoint
 
 
 def check_job(config: JobConfig, local_processes: int) -> TokenStore:
@@ -31,7 +32,7 @@ def check_job(config: JobConfig, local_processes: int) -> TokenStore:
         _check_writable("checkpoint.dir", config.checkpoint.dir)
     newest = newest_checkpoint(config.checkpoint)
     if newest is not None:
-        check_identity(read_progress(newest).loader, data_identity(store, config))
+        check_identity(read_manifest(newest).progress.loader, data_identity(store, config))
     return store
 
 

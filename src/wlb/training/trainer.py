@@ -22,7 +22,7 @@ from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
 from wlb.training.agreement import gathered_rows, on_every_rank
-from wlb.training.checkpoint import Checkpointer, Progress, agreed_checkpoint
+from wlb.training.checkpoint import Checkpointer, Progress
 from wlb.training.console import say
 from wlb.training.exclusive import check_shared, directories_of
 from wlb.training.failures import TrainingError
@@ -41,6 +41,7 @@ from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
+from wlb.training.resuming import agreed_checkpoint
 from wlb.workload import make_workload
 
 _DOCUMENTS_NAMED = 50  # in an error message
@@ -135,6 +136,7 @@ class Trainer:
                 yield self.step
             if self.step != saved and self.checkpointer.enabled:
                 self._save()
+            self.checkpointer.finish()
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()
