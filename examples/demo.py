@@ -42,7 +42,7 @@ from wlb.workload.base import Workload
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 1024
 PROCESSES = 2
-CONFIGS = {"plain-4D": "configs/tiny_plain4d.toml", "WLB-LLM": "configs/tiny.toml"}
+CONFIGS = {"plain-4D": "configs/tiny_plain-4d.toml", "WLB-LLM": "configs/tiny.toml"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Train several jobs in turns, a step each, in the same processes: a fair comparison on a machine that others use too.
 
     torchrun --standalone --nproc-per-node 2 examples/side_by_side.py \\
-        --job configs/tiny_plain4d.toml training.steps=8 --job configs/tiny.toml training.steps=8
+        --job configs/tiny_plain-4d.toml training.steps=8 --job configs/tiny.toml training.steps=8
 
 Every ``--job`` is a configuration and the settings to override in it; all jobs have the same ``[parallel]`` sizes. Each
 writes its own ``steps.jsonl``.
