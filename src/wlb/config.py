@@ -212,6 +212,15 @@ class TrainingConfig(Section):
     timeout_seconds: float = Field(
         300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
     )
+    max_restarts: NonNegativeInt = Field(
+        3, description="Times wlb train starts a killed or hung job again without a newer checkpoint in between"
+    )
+    grace_seconds: float = Field(
+        25.0,
+        ge=0,
+        le=_LONGEST_TIMEOUT_SECONDS,
+        description="Time after SIGTERM to finish the step and save it; torchrun and SLURM kill after 30 s by default",
+    )
 
 
 class CheckpointConfig(Section):
@@ -221,6 +230,10 @@ class CheckpointConfig(Section):
     every: PositiveInt = Field(100, description="Steps between checkpoints")
     keep: PositiveInt = Field(2, description="Newest checkpoints that are kept")
     resume: bool = Field(True, description="Continue from the newest checkpoint in dir, if there is one")
+    allow_changed_data: bool = Field(
+        False, description="Continue on another token store or with other settings of the document order, on purpose"
+    )
+    asynchronous: bool = Field(True, description="Write in the background, from a copy in host memory")
 
 
 class MetricsConfig(Section):
@@ -229,8 +242,14 @@ class MetricsConfig(Section):
     dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
     document_ids: bool = Field(False, description="List the documents of every step in steps.jsonl")
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
+    diagnose_every: PositiveInt = Field(
+        50, description="Steps between diagnoses of imbalance, each over as many; on CUDA also between measurements"
+    )
+    straggler_factor: float = Field(
+        1.5, gt=1, description="A rank is reported slow when it computes this many times longer than expected of it"
+    )
+    profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4 of the run, every rank's")
 
-    asynchronous: bool = Field(True, description="Write in the background, from a copy in host memory")
 
 class JobConfig(Section):
     """All sections of one training job; ``preset`` sets what [packing] and [sharding] leave out."""

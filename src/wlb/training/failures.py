@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from wlb.errors import UserError
 from wlb.training.console import say
@@ -21,56 +22,114 @@ from wlb.training.console import say
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-USER_ERROR_STATUS = 2
 FAILURE_STATUS = 1
+USER_ERROR_STATUS = 2
+HUNG_STATUS = 124  # as timeout(1) has it
+TERMINATED_STATUS = 128 + signal.SIGTERM  # as shells have it
 _SAME_MOMENT_SECONDS = 5  # peers of a killed rank fail at once; a rank that will not stop is killed 30 s later
+_STOPPED_BY_USER = {-signal.SIGINT, -signal.SIGTERM}
 
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message says at which step and why, in one line."""
 
 
+class HungError(TrainingError):
+    """A collective did not end within its time limit; the message says which ranks are missing."""
+
+
+class Terminated(Exception):
+    """The job was asked to end (SIGTERM); the message says after which step it did and whether that was saved."""
+
+
+class Ending(NamedTuple):
+    """How a job ended that did not end well.
+
+    ``cause`` is one line without a prefix, ``text`` what the user is told when the job is not restarted (empty if a
+    rank has told already), ``status`` the exit status; ``restart`` says whether another attempt makes sense.
+    """
+
+    cause: str
+    text: str
+    status: int
+    restart: bool = False
+
+
 def report_failure(error: BaseException) -> int:
-    """Hand ``error`` to the launcher, or print it where there is none. Returns the exit status."""
-    if isinstance(error, UserError | TrainingError):
+    """Hand ``error`` to the launcher, or print it where there is none. Returns the exit status.
+
+    That a job was terminated is no failure for a launcher to explain, so rank 0 prints it in any case.
+    """
+    terminated = isinstance(error, Terminated)
+    if terminated:
+        text = f"wlb: {error}"
+    elif isinstance(error, UserError | TrainingError):
         text = f"wlb: error: {error}"
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        say(text)
-    else:
+    if path is not None:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "extraInfo": details}}, file)
-    return USER_ERROR_STATUS if isinstance(error, UserError) else FAILURE_STATUS
+    if path is None or (terminated and os.environ.get("RANK", "0") == "0"):
+        say(text)
+    return _status_of(error)
 
 
-def explain_failures(failures: Mapping[int, ProcessFailure]) -> tuple[str, int]:
-    """What to tell the user when ranks failed, and the exit status.
+def leave(error: BaseException) -> NoReturn:
+    """Report ``error`` and end this process at once, from whichever thread, without waiting for peers."""
+    status = report_failure(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
-    A rank that was killed comes first, then one with a user's mistake, then the earliest: ranks that lose a peer
-    fail as well, as a consequence. Ranks that the launcher itself stopped do not count.
+
+def explain_failures(failures: Mapping[int, ProcessFailure]) -> Ending:
+    """What to make of ranks that failed.
+
+    A rank that was killed comes first, then one with a user's mistake, then one that found the job hung, then the
+    earliest: ranks that lose a peer fail as well, as a consequence. Ranks that the launcher itself stopped do not
+    count.
     """
     first = min(failure.timestamp for failure in failures.values())
     rank = min(failures, key=lambda rank: _precedence(failures[rank], first))
     failure = failures[rank]
     if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        return (
-            f"wlb: error: rank {rank} (process {failure.pid}) was killed by {name}; all ranks were stopped. "
-            "Run the same command to continue from the newest checkpoint"
-        ), FAILURE_STATUS
+        cause = f"rank {rank} (process {failure.pid}) was killed by {signal.Signals(-failure.exitcode).name}"
+        text = f"wlb: error: {cause}; all ranks were stopped"
+        return Ending(cause, text, FAILURE_STATUS, restart=failure.exitcode not in _STOPPED_BY_USER)
     recorded = failure.error_file_data["message"]
     if isinstance(recorded, str):
-        return f"wlb: error: rank {rank} ended with exit status {failure.exitcode}, without a word", FAILURE_STATUS
+        cause = f"rank {rank} ended with exit status {failure.exitcode}, without a word"
+        return Ending(cause, f"wlb: error: {cause}", FAILURE_STATUS)
     text = recorded["message"]
-    if failure.exitcode != USER_ERROR_STATUS:
+    cause = text.splitlines()[-1].removeprefix("wlb: ").removeprefix("error: ")
+    if failure.exitcode == TERMINATED_STATUS:
+        told = 0 in failures and failures[0].exitcode == TERMINATED_STATUS
+        return Ending(cause, "" if told else text, TERMINATED_STATUS)
+    if failure.exitcode == FAILURE_STATUS:
         text = f"{text}\nwlb: rank {rank} failed as above; all ranks were stopped"
-    return text, failure.exitcode
+    return Ending(cause, text, failure.exitcode, restart=failure.exitcode == HUNG_STATUS)
 
 
-def _precedence(failure: ProcessFailure, first: int) -> tuple[bool, bool, bool, int]:
+def _status_of(error: BaseException) -> int:
+    if isinstance(error, UserError):
+        return USER_ERROR_STATUS
+    if isinstance(error, Terminated):
+        return TERMINATED_STATUS
+    return HUNG_STATUS if isinstance(error, HungError) else FAILURE_STATUS
+
+
+def _precedence(failure: ProcessFailure, first: int) -> tuple[bool, bool, bool, bool, bool, int]:
     killed = failure.exitcode < 0
     by_launcher = killed and (failure.exitcode == -signal.SIGTERM or failure.timestamp - first > _SAME_MOMENT_SECONDS)
-    return by_launcher, not killed, failure.exitcode != USER_ERROR_STATUS, failure.timestamp
+    status = failure.exitcode
+    return (
+        by_launcher,
+        not killed,
+        status != USER_ERROR_STATUS,
+        status != HUNG_STATUS,
+        status != TERMINATED_STATUS,
+        failure.timestamp,
+    )

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from wlb.errors import UserError
 from wlb.system import usable_cores
 from wlb.training.model import TransformerConfig
 from wlb.training.rotary import RotaryScaling
+from wlb.training.watchdog import backend_timeout
 from wlb.workload import ModelShape, model_shape
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -40,7 +40,7 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
     torch.set_num_threads(threads_per_process(config.training, local_processes))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=config.training.timeout_seconds)
+    timeout = backend_timeout(config.training.timeout_seconds)
     if "RANK" in os.environ:
         dist.init_process_group(_BACKENDS[device.type], timeout=timeout)
     else:

@@ -1,7 +1,7 @@
 """One rank of a training job: ``torchrun -m wlb.training CONFIG [--set section.key=value]... [--json]``.
 
 ``wlb train`` starts the same program. A rank keeps nothing worth saving outside its checkpoints, so it ends at
-once: on any error, and when its launcher is gone.
+once: on any error, and when its launcher is gone. Only SIGTERM leaves it time to save (``termination``).
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from typing import NoReturn
 
 from wlb.config import load_config
 from wlb.errors import UserError
-from wlb.training.failures import report_failure
+from wlb.training.failures import leave
+from wlb.training.termination import Termination
 
 _WATCH_SECONDS = 0.2
 
 
 def main() -> None:
     """Train as one rank, then leave without waiting for peers that may be gone."""
+    termination = Termination()
+    termination.listen()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with(os.getppid())
+        _end_with(os.getppid(), termination)
     try:
         arguments = _parse()
         config = load_config(arguments.config, arguments.set)
         from wlb.training.trainer import train
 
         gc.freeze()  # or every full collection while planning walks all that torch has imported
-        summary = train(config)
+        summary = train(config, termination)
         if arguments.json and summary is not None:
             from wlb.cli.console import emit_json
 
             emit_json(summary)
-        status = 0
     except Exception as error:
-        status = report_failure(error)
+        leave(error)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(0)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,11 +60,14 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _end_with(launcher: int) -> None:
-    """End this process when ``launcher`` is no longer its parent; orphans would go on writing into the run."""
+def _end_with(launcher: int, termination: Termination) -> None:
+    """End this process when ``launcher`` is no longer its parent; orphans would go on writing into the run.
+
+    A launcher that dies while ranks save after a SIGTERM (a second one ends it at once) leaves them their grace time.
+    """
 
     def watch() -> None:
-        while os.getppid() == launcher:
+        while os.getppid() == launcher or termination.requested:
             time.sleep(_WATCH_SECONDS)
         os._exit(1)
 

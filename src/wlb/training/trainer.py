@@ -25,7 +25,7 @@ from wlb.training.agreement import gathered_rows, on_every_rank
 from wlb.training.checkpoint import Checkpointer, Progress
 from wlb.training.console import say
 from wlb.training.exclusive import check_shared, directories_of
-from wlb.training.failures import TrainingError
+from wlb.training.failures import Terminated, TrainingError
 from wlb.training.job import (
     compute_dtype,
     dense_attention_warning,
@@ -42,30 +42,44 @@ from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
 from wlb.training.resuming import agreed_checkpoint
+from wlb.training.termination import Termination
+from wlb.training.watchdog import Pulse, watched
 from wlb.workload import make_workload
 
 _DOCUMENTS_NAMED = 50  # in an error message
 
 
-def train(config: JobConfig) -> dict[str, Any] | None:
+def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     """Train the job to its end as one of its ranks; returns the summary on rank 0.
 
-    Raises ``UserError`` for what the user can mend and ``TrainingError`` where training cannot go on.
+    Raises ``UserError`` for what the user can mend, ``TrainingError`` where training cannot go on and ``Terminated``
+    where any rank was asked to end.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    pulse = Pulse()
     with joined_job(config) as device, ExitStack() as held:
+        held.enter_context(watched(config.training.timeout_seconds, pulse))
         store = on_every_rank(lambda: check_job(config, local_processes))
         on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)
         on_every_rank(lambda: check_shared(config))
-        return Trainer(config, device, store).run()
+        return Trainer(config, device, store, termination, pulse).run()
 
 
 class Trainer:
     """One rank of a job: builds everything, continues from the newest checkpoint, and trains."""
 
-    def __init__(self, config: JobConfig, device: torch.device, store: TokenStore | None = None) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        device: torch.device,
+        store: TokenStore | None = None,
+        termination: Termination | None = None,
+        pulse: Pulse | None = None,
+    ) -> None:
         self.config = config
         self.device = device
+        self.termination = termination or Termination()
+        self.pulse = pulse or Pulse()
         self._last_step = config.training.steps or math.inf
         store = store if store is not None else TokenStore.open(config.data.store)
         vocabulary = vocab_size(config, store)
@@ -82,6 +96,8 @@ class Trainer:
             activation_checkpointing=config.training.activation_checkpointing,
             compiled=config.training.compile,
         )
+        for stage in self.stages:
+            stage.register_forward_pre_hook(self.pulse.beat)  # every micro-batch
         self.optimizers = [build_optimizer(stage, config.training) for stage in self.stages]
         micro_batches = config.packing.micro_batches // config.parallel.dp
         self.runner = PipelineRunner(self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device)
@@ -108,6 +124,7 @@ class Trainer:
             share=share,
             state=progress.loader if progress else None,
         )
+        self._trained = self.loader.state_dict()
         self.metrics = MetricsWriter(config.metrics, self.step) if dist.get_rank() == 0 else None
         if self.metrics:
             say(_opening_line(config, device, self.loader, self.step))
@@ -124,12 +141,21 @@ class Trainer:
         return self.metrics.summary() | self.loader.totals()
 
     def steps(self) -> Iterator[int]:
-        """Train step after step, yielding the number of each; checkpoints as they fall due and at the end."""
+        """Train step after step, yielding the number of each; checkpoints as they fall due and at the end.
+
+        Raises ``Terminated``, with everything saved, where a rank was asked to end.
+        """
         saved = self.step
+        terminated = False
+        self.termination.allow(self.config.training.grace_seconds)
         with self.loader:
             while self.step < self._last_step and (loaded := next(self.loader, None)):
+                self.pulse.begin(self.step + 1)
+                if terminated := self._terminated(loaded):
+                    break  # what was loaded is not trained, so it is not in self._trained
                 self.step += 1
                 self._train_step(loaded)
+                self._trained = self.loader.state_dict()
                 if self.checkpointer.is_due(self.step):
                     self._save()
                     saved = self.step
@@ -137,10 +163,11 @@ class Trainer:
             if self.step != saved and self.checkpointer.enabled:
                 self._save()
             self.checkpointer.finish()
+        if terminated:
+            raise Terminated(_where_it_ended(self.step, self.checkpointer.enabled))
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()
-        self._check_all_ranks_agree(loaded)
         rate = learning_rate(self.step, self.config.training)
         set_learning_rate(self.optimizers, rate)
         for optimizer in self.optimizers:
@@ -158,16 +185,19 @@ class Trainer:
             seconds = loaded.wait_seconds + time.perf_counter() - started
             self.metrics.write(self._metrics_of(loaded, loss, grad_norm, rate, seconds))
 
-    def _check_all_ranks_agree(self, loaded: LoadedStep) -> None:
-        rows = gathered_rows((loaded.fingerprint, loaded.shard_fingerprint), torch.int64, self.device)
+    def _terminated(self, loaded: LoadedStep) -> bool:
+        """Whether any rank was asked to end; raises ``TrainingError`` unless all ranks are about to train the same."""
+        row = (loaded.fingerprint, loaded.shard_fingerprint, self.termination.requested)
+        rows = gathered_rows(row, torch.int64, self.device)
         same_plan = bool((rows[:, 0] == rows[0, 0]).all())
         by_dp = rows[self.mesh.work.mesh.movedim(1, 0).flatten(1), 1]  # (dp, the other ranks)
         same_shards = bool((by_dp == by_dp[:, :1]).all())
         if not (same_plan and same_shards):
             raise TrainingError(
-                f"step {self.step}: ranks planned different {'shards' if same_plan else 'steps'}; the token store, the "
-                "configuration and the version of wlb-llm must be the same on all machines"
+                f"step {self.step + 1}: ranks planned different {'shards' if same_plan else 'steps'}; the token store, "
+                "the configuration and the version of wlb-llm must be the same on all machines"
             )
+        return bool(rows[:, 2].any())
 
     def _metrics_of(
         self, loaded: LoadedStep, loss: float, grad_norm: float, rate: float, seconds: float
@@ -190,7 +220,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        self.checkpointer.save(Progress(self.step, self.loader.state_dict()))
+        self.checkpointer.save(Progress(self.step, self._trained))
 
 
 def _opening_line(config: JobConfig, device: torch.device, loader: StepLoader, step: int) -> str:
@@ -201,6 +231,12 @@ def _opening_line(config: JobConfig, device: torch.device, loader: StepLoader, s
         f"processes; {data.documents:,} documents, {data.empty:,} empty ones passed over, {data.overlong:,} over "
         f"{config.data.context_window:,} tokens {policies[config.data.overlong]}"
     )
+
+
+def _where_it_ended(step: int, saved: bool) -> str:
+    if not saved:
+        return f"terminated after step {step}; nothing is saved without checkpoint.dir"
+    return f"terminated after step {step}; checkpoint saved, run the same command to continue"
 
 
 def _not_finite(step: int, loss: float, grad_norm: float, loaded: LoadedStep) -> str:

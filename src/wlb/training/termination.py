@@ -1,0 +1,44 @@
+"""SIGTERM, as schedulers send it before they take a machine away: finish the step, save, leave within the grace time.
+
+A thread waits for the signal, so that neither a collective nor a long kernel in the main thread can delay the
+answer. From then on ``requested`` is true; the trainer shares it with all ranks at the start of the next step, and they
+stop together. Whoever is still there when the grace time is over leaves at once: the newest checkpoint stands.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+from wlb.training.failures import Terminated, leave
+
+
+class Termination:
+    """Whether this rank was asked to end. ``listen`` is called in the main thread, before other threads start."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._grace_seconds = 0.0  # before the first step there is nothing to save
+
+    def listen(self) -> None:
+        """Start to answer SIGTERM. It stays blocked in every thread, so nothing is interrupted by it."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=self._answer, name="wlb-termination", daemon=True).start()
+
+    def allow(self, seconds: float) -> None:
+        """From now on a SIGTERM leaves ``seconds`` to end in good order."""
+        self._grace_seconds = seconds
+
+    def _answer(self) -> None:
+        signal.sigwait({signal.SIGTERM})
+        self.requested = True
+        if not self._grace_seconds:
+            leave(Terminated("terminated before the first step"))
+        time.sleep(self._grace_seconds)
+        leave(
+            Terminated(
+                f"terminated: training.grace_seconds = {self._grace_seconds:g} were too few to finish the step and "
+                "save it; the newest checkpoint stands, run the same command to continue from it"
+            )
+        )

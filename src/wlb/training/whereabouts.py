@@ -1,0 +1,67 @@
+"""What a thread is doing right now, read from its Python stack by another thread.
+
+Nothing is recorded while training runs: ``sys._current_frames`` shows the frames of every thread at the moment it is
+asked. A thread that waits in a collective stands in a frame of ``torch.distributed``, or in one of our own few that
+wait for a transfer; the frame of ours that called it says what for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import PurePath
+from types import FrameType
+from typing import NamedTuple
+
+_TORCH_DISTRIBUTED = "/torch/distributed/"
+_WRITES_FILES = "/torch/distributed/checkpoint/"  # its collectives are calls into distributed_c10d like any others
+_OURS = "/wlb/"
+_OUR_WAITS = ("/wlb/attention/exchange.py",)
+_WRAPPERS = ("/torch/distributed/c10d_logger.py", "/torch/_ops.py", "/torch/utils/_contextlib.py")
+_FILE_PARTS_SHOWN = 3
+
+Stack = tuple[tuple[int, int], ...]
+
+
+class Whereabouts(NamedTuple):
+    """``place`` in words; ``waiting`` if that is inside a collective (or a send or receive)."""
+
+    waiting: bool
+    place: str
+
+
+def stack_of(thread: int) -> Stack:
+    """Where ``thread`` (a ``threading.get_ident``) is, to be compared: equal while it stands still."""
+    return tuple((id(frame.f_code), frame.f_lasti) for frame in _frames(thread))
+
+
+def whereabouts_of(thread: int) -> Whereabouts:
+    """What ``thread`` is doing, in words."""
+    frames = [frame for frame in _frames(thread) if not _file(frame).endswith(_WRAPPERS)]
+    if not frames:
+        return Whereabouts(False, "nowhere: its main thread has ended")
+    innermost = frames[0]
+    ours = next((frame for frame in frames if _OURS in _file(frame)), None)
+    file = _file(innermost)
+    if file.endswith(_OUR_WAITS) or (_TORCH_DISTRIBUTED in file and _WRITES_FILES not in file):
+        called_from = f", called from {_place(ours)}" if ours not in (None, innermost) else ""
+        return Whereabouts(True, f"{_place(innermost)}{called_from}")
+    inside = f", inside {_place(ours)}" if ours not in (None, innermost) else ""
+    return Whereabouts(False, f"{_place(innermost)}{inside}")
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace("\\", "/")
+
+
+def _place(frame: FrameType | None) -> str:
+    assert frame is not None
+    parts = PurePath(_file(frame)).parts[-_FILE_PARTS_SHOWN:]
+    return f"{frame.f_code.co_name} ({'/'.join(parts)}:{frame.f_lineno})"
