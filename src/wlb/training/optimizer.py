@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from wlb.config import TrainingConfig
+from wlb.training.model import Transformer
+from wlb.training.tied_embeddings import is_second_copy
 
 
 def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
@@ -40,11 +42,11 @@ def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
     Every rank contributes the squares of what it holds: its pipeline stages, of those its shards. Returns the norm
     before clipping, the same on every rank.
     """
-    sharded = [parameter.grad for stage in stages for parameter in stage.parameters() if parameter.grad is not None]
-    gradients = [_local(gradient) for gradient in sharded]
+    counted = [(p.grad, _share(stage, p)) for stage in stages for p in stage.parameters() if p.grad is not None]
+    gradients = [_local(gradient) for gradient, _ in counted]
     squares = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
-    for gradient, part in zip(sharded, torch._foreach_norm(gradients), strict=True):
-        squares += part.double() ** 2 / _copies(gradient)
+    for (_, share), part in zip(counted, torch._foreach_norm(gradients), strict=True):
+        squares += part.double() ** 2 * share
     dist.all_reduce(squares)
     norm = math.sqrt(squares.item())
     if 0 < largest < norm:
@@ -56,9 +58,14 @@ def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _copies(gradient: Tensor) -> int:
-    """How many ranks hold the same part: tensor-parallel ranks do of the weights that they do not split."""
-    if not isinstance(gradient, DTensor):
-        return 1
-    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-    return math.prod(size for size, placement in sizes if placement.is_replicate())
+def _share(stage: nn.Module, parameter: Tensor) -> float:
+    """What this rank counts of its part, so that the ranks that hold the same part count it once.
+
+    Tensor-parallel ranks do of the weights that they do not split, the first and the last stage of a tied embedding.
+    """
+    if isinstance(stage, Transformer) and is_second_copy(stage, parameter):
+        return 0.0
+    if not isinstance(parameter, DTensor):
+        return 1.0
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return 1 / math.prod(size for size, placement in sizes if placement.is_replicate())

@@ -4,7 +4,7 @@
 rank. With one stage it runs them one after another; with several it hands them to PyTorch's 1F1B or interleaved 1F1B
 schedule. The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of the whole step,
 over all ranks, so that how documents are packed and sharded cannot change a gradient. Gradients are summed over
-micro-batches and, once per step, over data- and context-parallel ranks; they are added to ``.grad``.
+micro-batches and, once per step, over data- and context-parallel ranks; they are left in ``.grad``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.config import ParallelConfig
 from wlb.training.batch import IGNORE_LABEL
+from wlb.training.compute_clock import ComputeClock, ThreadClock
 from wlb.training.model import Transformer
 from wlb.training.parallelize import JobMesh, master_dtype
 from wlb.training.planned_stage import PlannedStage, make_schedule, run_schedule
 from wlb.training.sharded_batch import ShardedAttention, ShardedBatch
+from wlb.training.tied_embeddings import sum_tied_gradients
 
 
 class LossTarget(NamedTuple):
@@ -33,6 +35,7 @@ class LossTarget(NamedTuple):
 
     labels: Tensor
     loss_tokens: int
+    micro_batch: int = 0
 
 
 def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
@@ -50,7 +53,7 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 class PipelineRunner:
     """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
 
-    ``JobConfig`` has checked that the schedule can run so few.
+    ``JobConfig`` has checked that the schedule can run so few. ``clock`` measures the compute of each step.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class PipelineRunner:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        clock: ComputeClock | None = None,
     ) -> None:
+        self._clock = clock or ThreadClock()
         self._modules = stage_modules
         self._mesh = mesh
         self._device = device
@@ -79,13 +84,14 @@ class PipelineRunner:
                 dtype=dtype,
                 device=device,
                 group=mesh.group("pp"),
+                clock=self._clock,
             )
             for chunk, module in enumerate(stage_modules)
         ]
-        self._schedule = make_schedule(self._stages, micro_batches, token_loss)
+        self._schedule = make_schedule(self._stages, micro_batches, self._loss)
 
     def run_step(self, batches: Sequence[ShardedBatch], loss_tokens: int) -> Tensor:
-        """Run all micro-batches of this data-parallel rank forward and backward.
+        """Run all micro-batches of this data-parallel rank forward and backward, from gradients that are zero.
 
         Args:
             batches: This rank's share of each, the same on every pipeline and tensor-parallel rank; as many as the
@@ -97,15 +103,17 @@ class PipelineRunner:
             labelled tokens.
         """
         batches = [batch.to(self._device) for batch in batches]
-        targets = [LossTarget(batch.labels, loss_tokens) for batch in batches]
+        targets = [LossTarget(batch.labels, loss_tokens, index) for index, batch in enumerate(batches)]
         keywords = [self._keywords(batch) for batch in batches]
+        self._clock.begin_step(len(batches))
         with self._loss_context():
             if not self._stages:
                 return self._run_alone([batch.tokens for batch in batches], keywords, targets)
             for stage in self._stages:
                 stage.begin_step([batch.rows // self._mesh.size("tp") for batch in batches])
             losses = run_schedule(self._schedule, [batch.tokens for batch in batches], keywords, targets)
-            return self._sum(losses)
+        sum_tied_gradients(self._modules, self._mesh.group("pp"))
+        return self._sum(losses)
 
     def _run_alone(
         self, inputs: Sequence[Tensor], keywords: Sequence[dict[str, Any]], targets: Sequence[LossTarget]
@@ -114,10 +122,18 @@ class PipelineRunner:
         losses = []
         for index, (tokens, keyword, target) in enumerate(zip(inputs, keywords, targets, strict=True)):
             _reduce_gradients(module, index == len(inputs) - 1)
-            loss = token_loss(module(tokens, **keyword), target)
-            loss.backward()
+            with self._clock.measuring("forward", index):
+                scores = module(tokens, **keyword)
+            loss = self._loss(scores, target)
+            del scores  # or a reference here would keep them through the backward
+            with self._clock.measuring("backward", index):
+                loss.backward()
             losses.append(loss.detach())
         return self._sum(losses)
+
+    def _loss(self, scores_TV: Tensor, target: LossTarget) -> Tensor:
+        with self._clock.measuring("loss", target.micro_batch):
+            return token_loss(scores_TV, target)
 
     def _keywords(self, batch: ShardedBatch) -> dict[str, Any]:
         group = self._mesh.group("cp") if batch.shard_plan.cp_size > 1 else None

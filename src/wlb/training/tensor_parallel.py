@@ -26,6 +26,7 @@ from wlb.training.model import Transformer
 from wlb.workload.model_shapes import ModelShape
 
 _TOKENS = Shard(0)  # of a stream (T, D)
+_HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def check_divisible(shape: ModelShape, tp: int) -> None:
@@ -45,17 +46,30 @@ def apply_tensor_parallel(module: Transformer, mesh: DeviceMesh) -> None:
     if module.embedding is not None:
         plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=_TOKENS)
     for layer in module.layers:
-        plan |= {f"layers.{layer}.{name}": style for name, style in _block_plan().items()}
+        plan |= {f"layers.{layer}.{name}": style for name, style in _block_plan(module.config.qk_norm).items()}
     if module.head is not None:
         plan["head.norm"] = SequenceParallel(sequence_dim=0)
-        plan["head.output"] = ColwiseParallel(
-            input_layouts=_TOKENS, output_layouts=Shard(-1), use_local_output=False
-        )  # for loss_parallel
+        plan["head.output"] = _tied_output() if module.config.tied_embeddings else _output()
     parallelize_module(module, mesh, plan)
 
 
-def _block_plan() -> dict[str, ParallelStyle]:
+def _output() -> ColwiseParallel:
+    """The head gives scores split by vocabulary, as a DTensor for ``loss_parallel``."""
+    return ColwiseParallel(input_layouts=_TOKENS, output_layouts=Shard(-1), use_local_output=False)
+
+
+def _tied_output() -> PrepareModuleInput:
+    """The same with the embedding's matrix, which is split by vocabulary already."""
+    return PrepareModuleInput(
+        input_layouts=(_TOKENS, None), desired_input_layouts=(Replicate(), None), use_local_output=False
+    )
+
+
+def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
+    # Norms of single heads run on this rank's heads; their weights are whole on every rank.
+    head_norms = {f"attention.{name}": SequenceParallel(sequence_dim=1, use_local_output=True) for name in _HEAD_NORMS}
     return {
+        **(head_norms if qk_norm else {}),
         "attention_norm": SequenceParallel(sequence_dim=0),
         "attention": _all_tokens(inputs=3),  # x, and the rotation and attention function that stay as they are
         "attention.wq": ColwiseParallel(),
