@@ -29,12 +29,12 @@ def compute(seconds: float) -> None:
 def test_each_micro_batch_gets_what_was_measured_for_it():
     ticks = iter([0.0, 1.0, 10.0, 12.0, 20.0, 24.0])
     clock = ThreadClock(lambda: next(ticks))
-    clock.begin_step(1, 3)
+    clock.begin_step(3)
     for phase, micro_batch in (("forward", 0), ("forward", 2), ("backward", 0)):
         with clock.measuring(phase, micro_batch):
             pass
     assert clock.end_step().tolist() == [5.0, 0.0, 2.0]
-    clock.begin_step(2, 2)
+    clock.begin_step(2)
     assert clock.end_step().tolist() == [0.0, 0.0]
 
 
@@ -48,7 +48,7 @@ def test_sleeping_is_not_computing():
 def _wait_for_each_other() -> tuple[float, float]:
     """Rank 0 computes five times as long as rank 1 before every collective; (clock, wall) seconds."""
     clock, started = ThreadClock(), time.monotonic()
-    clock.begin_step(1, 1)
+    clock.begin_step(1)
     for _ in range(3):
         with clock.measuring("forward", 0):
             compute(0.05 if dist.get_rank() else 0.25)

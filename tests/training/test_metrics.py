@@ -25,6 +25,14 @@ ROW = StepMetrics(
     token_delay=0.0,
     data_wait_seconds=0.0,
     planning_seconds=0.001,
+    pending_documents=12,
+    mfu=0.25,
+    imbalance={
+        "cp": {"predicted": 1.0, "measured": 1.0},
+        "dp": {"predicted": 1.02, "measured": 1.051},
+        "pp": {"predicted": 1.1, "measured": None},
+    },
+    slow_ranks=(),
     document_ids=(4, 7, 9),
 )
 

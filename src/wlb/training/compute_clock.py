@@ -29,7 +29,7 @@ Seconds = NDArray[np.float64]
 class ComputeClock(Protocol):
     """Measures one step at a time."""
 
-    def begin_step(self, step: int, micro_batches: int) -> None: ...
+    def begin_step(self, micro_batches: int) -> None: ...
 
     def measuring(self, phase: str, micro_batch: int) -> AbstractContextManager[None]:
         """Count what runs inside for ``micro_batch``; a trace shows it as "PHASE micro-batch N"."""
@@ -47,7 +47,7 @@ class ThreadClock:
         self._now = now or thread_seconds()
         self._seconds = np.zeros(0)
 
-    def begin_step(self, step: int, micro_batches: int) -> None:
+    def begin_step(self, micro_batches: int) -> None:
         self._seconds = np.zeros(micro_batches)
 
     @contextmanager

@@ -45,15 +45,17 @@ class Event(Protocol):
 
 
 class KernelClock:
-    """A ``ComputeClock`` for CUDA that measures the steps whose number is a multiple of ``every``; 0 for none."""
+    """A ``ComputeClock`` for CUDA that measures every ``every``-th step from its first one on; 0 for none."""
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self._steps = 0
         self._micro_batches = 0
         self._profile: profile | None = None
 
-    def begin_step(self, step: int, micro_batches: int) -> None:
-        if not self._every or step % self._every:
+    def begin_step(self, micro_batches: int) -> None:
+        self._steps += 1
+        if not self._every or self._steps % self._every:
             return
         self._micro_batches = micro_batches
         self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 from wlb.config import MetricsConfig
 from wlb.errors import UserError, require
 from wlb.training.console import end_progress, say, show_progress
+from wlb.training.imbalance import Imbalance
 
-_NOT_PLOTTED = {"step", "document_ids"}
+_NOT_PLOTTED = {"step", "document_ids", "slow_ranks"}
+_SHORT = {"micro_batches": "mb"}  # in the live line
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class StepMetrics:
     ``loss`` is the mean over the step's labelled tokens and ``grad_norm`` the global norm before clipping.
     ``documents`` counts, and ``document_ids`` lists, the documents whose last token the step trained: over an epoch
     each document appears once, however it was split. ``token_delay`` is the mean steps a token waited since it
-    arrived. ``step_seconds`` includes ``data_wait_seconds``; ``planning_seconds`` were spent in another thread.
+    arrived, ``pending_documents`` wait still. ``step_seconds`` includes ``data_wait_seconds``; ``planning_seconds``
+    were spent in another thread. ``mfu`` is the model FLOPs utilisation of ``model_flops``, ``imbalance`` that of
+    ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that are slow still.
     """
 
     step: int
@@ -44,6 +48,10 @@ class StepMetrics:
     token_delay: float
     data_wait_seconds: float
     planning_seconds: float
+    pending_documents: int
+    mfu: float
+    imbalance: Imbalance
+    slow_ranks: tuple[int, ...]
     document_ids: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -73,14 +81,9 @@ class MetricsWriter:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
-            for name, value in row.items():
-                if name not in _NOT_PLOTTED:
-                    self._tensorboard.add_scalar(name, value, metrics.step)
-        show_progress(
-            f"step {metrics.step}  loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
-            f"imbalance {metrics.imbalance_degree:.3f}  {metrics.step_seconds:.2f} s  "
-            f"wait {metrics.data_wait_seconds / metrics.step_seconds:.0%}"
-        )
+            for name, value in _scalars(row):
+                self._tensorboard.add_scalar(name, value, metrics.step)
+        show_progress(live_line(metrics))
 
     def summary(self) -> dict[str, Any]:
         """The steps of this run in one object; means and medians are null when no step was trained."""
@@ -102,6 +105,30 @@ class MetricsWriter:
         if self._tensorboard is not None:
             self._tensorboard.close()
         end_progress()
+
+
+def live_line(metrics: StepMetrics) -> str:
+    """A step in one line; imbalance by dimension is predicted/measured, where the dimension has more than one rank."""
+    by_dimension = "".join(
+        f" {_SHORT.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
+        for name, factor in metrics.imbalance.items()
+        if factor["predicted"] is not None and factor["measured"] is not None and factor["measured"] != 1
+    )
+    return (
+        f"step {metrics.step}  loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
+        f"mfu {metrics.mfu:.1%}  imbalance {metrics.imbalance_degree:.3f}{by_dimension}  "
+        f"delay {metrics.token_delay:.2f}  {metrics.pending_documents} waiting  {metrics.step_seconds:.2f} s  "
+        f"wait {metrics.data_wait_seconds / metrics.step_seconds:.0%}"
+    )
+
+
+def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """What can be plotted of a row, nested names joined by "/"."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif name not in _NOT_PLOTTED and value is not None:
+            yield prefix + name, value
 
 
 def continue_file(path: Path, last_step: int) -> Iterable[str]:

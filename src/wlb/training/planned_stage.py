@@ -8,8 +8,8 @@ gradients (NeMo Automodel #3530).
 
 This is the only file that touches private parts of ``torch.distributed.pipelining``. It relies on the
 following in torch 2.11 to 2.13: a stage that is given example inputs and outputs infers no shapes at run
-time; schedules get what was received through the two ``_retrieve_recv_*`` methods; ``_step_microbatches``
-runs lists of micro-batches.
+time; schedules get what was received through the two ``_retrieve_recv_*`` methods and run micro-batches through the two
+``*_one_chunk`` methods; ``_step_microbatches`` runs lists of micro-batches.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from wlb.training.compute_clock import ComputeClock
 
 
 class PlannedStage(PipelineStage):
@@ -36,6 +38,7 @@ class PlannedStage(PipelineStage):
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
+        clock: ComputeClock,
     ) -> None:
         example = torch.empty(1, hidden, dtype=dtype, device=device, requires_grad=True)
         tokens = torch.empty(1, dtype=torch.int64, device=device)
@@ -48,6 +51,7 @@ class PlannedStage(PipelineStage):
             output_args=example,
             group=group,
         )
+        self._clock = clock
         self._stream = example.detach()
         self._token_counts: Sequence[int] = ()
         self._activations: dict[int, Tensor] = {}
@@ -60,6 +64,14 @@ class PlannedStage(PipelineStage):
         self._token_counts = token_counts
         self.has_backward = True
         self.clear_runtime_states()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.measuring("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._clock.measuring("backward", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:

@@ -37,10 +37,13 @@ from wlb.training.job import (
 from wlb.training.learning_rate import learning_rate
 from wlb.training.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.metrics import MetricsWriter, StepMetrics
+from wlb.training.monitor import Monitor, rank_names
+from wlb.training.observer import Observation, Observer
 from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
+from wlb.training.regions import region
 from wlb.training.resuming import agreed_checkpoint
 from wlb.training.termination import Termination
 from wlb.training.watchdog import Pulse, watched
@@ -100,7 +103,10 @@ class Trainer:
             stage.register_forward_pre_hook(self.pulse.beat)  # every micro-batch
         self.optimizers = [build_optimizer(stage, config.training) for stage in self.stages]
         micro_batches = config.packing.micro_batches // config.parallel.dp
-        self.runner = PipelineRunner(self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device)
+        self.monitor = Monitor(config, model.shape, mesh, device)
+        self.runner = PipelineRunner(
+            self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device, clock=self.monitor.clock
+        )
         self.checkpointer = Checkpointer(config.checkpoint, self.stages, self.optimizers)
         newest = agreed_checkpoint(config.checkpoint)
         progress = self.checkpointer.load(newest) if newest else None
@@ -125,8 +131,11 @@ class Trainer:
             state=progress.loader if progress else None,
         )
         self._trained = self.loader.state_dict()
-        self.metrics = MetricsWriter(config.metrics, self.step) if dist.get_rank() == 0 else None
-        if self.metrics:
+        names = rank_names(device)
+        self.metrics = self.observer = None
+        if dist.get_rank() == 0:
+            self.metrics = MetricsWriter(config.metrics, self.step)
+            self.observer = Observer(config, model.shape, names, device)
             say(_opening_line(config, device, self.loader, self.step))
             if warning := dense_attention_warning(dtype, device):
                 say(warning)
@@ -135,9 +144,10 @@ class Trainer:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
         for _ in self.steps():
             pass
-        if self.metrics is None:
+        if self.metrics is None or self.observer is None:
             return None
         self.metrics.close()
+        self.observer.finish()
         return self.metrics.summary() | self.loader.totals()
 
     def steps(self) -> Iterator[int]:
@@ -148,8 +158,8 @@ class Trainer:
         saved = self.step
         terminated = False
         self.termination.allow(self.config.training.grace_seconds)
-        with self.loader:
-            while self.step < self._last_step and (loaded := next(self.loader, None)):
+        with self.loader, self.monitor:
+            while loaded := self._next_step():
                 self.pulse.begin(self.step + 1)
                 if terminated := self._terminated(loaded):
                     break  # what was loaded is not trained, so it is not in self._trained
@@ -159,12 +169,17 @@ class Trainer:
                 if self.checkpointer.is_due(self.step):
                     self._save()
                     saved = self.step
+                self.monitor.end_step()
                 yield self.step
             if self.step != saved and self.checkpointer.enabled:
                 self._save()
             self.checkpointer.finish()
         if terminated:
             raise Terminated(_where_it_ended(self.step, self.checkpointer.enabled))
+
+    def _next_step(self) -> LoadedStep | None:
+        with region("data"):
+            return next(self.loader, None) if self.step < self._last_step else None
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()
@@ -173,22 +188,25 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         share = self.runner.run_step(loaded.batches, loaded.loss_tokens)
-        total = share.to(torch.float64, copy=True)
-        dist.all_reduce(total)
-        loss = total.item()
-        grad_norm = clip_gradients(self.stages, self.config.training.gradient_clip)
+        rows = self.monitor.exchange(loaded, share)
+        loss = float(rows["loss_share"].sum())
+        with region("gradient norm"):
+            grad_norm = clip_gradients(self.stages, self.config.training.gradient_clip)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise TrainingError(_not_finite(self.step, loss, grad_norm, loaded))
-        for optimizer in self.optimizers:
-            optimizer.step()
-        if self.metrics:
+        with region("optimizer"):
+            for optimizer in self.optimizers:
+                optimizer.step()
+        if self.metrics and self.observer:
             seconds = loaded.wait_seconds + time.perf_counter() - started
-            self.metrics.write(self._metrics_of(loaded, loss, grad_norm, rate, seconds))
+            observation = self.observer.observe(self.step, loaded.plan, rows, seconds)
+            self.metrics.write(self._metrics_of(loaded, loss, grad_norm, rate, seconds, observation))
 
     def _terminated(self, loaded: LoadedStep) -> bool:
         """Whether any rank was asked to end; raises ``TrainingError`` unless all ranks are about to train the same."""
         row = (loaded.fingerprint, loaded.shard_fingerprint, self.termination.requested)
-        rows = gathered_rows(row, torch.int64, self.device)
+        with region("plan agreement"):
+            rows = gathered_rows(row, torch.int64, self.device)
         same_plan = bool((rows[:, 0] == rows[0, 0]).all())
         by_dp = rows[self.mesh.work.mesh.movedim(1, 0).flatten(1), 1]  # (dp, the other ranks)
         same_shards = bool((by_dp == by_dp[:, :1]).all())
@@ -200,7 +218,13 @@ class Trainer:
         return bool(rows[:, 2].any())
 
     def _metrics_of(
-        self, loaded: LoadedStep, loss: float, grad_norm: float, rate: float, seconds: float
+        self,
+        loaded: LoadedStep,
+        loss: float,
+        grad_norm: float,
+        rate: float,
+        seconds: float,
+        observation: Observation,
     ) -> StepMetrics:
         tokens = loaded.plan.tokens
         return StepMetrics(
@@ -216,11 +240,16 @@ class Trainer:
             token_delay=loaded.plan.delay_token_steps / tokens,
             data_wait_seconds=loaded.wait_seconds,
             planning_seconds=loaded.planning_seconds,
+            pending_documents=self.loader.totals()["pending_documents"],
+            mfu=observation.mfu,
+            imbalance=observation.imbalance,
+            slow_ranks=observation.slow_ranks,
             document_ids=loaded.documents if self.config.metrics.document_ids else None,
         )
 
     def _save(self) -> None:
-        self.checkpointer.save(Progress(self.step, self._trained))
+        with region("checkpoint"):
+            self.checkpointer.save(Progress(self.step, self._trained))
 
 
 def _opening_line(config: JobConfig, device: torch.device, loader: StepLoader, step: int) -> str:

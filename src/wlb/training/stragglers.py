@@ -1,0 +1,66 @@
+"""Finds the rank whose machine is slow, rather than its work large.
+
+Measured over predicted seconds says how fast a rank gets through its work; the workload model may be wrong by any
+constant, so each rank is held against the others. A rank that takes far more than the median for several steps in a row
+is named once, and again only if it recovered in between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_STEPS = 5  # looked at together: one slow step may be a page fault or a neighbour's burst
+_RECOVERED = 0.9  # of the factor; a rank that hovers around it is not reported again and again
+
+
+@dataclass(frozen=True)
+class RankName:
+    """Where a rank runs."""
+
+    host: str
+    process: int
+    device: str
+
+    def __str__(self) -> str:
+        return f"host {self.host}, process {self.process}, {self.device}"
+
+
+class StragglerWatch:
+    """Looks at the seconds of all ranks, step after step; ``names`` are in rank order."""
+
+    def __init__(self, names: Sequence[RankName], factor: float) -> None:
+        self._names = names
+        self._factor = factor
+        self._window: deque[tuple[NDArray[np.float64], NDArray[np.float64]]] = deque(maxlen=_STEPS)
+        self.slow: frozenset[int] = frozenset()
+
+    def observe(self, measured: NDArray[np.float64], predicted: NDArray[np.float64]) -> list[str]:
+        """Take in a measured step, seconds of each rank in shape (ranks,); returns what to report, a line a rank.
+
+        ``slow`` then holds the ranks that are slow at present.
+        """
+        self._window.append((measured, predicted))
+        if len(self._window) < _STEPS:
+            return []
+        took, foreseen = (np.mean(seconds, axis=0) for seconds in zip(*self._window, strict=True))
+        expected = foreseen * typical_pace(took, foreseen)
+        over = took / np.maximum(expected, np.finfo(np.float64).tiny)
+        stays = over > self._factor * np.where(np.isin(np.arange(len(over)), list(self.slow)), _RECOVERED, 1.0)
+        before, self.slow = self.slow, frozenset(np.flatnonzero(stays).tolist())
+        return [
+            f"rank {rank} ({self._names[rank]}) is slow: {took[rank]:.3g} s of compute a step where "
+            f"{expected[rank]:.3g} s is expected of it"
+            for rank in sorted(self.slow - before)
+        ]
+
+
+def typical_pace(measured: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
+    """Measured over predicted seconds of the median rank; of two in the middle the faster, so that of two ranks one
+    can be slow."""
+    pace = np.sort(measured / np.maximum(predicted, np.finfo(np.float64).tiny))
+    return float(pace[(len(pace) - 1) // 2])
