@@ -1,0 +1,112 @@
+"""Write docs/configuration.md from the schema in ``wlb.config``: every section and key, its type, default and bounds.
+
+    .venv/bin/python scripts/configuration_reference.py [--check]
+
+With ``--check`` nothing is written; exit status 1 says that the page is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from wlb.config import PRESETS, JobConfig
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+HEADER = """# Configuration reference
+
+Generated from the schema in `src/wlb/config.py` by `scripts/configuration_reference.py`; do not edit.
+
+A job is a TOML file; `wlb train CONFIG --set section.key=value` changes a setting for one run, `--set preset=NAME` the
+preset. Unknown sections and keys are refused, relative paths are relative to the working directory. Only `data.store`
+has no default.
+"""
+
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+LARGEST_SHOWN = 2**31 - 1  # the width of an integer is no news to the reader
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
+    check: bool = parser.parse_args().check
+    text = reference()
+    if not check:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"docs/{PAGE.name} is out of date; run scripts/configuration_reference.py", file=sys.stderr)
+    return 1
+
+
+def reference() -> str:
+    """The page, in Markdown."""
+    schema = JobConfig.model_json_schema()
+    properties: dict[str, Any] = schema["properties"]
+    sections = {name: _definition(entry, schema) for name, entry in properties.items() if name != "preset"}
+    parts = [HEADER, _preset_section(properties["preset"])]
+    parts += [_section(name, definition, schema) for name, definition in sections.items()]
+    return "\n".join(parts)
+
+
+def _preset_section(entry: dict[str, Any]) -> str:
+    lines = ["## preset\n", f"{entry['description']}. Default: `{entry['default']}`.\n"]
+    lines += ["| Preset | Sets |", "| --- | --- |"]
+    for name, sections in PRESETS.items():
+        settings = [f"`{s}.{k} = {json.dumps(v)}`" for s, values in sections.items() for k, v in values.items()]
+        lines.append(f"| `{name}` | {', '.join(settings) or 'nothing: the defaults below'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, definition: dict[str, Any], schema: dict[str, Any]) -> str:
+    lines = [f"## [{name}]\n", f"{definition['description']}\n"]
+    lines += ["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
+    required = definition.get("required", ())
+    for key, entry in definition["properties"].items():
+        default = "required" if key in required else _default(entry.get("default"))
+        lines.append(f"| `{key}` | {_type(entry, schema)} | {default} | {entry.get('description', '')} |")
+    nested = [
+        _section(f"{name}.{key}", _definition(option, schema), schema)
+        for key, entry in definition["properties"].items()
+        for option in entry.get("anyOf", ())
+        if "$ref" in option
+    ]
+    return "\n".join(["\n".join(lines) + "\n", *nested])
+
+
+def _definition(entry: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    definition: dict[str, Any] = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+    return definition
+
+
+def _default(value: object) -> str:
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def _type(entry: dict[str, Any], schema: dict[str, Any]) -> str:
+    if "$ref" in entry:
+        return "table, below"
+    if "anyOf" in entry:
+        return " or ".join(text for option in entry["anyOf"] if (text := _type(option, schema)))
+    if "enum" in entry:
+        return ", ".join(f'`"{value}"`' for value in entry["enum"])
+    if "const" in entry:
+        return f'`"{entry["const"]}"`'
+    if entry.get("type") == "null":
+        return ""
+    if entry.get("type") == "array":
+        items = entry.get("prefixItems")
+        return f"{len(items)} of: {_type(items[0], schema)}" if items else f"list of: {_type(entry['items'], schema)}"
+    names = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
+    name = "path" if entry.get("format") == "path" else names[entry["type"]]
+    bounds = [f"{sign} {entry[key]:g}" for key, sign in BOUNDS.items() if key in entry and entry[key] < LARGEST_SHOWN]
+    return " ".join([name, *bounds])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
