@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,51 @@ def test_continues_from_its_state(lengths, chunk, taken, epochs):
     stream.take(taken)
     copy.load_state_dict(stream.state_dict())
     assert read_epoch(copy, chunk) == read_epoch(stream, chunk)
+
+
+@settings(deadline=None)
+@given(some_lengths, st.integers(0, 40), st.booleans())
+def test_another_order_begins_with_the_next_epoch(lengths, taken, shuffle):
+    stream, changed, fresh = (
+        stream_of(lengths),
+        stream_of(lengths, seed=8, shuffle=shuffle),
+        stream_of(lengths, seed=8, shuffle=shuffle),
+    )
+    stream.take(taken)
+    changed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert read_epoch(changed, 3) == read_epoch(stream, 3)
+    for other in (changed, fresh):
+        other.next_epoch()
+    assert changed.state_dict() | {"overlong": None} == fresh.state_dict() | {"overlong": None}
+    assert read_epoch(changed, 3) == read_epoch(fresh, 3)
+
+
+@settings(deadline=None)
+@given(st.lists(some_lengths, min_size=2, max_size=4), st.integers(0, 2), st.integers(0, 40))
+def test_ids_stay_unique_over_changes_of_documents(stores, epochs, taken):
+    used: set[int] = set()
+    state = None
+    for lengths in stores:
+        stream = stream_of(lengths)
+        if state is not None:
+            stream.begin_after(state)
+        seen: set[int] = set()
+        for _ in range(epochs):
+            seen |= {segment.document for segment in read_epoch(stream, 5)}
+            stream.next_epoch()
+        seen |= {segment.document for segment in stream.take(taken)}
+        assert not seen & used
+        used |= seen
+        state = json.loads(json.dumps(stream.state_dict()))
+
+
+def test_a_position_in_a_late_epoch_is_as_close_as_any():
+    count = 1000
+    stream = stream_of([1] * count, seed=3)
+    stream.load_state_dict(stream.state_dict() | {"epoch": 10_000, "cursor": count - 2})
+    expected = shuffled(count, 3, 10_000)[-2:] + 10_000 * count
+    assert [segment.document for segment in stream.take(5)] == expected.tolist()
+    assert stream.epoch_is_over
 
 
 def test_epochs_and_seeds_differ_in_order():

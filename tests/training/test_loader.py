@@ -109,8 +109,8 @@ def test_the_state_is_that_of_the_last_step_handed_out(folder, steps):
     ("changes", "named"),
     [
         ({"data": {"seed": 1}}, "data.seed = 0, this job has 1"),
-        ({"packing": {"micro_batches": 8}}, "packing.micro_batches = 4, this job has 8"),
         ({"packing": {"method": "sequential"}}, "packing.method = 'variable_length'"),
+        ({"data": {"seed": 1, "overlong": "drop"}}, r"data.overlong = 'split', .* 'drop' \(1 more settings differ\)"),
     ],
 )
 def test_a_state_is_refused_on_other_settings(folder, changes, named):
@@ -124,8 +124,60 @@ def test_a_state_is_refused_on_other_data(folder, tmp_path):
     write_store(tmp_path / "store", documents=401)
     with open_loader(folder) as loader:
         state = loader.state_dict()
-    with pytest.raises(UserError, match="token store"):
+    with pytest.raises(UserError, match=r"token store = .* set checkpoint\.allow_changed_data = true"):
         open_loader(tmp_path, state=state)
+
+
+def after(steps: int, loader: StepLoader) -> tuple[dict[str, Any], list[int]]:
+    """The state after ``steps`` steps, and the documents they finished."""
+    with loader:
+        finished = [document for step in islice(loader, steps) for document in step.documents]
+        return json.loads(json.dumps(loader.state_dict())), finished
+
+
+def test_other_settings_on_purpose_lose_and_repeat_no_document(folder):
+    state, finished = after(2, open_loader(folder))
+    waiting = open_loader(folder, state=state)
+    waiting.close()
+    changes = {
+        "data": {"context_window": 96, "seed": 9},
+        "packing": {"method": "sequential", "micro_batches": 2},
+        "training": {"steps": None},
+        "checkpoint": {"allow_changed_data": True},
+    }
+    with open_loader(folder, changes, state=state) as changed:
+        assert changed.changed_data is not None
+        assert "data.seed was 0 and is 9" in changed.changed_data
+        assert "packing.method was 'variable_length' and is 'sequential'" in changed.changed_data
+        kept = waiting.totals()["pending_documents"]
+        assert kept > 0
+        assert changed.changed_data.endswith(f"; {kept} waiting documents are carried over")
+        finished += [document for step in changed for document in step.documents]
+    assert sorted(finished) == list(range(len(TokenStore.open(folder / "store"))))
+
+
+def test_other_data_on_purpose_begin_a_new_epoch_with_new_ids(folder, tmp_path):
+    other = write_store(tmp_path / "store", documents=37)
+    first = open_loader(folder)
+    state, finished = after(5, first)
+    waiting = first.totals()["pending_documents"]
+    assert waiting > 0
+    changes = {"training": {"steps": None}, "checkpoint": {"allow_changed_data": True}}
+    with open_loader(tmp_path, changes, state=state) as changed:
+        assert changed.changed_data is not None
+        assert f"; {waiting} documents of the old token store that waited are dropped" in changed.changed_data
+        steps = list(changed)
+    trained = [document for step in steps for document in step.documents]
+    assert sorted(document % len(other) for document in trained) == list(range(len(other)))
+    assert min(trained) >= 2 * len(TokenStore.open(folder / "store"))  # documents of its second epoch had been read
+    assert max(finished) > len(TokenStore.open(folder / "store"))
+    assert [step.plan.step for step in steps] == list(range(5, 5 + len(steps)))
+
+
+def test_unchanged_data_need_no_word(folder):
+    state, _ = after(1, open_loader(folder))
+    with open_loader(folder, {"checkpoint": {"allow_changed_data": True}}, state=state) as loader:
+        assert loader.changed_data is None
 
 
 def test_steps_are_ready_before_training_asks(folder, monkeypatch):

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from wlb.config import DataConfig, PackingConfig
 from wlb.packing import packer_from_config
-from wlb.training.document_order import DocumentStream
+from wlb.packing.plan import StepPlan
+from wlb.training.document_order import DocumentStream, shuffled
 from wlb.training.planner import PlannedStep, StepPlanner
 from wlb.workload import make_workload
 
@@ -23,14 +24,16 @@ WORKLOAD = make_workload("tiny", "h100")
 METHODS = ("sequential", "fixed_greedy", "variable_length")
 
 
-def planner_of(lengths: list[int], method: str, *, one_epoch: bool, dp: int = 1, **packing: Any) -> StepPlanner:
-    data = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, "seed": 4})
+def planner_of(
+    lengths: list[int], method: str, *, one_epoch: bool, dp: int = 1, window_tokens: int = WINDOW, **packing: Any
+) -> StepPlanner:
+    data = DataConfig.model_validate({"store": "unused", "context_window": window_tokens, "seed": 4})
     config = PackingConfig.model_validate(
         {"method": method, "micro_batches": 4, "outlier_thresholds": [8, 16], **packing}
     )
     return StepPlanner(
         DocumentStream(np.array(lengths, dtype=np.int64), data),
-        packer_from_config(config, WINDOW, WORKLOAD),
+        packer_from_config(config, window_tokens, WORKLOAD),
         config,
         dp,
         one_epoch=one_epoch,
@@ -108,3 +111,111 @@ def test_pending_documents_are_those_taken_in_and_not_finished(method, lengths, 
     copy = planner_of(lengths, method, one_epoch=True)
     copy.load_state_dict(json.loads(json.dumps(planner.state_dict())))
     assert copy.pending_documents == planner.pending_documents
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=many_lengths,
+    window=st.integers(1, 3),
+    chain=st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1, 2]), st.integers(0, 3)), max_size=5),
+)
+def test_a_chain_of_resumes_with_other_micro_batches_trains_every_token_once(method, lengths, window, chain):
+    steps: list[PlannedStep] = []
+    planner = planner_of(lengths, method, one_epoch=True, window=window)
+    for per_rank, dp, count in chain:
+        steps += islice(planner, count)
+        state = json.loads(json.dumps(planner.state_dict()))
+        packing = {"micro_batches": per_rank * dp, "window": window}
+        planner = planner_of(lengths, method, one_epoch=True, dp=dp, **packing)
+        planner.load_state_dict(state)
+        for step in islice(planner, 1):
+            assert [len(rank) for rank in step.plan.ranks] == [per_rank] * dp
+            steps.append(step)
+    steps += planner
+    assert tokens_of(steps) == Counter((i, t) for i, n in enumerate(lengths) for t in range(n))
+    assert [step.plan.step for step in steps] == list(range(len(steps)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=many_lengths,
+    chain=st.lists(
+        st.tuples(st.sampled_from(METHODS), st.integers(1, 6), st.integers(8, 40), st.integers(0, 3)), max_size=4
+    ),
+)
+def test_a_chain_of_other_methods_and_windows_trains_every_token_once(lengths, chain):
+    steps: list[PlannedStep] = []
+    planner = planner_of(lengths, "variable_length", one_epoch=True)
+    for method, micro_batches, window_tokens, count in chain:
+        steps += islice(planner, count)
+        state = json.loads(json.dumps(planner.state_dict()))
+        planner = planner_of(
+            lengths, method, one_epoch=True, window_tokens=window_tokens, micro_batches=micro_batches, window=2
+        )
+        planner.load_state_dict(state, packed_otherwise=True)
+        for step in islice(planner, 1):
+            assert max(segment.length for segment in step.plan.segments) <= window_tokens
+            steps.append(step)
+    steps += planner
+    assert tokens_of(steps) == Counter((i, t) for i, n in enumerate(lengths) for t in range(n))
+    assert [step.plan.step for step in steps] == list(range(len(steps)))
+
+
+def test_steps_not_handed_out_come_first_when_packed_again():
+    lengths = [n % 30 + 1 for n in range(300)]
+    straight = planner_of(lengths, "fixed_greedy", one_epoch=True, window=3)
+    next(straight)
+    state = json.loads(json.dumps(straight.state_dict()))
+    packed = {
+        segment
+        for plan in state["emitted"]
+        for rank in plan["ranks"]
+        for m in rank
+        for segment in map(tuple, m["segments"])
+    }
+    assert len(state["emitted"]) > 1
+    smaller = planner_of(lengths, "fixed_greedy", one_epoch=True, window=1, micro_batches=2)
+    smaller.load_state_dict(state)
+    again = [step.plan for step in islice(smaller, 3)]
+    assert [plan.step for plan in again] == [1, 2, 3]
+    taken = [segment for plan in again for segment in plan.segments]
+    waiting = {tuple(row[:3]) for row in state["packer"]["carried"]}
+    assert set(taken) <= packed | waiting
+
+
+def test_steps_over_a_smaller_l_max_are_packed_again():
+    lengths = [20] * 100
+    large = planner_of(lengths, "variable_length", one_epoch=True, max_length_factor=2.0, outlier_thresholds=[])
+    steps = [next(large)]
+    emitted = [StepPlan.from_json(plan) for plan in steps[0].state["emitted"]]
+    assert max(m.tokens for plan in emitted for m in plan.micro_batches) > WINDOW
+    small = planner_of(lengths, "variable_length", one_epoch=True, max_length_factor=1.0, outlier_thresholds=[])
+    small.load_state_dict(steps[0].state)
+    rest = list(small)
+    assert max(m.tokens for step in rest for m in step.plan.micro_batches) <= WINDOW
+    assert tokens_of(steps + rest) == Counter((i, t) for i, n in enumerate(lengths) for t in range(n))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resuming_takes_in_only_what_the_next_step_needs(method, monkeypatch):
+    lengths = [16] * 5000
+    planner = planner_of(lengths, method, one_epoch=False)
+    state = planner.state_dict()
+    state["stream"] |= {"epoch": 10_000, "cursor": 4000}
+    state["packer"] |= {"step": 10_000_000}
+    taken: list[int] = []
+    take = DocumentStream.take
+
+    def counting(stream: DocumentStream, documents: int) -> Any:
+        taken.append(documents)
+        return take(stream, documents)
+
+    monkeypatch.setattr(DocumentStream, "take", counting)
+    planner.load_state_dict(json.loads(json.dumps(state)))
+    assert taken == []
+    step = next(planner)
+    assert sum(taken) == 64
+    assert step.plan.step == 10_000_000
+    order = shuffled(5000, 4, 10_000)[4000:4064]
+    assert {segment.document for segment in step.plan.segments} <= {10_000 * 5000 + i for i in order.tolist()}

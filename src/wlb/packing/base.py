@@ -128,6 +128,25 @@ class Packer(ABC):
         self._restore(state)
         self._check(self.pending)
 
+    def take_back(self, plans: Sequence[StepPlan]) -> None:
+        """Undo ``plans``, the last ones in the order they came: their segments arrive again, ahead of all others."""
+        if plans:
+            self._step = plans[0].step
+            self._arrive_first([segment for plan in plans for segment in plan.segments])
+
+    def begin_with(self, segments: Sequence[Segment], *, step: int) -> None:
+        """Let ``segments`` arrive in a packer that has planned nothing, and its first step be number ``step``.
+
+        With ``held_segments`` this continues another method's work. Raises ``UserError`` for one that is too long.
+        """
+        self._check(segments)
+        self._step = step
+        self._arrive_first(segments)
+
+    def _arrive_first(self, segments: Sequence[Segment]) -> None:
+        self._arrived.extendleft(reversed(segments))
+        self._arrived_tokens += sum(segment.length for segment in segments)
+
     def _restore(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
         self._documents_seen = state["documents_seen"]
@@ -186,6 +205,12 @@ class Packer(ABC):
         plan = StepPlan(self._step, (tuple(micro_batches),), delay_token_steps, longest_delay)
         self._step += 1
         return plan
+
+
+def held_segments(state: dict[str, Any]) -> list[Segment]:
+    """What a packer of any method held when it gave ``state``: what was held back, oldest first, then what arrived."""
+    held_back = sorted([*state.get("carried", ()), *state.get("waiting", ())], key=lambda row: row[3])
+    return [Segment(*row[:3]) for row in (*held_back, *state["arrived"])]
 
 
 def _as_segments(arrivals: list[Any], number: int) -> list[Segment]:

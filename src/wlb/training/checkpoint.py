@@ -66,10 +66,14 @@ class _Failure:
 class Checkpointer:
     """Saves the stages of this rank with their optimizers into ``config.dir``; every rank calls every method.
 
-    ``optimizers[i]`` belongs to ``stages[i]``. Parameters of different stages have different names.
+    ``optimizers[i]`` belongs to ``stages[i]``. Parameters of different stages have different names. ``place`` names the
+    random generators of this rank: a rank of another layout gets them back if it has the same place.
     """
 
-    def __init__(self, config: CheckpointConfig, stages: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, config: CheckpointConfig, stages: Sequence[nn.Module], optimizers: Sequence[Optimizer], place: str
+    ) -> None:
+        self._place = place
         self._config = config
         self._stages = stages
         self._optimizers = optimizers
@@ -97,14 +101,12 @@ class Checkpointer:
         directory = self._config.dir
         assert directory is not None, "saving needs checkpoint.dir"
         self._wait()
-        tensors = self._tensors() | _rng_state()
-        if self._config.asynchronous:
-            copy = self._stager.stage(tensors)
-            assert isinstance(copy, dict), "the stager does not return before the copy is made"
-            self._writing = InBackground(partial(self._write, directory, copy, progress), "wlb-checkpoint")
-        else:
-            self._settle(self._write(directory, tensors, progress))
-        if not complete_checkpoints(directory):
+        tensors = self._tensors() | _rng_state(self._place)
+        wait = not (self._config.asynchronous and complete_checkpoints(directory))
+        copy = tensors if wait else self._stager.stage(tensors)
+        assert isinstance(copy, dict), "the stager does not return before the copy is made"
+        self._writing = InBackground(partial(self._write, directory, copy, progress), "wlb-checkpoint")
+        if wait:
             self._wait()
 
     def finish(self) -> None:
@@ -121,7 +123,7 @@ class Checkpointer:
         progress = read_manifest(path).progress
         reader = ConfinedReader(path)
         saved = reader.read_metadata().state_dict_metadata
-        rng = {name: state for name, state in _rng_state().items() if name in saved}
+        rng = {name: state for name, state in _rng_state(self._place).items() if name in saved}
         tensors = self._tensors()
         _check_same_model(path, tensors, saved)
         state = tensors | rng
@@ -232,10 +234,10 @@ def _pick(tensors: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     return {name: tensors[name] for name in names}
 
 
-def _rng_state() -> dict[str, Tensor]:
-    states = {f"rng.cpu.{dist.get_rank()}": torch.get_rng_state()}
+def _rng_state(place: str) -> dict[str, Tensor]:
+    states = {f"rng.cpu.{place}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states[f"rng.cuda.{dist.get_rank()}"] = torch.cuda.get_rng_state()
+        states[f"rng.cuda.{place}"] = torch.cuda.get_rng_state()
     return states
 
 

@@ -43,6 +43,7 @@ class DocumentStream:
         self._epoch = 0
         self._cursor = 0
         self._overlong = OverlongReport()  # of all documents taken, over all epochs
+        self._seed, self._shuffle = config.seed, config.shuffle  # of this epoch
         self._order: NDArray[np.int64] | None = None  # of this epoch, once it is asked for
 
     @property
@@ -52,8 +53,8 @@ class DocumentStream:
     def take(self, documents: int) -> list[Segment]:
         """The segments of the next ``documents`` documents of this epoch, or of as many as remain."""
         if self._order is None:
-            count, seed = len(self._lengths), self._config.seed
-            self._order = shuffled(count, seed, self._epoch) if self._config.shuffle else np.arange(count)
+            count = len(self._lengths)
+            self._order = shuffled(count, self._seed, self._epoch) if self._shuffle else np.arange(count)
         chosen = self._order[self._cursor : self._cursor + documents]
         self._cursor += len(chosen)
         lengths = self._lengths[chosen]
@@ -67,17 +68,33 @@ class DocumentStream:
         return segments
 
     def next_epoch(self) -> None:
-        self._go_to(self._epoch + 1, 0)
+        self._begin(self._epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "cursor": self._cursor, "overlong": asdict(self._overlong)}
+        return {
+            "documents": len(self._lengths),
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "overlong": asdict(self._overlong),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._go_to(state["epoch"], state["cursor"])
+        """Continue an epoch of the same documents, in the order that it began with."""
+        self._epoch, self._cursor, self._order = state["epoch"], state["cursor"], None
+        self._seed, self._shuffle = state["seed"], state["shuffle"]
         self._overlong = OverlongReport(**state["overlong"])
 
-    def _go_to(self, epoch: int, cursor: int) -> None:
-        self._epoch, self._cursor, self._order = epoch, cursor, None
+    def begin_after(self, state: dict[str, Any]) -> None:
+        """Begin the first epoch of these documents with ids above all that the documents of ``state`` can have had."""
+        used = (state["epoch"] + 1) * state["documents"]
+        self._begin(-(-used // len(self._lengths)))
+        self._overlong = OverlongReport(**state["overlong"])
+
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._cursor, self._order = epoch, 0, None
+        self._seed, self._shuffle = self._config.seed, self._config.shuffle
 
 
 def summarise_epoch(lengths: NDArray[np.int64], config: DataConfig) -> EpochSummary:

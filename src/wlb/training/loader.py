@@ -24,6 +24,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import make_shard_plan
 from wlb.training.batch import TokenBatch, labelled_tokens, make_batch
 from wlb.training.document_order import DocumentStream, EpochSummary, finished_documents
+from wlb.training.identity import STORE, accepted_changes, check_identity, data_identity
 from wlb.training.planner import PlannedStep, StepPlanner
 from wlb.training.prefetch import Prefetcher, Shutdown
 from wlb.training.sharded_batch import ShardedBatch, shard_batch
@@ -83,8 +84,9 @@ class StepLoader(Iterator[LoadedStep]):
     """Iterates over the steps of a job for the rank that trains ``share`` of each, from ``state`` if given.
 
     Ends after one epoch if ``training.steps`` is unset and never otherwise. Close it, or use it as a context manager.
-    Raises ``UserError`` if ``state`` was saved on other data or settings; failures of the threads surface in
-    ``next``.
+    Raises ``UserError`` if ``state`` was saved on other data or settings, unless ``checkpoint.allow_changed_data``
+    accepts that: then ``changed_data`` says what has changed and what became of the documents that waited. Failures of
+    the threads surface in ``next``.
     """
 
     def __init__(
@@ -107,9 +109,12 @@ class StepLoader(Iterator[LoadedStep]):
         planner = StepPlanner(
             stream, packer, config.packing, config.parallel.dp, one_epoch=config.training.steps is None
         )
+        self.changed_data: str | None = None
         if state is not None:
-            check_identity(state, self._identity)
-            planner.load_state_dict(state["planner"])
+            changed = check_identity(state, self._identity, allow_changes=config.checkpoint.allow_changed_data)
+            waiting = _continue(planner, state["planner"], changed)
+            if changed:
+                self.changed_data = f"{accepted_changes(state, self._identity, changed)}; {waiting}"
         self._state = planner.state_dict()
         self._pending_documents = planner.pending_documents
         self._shutdown = Shutdown()
@@ -180,30 +185,15 @@ class StepLoader(Iterator[LoadedStep]):
         )
 
 
-def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
-    """What a loader state is valid for: the data, and every setting that decides which document trains when.
-
-    Parallel sizes, the model and the dealing of micro-batches to ranks are absent: they may change on resume.
-    """
-    data = config.data.model_dump(mode="json", exclude={"store"})
-    packing = config.packing.model_dump(mode="json", exclude={"assignment", "order", "solver_nodes"})
-    return {
-        "token store": store.identity,
-        "tokenizer": store.tokenizer,
-        **{f"data.{key}": value for key, value in data.items()},
-        **{f"packing.{key}": value for key, value in packing.items()},
-    }
-
-
-def check_identity(state: dict[str, Any], current: dict[str, Any]) -> None:
-    """Raise ``UserError``, naming the first difference, unless loader ``state`` is valid for identity ``current``."""
-    for name, value in current.items():
-        saved = state["identity"].get(name)
-        if saved != value:
-            raise UserError(
-                f"the checkpoint was written with {name} = {saved!r}, this job has {value!r}; resume with what it was "
-                "written with, or start anew with another checkpoint.dir"
-            )
+def _continue(planner: StepPlanner, state: dict[str, Any], changed: list[str]) -> str:
+    """Let ``planner`` go on from ``state`` although ``changed`` has; what became of waiting documents, in words."""
+    if STORE in changed:
+        dropped = planner.begin_with_other_documents(state)
+        return (
+            f"{dropped} documents of the old token store that waited are dropped, the new one starts with a new epoch"
+        )
+    planner.load_state_dict(state, packed_otherwise=bool(changed))
+    return f"{planner.pending_documents} waiting documents are carried over"
 
 
 def _fingerprint(layout: object) -> int:

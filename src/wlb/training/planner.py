@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb.config import PackingConfig
+from wlb.documents.overlong import split_overlong
+from wlb.documents.segments import Segment
 from wlb.packing.arrange import arrange
-from wlb.packing.base import Packer
+from wlb.packing.base import Packer, held_segments
 from wlb.packing.plan import StepPlan
 from wlb.training.document_order import DocumentStream
 
@@ -77,12 +79,43 @@ class StepPlanner(Iterator[PlannedStep]):
             "drained": self._drained,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, packed_otherwise: bool = False) -> None:
+        """Continue from ``state``, which was saved on the same documents; dp and micro-batches may differ.
+
+        Steps that are packed but were not handed out stay as they are where this packer could have made them, or
+        else are packed again before all that came later. With ``packed_otherwise`` (another method, or other settings)
+        everything that waits is packed anew, split where it is longer than the context window now.
+        """
+        emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
         self._stream.load_state_dict(state["stream"])
-        self._packer.load_state_dict(state["packer"])
+        self._emitted.clear()
+        self._drained = False
+        if packed_otherwise:
+            waiting, _ = split_overlong(_waiting_in(state), self._packer.context_window)
+            self._packer.begin_with(waiting, step=_next_step_of(state))
+        else:
+            self._packer.load_state_dict(state["packer"])
+            if all(self._could_have_packed(plan) for plan in emitted):
+                self._emitted.extend(emitted)
+                self._drained = state["drained"]
+            else:
+                self._packer.take_back(emitted)
         self._remember_packer()
-        self._emitted = deque(StepPlan.from_json(plan) for plan in state["emitted"])
-        self._drained = state["drained"]
+
+    def begin_with_other_documents(self, state: dict[str, Any]) -> int:
+        """Continue a job that was saved on other documents, with the next epoch whose ids that job cannot have used.
+
+        Returns the number of documents that waited in ``state``: they are dropped.
+        """
+        self._stream.begin_after(state["stream"])
+        self._packer.begin_with([], step=_next_step_of(state))
+        self._remember_packer()
+        return len({segment.document for segment in _waiting_in(state)})
+
+    def _could_have_packed(self, plan: StepPlan) -> bool:
+        longest = self._packer.longest_segment
+        fits = longest is None or all(micro_batch.tokens <= longest for micro_batch in plan.micro_batches)
+        return fits and len(plan.micro_batches) == self._packer.micro_batches
 
     def _feed(self) -> None:
         if not self._stream.epoch_is_over:
@@ -101,3 +134,14 @@ class StepPlanner(Iterator[PlannedStep]):
     def _remember_packer(self) -> None:
         self._packer_state = self._packer.state_dict()
         self._held = {segment.document for segment in self._packer.pending}
+
+
+def _waiting_in(state: dict[str, Any]) -> list[Segment]:
+    """The segments in ``state`` that are not trained, those of steps not handed out first."""
+    emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
+    return [*(segment for plan in emitted for segment in plan.segments), *held_segments(state["packer"])]
+
+
+def _next_step_of(state: dict[str, Any]) -> int:
+    step: int = (state["emitted"] or [state["packer"]])[0]["step"]
+    return step

@@ -10,9 +10,10 @@ from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError, require
 from wlb.training.checkpoint_files import read_manifest
 from wlb.training.document_order import summarise_epoch
+from wlb.training.identity import check_identity, data_identity
 from wlb.training.job import device_type, transformer_config, vocab_size
-from wlb.training.loader import check_identity, data_identity
 from wlb.training.parallelize import check_layout
+from wlb.training.pretrained import check_weights
 from wlb.training.resuming import newest_checkpoint
 
 
@@ -23,7 +24,8 @@ def check_job(config: JobConfig, local_processes: int) -> TokenStore:
     """
     device_type(config.training, local_processes)
     store = TokenStore.open(config.data.store)
-    check_layout(transformer_config(config.model, vocab_size(config, store)).shape, config.parallel)
+    model = transformer_config(config.model, vocab_size(config, store))
+    check_layout(model.shape, config.parallel)
     summarise_epoch(store.lengths, config.data)
     if config.metrics.tensorboard:
         require("tensorboard", "train")
@@ -31,8 +33,11 @@ def check_job(config: JobConfig, local_processes: int) -> TokenStore:
     if config.checkpoint.dir is not None:
         _check_writable("checkpoint.dir", config.checkpoint.dir)
     newest = newest_checkpoint(config.checkpoint)
+    if newest is None and config.model.pretrained is not None:
+        check_weights(config.model.pretrained, model)
     if newest is not None:
-        check_identity(read_manifest(newest).progress.loader, data_identity(store, config))
+        saved, allowed = read_manifest(newest).progress.loader, config.checkpoint.allow_changed_data
+        check_identity(saved, data_identity(store, config), allow_changes=allowed)
     return store
 
 

@@ -45,6 +45,7 @@ from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
 from wlb.training.regions import region
 from wlb.training.resuming import agreed_checkpoint
+from wlb.training.seeds import place_of, seed_this_rank
 from wlb.training.termination import Termination
 from wlb.training.watchdog import Pulse, watched
 from wlb.workload import make_workload
@@ -89,6 +90,7 @@ class Trainer:
         model = transformer_config(config.model, vocabulary)
         dtype = compute_dtype(config.training, device)
         self.mesh = mesh = build_mesh(config.parallel, device.type)
+        seed_this_rank(config.training.seed, mesh)
         self.stages = build_stage_modules(
             model,
             config.parallel,
@@ -107,7 +109,7 @@ class Trainer:
         self.runner = PipelineRunner(
             self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device, clock=self.monitor.clock
         )
-        self.checkpointer = Checkpointer(config.checkpoint, self.stages, self.optimizers)
+        self.checkpointer = Checkpointer(config.checkpoint, self.stages, self.optimizers, place_of(mesh))
         newest = agreed_checkpoint(config.checkpoint)
         progress = self.checkpointer.load(newest) if newest else None
         self.step = progress.step if progress else 0
@@ -137,6 +139,8 @@ class Trainer:
             self.metrics = MetricsWriter(config.metrics, self.step)
             self.observer = Observer(config, model.shape, names, device)
             say(_opening_line(config, device, self.loader, self.step))
+            if self.loader.changed_data:
+                say(f"wlb: warning: continuing on changed data: {self.loader.changed_data}")
             if warning := dense_attention_warning(dtype, device):
                 say(warning)
 
