@@ -15,6 +15,7 @@ from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.system import usable_cores
 from wlb.training.model import TransformerConfig
+from wlb.training.pretrained import pretrained_config
 from wlb.training.rotary import RotaryScaling
 from wlb.training.watchdog import backend_timeout
 from wlb.workload import ModelShape, model_shape
@@ -63,8 +64,18 @@ def device_type(config: TrainingConfig, local_processes: int) -> str:
 
 
 def vocab_size(config: JobConfig, store: TokenStore) -> int:
-    """The model's vocabulary: ``model.vocab_size``, or else the store's; raises ``UserError`` if neither will do."""
-    asked, needed = config.model.vocab_size, store.vocab_size
+    """The model's vocabulary: the pretrained one, ``model.vocab_size``, or else the store's.
+
+    Raises ``UserError`` where there is none of these, or the store needs a larger one.
+    """
+    asked, needed, pretrained = config.model.vocab_size, store.vocab_size, config.model.pretrained
+    if pretrained is not None:
+        asked = pretrained_config(pretrained, config.model).shape.vocab_size
+        if needed is not None and asked < needed:
+            raise UserError(
+                f"{pretrained} has a vocabulary of {asked}, below the {needed} of token store {store.prefix}; prepare "
+                f"the store with its tokenizer: wlb prepare --tokenizer {pretrained}"
+            )
     if asked is None and needed is None:
         raise UserError(f"token store {store.prefix} does not say how large its vocabulary is; set model.vocab_size")
     if asked is not None and needed is not None and asked < needed:
@@ -105,6 +116,8 @@ def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig
     hidden / heads where one of these is given. Raises ``UserError`` for dimensions that do not fit together or are not
     those of the pretrained model.
     """
+    if model.pretrained is not None:
+        return pretrained_config(model.pretrained, model)
     preset = model_shape(model.name)
     names = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden")
     given = {name: value for name in names if (value := getattr(model, name)) is not None}

@@ -75,14 +75,15 @@ def build_stage_modules(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    seed: int,
+    seed: int | None,
     activation_checkpointing: Strategy = "none",
     compiled: bool = False,
 ) -> list[Transformer]:
     """Build this rank's pipeline stages, sharded and initialised: ``pp_rank`` and every pp-th after it.
 
     Weights and optimizer state are float32, or float64 where ``dtype`` is; forward and backward run in
-    ``dtype`` and gradients are reduced in the weights' type. Initial weights depend on ``seed`` alone.
+    ``dtype`` and gradients are reduced in the weights' type. Initial weights depend on ``seed`` alone; with None the
+    memory is left as it is, for weights that are loaded.
     """
     splits = split_layers(config.shape, parallel.stages)
     modules = []
@@ -96,7 +97,8 @@ def build_stage_modules(
         apply_activation_checkpointing(module, activation_checkpointing)
         shard_weights(module, mesh.weights["dp_cp"], dtype, reshard_after_forward=parallel.pp == 1)
         module.to_empty(device=device)
-        initialise_weights(module, layers=config.shape.layers, seed=seed)
+        if seed is not None:
+            initialise_weights(module, layers=config.shape.layers, seed=seed)
         modules.append(module)
     return modules
 

@@ -43,6 +43,7 @@ from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
+from wlb.training.pretrained import load_weights
 from wlb.training.regions import region
 from wlb.training.resuming import agreed_checkpoint
 from wlb.training.seeds import place_of, seed_this_rank
@@ -91,13 +92,14 @@ class Trainer:
         dtype = compute_dtype(config.training, device)
         self.mesh = mesh = build_mesh(config.parallel, device.type)
         seed_this_rank(config.training.seed, mesh)
+        newest, pretrained = agreed_checkpoint(config.checkpoint), config.model.pretrained
         self.stages = build_stage_modules(
             model,
             config.parallel,
             mesh,
             dtype=dtype,
             device=device,
-            seed=config.training.seed,
+            seed=config.training.seed if newest is None and pretrained is None else None,
             activation_checkpointing=config.training.activation_checkpointing,
             compiled=config.training.compile,
         )
@@ -110,7 +112,8 @@ class Trainer:
             self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device, clock=self.monitor.clock
         )
         self.checkpointer = Checkpointer(config.checkpoint, self.stages, self.optimizers, place_of(mesh))
-        newest = agreed_checkpoint(config.checkpoint)
+        if newest is None and pretrained is not None:
+            load_weights(pretrained, self.stages)
         progress = self.checkpointer.load(newest) if newest else None
         self.step = progress.step if progress else 0
         parallel, hardware = config.parallel, hardware_name(device)
