@@ -127,7 +127,10 @@ class Checkpointer:
         tensors = self._tensors()
         _check_same_model(path, tensors, saved)
         state = tensors | rng
-        dcp.load(state, storage_reader=reader)
+        try:
+            dcp.load(state, storage_reader=reader)
+        except CheckpointException as error:  # which is no Exception
+            raise TrainingError(f"checkpoint {path} cannot be loaded: {_reason(error)}") from error
         for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
             set_model_state_dict(stage, _pick(state, get_model_state_dict(stage)))
             groups = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
@@ -199,8 +202,15 @@ def _write_tensors(tensors: dict[str, Any], writer: ChecksummedWriter, group: di
     except CheckpointException as error:
         if writer.error is not None:
             raise writer.error from None
-        if (failure := error.failures.get(dist.get_rank())) is not None:
-            raise OSError(0, f"{type(failure[0]).__name__}: {failure[0]}".splitlines()[0]) from None
+        if dist.get_rank() in error.failures:
+            raise OSError(0, _reason(error)) from error
+
+
+def _reason(error: CheckpointException) -> str:
+    """The first failure of ``error`` in one line."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    (line, *_) = str(cause).splitlines() or [""]
+    return f"rank {rank}: {type(cause).__name__}: {line}"
 
 
 def _make_stager() -> DefaultStager:

@@ -60,7 +60,7 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def hidden_path(checkpoint: Path) -> Path:
-    """Where ``checkpoint`` is while it is written or deleted."""
+    """Where ``checkpoint`` is while it is written."""
     return checkpoint.with_name(HIDDEN + checkpoint.name)
 
 
@@ -207,7 +207,7 @@ def _crc32_of(content: dict[str, Any]) -> int:
 
 
 def _delete(checkpoint: Path) -> None:
-    unwanted = hidden_path(checkpoint)
+    unwanted = checkpoint.with_name(f"{HIDDEN}deleted-{checkpoint.name}")
     os.replace(checkpoint, unwanted)  # first the name, so that a kill cannot leave half a checkpoint
     shutil.rmtree(unwanted, ignore_errors=True)
 
