@@ -109,7 +109,6 @@ def main() -> None:
             intermediate_size=shape.ffn_hidden,
             vocab_size=shape.vocab_size,
             max_position_embeddings=CONTEXT_WINDOW,
-            attn_implementation="sdpa",
         )
     )
     trainer = Trainer(
