@@ -52,7 +52,8 @@ def write_config(folder: Path, **changes: dict[str, Any]) -> Path:
     lines = []
     for name, section in settings(folder, **changes).items():
         lines.append(f"[{name}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in section.items()]  # also valid TOML
+        given = {key: value for key, value in section.items() if value is not None}  # TOML has no null
+        lines += [f"{key} = {json.dumps(value)}" for key, value in given.items()]  # JSON values are valid TOML
     path = folder / "job.toml"
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
