@@ -22,7 +22,10 @@ from wlb.attention.backends import AttentionBackend, check_shapes, pick_backend
 from wlb.attention.exchange import add_returned, add_rows, return_gradients, send_keys
 from wlb.attention.kept import KeptAttention
 from wlb.attention.shard_layout import ShardLayout, shard_layout
+from wlb.regions import region
 from wlb.sharding.plan import ShardPlan
+
+_OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
 
 
 def context_parallel_attention(
@@ -99,14 +102,16 @@ class _ContextParallelAttention(torch.autograd.Function):
         if layout.own_runs is None:
             grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
         else:
-            grad_query, grad_key, grad_value = backend.backward(
-                grad_out, query, key, value, out, log_sum_exp, layout.own_runs
-            )
+            with region(_OWN):
+                grad_query, grad_key, grad_value = backend.backward(
+                    grad_out, query, key, value, out, log_sum_exp, layout.own_runs
+                )
         if arrival is not None:
             received = arrival.wait()
-            grad_received = _received_gradients(
-                grad_out, query, received, out, log_sum_exp, grad_query, layout, backend
-            )
+            with region(_RECEIVED):
+                grad_received = _received_gradients(
+                    grad_out, query, received, out, log_sum_exp, grad_query, layout, backend
+                )
             returned = return_gradients(grad_received, layout, group).wait()
             grad_key = add_returned(grad_key, returned[:, 0], layout)
             grad_value = add_returned(grad_value, returned[:, 1], layout)
@@ -126,9 +131,12 @@ def _attend(
     if layout.own_runs is None:
         out, log_sum_exp = query.clone(), query.new_empty(query.shape[1], 0)
     else:
-        out, log_sum_exp = backend.forward(query, key, value, layout.own_runs)
+        with region(_OWN):
+            out, log_sum_exp = backend.forward(query, key, value, layout.own_runs)
     if arrival is not None:
-        _attend_received(query, arrival.wait(), out, log_sum_exp, layout, backend)
+        received = arrival.wait()
+        with region(_RECEIVED):
+            _attend_received(query, received, out, log_sum_exp, layout, backend)
     return out, log_sum_exp
 
 

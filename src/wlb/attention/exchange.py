@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.attention.shard_layout import ShardLayout
+from wlb.regions import region
+
+_REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
 
 @dataclass
@@ -26,7 +29,8 @@ class Arrival:
     sent: Tensor
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        with region(_REGION):
+            self.work.wait()
         return self.received
 
 
@@ -59,6 +63,7 @@ def _all_to_all(
     sent: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup | None
 ) -> Arrival:
     received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
-    work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group, async_op=True)
+    with region(_REGION):
+        work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group, async_op=True)
     assert work is not None
     return Arrival(work, received, sent)

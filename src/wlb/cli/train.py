@@ -12,6 +12,9 @@ def train(
     overrides: list[str] = typer.Option(
         [], "--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."
     ),
+    profile: bool = typer.Option(
+        False, "--profile", help="Write a torch profiler trace of a few steps of every rank into METRICS_DIR/trace."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print a summary as JSON on stdout at the end."),
 ) -> int:
     """Train a model on this machine, with one process per rank of \\[parallel].
@@ -20,4 +23,6 @@ def train(
     """
     from wlb.training.launch import launch
 
+    if profile:
+        overrides = [*overrides, "metrics.profile=true"]
     return launch(config, overrides, summary=as_json)

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.training.regions import region
+from wlb.regions import region
 
 _SCHEDULER_STATISTICS = "/proc/thread-self/schedstat"  # Linux: nanoseconds run, nanoseconds runnable, time slices
 

@@ -8,15 +8,19 @@ even, and a machine is slow or the workload model wrong.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from wlb.errors import UserError
 from wlb.training.imbalance import Imbalance, imbalance_of
 from wlb.training.rank_step import RankSteps
 from wlb.training.stragglers import RankName, typical_pace
 
+FILE = "diagnosis.json"  # in metrics.dir
 _WORTH_NAMING = 0.02  # of a step; less is noise
 _AS_PLANNED = 0.5  # a plan that foresees at least this share of an imbalance is its cause
 _RANKS_NAMED = 4
@@ -83,6 +87,23 @@ def diagnose(
     }
 
 
+def read_diagnosis(metrics_dir: Path) -> dict[str, Any]:
+    """What a job last wrote into its ``metrics_dir``; raises ``UserError`` if that cannot be read."""
+    path = metrics_dir / FILE
+    try:
+        diagnosis: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        render(diagnosis)
+    except FileNotFoundError:
+        raise UserError(
+            f"{metrics_dir} has no {FILE}: name the metrics.dir of a job that has trained metrics.diagnose_every steps"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a diagnosis ({type(error).__name__}); let the job write it anew") from error
+    return diagnosis
+
+
 def _stragglers(slow: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_cost = sorted(slow, key=lambda rank: -rank["over_expected"])[:_RANKS_NAMED]
     return [
@@ -108,7 +129,11 @@ def _uneven(imbalance: Imbalance, pp: int, micro_batches: int) -> list[dict[str,
         if cost < _WORTH_NAMING:
             continue
         as_planned = predicted - 1 >= _AS_PLANNED * (measured - 1)
-        why = remedy if as_planned else f"the plan foresees {predicted:.2f}: a slow machine, or prices that do not fit"
+        why = (
+            remedy
+            if as_planned
+            else f"the plan foresees {predicted:.2f}; the rest is slow machines, or a workload model that does not fit"
+        )
         causes.append({"what": dimension, "cost": cost, "text": f"{what} differ ({measured:.2f}): {why}"})
     return causes
 

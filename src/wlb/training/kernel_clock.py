@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from wlb.training.compute_clock import Seconds
-from wlb.training.regions import region
+from wlb.regions import region
 
 _MICRO_BATCH = re.compile(r"\w+ micro-batch (\d+)")
 _LAUNCH = re.compile(r"cu(da)?\w*Launch")  # cudaLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch, ...

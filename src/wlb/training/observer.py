@@ -18,7 +18,7 @@ import torch
 from wlb.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.console import say
-from wlb.training.diagnosis import diagnose, render
+from wlb.training.diagnosis import FILE, diagnose, render
 from wlb.training.imbalance import Imbalance, imbalance_of
 from wlb.training.job import hardware_name
 from wlb.training.model_flops import model_flops, peak_flops
@@ -26,8 +26,6 @@ from wlb.training.parallelize import MESH_DIMENSIONS
 from wlb.training.rank_step import RankSteps
 from wlb.training.stragglers import RankName, StragglerWatch
 from wlb.workload import ModelShape
-
-DIAGNOSIS = "diagnosis.json"
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Observer:
         self._every = config.metrics.diagnose_every
         self._recent: deque[tuple[int, RankSteps, float]] = deque()
         self._observed = 0  # steps of this run
-        self._path = config.metrics.dir / DIAGNOSIS
+        self._path = config.metrics.dir / FILE
         self._path.unlink(missing_ok=True)  # an earlier run's
 
     def observe(self, step: int, plan: StepPlan, rows: RankSteps, step_seconds: float) -> Observation:

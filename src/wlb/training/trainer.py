@@ -21,6 +21,7 @@ import torch.distributed as dist
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
+from wlb.regions import region
 from wlb.training.agreement import gathered_rows, on_every_rank
 from wlb.training.checkpoint import Checkpointer, Progress
 from wlb.training.console import say
@@ -44,7 +45,6 @@ from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
 from wlb.training.pretrained import load_weights
-from wlb.training.regions import region
 from wlb.training.resuming import agreed_checkpoint
 from wlb.training.seeds import place_of, seed_this_rank
 from wlb.training.termination import Termination
