@@ -251,6 +251,26 @@ class MetricsConfig(Section):
     profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4 of the run, every rank's")
 
 
+class EvaluationConfig(Section):
+    """Whether and how the loss on held-out documents is measured."""
+
+    store: NonEmptyPath | None = Field(None, description="Prefix of a token store of held-out documents")
+    every: PositiveInt = Field(100, description="Steps between evaluations; one more follows the last step")
+    documents: PositiveInt | None = Field(None, description="Only the first so many documents of the store")
+    length_buckets: Literal["auto"] | tuple[PositiveInt, ...] = Field(
+        "auto",
+        description="Document lengths that separate the buckets of the loss; auto: 256, 1024, ... up to context_window",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> EvaluationConfig:
+        if self.store is None and self.model_fields_set - {"store"}:
+            raise ValueError(f"evaluation.{min(self.model_fields_set - {'store'})} needs evaluation.store")
+        if self.length_buckets != "auto" and list(self.length_buckets) != sorted(set(self.length_buckets)):
+            raise ValueError(f"evaluation.length_buckets = {list(self.length_buckets)} must rise")
+        return self
+
+
 class JobConfig(Section):
     """All sections of one training job; ``preset`` sets what [packing] and [sharding] leave out."""
 
@@ -263,6 +283,7 @@ class JobConfig(Section):
     packing: PackingConfig = PackingConfig()
     sharding: ShardingConfig = ShardingConfig()
     training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
 

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 
 IGNORE_LABEL = -100  # cross_entropy's default ignore_index
@@ -87,6 +88,17 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
         torch.from_numpy(positions),
         tuple(micro_batch.lengths),
     )
+
+
+def check_vocabulary(batch: TokenBatch, micro_batch: MicroBatch, vocab_size: int) -> None:
+    """Raise ``UserError`` unless every token of ``batch``, made from ``micro_batch``, is below ``vocab_size``."""
+    largest = int(torch.maximum(batch.tokens, batch.labels).max())
+    if largest >= vocab_size:
+        documents = ", ".join(str(segment.document) for segment in micro_batch.segments)
+        raise UserError(
+            f"token {largest} is outside the vocabulary of model.vocab_size = {vocab_size}; it is in one of "
+            f"the documents {documents}"
+        )
 
 
 def labelled_tokens(step_plan: StepPlan, document_lengths: NDArray[np.int64]) -> int:

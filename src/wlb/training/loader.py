@@ -14,15 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
-from wlb.errors import UserError
 from wlb.packing.base import Packer
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import make_shard_plan
-from wlb.training.batch import TokenBatch, labelled_tokens, make_batch
+from wlb.training.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
 from wlb.training.document_order import DocumentStream, EpochSummary, finished_documents
 from wlb.training.identity import STORE, accepted_changes, check_identity, data_identity
 from wlb.training.planner import PlannedStep, StepPlanner
@@ -163,13 +160,7 @@ class StepLoader(Iterator[LoadedStep]):
 
     def _batch(self, micro_batch: MicroBatch) -> ShardedBatch:
         batch = make_batch(micro_batch, self._store)
-        largest = int(torch.maximum(batch.tokens, batch.labels).max())
-        if largest >= self._vocab_size:
-            documents = ", ".join(str(segment.document) for segment in micro_batch.segments)
-            raise UserError(
-                f"token {largest} is outside the vocabulary of model.vocab_size = {self._vocab_size}; it is in one of "
-                f"the documents {documents}"
-            )
+        check_vocabulary(batch, micro_batch, self._vocab_size)
         return self._share.of(batch)
 
     def _read(self, planned: PlannedStep) -> _ReadStep:

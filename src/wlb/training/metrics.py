@@ -18,6 +18,8 @@ from typing import Any
 from wlb.config import MetricsConfig
 from wlb.errors import UserError, require
 from wlb.training.console import end_progress, say, show_progress
+from wlb.training.failures import TrainingError
+from wlb.training.held_out import Evaluation
 from wlb.training.imbalance import Imbalance
 
 _NOT_PLOTTED = {"step", "document_ids", "slow_ranks"}
@@ -66,10 +68,13 @@ class MetricsWriter:
 
     def __init__(self, config: MetricsConfig, last_step: int) -> None:
         self._rows: list[StepMetrics] = []
+        self._evaluation: Evaluation | None = None
         try:
             config.dir.mkdir(parents=True, exist_ok=True)
-            for note in continue_file(config.dir / "steps.jsonl", last_step):
-                say(note)
+            self._evaluations = config.dir / "evaluation.jsonl"
+            for path in (config.dir / "steps.jsonl", self._evaluations):
+                for note in continue_file(path, last_step):
+                    say(note)
             self._file = (config.dir / "steps.jsonl").open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"metrics.dir {config.dir} cannot be written: {error.strerror}") from error
@@ -85,6 +90,20 @@ class MetricsWriter:
                 self._tensorboard.add_scalar(name, value, metrics.step)
         show_progress(live_line(metrics))
 
+    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        try:
+            with self._evaluations.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(evaluation.to_json(step)) + "\n")
+        except OSError as error:
+            raise TrainingError(f"step {step}: {self._evaluations} cannot be written: {error.strerror}") from error
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar("evaluation/loss", evaluation.loss, step)
+            for bucket in evaluation.buckets:
+                if bucket.tokens:
+                    self._tensorboard.add_scalar(f"evaluation/loss by length/{bucket.name}", bucket.loss, step)
+        say(evaluation.line(step))
+
     def summary(self) -> dict[str, Any]:
         """The steps of this run in one object; means and medians are null when no step was trained."""
         rows = self._rows
@@ -98,6 +117,7 @@ class MetricsWriter:
             "tokens_per_second": tokens / seconds if rows else None,
             "mean_imbalance_degree": statistics.fmean(row.imbalance_degree for row in rows) if rows else None,
             "last_loss": rows[-1].loss if rows else None,
+            "evaluation_loss": self._evaluation.to_json(0)["loss"] if self._evaluation else None,
         }
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError, require
 from wlb.training.checkpoint_files import read_manifest
 from wlb.training.document_order import summarise_epoch
+from wlb.training.held_out import check_evaluation
 from wlb.training.identity import check_identity, data_identity
 from wlb.training.job import device_type, transformer_config, vocab_size
 from wlb.training.parallelize import check_layout
@@ -27,6 +28,7 @@ def check_job(config: JobConfig, local_processes: int) -> TokenStore:
     model = transformer_config(config.model, vocab_size(config, store))
     check_layout(model.shape, config.parallel)
     summarise_epoch(store.lengths, config.data)
+    check_evaluation(config, store, model.shape.vocab_size)
     if config.metrics.tensorboard:
         require("tensorboard", "train")
     _check_writable("metrics.dir", config.metrics.dir)

@@ -25,6 +25,7 @@ from wlb.regions import region
 from wlb.training.agreement import gathered_rows, on_every_rank
 from wlb.training.checkpoint import Checkpointer, Progress
 from wlb.training.console import say
+from wlb.training.evaluation import Evaluator
 from wlb.training.exclusive import check_shared, directories_of
 from wlb.training.failures import Terminated, TrainingError
 from wlb.training.job import (
@@ -136,6 +137,10 @@ class Trainer:
             state=progress.loader if progress else None,
         )
         self._trained = self.loader.state_dict()
+        self.evaluator = (
+            Evaluator(config, self.stages, mesh, share, dtype=dtype, device=device) if config.evaluation.store else None
+        )
+        self._evaluated = self.step
         names = rank_names(device)
         self.metrics = self.observer = None
         if dist.get_rank() == 0:
@@ -173,11 +178,15 @@ class Trainer:
                 self.step += 1
                 self._train_step(loaded)
                 self._trained = self.loader.state_dict()
+                if self.step % self.config.evaluation.every == 0:
+                    self._evaluate()  # before the checkpoint: a job that continues from it has evaluated this step
                 if self.checkpointer.is_due(self.step):
                     self._save()
                     saved = self.step
                 self.monitor.end_step()
                 yield self.step
+            if not terminated:
+                self._evaluate()
             if self.step != saved and self.checkpointer.enabled:
                 self._save()
             self.checkpointer.finish()
@@ -253,6 +262,15 @@ class Trainer:
             slow_ranks=observation.slow_ranks,
             document_ids=loaded.documents if self.config.metrics.document_ids else None,
         )
+
+    def _evaluate(self) -> None:
+        if self.evaluator is None or self._evaluated == self.step:
+            return
+        with region("evaluation"):
+            evaluation = self.evaluator.run()
+        self._evaluated = self.step
+        if self.metrics:
+            self.metrics.write_evaluation(self.step, evaluation)
 
     def _save(self) -> None:
         with region("checkpoint"):

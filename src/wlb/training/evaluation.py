@@ -1,0 +1,93 @@
+"""The loss on held-out documents, in every layout: forward passes only, and nothing of training is touched.
+
+Losses of single tokens are added up in float64 on the ranks of the last stage, one sum for every bucket of documents of
+similar length (``held_out``), then over all ranks. So the result depends on the layout by rounding only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from wlb.config import JobConfig
+from wlb.packing.plan import MicroBatch
+from wlb.training.batch import IGNORE_LABEL, check_vocabulary, make_batch
+from wlb.training.forward_only import ForwardOnly
+from wlb.training.held_out import Evaluation, HeldOut
+from wlb.training.loader import RankShare
+from wlb.training.model import Transformer
+from wlb.training.parallelize import JobMesh, master_dtype
+from wlb.training.sharded_batch import ShardedAttention, ShardedBatch
+
+
+class Evaluator:
+    """Scores the held-out documents with this rank's ``stages``; every rank of the job calls it alike.
+
+    ``share`` is what this rank takes of a step, as in training.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        stages: Sequence[Transformer],
+        mesh: JobMesh,
+        share: RankShare,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = stages[0].config.shape
+        self._held_out = HeldOut(config, shape)
+        self._vocab_size = shape.vocab_size
+        self._forward = ForwardOnly(stages, mesh.group("pp"), dtype)
+        self._mesh = mesh
+        self._share = share
+        self._loss_dtype = master_dtype(dtype)
+        self._device = device
+
+    def run(self) -> Evaluation:
+        """Score every document once; the same result on every rank, but for its own seconds."""
+        started = time.perf_counter()
+        sums = torch.zeros(self._held_out.buckets, dtype=torch.float64, device=self._device)
+        for plan in self._held_out.plans:
+            for micro_batch in plan.ranks[self._share.dp_rank]:
+                self._add_losses(micro_batch, sums)
+        self._forward.release()
+        dist.all_reduce(sums)
+        return self._held_out.result(sums.tolist(), time.perf_counter() - started)
+
+    def _add_losses(self, micro_batch: MicroBatch, sums: Tensor) -> None:
+        whole = make_batch(micro_batch, self._held_out.store)
+        check_vocabulary(whole, micro_batch, self._vocab_size)
+        batch = self._share.of(whole).to(self._device)
+        scores = self._scores(batch)
+        if scores is None:
+            return
+        losses = self._token_losses(scores, batch.labels)[: batch.local_tokens]
+        if self._mesh.rank("tp") != 0:  # the others computed the same
+            return
+        mine = batch.shard_plan.positions(self._share.cp_rank)
+        buckets = torch.from_numpy(self._held_out.buckets_of(micro_batch)[mine]).to(self._device)
+        for bucket in buckets.unique().tolist():
+            sums[bucket] += losses[buckets == bucket].sum(dtype=torch.float64)
+
+    def _scores(self, batch: ShardedBatch) -> Tensor | None:
+        group = self._mesh.group("cp") if batch.shard_plan.cp_size > 1 else None
+        attend = ShardedAttention(batch.local_tokens, batch.shard_plan, group)
+        return self._forward(batch.tokens, batch.positions, attend, batch.rows // self._mesh.size("tp"))
+
+    @torch.no_grad()
+    def _token_losses(self, scores_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Cross entropy of every token, zero where it has no label; ``scores_TV`` may be split by vocabulary."""
+        with loss_parallel() if isinstance(scores_TV, DTensor) else nullcontext():
+            scores_TV = scores_TV.to(self._loss_dtype)
+            losses = F.cross_entropy(scores_TV, labels_T, ignore_index=IGNORE_LABEL, reduction="none")
+        return losses.to_local() if isinstance(losses, DTensor) else losses
