@@ -1,0 +1,195 @@
+"""Benchmark of the memory model: predicted against measured peaks of real training processes, on the CPU.
+
+    .venv/bin/python benchmarks/memory.py [--layers N] [--tokens N] [--only NAME]... [--out FILE]
+
+Every configuration trains a model for three steps in as many processes as its layout has, one thread each, on
+micro-batches of different lengths. Measured is what the operating system counts against a process, and would end it
+for: the high-water mark of its resident memory, less what it had resident after training a small model in the same
+layout (libraries, threads, buffers of the process group). The C library is told to hand every tensor's pages back when
+it is freed, or its own caching would be measured. The largest of the processes is compared with the prediction of
+``wlb.workload.memory`` for the same lengths. Needs Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from measurement import machine, versions
+from rich.console import Console
+from rich.table import Table
+
+from wlb.config import ParallelConfig
+from wlb.training.layer_split import split_layers
+from wlb.workload import ModelShape
+from wlb.workload.layer_memory import Checkpointing, MemorySettings
+from wlb.workload.memory import predict_memory
+
+# Read by the C library when a process starts: an own mapping for every tensor from 64 KiB on, one pool for the rest.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "MALLOC_ARENA_MAX": "1"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+WARM_UP_TOKENS = 64
+STEPS = 3
+SHARES = (1.0, 0.6, 1.2, 0.9)  # of --tokens: micro-batches of different lengths
+TIMEOUT = timedelta(minutes=5)
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout and strategy."""
+
+    name: str
+    parallel: ParallelConfig
+    checkpointing: Checkpointing = "none"
+    dtype: str = "float32"
+
+
+def _cases() -> list[Case]:
+    layouts = {
+        "1 process": ParallelConfig(),
+        "dp 2": ParallelConfig(dp=2),
+        "pp 2": ParallelConfig(pp=2),
+        "pp 2 x 2": ParallelConfig(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
+        "cp 2": ParallelConfig(cp=2),
+        "tp 2": ParallelConfig(tp=2),
+    }
+    strategies: tuple[Checkpointing, ...] = ("none", "selective", "full")
+    cases = [Case(f"{name}, {s}", layout, s) for name, layout in layouts.items() for s in strategies]
+    return [*cases, Case("1 process, none, bfloat16", layouts["1 process"], "none", "bfloat16")]
+
+
+def shape_of(layers: int) -> ModelShape:
+    return ModelShape(hidden=256, layers=layers, heads=4, kv_heads=2, head_dim=64, ffn_hidden=704, vocab_size=2048)
+
+
+def predict(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
+    """Bytes of the process that holds most."""
+    blocks = tuple(len(layers) for layers in split_layers(shape, case.parallel.stages))
+    compute_bytes = {"float32": 4, "bfloat16": 2}[case.dtype]
+    settings = MemorySettings(shape, blocks, case.parallel, len(tokens), compute_bytes, case.checkpointing)
+    return predict_memory(settings, tokens).total
+
+
+def measure(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
+    """Bytes of the process that held most."""
+    import torch.multiprocessing
+
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(
+        _measure_rank, args=(case, shape, list(tokens), port, results), nprocs=case.parallel.world_size
+    )
+    return max(int(results.get()) for _ in range(case.parallel.world_size))
+
+
+def _measure_rank(rank, case, shape, tokens, port, results) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    size = case.parallel.world_size
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=TIMEOUT)
+    small = ModelShape(hidden=64, layers=shape.layers, heads=4, kv_heads=2, head_dim=16, ffn_hidden=64, vocab_size=64)
+    _train(case, small, [WARM_UP_TOKENS] * len(tokens))
+    gc.collect()
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    _train(case, shape, tokens)
+    results.put(_resident("VmHWM") - before)
+    dist.destroy_process_group()
+
+
+def _train(case: Case, shape: ModelShape, tokens: Sequence[int]) -> None:
+    import torch
+
+    from wlb.config import TrainingConfig
+    from wlb.sharding import make_shard_plan
+    from wlb.training.batch import TokenBatch
+    from wlb.training.model import TransformerConfig
+    from wlb.training.optimizer import build_optimizer, clip_gradients
+    from wlb.training.parallelize import build_mesh, build_stage_modules
+    from wlb.training.pipeline import PipelineRunner
+    from wlb.training.sharded_batch import shard_batch
+
+    parallel, device, dtype = case.parallel, torch.device("cpu"), getattr(torch, case.dtype)
+    mesh = build_mesh(parallel, "cpu")
+    stages = build_stage_modules(
+        TransformerConfig(shape),
+        parallel,
+        mesh,
+        dtype=dtype,
+        device=device,
+        seed=0,
+        activation_checkpointing=case.checkpointing,
+    )
+    optimizers = [build_optimizer(stage, TrainingConfig()) for stage in stages]
+    runner = PipelineRunner(stages, parallel, mesh, len(tokens), dtype=dtype, device=device)
+    batches = []
+    for count in tokens:
+        ids, positions = torch.randint(shape.vocab_size, (count,)), torch.arange(count)
+        plan = make_shard_plan([count], parallel.cp, "per_document")
+        batches.append(shard_batch(TokenBatch(ids, ids, positions, (count,)), plan, mesh.rank("cp"), parallel.tp))
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        runner.run_step(batches, sum(tokens))
+        clip_gradients(stages, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _resident(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8, help="transformer blocks of the model")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a typical micro-batch")
+    parser.add_argument("--only", action="append", metavar="NAME", help="run this configuration (repeatable)")
+    parser.add_argument("--out", type=Path, default=Path("results/memory.json"), help="where results go, as JSON")
+    arguments = parser.parse_args()
+    os.environ.update(ALLOCATOR | ONE_THREAD)
+    shape = shape_of(arguments.layers)
+    tokens = [int(arguments.tokens * share) for share in SHARES]
+    known = {case.name: case for case in _cases()}
+    if unknown := [name for name in arguments.only or () if name not in known]:
+        sys.exit(f"no configuration {unknown[0]!r}; choose from {', '.join(known)}")
+    rows = []
+    for case in [known[name] for name in arguments.only or known]:
+        predicted, measured = predict(case, shape, tokens), measure(case, shape, tokens)
+        rows.append(
+            {"name": case.name, "predicted": predicted, "measured": measured, "error": predicted / measured - 1}
+        )
+    _print(rows)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    description = {"machine": machine(), "versions": versions("torch", "numpy"), "tokens": tokens, "shape": vars(shape)}
+    arguments.out.write_text(json.dumps({"rows": rows} | description, indent=1), encoding="utf-8")
+
+
+def _print(rows: list[dict[str, object]]) -> None:
+    table = Table("configuration", "predicted MiB", "measured MiB", "error", title="Peak memory of a process")
+    for row in rows:
+        predicted, measured = (f"{int(str(row[name])) / MIB:,.0f}" for name in ("predicted", "measured"))
+        table.add_row(str(row["name"]), predicted, measured, f"{float(str(row['error'])):+.1%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
