@@ -101,6 +101,7 @@ def test_summary_covers_the_steps_of_this_run(tmp_path):
         "tokens_per_second": 100.0,
         "mean_imbalance_degree": pytest.approx(1.2),
         "last_loss": 2.0,
+        "evaluation_loss": None,
     }
     writer.close()
 
