@@ -209,6 +209,12 @@ class TrainingConfig(Section):
         None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
     )
     prefetch: PositiveInt = Field(2, description="Steps planned and read ahead of training")
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="What happens at a step whose loss or gradient norm is not finite"
+    )
+    max_skipped: PositiveInt = Field(
+        10, description="Steps in a row that non_finite = 'skip' passes over before it stops"
+    )
     timeout_seconds: float = Field(
         300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
     )

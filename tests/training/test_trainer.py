@@ -90,7 +90,7 @@ def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
 
 def test_a_loss_that_is_not_a_number_ends_training(tmp_path, store):
     config = configure(tmp_path, store, {"pp": 2})
-    with pytest.raises(RankFailure, match=r"step 1: loss is nan .* its documents are \d+, \d+"):
+    with pytest.raises(RankFailure, match=r"step 1: loss is nan .* micro-batches of documents \d+, \d+"):
         run_ranks(2, _train_with_broken_weights, config, seconds=60.0)
     assert read_steps(tmp_path) == []
 

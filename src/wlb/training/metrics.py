@@ -56,10 +56,19 @@ class StepMetrics:
     slow_ranks: tuple[int, ...]
     document_ids: tuple[int, ...] | None = None
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the step left the weights as they were: its loss or its gradient norm is not finite."""
+        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
     def to_json(self) -> dict[str, Any]:
+        """The row of steps.jsonl; what is not finite is null, as JSON has no word for it."""
         row = asdict(self)
         if self.document_ids is None:
             del row["document_ids"]
+        if self.skipped:
+            row["skipped"] = True
+            row |= {name: None for name in ("loss", "grad_norm") if not math.isfinite(row[name])}
         return row
 
 
@@ -83,8 +92,13 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> None:
         self._rows.append(metrics)
         row = metrics.to_json()
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"step {metrics.step}: metrics.dir {self._file.name} cannot be written: {error.strerror}"
+            ) from error
         if self._tensorboard is not None:
             for name, value in _scalars(row):
                 self._tensorboard.add_scalar(name, value, metrics.step)
@@ -116,7 +130,7 @@ class MetricsWriter:
             "median_step_seconds": statistics.median(row.step_seconds for row in rows) if rows else None,
             "tokens_per_second": tokens / seconds if rows else None,
             "mean_imbalance_degree": statistics.fmean(row.imbalance_degree for row in rows) if rows else None,
-            "last_loss": rows[-1].loss if rows else None,
+            "last_loss": rows[-1].to_json()["loss"] if rows else None,
             "evaluation_loss": self._evaluation.to_json(0)["loss"] if self._evaluation else None,
         }
 

@@ -72,6 +72,7 @@ class PipelineRunner:
         self._mesh = mesh
         self._device = device
         self._loss_dtype = master_dtype(dtype)
+        self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, on ranks of the last stage
         self._stages: list[PlannedStage] = []
         if parallel.pp == 1:
             return
@@ -144,11 +145,12 @@ class PipelineRunner:
         return loss_parallel() if self._mesh.size("tp") > 1 else nullcontext()
 
     def _sum(self, losses: Sequence[Tensor]) -> Tensor:
+        self.losses = [loss.detach() for loss in losses]
         # A new tensor every time, also without losses: the caller may reduce it in place.
         total = torch.zeros((), dtype=self._loss_dtype, device=self._device)
         if self._mesh.rank("tp") == 0:  # the others computed the same
-            for loss in losses:
-                total += loss.detach()
+            for loss in self.losses:
+                total += loss
         return total
 
 

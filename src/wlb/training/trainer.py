@@ -40,6 +40,7 @@ from wlb.training.learning_rate import learning_rate
 from wlb.training.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.metrics import MetricsWriter, StepMetrics
 from wlb.training.monitor import Monitor, rank_names
+from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observer import Observation, Observer
 from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
 from wlb.training.parallelize import build_mesh, build_stage_modules
@@ -51,8 +52,6 @@ from wlb.training.seeds import place_of, seed_this_rank
 from wlb.training.termination import Termination
 from wlb.training.watchdog import Pulse, watched
 from wlb.workload import make_workload
-
-_DOCUMENTS_NAMED = 50  # in an error message
 
 
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
@@ -137,6 +136,7 @@ class Trainer:
             state=progress.loader if progress else None,
         )
         self._trained = self.loader.state_dict()
+        self.non_finite = NonFiniteSteps(config.training, mesh.rank("dp"))
         self.evaluator = (
             Evaluator(config, self.stages, mesh, share, dtype=dtype, device=device) if config.evaluation.store else None
         )
@@ -208,12 +208,14 @@ class Trainer:
         loss = float(rows["loss_share"].sum())
         with region("gradient norm"):
             grad_norm = clip_gradients(self.stages, self.config.training.gradient_clip)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise TrainingError(_not_finite(self.step, loss, grad_norm, loaded))
-        with region("optimizer"):
-            for optimizer in self.optimizers:
-                optimizer.step()
+        skipped = self.non_finite.check(self.step, loss, grad_norm, loaded.plan, self.runner.losses)
+        if not skipped:
+            with region("optimizer"):
+                for optimizer in self.optimizers:
+                    optimizer.step()
         if self.metrics and self.observer:
+            if skipped:
+                say(skipped)
             seconds = loaded.wait_seconds + time.perf_counter() - started
             observation = self.observer.observe(self.step, loaded.plan, rows, seconds)
             self.metrics.write(self._metrics_of(loaded, loss, grad_norm, rate, seconds, observation))
@@ -291,10 +293,3 @@ def _where_it_ended(step: int, saved: bool) -> str:
     if not saved:
         return f"terminated after step {step}; nothing is saved without checkpoint.dir"
     return f"terminated after step {step}; checkpoint saved, run the same command to continue"
-
-
-def _not_finite(step: int, loss: float, grad_norm: float, loaded: LoadedStep) -> str:
-    documents = sorted({segment.document for segment in loaded.plan.segments})
-    named = ", ".join(map(str, documents[:_DOCUMENTS_NAMED]))
-    more = f" and {len(documents) - _DOCUMENTS_NAMED} more" if len(documents) > _DOCUMENTS_NAMED else ""
-    return f"step {step}: loss is {loss} and gradient norm {grad_norm}; its documents are {named}{more}"
