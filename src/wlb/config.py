@@ -148,8 +148,10 @@ class PackingConfig(Section):
         "variable_length", description="Packer"
     )
     micro_batches: PositiveInt = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
-    max_length_factor: float = Field(
-        1.5, ge=1, le=1000, description="L_max, the most tokens of a micro-batch, in context windows (variable_length)"
+    max_length_factor: Annotated[float, Field(ge=1, le=1000)] | Literal["auto"] = Field(
+        1.5,
+        description="L_max, the most tokens of a micro-batch, in context windows (variable_length); auto is the most "
+        "that memory allows, up to 4",
     )
     outlier_thresholds: Literal["auto"] | tuple[PositiveInt, ...] = Field(
         "auto", description="Lengths from which documents wait in an outlier queue (variable_length)"
@@ -203,6 +205,9 @@ class TrainingConfig(Section):
     gradient_clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none", description="What blocks compute again in the backward pass: nothing, all but attention, or all"
+    )
+    memory_gib: float | None = Field(
+        None, gt=0, description="Memory of a process; default: 90% of its GPU, or of its share of the machine's"
     )
     compile: bool = Field(False, description="Run blocks through torch.compile, once for all lengths")
     threads: PositiveInt | None = Field(
@@ -374,7 +379,9 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 def _first_problem(error: ValidationError) -> str:
     problems = error.errors()
     first = problems[0]
-    where = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and "[" not in part)
+    # A union adds the name of its alternative: "literal['auto']", "constrained-float".
+    parts = [part for part in first["loc"] if isinstance(part, str) and "[" not in part]
+    where = ".".join(part for part in parts if not part.startswith("constrained-"))
     if first["type"] == "extra_forbidden":
         return _unknown_key(where)
     what = first["msg"].removeprefix("Value error, ")

@@ -1,10 +1,11 @@
-"""What is asked of the operating system: the cores this process may use, and locks between processes."""
+"""What is asked of the operating system: the cores and memory this process may use, and locks between processes."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+from pathlib import Path
 
 # What file systems without locks answer, such as Lustre mounted without them.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
@@ -13,6 +14,36 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 def usable_cores() -> int:
     """CPU cores this process may run on: job schedulers bind processes to some of them; not every system can tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_memory() -> int:
+    """Bytes of memory this job may use: the machine's, or less where a container or job scheduler says so."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *_control_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+
+
+def _control_group_limits(membership: Path, root: Path) -> list[int]:
+    """The memory limits of this process's control group and of all above it (cgroup version 2, or 1)."""
+    limits = []
+    try:
+        for line in membership.read_text(encoding="utf-8").splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+            path = top / group.lstrip("/")
+            limits += [_read_limit(folder / name) for folder in (path, *path.parents) if folder.is_relative_to(top)]
+    except (OSError, ValueError):
+        return []
+    return [limit for limit in limits if limit is not None]
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None  # the topmost group has no limit
+    return int(text) if text.isdecimal() else None  # "max" is none
 
 
 def try_lock(descriptor: int) -> bool:

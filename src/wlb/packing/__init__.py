@@ -41,7 +41,7 @@ def make_packer(name: str, *, micro_batches: int, context_window: int, workload:
 
 
 def packer_from_config(config: PackingConfig, context_window: int, workload: Workload) -> Packer:
-    """The packer that a job's ``[packing]`` section describes."""
+    """The packer that a job's ``[packing]`` section describes, in which ``max_length_factor`` is no longer "auto"."""
     options: dict[str, Any] = {}
     if config.method != "sequential":
         options["max_delay"] = config.max_delay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from wlb.config import JobConfig
@@ -13,17 +14,23 @@ from wlb.training.document_order import summarise_epoch
 from wlb.training.held_out import check_evaluation
 from wlb.training.identity import check_identity, data_identity
 from wlb.training.job import device_type, transformer_config, vocab_size
+from wlb.training.memory_budget import within_memory
 from wlb.training.parallelize import check_layout
 from wlb.training.pretrained import check_weights
 from wlb.training.resuming import newest_checkpoint
 
 
-def check_job(config: JobConfig, local_processes: int) -> TokenStore:
-    """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine.
+@dataclass(frozen=True)
+class CheckedJob:
+    """A configuration in which nothing is left to decide, and its token store, whose index takes a pass to open."""
 
-    Returns the token store, opened, as opening it again would take a second pass over its index.
-    """
-    device_type(config.training, local_processes)
+    config: JobConfig
+    store: TokenStore
+
+
+def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
+    """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine."""
+    device = device_type(config.training, local_processes)
     store = TokenStore.open(config.data.store)
     model = transformer_config(config.model, vocab_size(config, store))
     check_layout(model.shape, config.parallel)
@@ -35,12 +42,13 @@ def check_job(config: JobConfig, local_processes: int) -> TokenStore:
     if config.checkpoint.dir is not None:
         _check_writable("checkpoint.dir", config.checkpoint.dir)
     newest = newest_checkpoint(config.checkpoint)
+    saved = read_manifest(newest).progress.loader if newest is not None else None
+    config = within_memory(config, model, device, local_processes, saved["identity"] if saved else None)
     if newest is None and config.model.pretrained is not None:
         check_weights(config.model.pretrained, model)
-    if newest is not None:
-        saved, allowed = read_manifest(newest).progress.loader, config.checkpoint.allow_changed_data
-        check_identity(saved, data_identity(store, config), allow_changes=allowed)
-    return store
+    if saved is not None:
+        check_identity(saved, data_identity(store, config), allow_changes=config.checkpoint.allow_changed_data)
+    return CheckedJob(config, store)
 
 
 def _check_writable(name: str, directory: Path) -> None:

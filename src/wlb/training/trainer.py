@@ -38,6 +38,7 @@ from wlb.training.job import (
 )
 from wlb.training.learning_rate import learning_rate
 from wlb.training.loader import LoadedStep, RankShare, StepLoader
+from wlb.training.memory_budget import longest_micro_batch, with_agreed_factor
 from wlb.training.metrics import MetricsWriter, StepMetrics
 from wlb.training.monitor import Monitor, rank_names
 from wlb.training.non_finite import NonFiniteSteps
@@ -64,10 +65,11 @@ def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     pulse = Pulse()
     with joined_job(config) as device, ExitStack() as held:
         held.enter_context(watched(config.training.timeout_seconds, pulse))
-        store = on_every_rank(lambda: check_job(config, local_processes))
+        checked = on_every_rank(lambda: check_job(config, local_processes))
+        config = with_agreed_factor(checked.config)
         on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)
         on_every_rank(lambda: check_shared(config))
-        return Trainer(config, device, store, termination, pulse).run()
+        return Trainer(config, device, checked.store, termination, pulse).run()
 
 
 class Trainer:
@@ -285,7 +287,8 @@ def _opening_line(config: JobConfig, device: torch.device, loader: StepLoader, s
     return (
         f"{f'resuming after step {step}' if step else 'starting'} on {config.parallel.world_size} {device.type} "
         f"processes; {data.documents:,} documents, {data.empty:,} empty ones passed over, {data.overlong:,} over "
-        f"{config.data.context_window:,} tokens {policies[config.data.overlong]}"
+        f"{config.data.context_window:,} tokens {policies[config.data.overlong]}; "
+        f"micro-batches of up to {longest_micro_batch(config):,} tokens"
     )
 
 

@@ -1,0 +1,124 @@
+"""What a job may hold and what it will hold, compared before it starts.
+
+The prediction (``wlb.workload.memory``) is for the worst step that packing may produce: every micro-batch as long as
+L_max. A job that does not fit is refused, with what it needs and what would help; with
+``packing.max_length_factor = "auto"`` L_max becomes the largest that fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from wlb.config import JobConfig
+from wlb.errors import UserError
+from wlb.system import usable_memory
+from wlb.training.agreement import gathered
+from wlb.training.job import compute_dtype
+from wlb.training.layer_split import split_layers
+from wlb.training.model import TransformerConfig
+from wlb.workload.layer_memory import MemorySettings
+from wlb.workload.memory import gib, largest_length_factor, predict_memory
+
+# Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
+_USABLE_SHARE = 0.9
+FACTOR = "packing.max_length_factor"
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes that a process may hold, and where that comes from."""
+
+    number_of_bytes: float
+    origin: str
+
+
+def within_memory(
+    config: JobConfig,
+    model: TransformerConfig,
+    device_type: str,
+    local_processes: int,
+    saved_identity: dict[str, Any] | None = None,
+) -> JobConfig:
+    """``config`` with ``packing.max_length_factor`` decided, and known to fit in memory.
+
+    A job that continues keeps the L_max it was started with (``saved_identity`` of its checkpoint), as documents that
+    wait in the packer were measured by it. Raises ``UserError`` where the job does not fit.
+    """
+    settings = memory_settings(config, model, device_type)
+    limit = memory_limit(config, device_type, local_processes)
+    window = config.data.context_window
+    factor = config.packing.max_length_factor
+    if factor == "auto":
+        saved = (saved_identity or {}).get(FACTOR)
+        largest = largest_length_factor(settings, window, limit.number_of_bytes)
+        factor = float(saved) if saved is not None else largest or 1.0
+        config = _with_factor(config, factor)
+    _check(settings, longest_micro_batch(config), limit)
+    return config
+
+
+def longest_micro_batch(config: JobConfig) -> int:
+    """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
+    window = config.data.context_window
+    if config.packing.method != "variable_length":
+        return window
+    return int(float(config.packing.max_length_factor) * window)
+
+
+def with_agreed_factor(config: JobConfig) -> JobConfig:
+    """``config`` with the smallest ``packing.max_length_factor`` that any rank decided on; called on every rank.
+
+    Machines may differ in memory, and ranks must plan alike.
+    """
+    return _with_factor(config, min(gathered(float(config.packing.max_length_factor))))
+
+
+def _with_factor(config: JobConfig, factor: float) -> JobConfig:
+    packing = config.packing.model_copy(update={"max_length_factor": factor})
+    return config.model_copy(update={"packing": packing})
+
+
+def memory_settings(config: JobConfig, model: TransformerConfig, device_type: str) -> MemorySettings:
+    """What the memory model asks about a job."""
+    return MemorySettings(
+        shape=model.shape,
+        stage_blocks=tuple(len(layers) for layers in split_layers(model.shape, config.parallel.stages)),
+        parallel=config.parallel,
+        micro_batches=config.packing.micro_batches // config.parallel.dp,
+        compute_bytes=compute_dtype(config.training, torch.device(device_type)).itemsize,
+        activation_checkpointing=config.training.activation_checkpointing,
+        fused_norms=device_type == "cuda",
+        tied_embeddings=model.tied_embeddings,
+    )
+
+
+def memory_limit(config: JobConfig, device_type: str, local_processes: int) -> MemoryLimit:
+    """What one of ``local_processes`` on this machine may hold; a number that does not change from start to start."""
+    if config.training.memory_gib is not None:
+        return MemoryLimit(config.training.memory_gib * 2**30, "training.memory_gib")
+    if device_type == "cuda":
+        smallest = min(torch.cuda.get_device_properties(index).total_memory for index in range(local_processes))
+        return MemoryLimit(_USABLE_SHARE * smallest, f"{_USABLE_SHARE:.0%} of a GPU")
+    share = usable_memory() / local_processes
+    return MemoryLimit(_USABLE_SHARE * share, f"{_USABLE_SHARE:.0%} of this machine's memory by {local_processes}")
+
+
+def _check(settings: MemorySettings, tokens: int, limit: MemoryLimit) -> None:
+    def needed(candidate: MemorySettings) -> int:
+        return predict_memory(candidate, [tokens] * settings.micro_batches).total
+
+    estimate = predict_memory(settings, [tokens] * settings.micro_batches)
+    if estimate.total <= limit.number_of_bytes:
+        return
+    remedies = []
+    if settings.activation_checkpointing != "full":
+        smaller = needed(replace(settings, activation_checkpointing="full"))
+        remedies.append(f'set training.activation_checkpointing = "full" ({gib(smaller)} GiB)')
+    remedies.append(f"lower {FACTOR} or data.context_window, raise parallel.cp, tp, pp or dp")
+    raise UserError(
+        f"with micro-batches of {tokens} tokens a process needs up to {estimate}, over the "
+        f"{gib(limit.number_of_bytes)} GiB of {limit.origin}; {', or '.join(remedies)}"
+    )

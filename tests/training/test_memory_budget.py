@@ -1,0 +1,125 @@
+"""L_max from memory: decided alike everywhere, kept on resume, and refused in numbers where nothing fits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.training.distributed import run_ranks
+from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_config, write_store
+from wlb.config import JobConfig
+from wlb.errors import UserError
+from wlb.system import usable_memory
+from wlb.training.job import transformer_config
+from wlb.training.memory_budget import (
+    longest_micro_batch,
+    memory_limit,
+    memory_settings,
+    with_agreed_factor,
+    within_memory,
+)
+from wlb.training.preflight import check_job
+from wlb.workload.memory import LARGEST_AUTO_FACTOR, predict_memory
+
+AUTO = {"packing": {"max_length_factor": "auto"}}
+
+
+def auto_job(folder: Path, gib: float | None = None, **changes: dict[str, Any]) -> JobConfig:
+    return job(folder, **(AUTO | ({"training": {"memory_gib": gib}} if gib else {}) | changes))
+
+
+def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> JobConfig:
+    return within_memory(config, transformer_config(config.model, VOCABULARY), "cpu", 1, saved)
+
+
+def needed_gib(config: JobConfig, tokens: int) -> float:
+    settings = memory_settings(config, transformer_config(config.model, VOCABULARY), "cpu")
+    return predict_memory(settings, [tokens] * settings.micro_batches).total / 2**30
+
+
+def test_auto_fills_the_memory_there_is(tmp_path):
+    config = auto_job(tmp_path)
+    between = (needed_gib(config, 2 * WINDOW) + needed_gib(config, 3 * WINDOW)) / 2
+    decided = decide(auto_job(tmp_path, between))
+    assert 2 <= float(decided.packing.max_length_factor) < 3
+    assert needed_gib(config, longest_micro_batch(decided)) <= between
+
+
+def test_auto_is_bounded_where_memory_is_not(tmp_path):
+    assert decide(auto_job(tmp_path)).packing.max_length_factor == LARGEST_AUTO_FACTOR
+
+
+def test_a_job_that_continues_keeps_its_length(tmp_path):
+    assert decide(auto_job(tmp_path), {"packing.max_length_factor": 1.25}).packing.max_length_factor == 1.25
+
+
+@pytest.mark.parametrize("factor", ["auto", 2.0])
+def test_a_job_that_does_not_fit_is_refused_with_numbers(tmp_path, factor):
+    with pytest.raises(UserError) as refusal:
+        decide(auto_job(tmp_path, 1e-4, packing={"max_length_factor": factor}))
+    message = str(refusal.value)
+    assert "\n" not in message
+    for part in (
+        "weights",
+        "optimizer",
+        "activations",
+        "0.0001 GiB of training.memory_gib",
+        "packing.max_length_factor",
+    ):
+        assert part in message
+    assert f"micro-batches of {WINDOW if factor == 'auto' else 2 * WINDOW} tokens" in message
+
+
+def test_other_packing_methods_fill_windows(tmp_path):
+    config = decide(auto_job(tmp_path, packing={"method": "sequential", "max_length_factor": 3.0}))
+    assert longest_micro_batch(config) == WINDOW
+
+
+def test_processes_share_the_memory_of_a_machine(tmp_path):
+    config = job(tmp_path)
+    alone, shared = (memory_limit(config, "cpu", processes).number_of_bytes for processes in (1, 4))
+    assert alone == pytest.approx(4 * shared)
+    assert alone < usable_memory()
+
+
+def _agree(folder: Path) -> float:
+    """Rank 1's machine has less memory."""
+    config = auto_job(folder)
+    less = needed_gib(config, 2 * WINDOW)
+    mine = decide(auto_job(folder, less if dist.get_rank() else None))
+    return float(with_agreed_factor(mine).packing.max_length_factor)
+
+
+def test_ranks_agree_on_the_least(tmp_path):
+    assert run_ranks(2, _agree, tmp_path) == [2.0, 2.0]
+
+
+def _train(path: Path, *overrides: str) -> str:
+    """Train as a job of one process; what it says."""
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    command = [sys.executable, "-m", "wlb.training", str(path), *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stderr
+
+
+def test_a_job_trains_and_continues_at_the_length_it_decided_on(tmp_path):
+    write_store(tmp_path / "store")
+    gib = needed_gib(auto_job(tmp_path), 2 * WINDOW)
+    checkpoints = {"dir": str(tmp_path / "checkpoints")}
+    path = write_config(tmp_path, packing=AUTO["packing"], training={"memory_gib": gib}, checkpoint=checkpoints)
+    for steps, memory in ((2, gib), (3, 1)):
+        said = _train(path, f"training.steps={steps}", f"training.memory_gib={memory}")
+        assert f"micro-batches of up to {2 * WINDOW} tokens" in said
+    assert [step["step"] for step in read_steps(tmp_path)] == [1, 2, 3]
+
+
+def test_an_over_budget_job_is_refused_before_it_starts(tmp_path):
+    write_store(tmp_path / "store")
+    with pytest.raises(UserError, match=r"over the 0.0001 GiB of training.memory_gib"):
+        check_job(job(tmp_path, training={"memory_gib": 1e-4}), 1)
