@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, write_store
 from wlb.config import CheckpointConfig, JobConfig
 from wlb.errors import UserError
-from wlb.training.checkpoint_files import Manifest, Progress, complete_checkpoints, write_manifest
+from wlb.training.checkpoint_files import Manifest, Progress, complete_checkpoints, find_damage, write_manifest
 from wlb.training.resuming import agreed_checkpoint, newest_checkpoint
 from wlb.training.trainer import Trainer
 
@@ -29,10 +30,16 @@ def _train(config: JobConfig) -> None:
     Trainer(config, torch.device("cpu")).run()
 
 
-def configure(folder: Path, parallel: dict[str, Any], **model: Any) -> JobConfig:
+def _train_aloud(config: JobConfig, said: Path) -> None:
+    sys.stderr = said.open("a", encoding="utf-8", buffering=1)
+    _train(config)
+
+
+def configure(folder: Path, parallel: dict[str, Any], micro_batches: int = 4, **model: Any) -> JobConfig:
     return job(
         folder,
         model={"layers": 4, **model},
+        packing={"micro_batches": micro_batches},
         parallel=parallel,
         training={"dtype": "float64"},
         checkpoint={"dir": str(folder / "checkpoints"), "every": 3},
@@ -111,6 +118,62 @@ def test_the_configuration_decides_the_optimizers_settings(straight, tmp_path):
     changed_config = config.model_copy(update={"training": changed})
     for found in run_ranks(2, _settings_after_resuming, changed_config, seconds=60.0):
         assert found == {(0.25, (0.8, 0.9)), (0.0, (0.8, 0.9))}
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    file = max(checkpoint.glob("*.distcp"))
+    if how == "flipped":
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    elif how == "truncated":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        (checkpoint / how).unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        ("flipped", "its __1_0.distcp does not have its checksum"),
+        ("truncated", "its __1_0.distcp has "),
+        (".metadata", "its .metadata is missing"),
+        ("manifest.json", "it has no manifest.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(straight, how, named, tmp_path):
+    shutil.copytree(straight["dp"], tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / "checkpoints" / "step-00000006", how)
+    run_ranks(2, _train_aloud, configure(tmp_path, LAYOUTS["dp"]), tmp_path / "said", seconds=60.0)
+    (warning,) = [line for line in (tmp_path / "said").read_text().splitlines() if "warning: checkpoint" in line]
+    assert f"step-00000006 is damaged and not used: {named}" in warning
+    for key in ("step", "document_ids", "loss", "grad_norm"):
+        assert [row[key] for row in read_steps(tmp_path)] == [row[key] for row in read_steps(straight["dp"])]
+    assert find_damage(tmp_path / "checkpoints" / "step-00000006", contents=True) is None
+
+
+def test_without_a_usable_checkpoint_nothing_starts(straight, tmp_path):
+    shutil.copytree(straight["dp"], tmp_path, dirs_exist_ok=True)
+    for step, how in ((3, "flipped"), (6, ".metadata")):
+        damage(tmp_path / "checkpoints" / f"step-{step:08d}", how)
+    with pytest.raises(
+        RankFailure, match=r"none of the 2 checkpoints in .* can be used, .* does not have its checksum"
+    ):
+        train(configure(tmp_path, LAYOUTS["dp"]))
+    assert read_steps(tmp_path) == read_steps(straight["dp"])
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("dp", {"dp": 3}), ("pp", {"dp": 2, "cp": 2}), ("interleaved", {})])
+def test_resuming_with_other_micro_batches_trains_every_document_once(straight, saved, resumed, tmp_path):
+    folder = stopped_after_three(straight[saved], tmp_path)
+    config = configure(folder, resumed, micro_batches=6)
+    training = config.training.model_copy(update={"steps": None})  # to the end of the epoch
+    train(config.model_copy(update={"training": training}))
+    rows = read_steps(folder)
+    assert rows[:3] == read_steps(straight[saved])[:3]
+    trained = [document for row in rows for document in row["document_ids"]]
+    assert len(trained) == len(set(trained))
+    assert {document for document in trained if document < 400} == set(range(400))
 
 
 def fake_checkpoint(directory: Path, step: int, complete: bool = True) -> None:

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,8 +101,9 @@ def test_a_read_only_directory_is_named_before_anything_starts(folder, mounts):
     ]
 
 
-def _train_with_small_files(config: JobConfig, steps: range) -> None:
+def _train_with_small_files(config: JobConfig, steps: range, said: Path) -> None:
     """Rank 1 alone cannot write large files during ``steps``."""
+    sys.stderr = said.open("a", encoding="utf-8", buffering=1)
     trainer = Trainer(config, CPU)
     for step in trainer.steps():
         if dist.get_rank() == 1:
@@ -109,12 +111,12 @@ def _train_with_small_files(config: JobConfig, steps: range) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
 
 
-def test_training_goes_on_after_a_checkpoint_that_one_rank_cannot_write(folder, capfd):
+def test_training_goes_on_after_a_checkpoint_that_one_rank_cannot_write(folder):
     checkpoint = checkpoints_every(2, folder, keep=9, asynchronous=False)
     config = job(folder, parallel={"dp": 2}, checkpoint=checkpoint)
-    run_ranks(2, _train_with_small_files, config, range(3, 6), seconds=SECONDS)
+    run_ranks(2, _train_with_small_files, config, range(3, 6), folder / "said", seconds=SECONDS)
     assert steps_saved(folder) == [2, 6]
-    (line,) = [line for line in capfd.readouterr().err.splitlines() if "could not be written" in line]
+    (line,) = [line for line in (folder / "said").read_text().splitlines() if "could not be written" in line]
     assert "checkpoint of step 4" in line
     assert line.endswith("File too large (rank 1); the newest one is still step-00000002")
 
@@ -125,7 +127,7 @@ def test_the_last_checkpoint_must_be_written(folder, first):
     with pytest.raises(
         RankFailure, match=r"checkpoint of step \d could not be .*: File too large \(rank 1\); mend that"
     ):
-        run_ranks(2, _train_with_small_files, config, range(first, 9), seconds=SECONDS)
+        run_ranks(2, _train_with_small_files, config, range(first, 9), folder / "said", seconds=SECONDS)
     assert steps_saved(folder) == ([2] if first == 3 else [])
     assert len(read_steps(folder)) == (6 if first == 3 else 2)
 
@@ -164,3 +166,38 @@ def test_a_store_that_may_not_be_read_is_named(folder):
             TokenStore.open(folder / "store")
     finally:
         os.seteuid(os.getuid())
+
+
+def _train_without_store(config: JobConfig) -> None:
+    for step in Trainer(config, CPU).steps():
+        if step == 2:
+            for suffix in (".bin", ".idx"):
+                config.data.store.with_suffix(suffix).unlink()
+
+
+def test_a_store_removed_while_it_is_read_is_missed_at_the_next_start(folder):
+    config = job(folder, checkpoint=checkpoints_every(3, folder))
+    run_ranks(1, _train_without_store, config, seconds=SECONDS)
+    assert [row["step"] for row in read_steps(folder)] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(RankFailure, match=r"store\.idx does not exist"):
+        run_ranks(1, _train, config, seconds=SECONDS)
+
+
+def test_a_store_truncated_while_it_is_read_is_named_after_the_restart(folder):
+    config = write_config(folder, training={"steps": 100_000}, checkpoint=checkpoints_every(2, folder))
+    train = [sys.executable, "-m", "wlb", "train", str(config)]
+    with subprocess.Popen(train, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        killer = threading.Timer(SECONDS, os.killpg, (process.pid, signal.SIGKILL))
+        killer.start()
+        try:
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if line.startswith("step 3 "):
+                    os.truncate(folder / "store.bin", 100)
+        finally:
+            killer.cancel()
+    assert process.returncode == 2, "".join(lines)
+    assert "was killed by SIGBUS; restarting from checkpoint step-0" in "".join(lines)
+    assert "store.bin has 100 bytes where its index asks for" in lines[-1]
