@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -42,12 +43,26 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = backend_timeout(config.training.timeout_seconds)
-    if "RANK" in os.environ:
-        dist.init_process_group(_BACKENDS[device.type], timeout=timeout)
-    else:
-        dist.init_process_group(_BACKENDS[device.type], timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    store, rank = _meeting_place(timeout)
+    dist.init_process_group(_BACKENDS[device.type], timeout=timeout, store=store, rank=rank, world_size=world_size)
     yield device
     dist.destroy_process_group()  # not after an error: peers may be gone, and the process ends anyway
+
+
+def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:
+    """The store in which the ranks find each other, and this process's rank.
+
+    On one machine ``torchrun`` keeps its store over restarts, and in it the addresses of ranks that were killed; so
+    every attempt has keys of its own. On several machines the store is a new one each time (with the rendezvous
+    backend c10d), and they need not agree on the number of restarts.
+    """
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0
+    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store, rank
 
 
 def device_type(config: TrainingConfig, local_processes: int) -> str:
