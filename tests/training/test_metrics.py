@@ -10,7 +10,7 @@ import pytest
 
 from wlb.config import MetricsConfig
 from wlb.errors import UserError
-from wlb.training.metrics import MetricsWriter, StepMetrics
+from wlb.training.metrics import MetricsWriter, StepMetrics, live_line
 
 ROW = StepMetrics(
     step=1,
@@ -119,5 +119,22 @@ def test_scalars_reach_tensorboard(tmp_path):
     writer.close()
     events = reading.EventAccumulator(str(tmp_path))
     events.Reload()
-    assert {"loss", "tokens_per_second", "imbalance_degree"} <= set(events.Tags()["scalars"])
+    names = set(events.Tags()["scalars"])
+    assert {
+        "loss",
+        "tokens_per_second",
+        "imbalance_degree",
+        "mfu",
+        "pending_documents",
+        "imbalance/pp/predicted",
+    } <= names
+    assert not {"step", "document_ids", "imbalance/pp/measured"} & names  # the last was not measured
     assert events.Scalars("loss")[0].value == 2.5
+    assert events.Scalars("imbalance/dp/measured")[0].value == pytest.approx(1.051)
+
+
+def test_the_live_line_shows_dimensions_that_have_several_ranks():
+    assert live_line(ROW) == (
+        "step 1  loss 2.5000  200 tokens/s  mfu 25.0%  imbalance 1.100 dp 1.02/1.05  delay 0.00  12 waiting  0.50 s  "
+        "wait 0%"
+    )
