@@ -67,6 +67,12 @@ def export_model(
         _write_weights(directory, plan_files(config, dtype.itemsize, largest_file), read, dtype)
 
 
+def refuse_existing(out: Path) -> None:
+    """Raise ``UserError`` if there is anything at ``out``."""
+    if os.path.lexists(out):
+        raise UserError(f"{out} exists and is not overwritten; choose another directory or remove it")
+
+
 def plan_files(config: TransformerConfig, itemsize: int, largest_file: int) -> list[list[str]]:
     """Our names of the model's parameters, in the model's order, in groups that make one file each."""
     with torch.device("meta"):
@@ -100,8 +106,7 @@ def _write_weights(directory: Path, files: list[list[str]], read: ReadTensors, d
 @contextmanager
 def _new_directory(out: Path) -> Iterator[Path]:
     """A directory that becomes ``out`` when the block ends well, and is gone when it does not."""
-    if os.path.lexists(out):
-        raise UserError(f"{out} exists and is not overwritten; choose another directory or remove it")
+    refuse_existing(out)
     hidden = out.with_name(f".{out.name}.writing-{os.getpid()}")
     try:
         hidden.mkdir(parents=True)

@@ -1,0 +1,63 @@
+"""``wlb export``: a checkpoint as a Hugging Face model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import emit_json
+from wlb.errors import require
+
+
+class Dtype(StrEnum):
+    """Types of exported weights."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+def export(
+    config: Annotated[Path, typer.Argument(help="Configuration that the job was started with (TOML).")],
+    out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.", show_default=False)],
+    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint of this step; default: the newest.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Type of the weights; a checkpoint has float32.")] = Dtype.BFLOAT16,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Write a checkpoint as a directory that Hugging Face transformers, vLLM and others open.
+
+    With config.json, safetensors and, where the job has them, the tokenizer's files.
+
+    Example: wlb export configs/tiny.toml --out runs/tiny/model
+    """
+    torch = require("torch", "train")
+    from wlb.config import load_config
+    from wlb.training.export import export_checkpoint
+
+    exported = export_checkpoint(
+        load_config(config, overrides or ()), out, step=step, dtype=getattr(torch, dtype.value)
+    )
+    tokenizer = list(exported.tokenizer)
+    if json:
+        emit_json(
+            {
+                "out": str(out),
+                "checkpoint": str(exported.checkpoint),
+                "step": exported.step,
+                "parameters": exported.parameters,
+                "dtype": dtype.value,
+                "tokenizer_files": tokenizer,
+            }
+        )
+        return
+    kept = (
+        f"tokenizer: {', '.join(tokenizer)}" if tokenizer else "no tokenizer: add its files from where the store's is"
+    )
+    print(f"step {exported.step}, {exported.parameters:,} parameters as {dtype.value}, in {out}; {kept}")
