@@ -1,0 +1,79 @@
+"""bfloat16 on CPU: computed in half precision, stored, summed and reduced in float32, and it learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.distributed import run_ranks
+from wlb.config import ParallelConfig, TrainingConfig
+from wlb.sharding import make_shard_plan
+from wlb.training.batch import TokenBatch
+from wlb.training.model import TransformerConfig
+from wlb.training.optimizer import build_optimizer, clip_gradients
+from wlb.training.parallelize import build_mesh, build_stage_modules
+from wlb.training.pipeline import PipelineRunner
+from wlb.training.sharded_batch import ShardedBatch, shard_batch
+from wlb.workload import ModelShape
+
+CONFIG = TransformerConfig(
+    ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn_hidden=48, vocab_size=16)
+)
+LENGTHS = (20, 31)
+STEPS = 12
+
+
+def _batch(tp: int) -> ShardedBatch:
+    """Counting, which is easily learnt."""
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    tokens = positions % CONFIG.shape.vocab_size
+    batch = TokenBatch(tokens, (tokens + 1) % CONFIG.shape.vocab_size, positions, LENGTHS)
+    return shard_batch(batch, make_shard_plan(LENGTHS, 1, "per_sequence"), 0, tp)
+
+
+def _train(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
+    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=dtype, device=device, seed=0)
+    optimizers = [build_optimizer(stage, TrainingConfig(learning_rate=1e-2)) for stage in stages]
+    runner = PipelineRunner(stages, parallel, mesh, 2, dtype=dtype, device=device)
+    computed: set[torch.dtype] = set()
+
+    def note(module: nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        computed.add(out.dtype)
+
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(note)
+    losses = []
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        losses.append(runner.run_step([_batch(parallel.tp)] * 2, 2 * parallel.dp * sum(LENGTHS)))
+        clip_gradients(stages, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+    weights = [weight for stage in stages for weight in stage.parameters()]
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return {
+        "losses": [float(loss) for loss in losses],
+        "computed": computed,
+        "stored": {weight.dtype for weight in weights},
+        "gradients": {weight.grad.dtype for weight in weights if weight.grad is not None},
+        "moments": {state[name].dtype for state in states for name in ("exp_avg", "exp_avg_sq")},
+        "loss": {loss.dtype for loss in losses},
+    }
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(pp=2)], ids=["dp", "pp"])
+def test_bfloat16_learns_with_float32_weights_gradients_and_moments(parallel):
+    results = run_ranks(2, _train, parallel, torch.bfloat16)
+    for result in results:
+        assert result["computed"] == {torch.bfloat16}
+        assert all(result[name] == {torch.float32} for name in ("stored", "gradients", "moments", "loss"))
+    losses = [sum(of_step) for of_step in zip(*(result["losses"] for result in results), strict=True)]
+    assert losses[0] == pytest.approx(2.77, abs=0.1)  # ln 16
+    assert losses[-1] < 0.5 * losses[0]
