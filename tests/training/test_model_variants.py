@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
+from tests.training.jobs import job, read_steps, write_store
 from wlb.attention import segment_attention
-from wlb.config import ParallelConfig, TrainingConfig
+from wlb.config import JobConfig, ParallelConfig, TrainingConfig
 from wlb.documents.segments import Segment
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -29,6 +31,7 @@ from wlb.training.optimizer import build_optimizer, clip_gradients
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.rotary import RotaryScaling
+from wlb.training.trainer import Trainer
 from wlb.workload.model_shapes import ModelShape
 
 SHAPE = ModelShape(hidden=14, layers=4, heads=4, kv_heads=2, head_dim=6, ffn_hidden=22, vocab_size=38)
@@ -114,3 +117,27 @@ def test_every_layout_trains_as_one_process_does(world_size: int, config: Transf
                 torch.testing.assert_close(weight, weights[name], rtol=1e-7, atol=1e-8)
                 assert torch.equal(weight, seen.setdefault(name, weight)), (layout, name)  # every copy, to the last bit
         assert seen.keys() == weights.keys()
+
+
+def _train(config: JobConfig) -> None:
+    Trainer(config, torch.device("cpu")).run()
+
+
+def test_a_tied_model_continues_with_another_number_of_stages(tmp_path: Path) -> None:
+    write_store(tmp_path / "store")
+
+    def configure(name: str, pp: int, steps: int) -> JobConfig:
+        return job(
+            tmp_path,
+            model={"tied_embeddings": True, "qk_norm": True},
+            parallel={"pp": pp},
+            training={"steps": steps, "decay_steps": 4, "dtype": "float64", "learning_rate": 0.01},
+            checkpoint={"dir": str(tmp_path / name / "checkpoints"), "every": 2},
+            metrics={"dir": str(tmp_path / name / "metrics")},
+        )
+
+    run_ranks(1, _train, configure("straight", pp=1, steps=6))
+    for pp, steps in ((2, 2), (1, 4), (2, 6)):
+        run_ranks(pp, _train, configure("moved", pp, steps))
+    straight, moved = ([row["loss"] for row in read_steps(tmp_path / name)] for name in ("straight", "moved"))
+    assert moved == pytest.approx(straight, rel=1e-10)
