@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.integrations.huggingface.models import load_model, save_random_model, their_scores
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job, read_steps, write_store
-from wlb.config import JobConfig, ParallelConfig
+from wlb.config import JobConfig, ModelConfig, ParallelConfig
 from wlb.documents.token_store import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.integrations.huggingface.config import read_config
@@ -24,7 +25,7 @@ from wlb.training.job import transformer_config, vocab_size
 from wlb.training.model import Transformer
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.preflight import check_job
-from wlb.training.pretrained import check_weights, load_weights
+from wlb.training.pretrained import check_weights, load_weights, tokenizer_warning
 from wlb.training.trainer import Trainer
 
 LAYOUTS = {"llama-3.2": {"pp": 2, "tp": 2}, "qwen3": {"dp": 2, "tp": 2}}
@@ -134,3 +135,17 @@ def test_a_store_of_another_vocabulary_or_foreign_weights_stop_a_job_before_it_s
     (tmp_path / "model" / "config.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match=r"config.json has no model_type"):
         check_job(_job(tmp_path), 1)
+
+
+def test_a_store_of_another_tokenizer_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    same = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+
+    def warning(name: str, sha256: str) -> str | None:
+        details = {"tokenizer": {"kind": "huggingface", "name": name, "sha256": sha256}}
+        with TokenStoreWriter(tmp_path / name, vocab_size=9, details=details) as writer:
+            writer.add(torch.arange(9).numpy())
+        return tokenizer_warning(ModelConfig(pretrained=tmp_path), TokenStore.open(tmp_path / name))
+
+    assert warning("same", same) is None
+    assert "prepared with the tokenizer other, not with" in (warning("other", "0" * 64) or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from wlb.config import ModelConfig
+from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.huggingface.config import read_config
 from wlb.integrations.huggingface.weights import PretrainedWeights
@@ -45,6 +47,19 @@ def pretrained_config(directory: Path, model: ModelConfig) -> TransformerConfig:
 def check_weights(directory: Path, config: TransformerConfig) -> None:
     """Raise ``UserError`` unless ``directory`` holds the weights of ``config``; reads only the headers of its files."""
     PretrainedWeights.open(directory).check(config)
+
+
+def tokenizer_warning(model: ModelConfig, store: TokenStore) -> str | None:
+    """What to tell the user where ``store`` was not prepared with the tokenizer of the pretrained model, or None."""
+    file = model.pretrained / "tokenizer.json" if model.pretrained is not None else None
+    if store.tokenizer is None or file is None or not file.is_file():
+        return None
+    if store.tokenizer.get("sha256") == hashlib.sha256(file.read_text(encoding="utf-8").encode()).hexdigest():
+        return None
+    return (
+        f"wlb: warning: {store.prefix} was prepared with the tokenizer {store.tokenizer.get('name')}, not with {file}; "
+        "unless both give the same tokens, the pretrained weights are of no use"
+    )
 
 
 def load_weights(directory: Path, stages: Sequence[nn.Module]) -> None:

@@ -47,7 +47,7 @@ from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
-from wlb.training.pretrained import load_weights
+from wlb.training.pretrained import load_weights, tokenizer_warning
 from wlb.training.resuming import agreed_checkpoint
 from wlb.training.seeds import place_of, seed_this_rank
 from wlb.training.termination import Termination
@@ -151,8 +151,9 @@ class Trainer:
             say(_opening_line(config, device, self.loader, self.step))
             if self.loader.changed_data:
                 say(f"wlb: warning: continuing on changed data: {self.loader.changed_data}")
-            if warning := dense_attention_warning(dtype, device):
-                say(warning)
+            for warning in (dense_attention_warning(dtype, device), tokenizer_warning(config.model, store)):
+                if warning:
+                    say(warning)
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
