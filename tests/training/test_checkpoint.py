@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, write_store
 from wlb.config import CheckpointConfig, JobConfig
 from wlb.errors import UserError
-from wlb.training.checkpoint_files import Manifest, Progress, complete_checkpoints, find_damage, write_manifest
+from wlb.training import checkpoint as checkpoint_module
+from wlb.training.checkpoint import Checkpointer
+from wlb.training.checkpoint_files import (
+    Manifest,
+    Progress,
+    checkpoint_path,
+    complete_checkpoints,
+    find_damage,
+    start_writing,
+    write_manifest,
+)
 from wlb.training.resuming import agreed_checkpoint, newest_checkpoint
 from wlb.training.trainer import Trainer
 
@@ -233,3 +245,49 @@ def test_ranks_that_see_different_checkpoints_stop_together(first, second, tmp_p
         run_ranks(2, _agreement_of, folders[:1] * 2, seconds=30.0)
         == [f"step-{max(first):08d}" if first else "none"] * 2
     )
+
+
+def _save_while_weights_change(directory: Path) -> None:
+    """Saves twice with nothing written until weights have changed, and reads both checkpoints back."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = Checkpointer(CheckpointConfig(dir=directory, keep=9), [model], [optimizer], "alone")
+    checkpointer.save(Progress(1, {}))  # the first one is waited for
+    may_write = threading.Event()
+
+    def waiting(checkpoint: Path) -> None:
+        assert may_write.wait(30)
+        start_writing(checkpoint)
+
+    def restored(step: int) -> Tensor:
+        checkpointer.load(checkpoint_path(directory, step))
+        return model.weight.detach().clone()
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(checkpoint_module, "start_writing", waiting)
+        model.weight.fill_(2.0)
+        checkpointer.save(Progress(2, {}))
+        model.weight.fill_(3.0)  # the thread has not begun to write
+        assert [path.name for path in complete_checkpoints(directory)] == ["step-00000001"]
+        threading.Timer(0.2, may_write.set).start()
+        checkpointer.save(Progress(3, {}))  # waits for the one before it
+        assert complete_checkpoints(directory)[1].name == "step-00000002"
+        model.weight.fill_(4.0)
+        checkpointer.finish()
+    assert (restored(2) == 2.0).all()
+    assert (restored(3) == 3.0).all()
+
+
+def test_a_checkpoint_holds_what_was_trained_when_it_was_saved(tmp_path):
+    run_ranks(1, _save_while_weights_change, tmp_path / "checkpoints", seconds=60.0)
+
+
+def _agreed_with_damage(directory: Path) -> str | None:
+    newest = agreed_checkpoint(CheckpointConfig(dir=directory))
+    return newest.name if newest else None
+
+
+def test_ranks_pass_over_what_only_one_of_them_has_read(straight, tmp_path):
+    shutil.copytree(straight["dp"] / "checkpoints", tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / "step-00000006", "flipped")
+    assert run_ranks(3, _agreed_with_damage, tmp_path, seconds=30.0) == ["step-00000003"] * 3
