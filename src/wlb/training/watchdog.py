@@ -84,10 +84,19 @@ class Watchdog:
         self._watched = threading.get_ident()
         self._look_seconds = _look_seconds(limit_seconds)
         self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="wlb-watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="wlb-watchdog", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._closed.set()
+
+    def give_way(self) -> None:
+        """Let the verdict come first, if there is one: a rank whose peers have left fails in its main thread too."""
+        try:
+            if self._store.check(["alarm"]):
+                self._thread.join()
+        except RuntimeError:  # the store is gone, and so is its word
+            return
 
     def _watch(self) -> None:
         still_seconds, seen, looked = 0.0, None, time.monotonic()
@@ -97,12 +106,14 @@ class Watchdog:
             found: tuple[int, Stack] = (self._pulse.beats, stack_of(self._watched))
             still_seconds, seen = (still_seconds + since if found == seen else 0.0), found
             hung = still_seconds >= self._limit_seconds and whereabouts_of(self._watched).waiting
+            alarm = hung
             try:
-                if hung or self._store.check(["alarm"]):
+                alarm = alarm or self._store.check(["alarm"])
+                if alarm:
                     self._on_hang(self._settle(hung))
                     return
             except RuntimeError:  # the store is gone; that alone is no reason to stop, as nothing else needs it now
-                if hung:
+                if alarm:
                     self._on_hang(self._without_store())
                     return
 
@@ -113,6 +124,7 @@ class Watchdog:
         if hung and self._store.add("alarm", 1) == 1:
             verdict = describe_hang(self._answers(), self._world_size, self._limit_seconds)
             self._store.set("verdict", verdict)
+            time.sleep(self._look_seconds)  # others read it; the store may live in this process
             return verdict
         patience = timedelta(seconds=2 * self._answer_seconds + _STORE_SECONDS)
         self._store.wait(["verdict"], patience)
@@ -164,7 +176,11 @@ def watched(limit_seconds: float, pulse: Pulse) -> Iterator[None]:
         pulse,
         on_hang=lambda verdict: leave(HungError(verdict)),
     )
-    yield
+    try:
+        yield
+    except Exception:
+        watchdog.give_way()
+        raise
     watchdog.close()
 
 

@@ -1,0 +1,90 @@
+"""Jobs as processes that tests signal and kill: started, waited for, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+SECONDS = 90.0
+
+
+@contextmanager
+def process(*arguments: str | Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """``python ARGUMENTS`` in a process group of its own, of which nothing is left afterwards."""
+    started = subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    try:
+        yield started
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+        started.communicate(timeout=SECONDS)
+
+
+@contextmanager
+def ranks(world_size: int, *arguments: str | Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """``python ARGUMENTS`` as each rank of a job, without a launcher; rank 0 holds the store."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                process(
+                    *arguments,
+                    RANK=str(rank),
+                    WORLD_SIZE=str(world_size),
+                    MASTER_ADDR="localhost",
+                    MASTER_PORT=str(port),
+                )
+            )
+            for rank in range(world_size)
+        ]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "ran out of time"
+        time.sleep(0.02)
+
+
+def steps_written(folder: Path) -> int:
+    try:
+        return len((folder / "metrics" / "steps.jsonl").read_text().splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Processes whose parent is ``launcher``, by rank (they are started in that order)."""
+    try:
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return [int(child) for child in children if b"wlb.training" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    except FileNotFoundError:  # one of them has just ended
+        return []
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def said(err: str) -> Sequence[str]:
+    """What a job wrote to stderr, without the progress lines and its greeting."""
+    return [line for line in err.splitlines() if line and not line.startswith(("step ", "starting ", "resuming "))]
