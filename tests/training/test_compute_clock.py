@@ -27,22 +27,25 @@ def compute(seconds: float) -> None:
 
 
 def test_each_micro_batch_gets_what_was_measured_for_it():
-    ticks = iter([0.0, 1.0, 10.0, 12.0, 20.0, 24.0])
+    # (ran, waited for a core)
+    ticks = iter([(0.0, 0.0), (1.0, 0.0), (10.0, 2.0), (11.0, 3.0), (20.0, 3.0), (23.0, 4.0)])
     clock = ThreadClock(lambda: next(ticks))
     clock.begin_step(3)
     for phase, micro_batch in (("forward", 0), ("forward", 2), ("backward", 0)):
         with clock.measuring(phase, micro_batch):
             pass
-    assert clock.end_step().tolist() == [5.0, 0.0, 2.0]
+    measured = clock.end_step()
+    assert (measured.seconds.tolist(), measured.core_wait_seconds) == ([5.0, 0.0, 2.0], 2.0)
     clock.begin_step(2)
-    assert clock.end_step().tolist() == [0.0, 0.0]
+    measured = clock.end_step()
+    assert (measured.seconds.tolist(), measured.core_wait_seconds) == ([0.0, 0.0], 0.0)
 
 
 def test_sleeping_is_not_computing():
     now = thread_seconds()
-    before = now()
+    before = sum(now())
     time.sleep(0.3)
-    assert now() - before < 0.1
+    assert sum(now()) - before < 0.1
 
 
 def _wait_for_each_other() -> tuple[float, float]:
@@ -53,7 +56,7 @@ def _wait_for_each_other() -> tuple[float, float]:
         with clock.measuring("forward", 0):
             compute(0.05 if dist.get_rank() else 0.25)
             dist.all_reduce(torch.ones(1000))
-    (measured,) = clock.end_step()
+    (measured,) = clock.end_step().seconds
     return float(measured), time.monotonic() - started
 
 
@@ -81,13 +84,15 @@ def test_waiting_for_a_core_counts():
     try:
         os.sched_setaffinity(0, {core})
         now, started = thread_seconds(), time.monotonic()
-        before = now()
+        ran_before, waited_before = now()
         compute(0.3)
-        measured, wall = now() - before, time.monotonic() - started
+        ran, waited = now()
+        wall = time.monotonic() - started
     finally:
         os.sched_setaffinity(0, cores)
         for hog in hogs:
             hog.kill()
             hog.wait()
-    assert measured > 0.45
-    assert measured == pytest.approx(wall, rel=0.1)
+    assert ran - ran_before == pytest.approx(0.3, rel=0.1)
+    assert waited - waited_before > 0.15
+    assert ran - ran_before + waited - waited_before == pytest.approx(wall, rel=0.1)

@@ -72,12 +72,13 @@ def test_a_slow_machine_is_told_from_an_uneven_plan():
     assert slowest["normalised"] == pytest.approx(diagnosis["slowest_over_mean"]) == pytest.approx(2.5 / (9.5 / 8))
 
 
-def test_waiting_for_data_is_a_cause():
+@pytest.mark.parametrize(("field", "what"), [("data_wait_seconds", "data"), ("core_wait_seconds", "cores")])
+def test_waiting_for_something_else_is_a_cause(field, what):
     rows = rows_of(EVEN)
-    rows["data_wait_seconds"][6] = 0.5
+    rows[field][6] = 0.5
     (cause,) = diagnosis_of(rows, step_seconds=5.0)["causes"]
-    assert (cause["what"], cause["cost"]) == ("data", 0.1)
-    assert "rank 6 (host node0, process 206, cuda:6) waits 0.5 s a step" in cause["text"]
+    assert (cause["what"], cause["cost"]) == (what, 0.1)
+    assert "rank 6 (host node0, process 206, cuda:6) waits 0.5 s a step for" in cause["text"]
 
 
 def test_the_table_shows_ranks_and_dimensions():

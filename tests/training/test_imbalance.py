@@ -37,6 +37,7 @@ def rows_of(measured: NDArray[np.float64], predicted: NDArray[np.float64] | None
                 tp_seconds=in_tp.sum(),
                 cp_seconds=in_cp.sum(),
                 largest_seconds=in_cp.max(),
+                core_wait_seconds=0.0,
             )
         )
     return rank_steps(np.array(rows))

@@ -5,15 +5,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from wlb.training.rank_step import RankStep, RankSteps, rank_steps
 from wlb.training.stragglers import RankName, StragglerWatch
 
 NAMES = [RankName(f"host{rank // 2}", 100 + rank, f"cuda:{rank % 2}") for rank in range(4)]
 WORK = np.array([1.0, 2.0, 1.0, 4.0])
 
 
-def observe(watch: StragglerWatch, slowdown: list[float], steps: int) -> list[str]:
+def step_of(slowdown: list[float], core_wait: float = 0.0) -> RankSteps:
     # The clock runs 3 times as fast as the workload model says: only ranks compared with each other count.
-    return [line for _ in range(steps) for line in watch.observe(WORK / 3 * slowdown, WORK)]
+    seconds = WORK[: len(slowdown)]
+    rows = [
+        RankStep(0.0, 0.0, work, work, work)._replace(compute_seconds=work / 3 * slow, core_wait_seconds=core_wait)
+        for work, slow in zip(seconds, slowdown, strict=True)
+    ]
+    return rank_steps(np.array(rows))
+
+
+def observe(watch: StragglerWatch, slowdown: list[float], steps: int, core_wait: float = 0.0) -> list[str]:
+    return [line for _ in range(steps) for line in watch.observe(step_of(slowdown, core_wait))]
 
 
 def test_uneven_work_is_not_slow():
@@ -44,11 +54,15 @@ def test_one_slow_step_is_no_straggler():
 @pytest.mark.parametrize(("slowdown", "slow"), [([1.0, 2.0], {1}), ([2.0, 1.0], {0}), ([1.0, 1.0], set())])
 def test_of_two_ranks_one_can_be_slow(slowdown, slow):
     watch = StragglerWatch(NAMES[:2], 1.5)
-    for _ in range(5):
-        watch.observe(np.array(slowdown), np.ones(2))
+    observe(watch, slowdown, steps=5)
     assert watch.slow == slow
 
 
 def test_a_job_of_one_rank_has_no_stragglers():
     watch = StragglerWatch(NAMES[:1], 1.5)
-    assert [watch.observe(np.array([seconds]), np.ones(1)) for seconds in (1.0, 5.0, 9.0, 9.0, 9.0, 9.0)] == [[]] * 6
+    assert [observe(watch, [slowdown], steps=1) for slowdown in (1.0, 5.0, 9.0, 9.0, 9.0, 9.0)] == [[]] * 6
+
+
+def test_a_rank_that_waits_for_a_core_is_told_so():
+    (line,) = observe(StragglerWatch(NAMES, 1.5), [1.0, 1.0, 1.0, 3.0], steps=5, core_wait=2.5)
+    assert line.endswith("1.33 s is expected of it; 2.5 s of it waiting for a core that others have")

@@ -68,13 +68,14 @@ def diagnose(
             "normalised": float(compute[rank] / compute.mean()),
             "predicted_normalised": float(predicted[rank] / predicted.mean()),
             "over_expected": float(compute[rank] / expected[rank]),
+            "core_wait_seconds": float(mean["core_wait_seconds"][rank]),
             "data_wait_seconds": float(mean["data_wait_seconds"][rank]),
         }
         for rank, name in enumerate(names)
     ]
     imbalance = imbalance_of(steps, mesh_shape, micro_batches)
     slow = [rank for rank in ranks if rank["over_expected"] > straggler_factor]
-    causes = _stragglers(slow) + _uneven(imbalance, mesh_shape[0], micro_batches) + _data(ranks, step_seconds)
+    causes = _stragglers(slow) + _uneven(imbalance, mesh_shape[0], micro_batches) + _waits(ranks, step_seconds)
     return {
         "last_step": last_step,
         "steps": len(steps),
@@ -132,19 +133,24 @@ def _uneven(imbalance: Imbalance, pp: int, micro_batches: int) -> list[dict[str,
         why = (
             remedy
             if as_planned
-            else f"the plan foresees {predicted:.2f}; the rest is slow machines, or a workload model that does not fit"
+            else f"the plan foresees {predicted:.2f}; the rest is machines, or a workload model that does not fit"
         )
         causes.append({"what": dimension, "cost": cost, "text": f"{what} differ ({measured:.2f}): {why}"})
     return causes
 
 
-def _data(ranks: Sequence[dict[str, Any]], step_seconds: float) -> list[dict[str, Any]]:
-    worst = max(ranks, key=lambda rank: rank["data_wait_seconds"])
-    cost = worst["data_wait_seconds"] / step_seconds
-    if cost < _WORTH_NAMING:
-        return []
-    text = f"{_named(worst)} waits {worst['data_wait_seconds']:.3g} s a step for data: raise training.prefetch"
-    return [{"what": "data", "cost": cost, "text": text}]
+def _waits(ranks: Sequence[dict[str, Any]], step_seconds: float) -> list[dict[str, Any]]:
+    causes = []
+    for what, field, text in (
+        ("cores", "core_wait_seconds", "a core that other processes have: give the job cores of its own"),
+        ("data", "data_wait_seconds", "data: raise training.prefetch"),
+    ):
+        worst = max(ranks, key=lambda rank: rank[field])
+        cost = worst[field] / step_seconds
+        if cost >= _WORTH_NAMING:
+            text = f"{_named(worst)} waits {worst[field]:.3g} s a step for {text}"
+            causes.append({"what": what, "cost": cost, "text": text})
+    return causes
 
 
 def render(diagnosis: dict[str, Any]) -> str:

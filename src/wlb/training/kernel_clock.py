@@ -18,8 +18,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from wlb.training.compute_clock import Seconds
 from wlb.regions import region
+from wlb.training.compute_clock import Compute, Seconds
 
 _MICRO_BATCH = re.compile(r"\w+ micro-batch (\d+)")
 _LAUNCH = re.compile(r"cu(da)?\w*Launch")  # cudaLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch, ...
@@ -64,14 +64,14 @@ class KernelClock:
     def measuring(self, phase: str, micro_batch: int) -> AbstractContextManager[None]:
         return region(f"{phase} micro-batch {micro_batch}")
 
-    def end_step(self) -> Seconds | None:
+    def end_step(self) -> Compute | None:
         if self._profile is None:
             return None
         torch.cuda.synchronize()
         self._profile.stop()
         events = self._profile.events() or ()
         self._profile = None
-        return kernel_seconds(events, self._micro_batches)
+        return Compute(kernel_seconds(events, self._micro_batches), core_wait_seconds=0.0)
 
 
 def kernel_seconds(events: Iterable[Event], micro_batches: int) -> Seconds:

@@ -77,13 +77,14 @@ class Monitor:
         )
         measured = self.clock.end_step()
         if measured is not None:
-            in_tp = self._slowest(measured, "tp")
+            in_tp = self._slowest(measured.seconds, "tp")
             in_cp = self._slowest(in_tp, "cp")
             row = row._replace(
-                compute_seconds=float(measured.sum()),
+                compute_seconds=float(measured.seconds.sum()),
                 tp_seconds=float(in_tp.sum()),
                 cp_seconds=float(in_cp.sum()),
                 largest_seconds=float(in_cp.max()),
+                core_wait_seconds=measured.core_wait_seconds,
             )
         return rank_steps(gathered_rows(row, torch.float64, self._device).numpy())
 

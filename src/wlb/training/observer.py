@@ -59,7 +59,7 @@ class Observer:
         self._observed += 1
         if self._observed > 1 and not np.isnan(rows["compute_seconds"]).any():
             self._recent.append((step, rows, step_seconds))
-            for line in self._watch.observe(rows["compute_seconds"], rows["predicted_seconds"]):
+            for line in self._watch.observe(rows):
                 say(f"wlb: warning: {line}")
         while self._recent and self._recent[0][0] <= step - self._every:
             self._recent.popleft()

@@ -28,6 +28,7 @@ class RankStep(NamedTuple):
     tp_seconds: float = np.nan  # what counts for its tensor-parallel group
     cp_seconds: float = np.nan  # and, of those, for its context-parallel group
     largest_seconds: float = np.nan  # of which the largest micro-batch
+    core_wait_seconds: float = np.nan  # of this rank's compute_seconds, how long other processes had its core
 
 
 RankSteps = NDArray[np.void]  # a RankStep of every rank, shape (ranks,), by field name: steps["compute_seconds"]

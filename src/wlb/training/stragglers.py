@@ -14,7 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.training.rank_step import RankSteps
+
 _STEPS = 5  # looked at together: one slow step may be a page fault or a neighbour's burst
+_WORTH_SAYING = 0.1  # of the time that a slow rank took
 _RECOVERED = 0.9  # of the factor; a rank that hovers around it is not reported again and again
 
 
@@ -36,27 +39,31 @@ class StragglerWatch:
     def __init__(self, names: Sequence[RankName], factor: float) -> None:
         self._names = names
         self._factor = factor
-        self._window: deque[tuple[NDArray[np.float64], NDArray[np.float64]]] = deque(maxlen=_STEPS)
+        self._window: deque[RankSteps] = deque(maxlen=_STEPS)
         self.slow: frozenset[int] = frozenset()
 
-    def observe(self, measured: NDArray[np.float64], predicted: NDArray[np.float64]) -> list[str]:
-        """Take in a measured step, seconds of each rank in shape (ranks,); returns what to report, a line a rank.
-
-        ``slow`` then holds the ranks that are slow at present.
-        """
-        self._window.append((measured, predicted))
+    def observe(self, rows: RankSteps) -> list[str]:
+        """Take in a measured step; returns what to report, a line a rank. ``slow`` are the ranks slow at present."""
+        self._window.append(rows)
         if len(self._window) < _STEPS:
             return []
-        took, foreseen = (np.mean(seconds, axis=0) for seconds in zip(*self._window, strict=True))
+        took, foreseen, waited = (
+            np.mean([rows[name] for rows in self._window], axis=0)
+            for name in ("compute_seconds", "predicted_seconds", "core_wait_seconds")
+        )
         expected = foreseen * typical_pace(took, foreseen)
         over = took / np.maximum(expected, np.finfo(np.float64).tiny)
         stays = over > self._factor * np.where(np.isin(np.arange(len(over)), list(self.slow)), _RECOVERED, 1.0)
         before, self.slow = self.slow, frozenset(np.flatnonzero(stays).tolist())
         return [
             f"rank {rank} ({self._names[rank]}) is slow: {took[rank]:.3g} s of compute a step where "
-            f"{expected[rank]:.3g} s is expected of it"
+            f"{expected[rank]:.3g} s is expected of it" + _because(waited[rank], took[rank])
             for rank in sorted(self.slow - before)
         ]
+
+
+def _because(waited: float, took: float) -> str:
+    return f"; {waited:.3g} s of it waiting for a core that others have" if waited > _WORTH_SAYING * took else ""
 
 
 def typical_pace(measured: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
