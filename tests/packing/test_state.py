@@ -21,6 +21,7 @@ from tests.packing.streams import (
 )
 from wlb.errors import UserError
 from wlb.packing import make_packer
+from wlb.packing.base import held_segments
 from wlb.packing.tuning import ThresholdTuner
 
 
@@ -82,6 +83,37 @@ def test_other_sizes_lose_and_repeat_nothing(method, monkeypatch):
         assert [plan.step for plan in plans] == list(range(len(plans)))
 
     check()
+
+
+@SETTINGS
+@given(streams(methods=("sequential",)), st.integers(0, 5))
+def test_steps_that_are_taken_back_are_planned_again(stream, kept):
+    packer = packer_for(stream)
+    plans = packer.plan(stream[2])
+    state = packer.state_dict()
+    packer.take_back(plans[kept:])
+    again = packer.plan(())
+    assert again == plans[kept:]
+    assert packer.state_dict() == state
+
+
+@SETTINGS
+@given(streams(), packings(methods=("sequential",)))
+def test_another_method_begins_with_what_was_held_oldest_first(stream, other):
+    packer = packer_for(stream)
+    plans = packer.plan(stream[2])
+    state = through_json(packer.state_dict())
+    held = held_segments(state)
+    assert sorted(held) == sorted(packer.pending)
+    ages = {tuple(row[:3]): row[3] for row in (*state.get("carried", ()), *state.get("waiting", ()))}
+    arrivals = [ages.get(segment, len(plans)) for segment in held]
+    assert arrivals == sorted(arrivals)
+    successor = make_packer("sequential", **other[1])
+    successor.begin_with(held, step=len(plans))
+    assert successor.pending == held
+    rest = successor.drain()
+    assert [plan.step for plan in plans + rest] == list(range(len(plans) + len(rest)))
+    assert coverage(segments_of(plans + rest)) == coverage(whole_documents(stream[2]))
 
 
 def test_queues_that_are_merged_stay_in_order_of_arrival():
