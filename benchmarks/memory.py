@@ -58,13 +58,18 @@ def _cases() -> list[Case]:
         "1 process": ParallelConfig(),
         "dp 2": ParallelConfig(dp=2),
         "pp 2": ParallelConfig(pp=2),
-        "pp 2 x 2": ParallelConfig(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
+        "pp 2 x 2 stages": ParallelConfig(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
         "cp 2": ParallelConfig(cp=2),
         "tp 2": ParallelConfig(tp=2),
     }
     strategies: tuple[Checkpointing, ...] = ("none", "selective", "full")
     cases = [Case(f"{name}, {s}", layout, s) for name, layout in layouts.items() for s in strategies]
-    return [*cases, Case("1 process, none, bfloat16", layouts["1 process"], "none", "bfloat16")]
+    more = [
+        Case("tp 2 pp 2, none", ParallelConfig(tp=2, pp=2)),
+        Case("dp 2 cp 2, full", ParallelConfig(dp=2, cp=2), "full"),
+        Case("1 process, none, bfloat16", layouts["1 process"], "none", "bfloat16"),
+    ]
+    return [*cases, *more]
 
 
 def shape_of(layers: int) -> ModelShape:
@@ -161,7 +166,7 @@ def _resident(name: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=8, help="transformer blocks of the model")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a typical micro-batch")
+    parser.add_argument("--tokens", type=int, default=1536, help="tokens of a typical micro-batch")
     parser.add_argument("--only", action="append", metavar="NAME", help="run this configuration (repeatable)")
     parser.add_argument("--out", type=Path, default=Path("results/memory.json"), help="where results go, as JSON")
     arguments = parser.parse_args()
@@ -174,9 +179,9 @@ def main() -> None:
     rows = []
     for case in [known[name] for name in arguments.only or known]:
         predicted, measured = predict(case, shape, tokens), measure(case, shape, tokens)
-        rows.append(
-            {"name": case.name, "predicted": predicted, "measured": measured, "error": predicted / measured - 1}
-        )
+        error = predicted / measured - 1
+        rows.append({"name": case.name, "predicted": predicted, "measured": measured, "error": error})
+        print(f"{case.name}: {error:+.1%}", file=sys.stderr, flush=True)
     _print(rows)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     description = {"machine": machine(), "versions": versions("torch", "numpy"), "tokens": tokens, "shape": vars(shape)}

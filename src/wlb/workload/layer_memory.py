@@ -73,7 +73,8 @@ class LayerMemory:
         self.log_sum_exp = rows * shape.heads // tp * self.master
         self.stream = -(-rows // tp) * shape.hidden * self.compute
         self.gathered = rows * shape.hidden * self.compute
-        self.norm = self._norm(-(-rows // tp))
+        self.norm = self._norm(-(-rows // tp)) + (self.stream if tp > 1 else 0)  # its output, besides the gathered one
+        self.partial_sums = self.gathered if tp > 1 else 0  # of the whole width, before they are reduced and scattered
 
     def _norm(self, rows: int) -> int:
         """What RMSNorm keeps: its input; composed of several operations, also the input over its norm."""
@@ -92,16 +93,22 @@ class LayerMemory:
         last_half = self.norm + self.gathered + 4 * wide  # released before attention's backward begins
 
         work_forward, work_backward = self._attention_work()
-        backward_ffn = 2 * wide + self.stream
+        backward_ffn = 2 * wide + self.stream + 2 * self.partial_sums
         backward_attention = 2 * self.stream + 2 * attention_out + projected + work_backward - last_half
         backward = max(backward_ffn, backward_attention)
         weights = (
             shape.hidden * (2 * self.query + self.key_value) + 3 * shape.hidden * self.feed_forward + 2 * shape.hidden
         )
         if settings.activation_checkpointing == "none":
-            return Unit(weights, everything, everything + 3 * self.stream, backward)
+            return Unit(weights, everything, everything + 3 * self.stream + self.partial_sums, backward)
         held = self.stream + (kept_attention if settings.activation_checkpointing == "selective" else 0)
-        forward = held + self.stream + self.gathered + max(3 * wide, projected + kept_attention + work_forward)
+        forward = (
+            held
+            + self.stream
+            + self.partial_sums
+            + self.gathered
+            + max(3 * wide, projected + kept_attention + work_forward)
+        )
         return Unit(weights, held, forward, everything - held + backward)
 
     def _attention_work(self) -> tuple[int, int]:
@@ -142,7 +149,7 @@ class LayerMemory:
         )
 
     def ends(self) -> int:
-        """What a stage keeps beside its layers: rotary angles, and what it sent on (what it received, a block keeps)."""
+        """What a stage keeps beside its layers: rotary angles, and what it sent on; a block keeps what it received."""
         shape, parallel = self.settings.shape, self.settings.parallel
         angles = 2 * self.rows * shape.head_dim * self.compute
         return angles + (self.stream if parallel.pp > 1 else 0)

@@ -1,0 +1,32 @@
+"""The memory benchmark measures real processes and finds the prediction within 15%."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the high-water mark in /proc")
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
+CASES = ("pp 2, selective",)  # the whole table is one command; a case takes ten seconds
+
+
+def test_predictions_are_within_fifteen_percent_of_what_processes_hold(tmp_path):
+    out = tmp_path / "memory.json"
+    chosen = [argument for case in CASES for argument in ("--only", case)]
+    finished = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--layers", "6", "--tokens", "1024", *chosen, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(CASES)
+    for row in rows:
+        assert abs(row["error"]) < 0.15, row
+        assert row["name"] in finished.stdout
