@@ -57,7 +57,5 @@ def export(
             }
         )
         return
-    kept = (
-        f"tokenizer: {', '.join(tokenizer)}" if tokenizer else "no tokenizer: add its files from where the store's is"
-    )
+    kept = f"tokenizer: {', '.join(tokenizer)}" if tokenizer else "without a tokenizer"
     print(f"step {exported.step}, {exported.parameters:,} parameters as {dtype.value}, in {out}; {kept}")

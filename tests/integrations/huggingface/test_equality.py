@@ -130,9 +130,10 @@ def test_a_directory_is_never_overwritten_nor_left_unfinished(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-def test_weights_say_that_they_are_pytorchs(tmp_path: Path) -> None:
+def test_weights_say_what_they_are_and_can_be_read_by_others(tmp_path: Path) -> None:
     save_random_model("llama", tmp_path / "theirs", torch.float32)
     _export(_ours(tmp_path / "theirs", torch.float32), tmp_path / "ours", torch.float32)
     with safe_open(tmp_path / "ours" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert read_config_json(tmp_path / "ours")["torch_dtype"] == "float32"
+    assert len({path.stat().st_mode for path in (tmp_path / "ours").iterdir()}) == 1

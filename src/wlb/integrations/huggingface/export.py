@@ -97,6 +97,7 @@ def _write_weights(directory: Path, files: list[list[str]], read: ReadTensors, d
         file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {hugging_face_name(name): tensor.to(dtype).contiguous() for name, tensor in read(names).items()}
         save_file(tensors, directory / file, metadata={"format": "pt"})
+        shutil.copymode(directory / "config.json", directory / file)  # safetensors keeps it from everybody else
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:
