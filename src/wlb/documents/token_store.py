@@ -78,6 +78,11 @@ class TokenStore:
         """Identity of the tokenizer from the sidecar: kind, name, sha256 of its definition."""
         return self.sidecar.get("tokenizer")
 
+    @property
+    def tokenizer_identity(self) -> dict[str, Any] | None:
+        """Equal for stores of the same tokenizer: ``tokenizer`` without its name, which is only that of a file."""
+        return {key: value for key, value in self.tokenizer.items() if key != "name"} if self.tokenizer else None
+
     @cached_property
     def identity(self) -> str:
         """sha256 in hex over the index, the size of the token file and, where the sidecar has it, its own sha256.

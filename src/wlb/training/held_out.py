@@ -137,7 +137,7 @@ def check_evaluation(config: JobConfig, trained: TokenStore, vocab_size: int) ->
             f"evaluation.store {prefix} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; prepare "
             "both stores with the same tokenizer"
         )
-    if store.tokenizer and trained.tokenizer and store.tokenizer != trained.tokenizer:
+    if store.tokenizer and trained.tokenizer and store.tokenizer_identity != trained.tokenizer_identity:
         raise UserError(
             f"evaluation.store {prefix} was prepared with another tokenizer than data.store {trained.prefix}; prepare "
             "both with the same"

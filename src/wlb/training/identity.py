@@ -29,7 +29,7 @@ def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
     packing = config.packing.model_dump(mode="json", exclude=_FREE_PACKING_SETTINGS)
     return {
         STORE: store.identity,
-        "tokenizer": store.tokenizer,
+        "tokenizer": store.tokenizer_identity,
         **{f"data.{key}": value for key, value in data.items()},
         **{f"packing.{key}": value for key, value in packing.items()},
     }
