@@ -110,8 +110,8 @@ def _train(path: Path, *overrides: str) -> str:
 
 def test_a_job_trains_and_continues_at_the_length_it_decided_on(tmp_path):
     write_store(tmp_path / "store")
-    gib = needed_gib(auto_job(tmp_path), 2 * WINDOW)
     checkpoints = {"dir": str(tmp_path / "checkpoints")}
+    gib = needed_gib(auto_job(tmp_path, checkpoint=checkpoints), 2 * WINDOW)
     path = write_config(tmp_path, packing=AUTO["packing"], training={"memory_gib": gib}, checkpoint=checkpoints)
     for steps, memory in ((2, gib), (3, 1)):
         said = _train(path, f"training.steps={steps}", f"training.memory_gib={memory}")

@@ -121,6 +121,18 @@ def test_auto_is_the_largest_factor_that_fits(settings_, window, limit):
         assert total(settings_, int((factor + 1 / 64) * window)) > limit
 
 
+def test_uneven_shards_count_as_longer_micro_batches():
+    parallel = ParallelConfig(cp=2)
+    assert total(job(parallel, uneven_shards=1.25), 1000) == total(job(parallel), 1250)
+    assert total(job(ParallelConfig(), uneven_shards=1.25), 1000) == total(job(ParallelConfig()), 1000)
+
+
+def test_a_checkpoint_copy_is_weights_and_moments_again():
+    plain, copied = (job(ParallelConfig(dp=2), checkpoint_copy=copy) for copy in (False, True))
+    parts = predict_memory(plain, [1000] * 8).parts
+    assert total(copied, 1000) - total(plain, 1000) == parts["weights"] + parts["optimizer"]
+
+
 def test_the_estimate_says_what_it_is_made_of():
     text = str(predict_memory(job(ParallelConfig(dp=2), 2, model_shape("7b"), compute_bytes=2), [8192, 8192]))
     assert "GiB (weights 12.6, optimizer 25.1, " in text

@@ -14,6 +14,7 @@ import torch
 
 from wlb.config import JobConfig
 from wlb.errors import UserError
+from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.system import usable_memory
 from wlb.training.agreement import gathered
 from wlb.training.job import compute_dtype
@@ -92,6 +93,8 @@ def memory_settings(config: JobConfig, model: TransformerConfig, device_type: st
         activation_checkpointing=config.training.activation_checkpointing,
         fused_norms=device_type == "cuda",
         tied_embeddings=model.tied_embeddings,
+        uneven_shards=MEMORY_FACTOR if config.sharding.strategy == "hybrid" else 1.0,
+        checkpoint_copy=device_type == "cpu" and config.checkpoint.dir is not None and config.checkpoint.asynchronous,
     )
 
 

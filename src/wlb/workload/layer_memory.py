@@ -23,6 +23,8 @@ class MemorySettings:
     ``stage_blocks`` counts the blocks of every pipeline stage, ``micro_batches`` those of one data-parallel rank's
     step. Weights and their gradients take ``compute_bytes`` or 4 bytes, whichever is more. ``fused_norms`` says that
     RMSNorm keeps its input only, as PyTorch's CUDA kernel does; on CPU it is made of several operations.
+    ``uneven_shards`` is the most tokens that a context-parallel rank holds over their mean. With ``checkpoint_copy`` a
+    copy of weights and moments may be held while it is written.
     """
 
     shape: ModelShape
@@ -33,6 +35,8 @@ class MemorySettings:
     activation_checkpointing: Checkpointing = "none"
     fused_norms: bool = False
     tied_embeddings: bool = False
+    uneven_shards: float = 1.0
+    checkpoint_copy: bool = False
 
     @property
     def master_bytes(self) -> int:

@@ -10,6 +10,7 @@ What each layer holds is in ``wlb.workload.layer_memory``. Nothing here imports 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,12 +47,12 @@ def gib(number_of_bytes: float) -> str:
 def predict_memory(settings: MemorySettings, tokens: Sequence[int]) -> MemoryEstimate:
     """The peak over a step whose micro-batches hold ``tokens`` tokens each, before they are shared by cp and tp ranks.
 
-    Context-parallel ranks are taken to hold equally many tokens and to exchange as many as a document over the whole
-    micro-batch needs.
+    Context-parallel ranks are taken to exchange as many tokens as one document over the whole micro-batch needs.
     """
     if len(tokens) != settings.micro_batches:
         raise ValueError(f"{len(tokens)} token counts were given for {settings.micro_batches} micro-batches")
-    rows = [-(-count // settings.parallel.cp) for count in tokens]
+    largest_share = settings.uneven_shards / settings.parallel.cp if settings.parallel.cp > 1 else 1
+    rows = [math.ceil(count * largest_share) for count in tokens]
     parallel = settings.parallel
     operations = rank_operations(parallel.schedule, parallel.pp, settings.micro_batches, parallel.virtual_pp)
     estimates = [_Walk(settings, rank, rows).over(of_rank) for rank, of_rank in enumerate(operations)]
@@ -98,6 +99,7 @@ class _Walk:
         shard = -(-mine // self.shards) * self.settings.master_bytes
         self.held["weights"] = shard
         self.held["optimizer"] = 2 * shard
+        self.held["checkpoint"] = 3 * shard if self.settings.checkpoint_copy else 0
         self.held["batches"] = sum(self.rows) * _BATCH_BYTES
         for stage, micro_batch, backward in operations:
             if backward:
