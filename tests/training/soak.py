@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from tests.training.jobs import VOCABULARY, read_steps, write_config
+from tests.training.processes import ranks_of, steps_written
 from wlb.documents.token_store import TokenStoreWriter
 from wlb.training.checkpoint_files import HIDDEN
 
@@ -113,15 +114,6 @@ def running(folder: Path, launcher: str, restarts: int) -> Iterator[subprocess.P
                 process.wait()
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """Processes of ranks whose parent is ``launcher``, by rank (they are started in that order)."""
-    try:
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [int(child) for child in children if b"wlb.training" in Path(f"/proc/{child}/cmdline").read_bytes()]
-    except FileNotFoundError:
-        return []
-
-
 def _disturb(
     process: subprocess.Popen[bytes], folder: Path, kills: int, steps: int, rng: random.Random, report: Report
 ) -> None:
@@ -133,7 +125,7 @@ def _disturb(
             _wait(process, lambda: bool(ranks_of(process.pid)))
             time.sleep(rng.uniform(0, _START_SECONDS))
         else:
-            _wait(process, lambda target=from_step: _last_step(folder) >= target)  # type: ignore[misc]
+            _wait(process, lambda target=from_step: steps_written(folder) >= target)  # type: ignore[misc]
         if moment == "in a checkpoint":
             _wait(process, lambda: any((folder / "checkpoints").glob(f"{HIDDEN}*")))
         elif moment == "between steps":
@@ -151,13 +143,6 @@ def _wait(process: subprocess.Popen[bytes], condition: Callable[[], bool], secon
     while process.poll() is None and not condition():
         assert time.monotonic() < deadline, "ran out of time"
         time.sleep(_POLL_SECONDS)
-
-
-def _last_step(folder: Path) -> int:
-    try:
-        return len((folder / "metrics" / "steps.jsonl").read_text().splitlines())
-    except FileNotFoundError:
-        return 0
 
 
 def _differences(expected: list[dict[str, Any]], folder: Path, status: int | None, documents: int) -> Iterator[str]:

@@ -1,0 +1,110 @@
+"""A job whose ranks are killed goes on as if nothing had happened, as long as it gets anywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.training.jobs import read_steps, write_config, write_store
+from tests.training.processes import SECONDS, process, ranks_of, said, steps_written, wait_until
+from tests.training.soak import soak
+from tests.training.test_checkpoint import fake_checkpoint
+from wlb.config import JobConfig
+from wlb.training.restarts import Restarts
+
+
+def configure(directory: Path | None, most: int = 2, resume: bool = True) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "data": {"store": "s"},
+            "training": {"max_restarts": most},
+            "checkpoint": {"dir": directory, "resume": resume},
+        }
+    )
+
+
+def test_restarts_are_counted_between_checkpoints(tmp_path):
+    restarts = Restarts(configure(tmp_path))
+    assert restarts.take() == "the first step, as there is no checkpoint yet"
+    fake_checkpoint(tmp_path, 10)
+    assert restarts.take() == "checkpoint step-00000010"
+    assert restarts.left == 1
+    assert restarts.take()
+    assert restarts.take() is None
+    assert restarts.used_up
+    fake_checkpoint(tmp_path, 20)
+    assert restarts.take() == "checkpoint step-00000020"
+
+
+@pytest.mark.parametrize(("most", "resume"), [(0, True), (2, False)])
+def test_a_job_that_may_not_continue_is_not_restarted(tmp_path, most, resume):
+    restarts = Restarts(configure(tmp_path, most, resume))
+    assert restarts.take() is None
+    assert not restarts.used_up
+
+
+def test_a_job_without_checkpoints_is_not_restarted():
+    assert Restarts(configure(None)).take() is None
+
+
+def test_a_job_that_gets_nowhere_ends(tmp_path):
+    write_store(tmp_path / "store")
+    config = write_config(
+        tmp_path,
+        parallel={"dp": 2},
+        training={"steps": 100_000, "max_restarts": 1},
+        checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 10_000},
+    )
+    with process("-m", "wlb", "train", config) as job:
+        for _ in range(2):
+            wait_until(lambda: steps_written(tmp_path) >= 2)
+            ranks = ranks_of(job.pid)
+            (tmp_path / "metrics" / "steps.jsonl").unlink()
+            os.kill(ranks[1], signal.SIGKILL)
+            wait_until(lambda before=ranks: not set(before) & set(ranks_of(job.pid)))  # type: ignore[misc]
+        _, err = job.communicate(timeout=SECONDS)
+    assert job.returncode == 1
+    first, last = said(err)
+    assert first.startswith("wlb: rank 1 (process ")
+    assert first.endswith("restarting from the first step, as there is no checkpoint yet, 0 restarts left")
+    assert last.endswith("there was no newer checkpoint since the last restart, and no restart is left")
+
+
+def test_kills_at_random_moments_change_nothing(tmp_path):
+    report = soak(tmp_path, kills=3, seed=1)
+    assert not report.differences, report
+    assert report.kills.total() >= 2
+
+
+def test_two_nodes_survive_a_kill_on_one_of_them(tmp_path):
+    """Two torchrun agents on this machine, each with one process of a job, as on two machines."""
+    write_store(tmp_path / "store")
+    config = write_config(
+        tmp_path,
+        parallel={"dp": 2},
+        training={"steps": 40},
+        checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 5},
+    )
+    arguments = torchrun(tmp_path, config)
+    with process(*arguments) as one, process(*arguments) as other:
+        wait_until(lambda: steps_written(tmp_path) >= 7)
+        os.kill(ranks_of(other.pid)[0], signal.SIGKILL)
+        for agent in (one, other):
+            _, err = agent.communicate(timeout=SECONDS)
+            assert agent.returncode == 0, err
+    rows = read_steps(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    trained = [document for row in rows for document in row["document_ids"]]
+    assert len(trained) == len(set(trained))
+
+
+def torchrun(folder: Path, config: Path) -> list[str]:
+    port = 20_000 + hash(folder) % 10_000
+    return [
+        *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-id={port}"),
+        *("--local-addr=localhost", "-m", "wlb.training", str(config)),
+    ]
