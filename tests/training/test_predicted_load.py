@@ -8,7 +8,7 @@ import pytest
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.training.layer_split import split_layers
 from wlb.training.predicted_load import PredictedLoad
-from wlb.workload import make_workload, model_shape
+from wlb.workload import HARDWARE, make_workload, model_shape
 
 SHAPE = model_shape("tiny")
 LENGTHS = [[3000, 40, 700], [4096], [1]]
@@ -21,7 +21,11 @@ def plans(cp: int) -> list[ShardPlan]:
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_stages_share_a_micro_batch(stages):
     workload = make_workload(SHAPE, "cpu")
-    whole = [workload.attention_seconds(lengths).sum() + workload.linear_seconds(sum(lengths)) for lengths in LENGTHS]
+    loss_seconds = 5 * 4 * SHAPE.vocab_size / HARDWARE["cpu"].memory_bandwidth  # for each token
+    whole = [
+        workload.attention_seconds(lengths).sum() + workload.linear_seconds(sum(lengths)) + loss_seconds * sum(lengths)
+        for lengths in LENGTHS
+    ]
     parts = [PredictedLoad(SHAPE, "cpu", [chunk]).seconds(plans(1)) for chunk in split_layers(SHAPE, stages)]
     assert np.sum(parts, axis=0)[:, 0] == pytest.approx(whole)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wlb.training.rank_step import RankStep, RankSteps, rank_steps
-from wlb.training.stragglers import RankName, StragglerWatch
+from wlb.training.stragglers import RankName, StragglerWatch, expected_seconds
 
 NAMES = [RankName(f"host{rank // 2}", 100 + rank, f"cuda:{rank % 2}") for rank in range(4)]
 WORK = np.array([1.0, 2.0, 1.0, 4.0])
@@ -27,11 +27,11 @@ def observe(watch: StragglerWatch, slowdown: list[float], steps: int, core_wait:
 
 
 def test_uneven_work_is_not_slow():
-    assert observe(StragglerWatch(NAMES, 1.5), [1.0, 1.2, 1.0, 1.4], steps=20) == []
+    assert observe(StragglerWatch(NAMES, 1, 1.5), [1.0, 1.2, 1.0, 1.4], steps=20) == []
 
 
 def test_a_slow_rank_is_named_with_its_seconds_once():
-    watch = StragglerWatch(NAMES, 1.5)
+    watch = StragglerWatch(NAMES, 1, 1.5)
     assert observe(watch, [1.0, 1.0, 1.0, 3.0], steps=4) == []
     assert observe(watch, [1.0, 1.0, 1.0, 3.0], steps=9) == [
         "rank 3 (host host1, process 103, cuda:1) is slow: 4 s of compute a step where 1.33 s is expected of it"
@@ -45,7 +45,7 @@ def test_a_slow_rank_is_named_with_its_seconds_once():
 
 
 def test_one_slow_step_is_no_straggler():
-    watch = StragglerWatch(NAMES, 1.5)
+    watch = StragglerWatch(NAMES, 1, 1.5)
     observe(watch, [1.0] * 4, steps=5)
     assert observe(watch, [1.0, 1.0, 3.0, 1.0], steps=1) == []
     assert observe(watch, [1.0] * 4, steps=5) == []
@@ -53,16 +53,24 @@ def test_one_slow_step_is_no_straggler():
 
 @pytest.mark.parametrize(("slowdown", "slow"), [([1.0, 2.0], {1}), ([2.0, 1.0], {0}), ([1.0, 1.0], set())])
 def test_of_two_ranks_one_can_be_slow(slowdown, slow):
-    watch = StragglerWatch(NAMES[:2], 1.5)
+    watch = StragglerWatch(NAMES[:2], 1, 1.5)
     observe(watch, slowdown, steps=5)
     assert watch.slow == slow
 
 
 def test_a_job_of_one_rank_has_no_stragglers():
-    watch = StragglerWatch(NAMES[:1], 1.5)
+    watch = StragglerWatch(NAMES[:1], 1, 1.5)
     assert [observe(watch, [slowdown], steps=1) for slowdown in (1.0, 5.0, 9.0, 9.0, 9.0, 9.0)] == [[]] * 6
 
 
+def test_ranks_of_a_stage_are_compared_with_each_other():
+    predicted = np.ones(8)
+    measured = np.array([1.0, 1.1, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])  # the model underestimates the second stage
+    assert expected_seconds(measured, predicted, stages=2).tolist() == [1.0] * 4 + [2.0] * 4
+    # Two ranks cannot tell which of them is odd, so all are compared.
+    assert expected_seconds(measured[2:6], predicted[2:6], stages=2).tolist() == [1.0] * 4
+
+
 def test_a_rank_that_waits_for_a_core_is_told_so():
-    (line,) = observe(StragglerWatch(NAMES, 1.5), [1.0, 1.0, 1.0, 3.0], steps=5, core_wait=2.5)
+    (line,) = observe(StragglerWatch(NAMES, 1, 1.5), [1.0, 1.0, 1.0, 3.0], steps=5, core_wait=2.5)
     assert line.endswith("1.33 s is expected of it; 2.5 s of it waiting for a core that others have")

@@ -18,7 +18,7 @@ import numpy as np
 from wlb.errors import UserError
 from wlb.training.imbalance import Imbalance, imbalance_of
 from wlb.training.rank_step import RankSteps
-from wlb.training.stragglers import RankName, typical_pace
+from wlb.training.stragglers import RankName, expected_seconds
 
 FILE = "diagnosis.json"  # in metrics.dir
 _WORTH_NAMING = 0.02  # of a step; less is noise
@@ -55,7 +55,7 @@ def diagnose(
     """
     mean = {name: np.mean([rows[name] for rows in steps], axis=0) for name in steps[0].dtype.names or ()}
     compute, predicted = mean["compute_seconds"], mean["predicted_seconds"]
-    expected = predicted * typical_pace(compute, predicted)
+    expected = expected_seconds(compute, predicted, mesh_shape[0])
     coordinates = np.stack(np.unravel_index(np.arange(len(names)), mesh_shape), axis=1)
     ranks = [
         {

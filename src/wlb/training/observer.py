@@ -47,7 +47,7 @@ class Observer:
         self._mesh_shape = tuple(getattr(config.parallel, name) for name in MESH_DIMENSIONS)
         self._micro_batches = config.packing.micro_batches // config.parallel.dp
         self._peak = peak_flops(hardware_name(device), device) * config.parallel.world_size
-        self._watch = StragglerWatch(names, config.metrics.straggler_factor)
+        self._watch = StragglerWatch(names, config.parallel.pp, config.metrics.straggler_factor)
         self._every = config.metrics.diagnose_every
         self._recent: deque[tuple[int, RankSteps, float]] = deque()
         self._observed = 0  # steps of this run

@@ -1,7 +1,7 @@
 """Finds the rank whose machine is slow, rather than its work large.
 
-Measured over predicted seconds says how fast a rank gets through its work; the workload model may be wrong by any
-constant, so each rank is held against the others. A rank that takes far more than the median for several steps in a row
+Measured over predicted seconds says how fast a rank gets through its work. The workload model may be wrong by any
+constant, so each rank is held against others. A rank that takes far more than the median for several steps in a row
 is named once, and again only if it recovered in between.
 """
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from wlb.training.rank_step import RankSteps
 
 _STEPS = 5  # looked at together: one slow step may be a page fault or a neighbour's burst
+_PEERS = 3  # ranks of a pipeline stage that can tell which of them is the odd one out
 _WORTH_SAYING = 0.1  # of the time that a slow rank took
 _RECOVERED = 0.9  # of the factor; a rank that hovers around it is not reported again and again
 
@@ -34,10 +35,11 @@ class RankName:
 
 
 class StragglerWatch:
-    """Looks at the seconds of all ranks, step after step; ``names`` are in rank order."""
+    """Looks at the seconds of all ranks, step after step; ``names`` are in rank order, pipeline stage after stage."""
 
-    def __init__(self, names: Sequence[RankName], factor: float) -> None:
+    def __init__(self, names: Sequence[RankName], stages: int, factor: float) -> None:
         self._names = names
+        self._stages = stages
         self._factor = factor
         self._window: deque[RankSteps] = deque(maxlen=_STEPS)
         self.slow: frozenset[int] = frozenset()
@@ -51,7 +53,7 @@ class StragglerWatch:
             np.mean([rows[name] for rows in self._window], axis=0)
             for name in ("compute_seconds", "predicted_seconds", "core_wait_seconds")
         )
-        expected = foreseen * typical_pace(took, foreseen)
+        expected = expected_seconds(took, foreseen, self._stages)
         over = took / np.maximum(expected, np.finfo(np.float64).tiny)
         stays = over > self._factor * np.where(np.isin(np.arange(len(over)), list(self.slow)), _RECOVERED, 1.0)
         before, self.slow = self.slow, frozenset(np.flatnonzero(stays).tolist())
@@ -66,8 +68,14 @@ def _because(waited: float, took: float) -> str:
     return f"; {waited:.3g} s of it waiting for a core that others have" if waited > _WORTH_SAYING * took else ""
 
 
-def typical_pace(measured: NDArray[np.float64], predicted: NDArray[np.float64]) -> float:
-    """Measured over predicted seconds of the median rank; of two in the middle the faster, so that of two ranks one
-    can be slow."""
-    pace = np.sort(measured / np.maximum(predicted, np.finfo(np.float64).tiny))
-    return float(pace[(len(pace) - 1) // 2])
+def expected_seconds(measured: NDArray[np.float64], predicted: NDArray[np.float64], stages: int) -> NDArray[np.float64]:
+    """What each rank's compute should take, in the measured clock's seconds: predicted, times the median rank's pace.
+
+    Where a pipeline stage has enough ranks they are compared with each other only, as the workload model may be wrong
+    by another factor for another stage. Of two ranks in the middle the faster counts, so that of two one can be slow.
+    Arrays have shape (ranks,), stage after stage.
+    """
+    pace = measured / np.maximum(predicted, np.finfo(np.float64).tiny)
+    groups = np.sort(pace.reshape(stages if len(pace) >= _PEERS * stages else 1, -1), axis=1)
+    typical = groups[:, (groups.shape[1] - 1) // 2]
+    return predicted * np.repeat(typical, groups.shape[1])
