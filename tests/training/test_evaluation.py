@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.training.distributed import run_ranks
@@ -19,6 +20,7 @@ from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.training.evaluation import Evaluator
+from wlb.training.failures import Terminated
 from wlb.training.held_out import Evaluation, HeldOut, bucket_boundaries
 from wlb.training.initialise import initialise_weights
 from wlb.training.job import transformer_config, vocab_size
@@ -70,7 +72,9 @@ def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
         mesh, model = build_mesh(parallel, "cpu"), transformer_config(config.model, 68)
         stages = build_stage_modules(model, parallel, mesh, dtype=torch.float64, device=CPU, seed=0)
         share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel.cp, parallel.tp)
-        results.append(Evaluator(config, stages, mesh, share, dtype=torch.float64, device=CPU).run())
+        found = Evaluator(config, stages, mesh, share, dtype=torch.float64, device=CPU).run()
+        assert found is not None
+        results.append(found)
     return results
 
 
@@ -155,6 +159,35 @@ def test_a_continued_job_has_every_step_once(folder: Path, tmp_path: Path) -> No
     rows = _rows(tmp_path)
     assert [row["step"] for row in rows] == [2, 4, 5, 6]
     assert rows[:2] == first
+
+
+def _end_while_evaluating(config: JobConfig) -> None:
+    """Train until the evaluation after step 4, then be asked to end on the last rank."""
+    trainer = Trainer(config, CPU)
+
+    def request() -> bool:
+        trainer.termination.requested |= trainer.step == 4 and dist.get_rank() == 1
+        return trainer.termination.requested
+
+    assert trainer.evaluator is not None
+    run = trainer.evaluator.run
+    trainer.evaluator.run = lambda asked_to_end: run(request)  # type: ignore[method-assign,assignment,misc]
+    with pytest.raises(Terminated):
+        trainer.run()
+
+
+def test_an_evaluation_that_was_broken_off_is_made_up_for(folder: Path, tmp_path: Path) -> None:
+    config = _job(
+        folder,
+        parallel={"dp": 2},
+        evaluation={"every": 2},
+        metrics={"dir": str(tmp_path / "metrics")},
+        checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 100},
+    )
+    run_ranks(2, _end_while_evaluating, config)
+    assert [row["step"] for row in _rows(tmp_path)] == [2]
+    run_ranks(2, _train, config)
+    assert [row["step"] for row in _rows(tmp_path)] == [2, 4, 6]
 
 
 def test_by_default_buckets_grow_fourfold_up_to_the_window(folder: Path) -> None:

@@ -7,7 +7,7 @@ similar length (``held_out``), then over all ranks. So the result depends on the
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -19,6 +19,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.config import JobConfig
 from wlb.packing.plan import MicroBatch
+from wlb.regions import region
+from wlb.training.agreement import gathered, gathered_rows
 from wlb.training.batch import IGNORE_LABEL, check_vocabulary, make_batch
 from wlb.training.forward_only import ForwardOnly
 from wlb.training.held_out import Evaluation, HeldOut
@@ -31,7 +33,8 @@ from wlb.training.sharded_batch import ShardedAttention, ShardedBatch
 class Evaluator:
     """Scores the held-out documents with this rank's ``stages``; every rank of the job calls it alike.
 
-    ``share`` is what this rank takes of a step, as in training.
+    ``share`` is what this rank takes of a step, as in training. ``recorded`` is the step of the newest evaluation on
+    record, as rank 0 knows it.
     """
 
     def __init__(
@@ -40,12 +43,15 @@ class Evaluator:
         stages: Sequence[Transformer],
         mesh: JobMesh,
         share: RankShare,
+        recorded: int = 0,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         shape = stages[0].config.shape
         self._held_out = HeldOut(config, shape)
+        self._every = config.evaluation.every
+        self._evaluated = gathered(recorded)[0]
         self._vocab_size = shape.vocab_size
         self._forward = ForwardOnly(stages, mesh.group("pp"), dtype)
         self._mesh = mesh
@@ -53,11 +59,28 @@ class Evaluator:
         self._loss_dtype = master_dtype(dtype)
         self._device = device
 
-    def run(self) -> Evaluation:
-        """Score every document once; the same result on every rank, but for its own seconds."""
+    def after(self, step: int, *, last: bool, asked_to_end: Callable[[], bool]) -> Evaluation | None:
+        """What ``run`` finds, where an evaluation after ``step`` is due: at the ``last`` one too, and no step twice."""
+        due = step > 0 and (last or step % self._every == 0)
+        if not due or step == self._evaluated:
+            return None
+        with region("evaluation"):
+            evaluation = self.run(asked_to_end)
+        if evaluation is not None:
+            self._evaluated = step
+        return evaluation
+
+    def run(self, asked_to_end: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Score every document once; the same result on every rank, but for its own seconds.
+
+        None where ``asked_to_end`` becomes true on a rank before all are scored: they stop together.
+        """
         started = time.perf_counter()
         sums = torch.zeros(self._held_out.buckets, dtype=torch.float64, device=self._device)
         for plan in self._held_out.plans:
+            if gathered_rows([asked_to_end()], torch.int64, self._device).any():
+                self._forward.release()
+                return None
             for micro_batch in plan.ranks[self._share.dp_rank]:
                 self._add_losses(micro_batch, sums)
         self._forward.release()

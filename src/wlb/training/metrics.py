@@ -73,7 +73,10 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writes the metrics of a job that continues after ``last_step`` (0 for a new job)."""
+    """Writes the metrics of a job that continues after ``last_step`` (0 for a new job).
+
+    ``evaluated`` is the last step up to it whose evaluation is on record.
+    """
 
     def __init__(self, config: MetricsConfig, last_step: int) -> None:
         self._rows: list[StepMetrics] = []
@@ -84,6 +87,7 @@ class MetricsWriter:
             for path in (config.dir / "steps.jsonl", self._evaluations):
                 for note in continue_file(path, last_step):
                     say(note)
+            self.evaluated = _last_step(self._evaluations)
             self._file = (config.dir / "steps.jsonl").open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"metrics.dir {config.dir} cannot be written: {error.strerror}") from error
@@ -181,6 +185,12 @@ def continue_file(path: Path, last_step: int) -> Iterable[str]:
         fresh.write_text("".join(kept), encoding="utf-8")
         os.replace(fresh, path)
         yield f"{path} goes back to step {last_step}, later lines removed: {len(lines) - len(kept)}"
+
+
+def _last_step(path: Path) -> int:
+    """The step of the last line; 0 without one."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return int(_step_of(lines[-1])) if lines else 0
 
 
 def _step_of(line: str) -> float:

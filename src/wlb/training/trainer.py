@@ -139,10 +139,6 @@ class Trainer:
         )
         self._trained = self.loader.state_dict()
         self.non_finite = NonFiniteSteps(config.training, mesh.rank("dp"))
-        self.evaluator = (
-            Evaluator(config, self.stages, mesh, share, dtype=dtype, device=device) if config.evaluation.store else None
-        )
-        self._evaluated = self.step
         names = rank_names(device)
         self.metrics = self.observer = None
         if dist.get_rank() == 0:
@@ -154,6 +150,11 @@ class Trainer:
             for warning in (dense_attention_warning(dtype, device), tokenizer_warning(config.model, store)):
                 if warning:
                     say(warning)
+
+        self.evaluator = None
+        if config.evaluation.store:
+            recorded = self.metrics.evaluated if self.metrics else 0
+            self.evaluator = Evaluator(config, self.stages, mesh, share, recorded, dtype=dtype, device=device)
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
@@ -174,6 +175,7 @@ class Trainer:
         terminated = False
         self.termination.allow(self.config.training.grace_seconds)
         with self.loader, self.monitor:
+            self._evaluate()  # what the job before this one was asked to end in
             while loaded := self._next_step():
                 self.pulse.begin(self.step + 1)
                 if terminated := self._terminated(loaded):
@@ -181,15 +183,13 @@ class Trainer:
                 self.step += 1
                 self._train_step(loaded)
                 self._trained = self.loader.state_dict()
-                if self.step % self.config.evaluation.every == 0:
-                    self._evaluate()  # before the checkpoint: a job that continues from it has evaluated this step
+                self._evaluate()  # before the checkpoint, so that it is on record where a job continues from it
                 if self.checkpointer.is_due(self.step):
                     self._save()
                     saved = self.step
                 self.monitor.end_step()
                 yield self.step
-            if not terminated:
-                self._evaluate()
+            self._evaluate(last=not terminated)
             if self.step != saved and self.checkpointer.enabled:
                 self._save()
             self.checkpointer.finish()
@@ -268,13 +268,11 @@ class Trainer:
             document_ids=loaded.documents if self.config.metrics.document_ids else None,
         )
 
-    def _evaluate(self) -> None:
-        if self.evaluator is None or self._evaluated == self.step:
+    def _evaluate(self, *, last: bool = False) -> None:
+        if self.evaluator is None:
             return
-        with region("evaluation"):
-            evaluation = self.evaluator.run()
-        self._evaluated = self.step
-        if self.metrics:
+        evaluation = self.evaluator.after(self.step, last=last, asked_to_end=lambda: self.termination.requested)
+        if self.metrics and evaluation:
             self.metrics.write_evaluation(self.step, evaluation)
 
     def _save(self) -> None:
