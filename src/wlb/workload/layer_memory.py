@@ -97,23 +97,22 @@ class LayerMemory:
         last_half = self.norm + self.gathered + 4 * wide  # released before attention's backward begins
 
         work_forward, work_backward = self._attention_work()
-        backward_ffn = 2 * wide + self.stream + 2 * self.partial_sums
-        backward_attention = 2 * self.stream + 2 * attention_out + projected + work_backward - last_half
-        backward = max(backward_ffn, backward_attention)
+        attending = self.norm + self.gathered + projected + kept_attention + work_forward
+        backward = max(
+            2 * wide + self.stream + 2 * self.partial_sums,
+            2 * self.stream + 2 * attention_out + projected + work_backward - last_half,
+        )
         weights = (
             shape.hidden * (2 * self.query + self.key_value) + 3 * shape.hidden * self.feed_forward + 2 * shape.hidden
         )
         if settings.activation_checkpointing == "none":
-            return Unit(weights, everything, everything + 3 * self.stream + self.partial_sums, backward)
-        held = self.stream + (kept_attention if settings.activation_checkpointing == "selective" else 0)
-        forward = (
-            held
-            + self.stream
-            + self.partial_sums
-            + self.gathered
-            + max(3 * wide, projected + kept_attention + work_forward)
-        )
-        return Unit(weights, held, forward, everything - held + backward)
+            forward = max(everything + 3 * self.stream + self.partial_sums, attending)
+            return Unit(weights, everything, forward, backward)
+        selective = settings.activation_checkpointing == "selective"
+        held = self.stream + (kept_attention if selective else 0)
+        feeding_forward = self.stream + self.partial_sums + self.gathered + 3 * wide
+        again = everything + backward if selective else max(everything + backward, attending)
+        return Unit(weights, held, held + max(feeding_forward, attending - self.norm), again - held)
 
     def _attention_work(self) -> tuple[int, int]:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
