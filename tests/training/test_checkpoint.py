@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2},
     "pp": {"pp": 2},
     "interleaved": {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
+    "tp": {"tp": 2},
+    "cp-tp": {"cp": 2, "tp": 2},
 }
 
 
@@ -50,7 +53,7 @@ def _train_aloud(config: JobConfig, said: Path) -> None:
 def configure(folder: Path, parallel: dict[str, Any], micro_batches: int = 4, **model: Any) -> JobConfig:
     return job(
         folder,
-        model={"layers": 4, **model},
+        model={"layers": 4, "kv_heads": 2, **model},
         packing={"micro_batches": micro_batches},
         parallel=parallel,
         training={"dtype": "float64"},
@@ -62,16 +65,23 @@ def train(config: JobConfig) -> None:
     run_ranks(config.parallel.world_size, _train, config, seconds=60.0)
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of uninterrupted jobs of six steps, by layout, with checkpoints after 3 and 6."""
-    folders = {}
-    for name, parallel in LAYOUTS.items():
-        folder = tmp_path_factory.mktemp(name)
+class StraightJobs(dict[str, Path]):
+    """Folders of uninterrupted jobs of six steps, by layout, with checkpoints after 3 and 6; made when asked for."""
+
+    def __init__(self, make_folder: Callable[[str], Path]) -> None:
+        self._make_folder = make_folder
+
+    def __missing__(self, layout: str) -> Path:
+        folder = self._make_folder(layout)
         write_store(folder / "store")
-        train(configure(folder, parallel))
-        folders[name] = folder
-    return folders
+        train(configure(folder, LAYOUTS[layout]))
+        self[layout] = folder
+        return folder
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> StraightJobs:
+    return StraightJobs(tmp_path_factory.mktemp)
 
 
 def stopped_after_three(folder: Path, copy: Path) -> Path:
@@ -83,7 +93,7 @@ def stopped_after_three(folder: Path, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["dp", "pp", "interleaved", "tp"])
 def test_resuming_changes_nothing(straight, layout, tmp_path):
     folder = stopped_after_three(straight[layout], tmp_path)
     train(configure(folder, LAYOUTS[layout]))
@@ -93,7 +103,9 @@ def test_resuming_changes_nothing(straight, layout, tmp_path):
         assert [row[key] for row in actual] == [row[key] for row in expected], key
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("pp", "dp"), ("dp", "interleaved"), ("interleaved", "pp")])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("pp", "dp"), ("dp", "interleaved"), ("interleaved", "pp"), ("tp", "dp"), ("pp", "cp-tp")]
+)
 def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tmp_path):
     folder = stopped_after_three(straight[saved], tmp_path)
     train(configure(folder, LAYOUTS[resumed]))
