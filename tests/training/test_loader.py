@@ -139,7 +139,7 @@ def test_other_settings_on_purpose_lose_and_repeat_no_document(folder):
     state, finished = after(2, open_loader(folder))
     waiting = open_loader(folder, state=state)
     waiting.close()
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "data": {"context_window": 96, "seed": 9},
         "packing": {"method": "sequential", "micro_batches": 2},
         "training": {"steps": None},
@@ -162,7 +162,7 @@ def test_other_data_on_purpose_begin_a_new_epoch_with_new_ids(folder, tmp_path):
     state, finished = after(5, first)
     waiting = first.totals()["pending_documents"]
     assert waiting > 0
-    changes = {"training": {"steps": None}, "checkpoint": {"allow_changed_data": True}}
+    changes: dict[str, dict[str, Any]] = {"training": {"steps": None}, "checkpoint": {"allow_changed_data": True}}
     with open_loader(tmp_path, changes, state=state) as changed:
         assert changed.changed_data is not None
         assert f"; {waiting} documents of the old token store that waited are dropped" in changed.changed_data
