@@ -16,10 +16,12 @@ SECONDS = 90.0
 
 
 @contextmanager
-def process(*arguments: str | Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """``python ARGUMENTS`` in a process group of its own, of which nothing is left afterwards."""
+def process(
+    *arguments: str | Path, program: str = sys.executable, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """``PROGRAM ARGUMENTS`` in a process group of its own, of which nothing is left afterwards."""
     started = subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
+        [program, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -37,9 +39,7 @@ def process(*arguments: str | Path, **environment: str) -> Iterator[subprocess.P
 @contextmanager
 def ranks(world_size: int, *arguments: str | Path) -> Iterator[list[subprocess.Popen[str]]]:
     """``python ARGUMENTS`` as each rank of a job, without a launcher; rank 0 holds the store."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with ExitStack() as stack:
         yield [
             stack.enter_context(
@@ -53,6 +53,13 @@ def ranks(world_size: int, *arguments: str | Path) -> Iterator[list[subprocess.P
             )
             for rank in range(world_size)
         ]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.training.jobs import read_steps, write_config, write_store
-from tests.training.processes import SECONDS, process, ranks_of, said, steps_written, wait_until
+from tests.training.processes import SECONDS, free_port, process, ranks_of, said, steps_written, wait_until
 from tests.training.soak import soak
 from tests.training.test_checkpoint import fake_checkpoint
 from wlb.config import JobConfig
 from wlb.training.restarts import Restarts
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_two_nodes.sh"
 
 
 def configure(directory: Path | None, most: int = 2, resume: bool = True) -> JobConfig:
@@ -80,7 +84,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path):
 
 
 def test_two_nodes_survive_a_kill_on_one_of_them(tmp_path):
-    """Two torchrun agents on this machine, each with one process of a job, as on two machines."""
+    """Two torchrun agents on this machine, each with one process of a job, started as on two machines."""
     write_store(tmp_path / "store")
     config = write_config(
         tmp_path,
@@ -88,23 +92,14 @@ def test_two_nodes_survive_a_kill_on_one_of_them(tmp_path):
         training={"steps": 40},
         checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 5},
     )
-    arguments = torchrun(tmp_path, config)
-    with process(*arguments) as one, process(*arguments) as other:
+    agent = partial(process, EXAMPLE, f"localhost:{free_port()}", "1", config, program="bash", PYTHON=sys.executable)
+    with agent() as one, agent() as other:
         wait_until(lambda: steps_written(tmp_path) >= 7)
         os.kill(ranks_of(other.pid)[0], signal.SIGKILL)
-        for agent in (one, other):
-            _, err = agent.communicate(timeout=SECONDS)
-            assert agent.returncode == 0, err
+        for node in (one, other):
+            _, err = node.communicate(timeout=SECONDS)
+            assert node.returncode == 0, err
     rows = read_steps(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 41))
     trained = [document for row in rows for document in row["document_ids"]]
     assert len(trained) == len(set(trained))
-
-
-def torchrun(folder: Path, config: Path) -> list[str]:
-    port = 20_000 + hash(folder) % 10_000
-    return [
-        *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-id={port}"),
-        *("--local-addr=localhost", "-m", "wlb.training", str(config)),
-    ]
