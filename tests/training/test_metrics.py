@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from wlb.config import MetricsConfig
 from wlb.errors import UserError
+from wlb.training.failures import TrainingError
 from wlb.training.metrics import MetricsWriter, StepMetrics, live_line
 
 ROW = StepMetrics(
@@ -138,3 +140,19 @@ def test_the_live_line_shows_dimensions_that_have_several_ranks():
         "step 1  loss 2.5000  200 tokens/s  mfu 25.0%  imbalance 1.100 dp 1.02/1.05  delay 0.00  12 waiting  0.50 s  "
         "wait 0%"
     )
+
+
+def test_a_skipped_step_is_valid_json_and_says_so(tmp_path):
+    writer = MetricsWriter(config(tmp_path, tensorboard=True), 0)
+    writer.write(replace(ROW, loss=math.nan, grad_norm=math.inf))
+    writer.close()
+    row = json.loads((tmp_path / "steps.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (row["loss"], row["grad_norm"], row["skipped"]) == (None, None, True)
+    assert writer.summary()["last_loss"] is None
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path):
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(config(tmp_path), 0)
+    with pytest.raises(TrainingError, match=r"step 1: .*steps\.jsonl cannot be written: No space left on device"):
+        writer.write(ROW)
