@@ -44,7 +44,7 @@ class ComputeClock(Protocol):
         ...
 
     def end_step(self) -> Compute | None:
-        """The step's measurements, or None if it was not measured."""
+        """The step's measurements, or None on all ranks alike if it was not measured; NaN if that failed."""
         ...
 
 

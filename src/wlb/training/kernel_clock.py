@@ -71,7 +71,10 @@ class KernelClock:
         self._profile.stop()
         events = self._profile.events() or ()
         self._profile = None
-        return Compute(kernel_seconds(events, self._micro_batches), core_wait_seconds=0.0)
+        seconds = kernel_seconds(events, self._micro_batches)
+        if not seconds.any():
+            seconds[:] = np.nan  # no access to the GPU's counters; None would be said by this rank alone
+        return Compute(seconds, core_wait_seconds=0.0)
 
 
 def kernel_seconds(events: Iterable[Event], micro_batches: int) -> Seconds:

@@ -27,7 +27,7 @@ def main() -> None:
     """Train as one rank, then leave without waiting for peers that may be gone."""
     termination = Termination()
     termination.listen()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # or the profiler says on stderr that it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler says on stderr that it starts and stops
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with(os.getppid(), termination)
     try:
