@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.config import ParallelConfig
-from wlb.training.layer_split import split_layers
 from wlb.workload import ModelShape
 from wlb.workload.layer_memory import Checkpointing, MemorySettings
+from wlb.workload.layer_split import split_layers
 from wlb.workload.memory import predict_memory
 
 # Read by the C library when a process starts: an own mapping for every tensor from 64 KiB on, one pool for the rest.

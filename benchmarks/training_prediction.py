@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.config import JobConfig
+from wlb.documents.document_order import DocumentStream
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
 from wlb.packing.plan import StepPlan
 from wlb.sharding import make_shard_plan, shard_latency
 from wlb.simulate import pipeline_makespan
 from wlb.simulate.compare import micro_batch_seconds
-from wlb.training.document_order import DocumentStream
 from wlb.training.job import transformer_config, vocab_size
-from wlb.training.layer_split import split_layers
 from wlb.training.planner import StepPlanner
 from wlb.workload import ModelShape, Workload, linear_flops, make_workload
+from wlb.workload.layer_split import split_layers
 
 
 def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:

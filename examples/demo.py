@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.config import JobConfig, load_config
+from wlb.documents.document_order import DocumentStream
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
 from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, IMBALANCED, pyplot_without_display, save
 from wlb.simulate import pipeline_makespan
 from wlb.simulate.compare import micro_batch_seconds
-from wlb.training.document_order import DocumentStream
 from wlb.training.job import transformer_config, vocab_size
 from wlb.training.planner import StepPlanner
 from wlb.workload import make_workload

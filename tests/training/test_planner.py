@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.config import DataConfig, PackingConfig
+from wlb.documents.document_order import DocumentStream, shuffled
 from wlb.packing import packer_from_config
 from wlb.packing.plan import StepPlan
-from wlb.training.document_order import DocumentStream, shuffled
 from wlb.training.planner import PlannedStep, StepPlanner
 from wlb.workload import make_workload
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from wlb.sharding import ShardPlan, make_shard_plan
-from wlb.training.layer_split import split_layers
 from wlb.training.predicted_load import PredictedLoad
 from wlb.workload import HARDWARE, make_workload, model_shape
+from wlb.workload.layer_split import split_layers
 
 SHAPE = model_shape("tiny")
 LENGTHS = [[3000, 40, 700], [4096], [1]]

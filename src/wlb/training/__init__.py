@@ -1,7 +1,7 @@
 """Training: from a token store and a configuration to a trained model, on as many processes as it takes.
 
-In the order in which a step passes through: ``document_order`` says which documents come next, ``planner`` has
-them packed and dealt to ranks, ``loader`` (with ``prefetch`` and ``batch``) makes tokens of the plan ahead of time,
+In the order in which a step passes through: ``planner`` has the next documents (``wlb.documents.document_order``)
+packed and dealt to ranks, ``loader`` (with ``prefetch`` and ``batch``) makes tokens of the plan ahead of time,
 ``pipeline`` runs them forward and backward through the ``model`` that ``parallelize`` spread over the processes, and
 ``optimizer`` updates it. ``trainer`` is the loop around this, with ``metrics`` and ``checkpoint``. ``launch``,
 ``preflight``, ``rank`` and ``failures`` start the processes and tell the user how they ended. ``profiling`` measures

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.config import DataConfig, JobConfig
+from wlb.documents.document_order import summarise_epoch
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.documents.token_store import TokenStore
@@ -24,7 +25,6 @@ from wlb.errors import UserError
 from wlb.packing import make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.document_order import summarise_epoch
 from wlb.workload import ModelShape, make_workload
 
 _FIRST_BOUNDARY, _BOUNDARY_RATIO = 256, 4

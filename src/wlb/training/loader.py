@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb.config import JobConfig
+from wlb.documents.document_order import DocumentStream, EpochSummary, finished_documents
 from wlb.documents.token_store import TokenStore
 from wlb.packing.base import Packer
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import make_shard_plan
 from wlb.training.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
-from wlb.training.document_order import DocumentStream, EpochSummary, finished_documents
 from wlb.training.identity import STORE, accepted_changes, check_identity, data_identity
 from wlb.training.planner import PlannedStep, StepPlanner
 from wlb.training.prefetch import Prefetcher, Shutdown

@@ -18,9 +18,9 @@ from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.system import usable_memory
 from wlb.training.agreement import gathered
 from wlb.training.job import compute_dtype
-from wlb.training.layer_split import split_layers
 from wlb.training.model import TransformerConfig
 from wlb.workload.layer_memory import MemorySettings
+from wlb.workload.layer_split import split_layers
 from wlb.workload.memory import gib, largest_length_factor, predict_memory
 
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.

@@ -19,7 +19,6 @@ from wlb.training.agreement import gathered, gathered_rows
 from wlb.training.compute_clock import ComputeClock, Seconds, ThreadClock
 from wlb.training.job import hardware_name
 from wlb.training.kernel_clock import KernelClock
-from wlb.training.layer_split import split_layers
 from wlb.training.loader import LoadedStep
 from wlb.training.parallelize import JobMesh
 from wlb.training.predicted_load import PredictedLoad
@@ -27,6 +26,7 @@ from wlb.training.rank_step import RankStep, RankSteps, rank_steps
 from wlb.training.stragglers import RankName
 from wlb.training.trace import StepTrace
 from wlb.workload import ModelShape
+from wlb.workload.layer_split import split_layers
 
 
 class Monitor:

@@ -18,9 +18,9 @@ from wlb.config import ParallelConfig
 from wlb.training.activation_checkpointing import Strategy, apply_activation_checkpointing
 from wlb.training.compile import compile_blocks
 from wlb.training.initialise import initialise_weights
-from wlb.training.layer_split import split_layers
 from wlb.training.model import Block, Transformer, TransformerConfig
 from wlb.training.tensor_parallel import apply_tensor_parallel, check_divisible
+from wlb.workload.layer_split import split_layers
 from wlb.workload.model_shapes import ModelShape
 
 MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb.config import PackingConfig
+from wlb.documents.document_order import DocumentStream
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.packing.arrange import arrange
 from wlb.packing.base import Packer, held_segments
 from wlb.packing.plan import StepPlan
-from wlb.training.document_order import DocumentStream
 
 _DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wlb.config import JobConfig
+from wlb.documents.document_order import summarise_epoch
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError, require
 from wlb.training.checkpoint_files import read_manifest
-from wlb.training.document_order import summarise_epoch
 from wlb.training.held_out import check_evaluation
 from wlb.training.identity import check_identity, data_identity
 from wlb.training.job import device_type, transformer_config, vocab_size

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.config import DataConfig
+from wlb.documents.document_order import DocumentStream, finished_documents, shuffled
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.training.document_order import DocumentStream, finished_documents, shuffled
 
 WINDOW = 10
 some_lengths = st.lists(st.integers(0, 35), min_size=1, max_size=40).filter(any)

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.training.layer_split import split_layers
+from wlb.workload.layer_split import split_layers
 from wlb.workload.model_shapes import ModelShape
 
 
