@@ -327,11 +327,6 @@ class JobConfig(Section):
                 f"interleaved 1F1B runs micro-batches in rounds of parallel.pp = {self.parallel.pp}; "
                 f"packing.micro_batches / parallel.dp = {per_rank} must be a multiple of it"
             )
-        if self.training.compile and self.parallel.tp > 1:
-            raise ValueError(
-                f"training.compile = true needs parallel.tp = 1, not {self.parallel.tp}: compiled blocks with tensor "
-                "parallelism computed wrong gradients in our tests"
-            )
         for threshold in self.packing.outlier_thresholds if self.packing.outlier_thresholds != "auto" else ():
             if threshold > self.data.context_window:
                 raise ValueError(

@@ -19,11 +19,11 @@ def usable_cores() -> int:
 def usable_memory() -> int:
     """Bytes of memory this job may use: the machine's, or less where a container or job scheduler says so."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_control_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    return min([physical, *control_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
-def _control_group_limits(membership: Path, root: Path) -> list[int]:
-    """The memory limits of this process's control group and of all above it (cgroup version 2, or 1)."""
+def control_group_limits(membership: Path, root: Path) -> list[int]:
+    """The memory limits in bytes of this process's control group and of all above it (cgroup version 2, or 1)."""
     limits = []
     try:
         for line in membership.read_text(encoding="utf-8").splitlines():

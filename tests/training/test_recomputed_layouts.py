@@ -34,8 +34,8 @@ LAYOUTS = [
     ParallelConfig(pp=2),
     ParallelConfig(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
 ]
-COMPILED_LAYOUTS = [ParallelConfig(pp=2)]  # with FSDP inside, as everywhere; each takes seconds to compile
-GRAPHS = 4  # of tests/training/test_compile.py
+COMPILED_LAYOUTS = [ParallelConfig(pp=2), ParallelConfig(tp=2)]  # with FSDP inside; each takes seconds to compile
+GRAPHS = 5  # those of tests/training/test_compile.py, and one more under tp
 
 
 def _gradients(parallel: ParallelConfig, strategy: Strategy = "none", compiled: bool = False) -> dict[str, Tensor]:
