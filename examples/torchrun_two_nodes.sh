@@ -6,9 +6,11 @@
 # HEAD is the name of either machine, PORT free there, PROCESSES those of one machine (parallel.* must multiply to
 # twice as many). To rehearse on one machine, run it in two terminals with HEAD = localhost.
 #
-# c10d is the rendezvous to use: after a failure the machines meet again and get a new store. Ranks that are killed
-# are started again up to three times, from the newest checkpoint.
+# Ranks that are killed are started again up to three times, from the newest checkpoint. For that the machines must meet
+# again (the rendezvous backend c10d) and get a new store: the one that torchrun shares with the ranks by default keeps
+# the addresses of killed ranks, and after a restart two machines may each use a store of their own.
 set -euo pipefail
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 endpoint=$1 processes=$2 config=$3
 shift 3

@@ -7,7 +7,7 @@ import torch
 
 from wlb.config import TrainingConfig
 from wlb.system import usable_cores
-from wlb.training.job import compute_dtype, dense_attention_warning, threads_per_process
+from wlb.training.job import compute_dtype, dense_attention_warning, shared_store_warning, threads_per_process
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -31,6 +31,17 @@ def test_dense_attention_on_a_gpu_is_told():
     warning = dense_attention_warning(torch.float32, CUDA)
     assert warning is not None
     assert "training.dtype = 'float32' on CUDA" in warning
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "shared", "told"),
+    [("2", "3", "True", True), ("1", "3", "True", False), ("2", "0", "True", False), ("2", "3", "False", False)],
+)
+def test_restarts_on_several_machines_need_a_store_of_their_own(nodes, restarts, shared, told, monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    assert (shared_store_warning() is not None) == told
 
 
 @pytest.mark.parametrize(

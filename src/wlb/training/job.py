@@ -52,9 +52,9 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
 def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:
     """The store in which the ranks find each other, and this process's rank.
 
-    On one machine ``torchrun`` keeps its store over restarts, and in it the addresses of ranks that were killed; so
-    every attempt has keys of its own. On several machines the store is a new one each time (with the rendezvous
-    backend c10d), and they need not agree on the number of restarts.
+    ``torchrun`` keeps its store over restarts, and in it the addresses of ranks that were killed; so on one machine
+    every attempt has keys of its own. Several machines need not agree on the number of restarts; see
+    ``shared_store_warning``.
     """
     if "RANK" not in os.environ:
         return dist.HashStore(), 0
@@ -63,6 +63,18 @@ def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return store, rank
+
+
+def shared_store_warning() -> str | None:
+    """What to tell the user where ``torchrun`` could not restart the ranks of several machines, or None."""
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if not (several and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        return None
+    return (
+        "wlb: warning: torchrun cannot reliably restart ranks on several machines while it shares its store with them; "
+        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them"
+    )
 
 
 def device_type(config: TrainingConfig, local_processes: int) -> str:

@@ -33,6 +33,7 @@ from wlb.training.job import (
     dense_attention_warning,
     hardware_name,
     joined_job,
+    shared_store_warning,
     transformer_config,
     vocab_size,
 )
@@ -147,7 +148,12 @@ class Trainer:
             say(_opening_line(config, device, self.loader, self.step))
             if self.loader.changed_data:
                 say(f"wlb: warning: continuing on changed data: {self.loader.changed_data}")
-            for warning in (dense_attention_warning(dtype, device), tokenizer_warning(config.model, store)):
+            warnings = (
+                dense_attention_warning(dtype, device),
+                tokenizer_warning(config.model, store),
+                shared_store_warning(),
+            )
+            for warning in warnings:
                 if warning:
                     say(warning)
 
