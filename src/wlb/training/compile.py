@@ -35,8 +35,8 @@ def _compiled(forward: Callable[..., Tensor], backend: str) -> Callable[..., Ten
     @wraps(forward)
     def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
         if type(x_TD) is not Tensor:
-            # Still on its way from a tensor-parallel collective: compiled code (torch 2.13) would run on it, but give it
-            # a wrong gradient. A copy has arrived.
+            # Still on its way from a tensor-parallel collective. Compiled code (torch 2.13) would run on it and give it
+            # a wrong gradient; a copy has arrived.
             x_TD = x_TD.clone()
         out: Tensor = compiled(x_TD, rotation, torch.compiler.disable(attend))
         return out
