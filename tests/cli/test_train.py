@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.training.jobs import write_config, write_store
 from wlb.cli import app
+from wlb.training.checkpoint_files import Manifest, Progress, write_manifest
 
 
 @pytest.fixture
@@ -39,8 +39,7 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": {"cp": 2}}, "parallel.cp = 2 is not available in this version"),
-        ({"parallel": {"tp": 2}}, "parallel.tp = 2 is not available in this version"),
+        ({"parallel": {"tp": 2}}, "kv_heads = 1 cannot be split over parallel.tp = 2 ranks"),
         ({"data": {"store": "nowhere/store"}}, "nowhere/store"),
         ({"training": {"learning_rate": -1.0}}, "training.learning_rate"),
         ({"parallel": {"dp": 3}}, "packing.micro_batches = 4 counts all data-parallel ranks"),
@@ -85,7 +84,7 @@ def test_a_directory_that_cannot_be_written(folder, section, capsys, monkeypatch
 def test_checkpoints_of_another_job(folder, capsys, monkeypatch):
     other = folder / "checkpoints" / "step-00000010"
     other.mkdir(parents=True)
-    (other / "manifest.json").write_text(json.dumps({"format": 2, "step": 10, "loader": {"identity": {}}}))
+    write_manifest(other, Manifest(Progress(10, {"identity": {}}), {}))
     config = str(write_config(folder, checkpoint={"dir": str(folder / "checkpoints")}))
     assert "written with token store = None, this job has" in error_of(capsys, monkeypatch, config)
     checkpoint = {"dir": str(folder / "checkpoints"), "resume": False}
