@@ -14,7 +14,7 @@ def event_driven_makespan(schedule, forward, backward, virtual_stages):
     """An oracle that knows nothing of waves: ranks as queues, messages that arrive, a clock that moves on."""
     stages, micro_batches = forward.shape
     pp = stages // virtual_stages
-    queues = [list(ops) for ops in rank_operations(schedule, pp, micro_batches, virtual_stages)]
+    queues = [[o[:3] for o in ops] for ops in rank_operations(schedule, pp, micro_batches, virtual_stages)]
     arrived = {(0, i, False) for i in range(micro_batches)}
     busy = [False] * pp
     finishing: list[tuple[float, int, int, int, bool]] = []

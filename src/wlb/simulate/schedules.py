@@ -2,46 +2,66 @@
 
 A schedule is nothing but one list of operations for each rank; who waits for whom follows from the lists
 (``wlb.simulate.pipeline``). The orders are those of ``torch.distributed.pipelining`` 2.13 (``ScheduleGPipe``,
-``Schedule1F1B``, ``ScheduleInterleaved1F1B``), derived here without torch; the tests compare them.
+``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``), derived
+here without torch; the tests compare them.
+
+The zero-bubble schedules (arXiv 2401.10241) cut a backward in two: the gradient of the input, for which the stage
+before waits, and that of the weights, for which nobody does and which fills the gaps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from wlb.errors import UserError
 
+Part = Literal["whole", "input", "weight"]
+
 
 class Operation(NamedTuple):
-    """The forward (or backward) of one micro-batch through one stage of the model."""
+    """The forward (or backward, or one part of it) of one micro-batch through one stage of the model."""
 
     stage: int
     micro_batch: int
     backward: bool
+    part: Part = "whole"
 
 
 RankOperations = tuple[tuple[Operation, ...], ...]
 
-SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe")
+SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "interleaved_zero_bubble", "zbv_zero_bubble")
+ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
+_SEVERAL_STAGES = ("interleaved_1f1b", *ZERO_BUBBLE)
 
 
 @lru_cache(maxsize=256)
 def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: int = 1) -> RankOperations:
     """Return, for each of ``pp`` ranks, its operations in the order in which the rank runs them.
 
-    Rank r holds the stages r, r + pp, ..., r + (virtual_stages - 1) * pp. ``1f1b`` also takes fewer micro-batches
-    than ranks, which torch's ``Schedule1F1B`` refuses to build and Megatron-Core runs.
+    Rank r holds the stages that ``stages_of_rank`` names. ``1f1b`` also takes fewer micro-batches than ranks, which
+    torch's ``Schedule1F1B`` refuses to build and Megatron-Core runs.
 
-    Raises ``UserError`` for an unknown schedule, a size below 1, more than one stage for each rank outside
-    ``interleaved_1f1b``, or an interleaved schedule whose micro-batches do not fill whole rounds of ``pp``.
+    Raises ``UserError`` for an unknown schedule, a size below 1, more than one stage for each rank where the schedule
+    runs one, and micro-batches that do not fill whole rounds.
     """
     _check(schedule, pp, micro_batches, virtual_stages)
-    if schedule == "gpipe":
-        return tuple(_gpipe(rank, micro_batches) for rank in range(pp))
-    if schedule == "1f1b":
-        return tuple(_one_forward_one_backward(rank, pp, micro_batches) for rank in range(pp))
-    return tuple(_interleaved(rank, pp, micro_batches, virtual_stages) for rank in range(pp))
+    of_rank: dict[str, Callable[[int], tuple[Operation, ...]]] = {
+        "gpipe": lambda rank: _gpipe(rank, micro_batches),
+        "1f1b": lambda rank: _one_forward_one_backward(rank, pp, micro_batches),
+        "interleaved_1f1b": lambda rank: _interleaved(rank, pp, micro_batches, virtual_stages),
+        "interleaved_zero_bubble": lambda rank: _interleaved_zero_bubble(rank, pp, micro_batches, virtual_stages),
+        "zbv_zero_bubble": lambda rank: _zbv_zero_bubble(rank, pp, micro_batches),
+    }
+    return tuple(of_rank[schedule](rank) for rank in range(pp))
+
+
+def stages_of_rank(schedule: str, rank: int, pp: int, virtual_stages: int = 1) -> tuple[int, ...]:
+    """The stages that ``rank`` holds: every pp-th, or for ``zbv_zero_bubble`` one on the way down a V and one up."""
+    if schedule == "zbv_zero_bubble":
+        return (rank, 2 * pp - 1 - rank)
+    return tuple(range(rank, pp * virtual_stages, pp))
 
 
 def _check(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> None:
@@ -50,14 +70,21 @@ def _check(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> N
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
         if value < 1:
             raise UserError(f"a pipeline with {name} = {value} does not exist; {name} must be at least 1")
-    if virtual_stages > 1 and schedule != "interleaved_1f1b":
+    if virtual_stages > 1 and schedule not in _SEVERAL_STAGES:
         raise UserError(
             f"schedule {schedule!r} runs one stage on each rank, not {virtual_stages}; use 'interleaved_1f1b'"
         )
+    if schedule == "zbv_zero_bubble" and virtual_stages != 2:
+        raise UserError(f"schedule 'zbv_zero_bubble' runs two stages on each rank, not {virtual_stages}")
     if schedule == "interleaved_1f1b" and micro_batches % pp:
         raise UserError(
             f"interleaved 1F1B runs micro-batches in rounds of pp = {pp}; {micro_batches} micro-batches are "
             "not a multiple of it"
+        )
+    if schedule == "interleaved_zero_bubble" and micro_batches % max(1, micro_batches // pp):
+        raise UserError(
+            f"the interleaved zero-bubble schedule runs micro-batches in equal rounds of at least pp = {pp}; "
+            f"{micro_batches} micro-batches cannot be divided into {micro_batches // pp}"
         )
 
 
@@ -74,13 +101,21 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> tuple[O
 
 
 def _interleaved(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> tuple[Operation, ...]:
-    local_stages = range(rank, pp * virtual_stages, pp)
-    rounds = [range(start, start + pp) for start in range(0, micro_batches, pp)]
-    forwards = [Operation(s, i, False) for round_ in rounds for s in local_stages for i in round_]
-    backwards = [Operation(s, i, True) for round_ in rounds for s in reversed(local_stages) for i in round_]
+    forwards, backwards = _in_rounds(rank, pp, micro_batches, virtual_stages, round_size=pp)
     # One round through every stage of this rank but its last, and two operations for each rank after it.
     warm_up = (virtual_stages - 1) * pp + 2 * (pp - 1 - rank)
     return _warm_up_then_alternate(forwards, backwards, warm_up)
+
+
+def _in_rounds(
+    rank: int, pp: int, micro_batches: int, virtual_stages: int, round_size: int
+) -> tuple[list[Operation], list[Operation]]:
+    """Forwards and backwards, round after round of micro-batches, each through all stages of the rank."""
+    local_stages = range(rank, pp * virtual_stages, pp)
+    rounds = [range(start, start + round_size) for start in range(0, micro_batches, round_size)]
+    forwards = [Operation(s, i, False) for round_ in rounds for s in local_stages for i in round_]
+    backwards = [Operation(s, i, True) for round_ in rounds for s in reversed(local_stages) for i in round_]
+    return forwards, backwards
 
 
 def _warm_up_then_alternate(
@@ -91,3 +126,59 @@ def _warm_up_then_alternate(
     alternating = [operation for pair in zip(forwards[warm_up:], backwards, strict=False) for operation in pair]
     cool_down = backwards[len(forwards) - warm_up :]
     return (*forwards[:warm_up], *alternating, *cool_down)
+
+
+def _interleaved_zero_bubble(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> tuple[Operation, ...]:
+    """1F1B whose weight parts follow their input parts at a distance of ``rank`` (ZB-H1 of the paper)."""
+    round_size = micro_batches // max(1, micro_batches // pp)
+    forwards, backwards = _in_rounds(rank, pp, micro_batches, virtual_stages, round_size)
+    warm_up = min((virtual_stages - 1) * round_size + pp - 1 - rank, len(forwards))
+    operations = forwards[:warm_up]
+    for index, backward in enumerate(backwards):
+        operations += forwards[warm_up + index : warm_up + index + 1]
+        operations.append(backward._replace(part="input"))
+        if index >= rank:
+            operations.append(backwards[index - rank]._replace(part="weight"))
+    late = backwards[max(0, len(backwards) - rank) :]
+    return (*operations, *(backward._replace(part="weight") for backward in late))
+
+
+def _zbv_zero_bubble(rank: int, pp: int, micro_batches: int) -> tuple[Operation, ...]:
+    """Two stages for each rank, placed as a V: the rank of the first stage also has the last (ZB-V of the paper).
+
+    The schedule is laid out for at least 2 pp - 1 micro-batches; those that do not exist are left out.
+    """
+    wanted = max(2 * pp - 1, micro_batches)
+    down, up = rank, 2 * pp - 1 - rank
+    operations: list[Operation] = []
+    done = {(stage, kind): 0 for stage in (down, up) for kind in ("forward", "input", "weight")}
+
+    def run(stage: int, *kinds: Literal["forward", "input", "weight"]) -> None:
+        for kind in kinds:
+            index = done[stage, kind]
+            done[stage, kind] += 1
+            if index < micro_batches:
+                part: Part = "whole" if kind == "forward" else kind
+                operations.append(Operation(stage, index, kind != "forward", part))
+
+    for _ in range(2 * (pp - rank) - 1):
+        run(down, "forward")
+    for _ in range(rank):
+        run(up, "forward")
+        run(down, "forward")
+    for _ in range(pp - rank):
+        run(up, "forward", "input", "weight")
+    while done[up, "forward"] < wanted:
+        if done[down, "forward"] < wanted:
+            run(down, "forward")
+        run(down, "input", "weight")
+        run(up, "forward", "input", "weight")
+    for _ in range(rank):
+        run(down, "input")
+        run(up, "input")
+    for _ in range(pp - rank):
+        run(down, "input", "weight")
+    for stage in (up, down):
+        while done[stage, "weight"] < done[stage, "input"]:
+            run(stage, "weight")
+    return tuple(operations)

@@ -101,7 +101,7 @@ class _Walk:
         self.held["optimizer"] = 2 * shard
         self.held["checkpoint"] = 3 * shard if self.settings.checkpoint_copy else 0
         self.held["batches"] = sum(self.rows) * _BATCH_BYTES
-        for stage, micro_batch, backward in operations:
+        for stage, micro_batch, backward, _ in operations:
             if backward:
                 self._backward(stage, micro_batch)
             else:
