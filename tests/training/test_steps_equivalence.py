@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from wlb.training.trainer import Trainer
 
 STEPS = 20
 WINDOW = 64
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "plain-4d": {"dp": 2, "pp": 2, "cp": 2},
     "fixed-4d": {"dp": 2, "tp": 2},
     "wlb-llm": {"pp": 2, "cp": 2},
