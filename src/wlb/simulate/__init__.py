@@ -1,5 +1,20 @@
 """What a step costs on many GPUs, computed from plans and prices without running the model."""
 
-from wlb.simulate.pipeline import pipeline_makespan, pipeline_makespans
+from wlb.simulate.job import SimulatedJob, simulated_job
+from wlb.simulate.pipeline import SCHEDULES, pipeline_makespan, pipeline_makespans
+from wlb.simulate.run import SimulationResult, simulate
+from wlb.simulate.step import CAUSES, StepResults, simulate_step, simulate_steps
 
-__all__ = ["pipeline_makespan", "pipeline_makespans"]
+__all__ = [
+    "CAUSES",
+    "SCHEDULES",
+    "SimulatedJob",
+    "SimulationResult",
+    "StepResults",
+    "pipeline_makespan",
+    "pipeline_makespans",
+    "simulate",
+    "simulate_step",
+    "simulate_steps",
+    "simulated_job",
+]

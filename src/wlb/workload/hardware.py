@@ -33,6 +33,7 @@ class Hardware:
     network_bandwidth: float  # bytes/s of each GPU between nodes
     network_latency: float  # seconds
     bytes_per_value: int  # of an activation
+    memory_bytes: float  # of one GPU
 
     def link(self, gpus: int) -> tuple[float, float]:
         """Bandwidth (bytes/s) and latency (seconds) of a collective whose group reaches over ``gpus`` GPUs."""
@@ -81,6 +82,7 @@ _H100 = Hardware(
     network_bandwidth=_NETWORK_EFFICIENCY * 50e9,  # quoted: DGX H100, one 400 Gb/s adapter for each GPU
     network_latency=_NETWORK_LATENCY,
     bytes_per_value=2,
+    memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
 )
 
 HARDWARE: dict[str, Hardware] = {
@@ -98,10 +100,11 @@ HARDWARE: dict[str, Hardware] = {
         network_bandwidth=_NETWORK_EFFICIENCY * 25e9,  # quoted: DGX A100, one 200 Gb/s adapter for each GPU
         network_latency=_NETWORK_LATENCY,
         bytes_per_value=2,
+        memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
     ),
     "h100": _H100,
-    # The same chip with faster memory; quoted: NVIDIA H200 data sheet.
-    "h200": replace(_H100, memory_bandwidth=_MEMORY_EFFICIENCY * 4.8e12),
+    # The same chip with faster and more memory; quoted: NVIDIA H200 data sheet.
+    "h200": replace(_H100, memory_bandwidth=_MEMORY_EFFICIENCY * 4.8e12, memory_bytes=141e9),
     # Measured on one core of an AMD EPYC (family 26) with torch 2.13.0, one thread, float32: matrix products,
     # norms, rotary embedding and SwiGLU of a block of hidden size 128, torch's flash attention over 4 heads x 32
     # for 16 to 8,192 tokens (attention and linear part of a document together within 10%), and gloo between
@@ -119,6 +122,7 @@ HARDWARE: dict[str, Hardware] = {
         network_bandwidth=1.7e9,
         network_latency=100e-6,
         bytes_per_value=4,
+        memory_bytes=4e9,  # assumed
     ),
 }
 

@@ -1,0 +1,158 @@
+"""Simulating a job on documents: the plans that the trainer would run, step by step, and what they take.
+
+Documents come in the order of ``wlb.documents.document_order``, epoch after epoch, through the job's packer and
+``wlb.packing.arrange``. Steps are priced a few at a time, so memory does not grow with their number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.document_order import DocumentStream
+from wlb.packing import packer_from_config
+from wlb.packing.arrange import arrange
+from wlb.packing.plan import StepPlan
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.step import CAUSES, StepResults, simulate_steps
+from wlb.workload.flops import attended_pairs
+
+_DOCUMENTS_AT_ONCE = 64  # what the trainer's planner takes, so that plans are the same
+_MICRO_BATCHES_AT_ONCE = 512
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """Means over steps. Seconds are simulated, of a whole step; ``where`` divides them among ``wlb.simulate.CAUSES``.
+
+    ``gpu_seconds`` is what each GPU computes in a step, shape (pp, dp, cp); tensor-parallel ranks are alike.
+    ``imbalance`` is the slowest over the mean: of all GPUs (``gpus``), of the ranks of a context-parallel group in a
+    micro-batch (``cp``), of a step's micro-batches (``micro_batches``), and of the ranks' sums over a step (``dp``,
+    ``pp``). ``attention_kept`` is the share of the documents' query-key pairs that is computed.
+    """
+
+    job: SimulatedJob
+    steps: int
+    tokens: int
+    seconds: float
+    step_seconds: NDArray[np.float64]  # (steps,)
+    where: dict[str, float]
+    gpu_seconds: NDArray[np.float64]
+    imbalance: dict[str, float]
+    attention_kept: float
+
+    @property
+    def mean_step_seconds(self) -> float:
+        return self.seconds / self.steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "gpus": self.job.gpus,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "mean_step_seconds": self.mean_step_seconds,
+            "where": self.where,
+            "imbalance": self.imbalance,
+            "attention_kept": self.attention_kept,
+        }
+
+
+def planned_steps(job: SimulatedJob, lengths: NDArray[np.int64]) -> Iterator[StepPlan]:
+    """The plans of the job's steps on documents of ``lengths`` tokens, without end, as the trainer would run them.
+
+    Raises ``UserError`` where the documents leave nothing to train on.
+    """
+    packing = job.packing
+    stream = DocumentStream(lengths, job.data)
+    packer = packer_from_config(packing, job.context_window, job.packing_workload)
+    while True:
+        if stream.epoch_is_over:
+            stream.next_epoch()
+        for plan in packer.plan(stream.take(_DOCUMENTS_AT_ONCE)):
+            yield arrange(plan, job.dp, assignment=packing.assignment, order=packing.order)
+
+
+def simulate(
+    job: SimulatedJob,
+    lengths: NDArray[np.int64],
+    steps: int,
+    *,
+    on_progress: Callable[[int], None] = lambda steps: None,
+) -> SimulationResult:
+    """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens; ``on_progress`` gets steps just done."""
+    costs = JobCosts(job)
+    totals = _Totals(job)
+    plans = islice(planned_steps(job, lengths), steps)
+    at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
+    while group := list(islice(plans, at_once)):
+        totals.add(simulate_steps(group, costs))
+        totals.add_attention(group, lengths)
+        on_progress(len(group))
+    return totals.result()
+
+
+class _Totals:
+    """Sums over steps; memory grows by one number a step."""
+
+    def __init__(self, job: SimulatedJob) -> None:
+        self._job = job
+        self._tokens = 0
+        self._step_seconds: deque[float] = deque()
+        self._where = dict.fromkeys(CAUSES, 0.0)
+        self._gpu_seconds = np.zeros((job.pp, job.dp, job.cp))
+        self._imbalance = dict.fromkeys(("gpus", "cp", "micro_batches", "dp", "pp"), 0.0)
+        self._pairs = self._whole_pairs = 0.0
+
+    def add(self, results: StepResults) -> None:
+        self._tokens += int(results.tokens.sum())
+        self._step_seconds.extend(results.seconds.tolist())
+        for cause, seconds in results.where.items():
+            self._where[cause] += float(seconds.sum())
+        self._gpu_seconds += results.gpu_seconds.sum(axis=0)
+        groups = results.micro_batch_seconds
+        self._imbalance["gpus"] += _imbalances(results.gpu_seconds, (1, 2, 3))
+        self._imbalance["cp"] += float(
+            (groups.max(axis=3).sum(axis=(1, 2)) / groups.mean(axis=3).sum(axis=(1, 2))).sum()
+        )
+        self._imbalance["micro_batches"] += _imbalances(groups.mean(axis=3), (1, 2))
+        self._imbalance["dp"] += _imbalances(groups.sum(axis=(2, 3)), (1,))
+        self._imbalance["pp"] += _imbalances(results.gpu_seconds.sum(axis=(2, 3)), (1,))
+
+    def add_attention(self, plans: list[StepPlan], lengths: NDArray[np.int64]) -> None:
+        segments = np.array([*chain.from_iterable(plan.segments for plan in plans)], dtype=np.int64).reshape(-1, 3)
+        document, start, length = segments.T
+        limit = self._job.context_window
+        arrived = np.minimum(lengths[document % len(lengths)] - start // limit * limit, limit)
+        self._pairs += float(attended_pairs(length).sum())
+        self._whole_pairs += float((attended_pairs(arrived) * length / arrived).sum())
+
+    def result(self) -> SimulationResult:
+        steps = len(self._step_seconds)
+        return SimulationResult(
+            job=self._job,
+            steps=steps,
+            tokens=self._tokens,
+            seconds=sum(self._step_seconds),
+            step_seconds=np.array(self._step_seconds),
+            where={cause: seconds / steps for cause, seconds in self._where.items()},
+            gpu_seconds=self._gpu_seconds / steps,
+            imbalance={name: total / steps for name, total in self._imbalance.items()},
+            attention_kept=self._pairs / self._whole_pairs,
+        )
+
+
+def _imbalances(seconds: NDArray[np.float64], axes: tuple[int, ...]) -> float:
+    """Sum over steps of the slowest over the mean."""
+    return float((seconds.max(axis=axes) / seconds.mean(axis=axes)).sum())

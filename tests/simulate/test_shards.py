@@ -1,0 +1,52 @@
+"""Prices of many micro-batches at once are those of ``wlb.sharding``, one at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.simulate.jobs import job
+
+from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.shards import price_shards
+
+some_micro_batches = st.lists(st.lists(st.integers(1, 3000), min_size=1, max_size=12), min_size=1, max_size=5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(some_micro_batches, st.sampled_from([1, 2, 3, 8]), st.sampled_from(sorted(STRATEGIES)))
+def test_shards_are_priced_as_sharding_prices_them(lengths, cp, strategy):
+    simulated = job(cp=cp, tp=2, sharding=strategy)
+    shards = price_shards(lengths, JobCosts(simulated))
+    for index, of_one in enumerate(lengths):
+        plan = make_shard_plan(of_one, cp, strategy, workload=simulated.sharding_workload)
+        latency = shard_latency(plan, simulated.sharding_workload)
+        seconds = shards.attention_forward[index] + shards.attention_backward[index]
+        np.testing.assert_allclose(seconds, latency.attention, rtol=1e-12)
+        np.testing.assert_array_equal(shards.tokens[index], plan.tokens_per_rank)
+        traffic = plan.kv_traffic
+        assert shards.exchanged[index] == max(traffic.sum(axis=0).max(), traffic.sum(axis=1).max())
+
+
+@settings(deadline=None, max_examples=30)
+@given(some_micro_batches, st.sampled_from([2, 3, 8]), st.sampled_from(sorted(STRATEGIES)))
+def test_own_share_counts_pairs_whose_keys_the_rank_holds(lengths, cp, strategy):
+    simulated = job(cp=cp, sharding=strategy)
+    shards = price_shards(lengths, JobCosts(simulated))
+    for index, of_one in enumerate(lengths):
+        plan = make_shard_plan(of_one, cp, strategy, workload=simulated.sharding_workload)
+        segment = np.repeat(np.arange(len(of_one)), of_one)
+        for rank in range(cp):
+            held = plan.positions(rank)
+            pairs = sum(int(np.searchsorted(held[segment[held] == segment[q]], q, side="right")) for q in held)
+            if len(held):
+                assert shards.own_share[index, rank] == pytest.approx(pairs / plan.attended_pairs[rank])
+
+
+def test_an_empty_micro_batch_costs_nothing():
+    shards = price_shards([[], [100], []], JobCosts(job(cp=2)))
+    assert shards.tokens.sum(axis=1).tolist() == [0, 100, 0]
+    assert not shards.attention_forward[[0, 2]].any()
+    assert shards.exchanged[[0, 2]].tolist() == [0, 0]

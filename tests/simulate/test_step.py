@@ -1,0 +1,70 @@
+"""A step's seconds, and their division among causes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from tests.simulate.jobs import documents, job
+
+from wlb.simulate import CAUSES, simulate_step, simulate_steps
+from wlb.simulate.run import planned_steps
+from wlb.simulate.step import step_times
+
+LAYOUTS = [
+    {"pp": 4, "cp": 2, "dp": 2, "tp": 2},
+    {"pp": 1, "cp": 2, "dp": 4, "micro_batches": 3},
+    {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "cp": 4, "micro_batches": 4},
+    {"pp": 2, "virtual_pp": 2, "schedule": "zbv_zero_bubble", "dp": 2, "micro_batches": 6},
+    {"pp": 4, "schedule": "interleaved_zero_bubble", "micro_batches": 8, "activation_checkpointing": "full"},
+]
+
+
+@pytest.mark.parametrize("preset", ["plain-4d", "best"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_causes_sum_to_the_step(layout, preset):
+    simulated = job(preset, **layout)
+    results = simulate_steps([*islice(planned_steps(simulated, documents()), 4)], simulated)
+    assert list(results.where) == list(CAUSES)
+    np.testing.assert_allclose(sum(results.where.values()), results.seconds, rtol=1e-12)
+    np.testing.assert_allclose(results.where["compute"], results.gpu_seconds.mean(axis=(1, 2, 3)), rtol=1e-12)
+    for cause in set(CAUSES) - {"micro-batches", "stages", "bubbles"}:
+        assert (results.where[cause] >= -1e-12).all(), cause
+    assert (results.gpu_seconds.max(axis=(1, 2, 3)) <= results.seconds).all()
+
+
+def test_what_the_job_lacks_costs_nothing():
+    simulated = job(pp=1, micro_batches=2)
+    where = simulate_step(next(planned_steps(simulated, documents())), simulated).where
+    assert {cause for cause, seconds in where.items() if seconds[0] > 1e-12} == {"compute", "optimizer"}
+
+
+def test_steps_are_priced_together_as_alone():
+    simulated = job("best", pp=2, cp=2, dp=2)
+    plans = [*islice(planned_steps(simulated, documents()), 5)]
+    together = simulate_steps(plans, simulated)
+    alone = [simulate_step(plan, simulated) for plan in plans]
+    np.testing.assert_allclose(together.seconds, [float(result.seconds[0]) for result in alone], rtol=1e-12)
+    np.testing.assert_allclose(together.gpu_seconds, np.concatenate([result.gpu_seconds for result in alone]))
+
+
+def test_the_timeline_ends_with_the_step():
+    simulated = job("wlb-llm", pp=4, cp=2, dp=2)
+    plan = next(planned_steps(simulated, documents()))
+    times = step_times(plan, simulated)
+    result = simulate_step(plan, simulated)
+    after = result.where["gradient reduction"] + result.where["optimizer"]
+    assert times.rank_ends.shape == (4, 2)
+    assert times.ends.max() == pytest.approx(float((result.seconds - after)[0]))
+
+
+def test_faster_links_and_fewer_layers_take_less():
+    simulated = job(pp=2, cp=2, dp=2, tp=8)
+    plan = next(planned_steps(simulated, documents()))
+    base = simulate_step(plan, simulated).seconds[0]
+    hardware = replace(simulated.hardware, network_bandwidth=1e15, node_bandwidth=1e15)
+    assert simulate_step(plan, replace(simulated, hardware=hardware)).seconds[0] < base
+    shape = replace(simulated.shape, layers=6)
+    assert simulate_step(plan, replace(simulated, shape=shape)).seconds[0] < base
