@@ -93,5 +93,6 @@ def is_running(pid: int) -> bool:
 
 
 def said(err: str) -> Sequence[str]:
-    """What a job wrote to stderr, without the progress lines and its greeting."""
-    return [line for line in err.splitlines() if line and not line.startswith(("step ", "starting ", "resuming "))]
+    """What a job wrote to stderr, without progress, greeting, and warnings (a busy machine has slow ranks)."""
+    passed_over = ("step ", "starting ", "resuming ", "wlb: warning: ")
+    return [line for line in err.splitlines() if line and not line.startswith(passed_over)]
