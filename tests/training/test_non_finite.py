@@ -123,3 +123,20 @@ def test_a_gradient_norm_that_is_not_finite_blames_the_whole_step(alone):
     steps = NonFiniteSteps(TrainingConfig(), dp_rank=0)
     with pytest.raises(TrainingError, match=r"gradient norm inf; every micro-batch has a finite loss; .* are 5, 6"):
         steps.check(1, 2.0, math.inf, PLAN, [GOOD])
+
+
+def _skip_every_step(config: JobConfig) -> None:
+    trainer = Trainer(config, torch.device("cpu"))
+    trainer.non_finite.check = lambda *_: "skipped"  # type: ignore[method-assign]
+    trainer.run()
+
+
+def _train_on(config: JobConfig) -> None:
+    Trainer(config, torch.device("cpu")).run()
+
+
+def test_a_job_that_has_only_skipped_steps_so_far_continues_from_its_checkpoint(folder):
+    checkpoint = {"dir": str(folder / "checkpoints"), "every": 1}
+    run_ranks(1, _skip_every_step, job(folder, training={"steps": 1}, checkpoint=checkpoint), seconds=60.0)
+    run_ranks(1, _train_on, job(folder, training={"steps": 2}, checkpoint=checkpoint), seconds=60.0)
+    assert [row["step"] for row in read_steps(folder)] == [1, 2]

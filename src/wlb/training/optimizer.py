@@ -16,7 +16,10 @@ from wlb.training.tied_embeddings import is_second_copy
 
 
 def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW over one model stage; weight decay acts on matrices, not on norms and other vectors."""
+    """AdamW over one model stage; weight decay acts on matrices, not on norms and other vectors.
+
+    Its moments exist from the start, as zeros: a checkpoint has them also where every step so far was skipped.
+    """
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
@@ -24,9 +27,16 @@ def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.Ada
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.learning_rate, betas=config.betas
     )
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
 
 
 def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
