@@ -51,6 +51,7 @@ def test_values_at_the_limits_are_taken(config):
     [
         ("training.stepz=4", "training.stepz is not a setting; did you mean steps?"),
         ("parallel.expert=2", "parallel.expert is not a setting; choose from dp, pp, cp, tp"),
+        ("model.rope_scaling.faktor=4", "model.rope_scaling.faktor is not a setting; did you mean factor?"),
         ("trainer.steps=4", "trainer is not a section; did you mean training?"),
     ],
 )
@@ -58,6 +59,18 @@ def test_unknown_names_are_told_what_there_is(config, override, message):
     with pytest.raises(UserError) as refusal:
         load_config(config, [override])
     assert message in str(refusal.value)
+
+
+def test_settings_of_inner_sections_can_be_overridden(config):
+    job = load_config(config, ["model.rope_scaling.factor=4", 'preset="fixed-4d"'])
+    assert job.model.rope_scaling is not None
+    assert (job.model.rope_scaling.factor, job.preset) == (4.0, "fixed-4d")
+
+
+@pytest.mark.parametrize("override", ["training", "training=4", "=4", "training.=4", ".steps=4", "data.store.x=4"])
+def test_overrides_of_no_setting_are_refused(config, override):
+    with pytest.raises(UserError, match=r"^--set "):
+        load_config(config, [override])
 
 
 def test_presets_differ_in_packing_and_sharding_only(config):

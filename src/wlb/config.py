@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -360,19 +360,18 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
     name, separator, text = override.partition("=")
-    section, dot, key = name.strip().partition(".")
-    if not dot and section == "preset":
-        document["preset"] = text
-        return
-    if not (separator and dot and section and key):
+    *sections, key = name.strip().split(".")
+    if not (separator and all((*sections, key)) and (sections or key == "preset")):
         raise UserError(f"--set {override!r} is not of the form section.key=value or preset=NAME")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    table = document.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise UserError(f"--set {override!r}: [{section}] is not a section of the config")
+    table = document
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {override!r}: [{section}] is not a section of the config")
     table[key] = value
 
 
@@ -392,9 +391,12 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def _unknown_key(where: str) -> str:
-    section, _, key = where.rpartition(".")
-    table = JobConfig.model_fields[section].annotation if section else JobConfig
-    names = list(getattr(table, "model_fields", {}))
+    *sections, key = where.split(".")
+    table: Any = JobConfig
+    for section in sections:
+        kinds = table.model_fields[section].annotation
+        table = next(kind for kind in (kinds, *get_args(kinds)) if hasattr(kind, "model_fields"))  # it may be optional
+    names = list(table.model_fields)
     close = get_close_matches(key, names, n=1)
     remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
-    return f"{where} is not a {'setting' if section else 'section'}; {remedy}"
+    return f"{where} is not a {'setting' if sections else 'section'}; {remedy}"
