@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.simulate.jobs import job
 
+from tests.simulate.jobs import job
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.shards import price_shards

@@ -7,8 +7,8 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from tests.simulate.jobs import documents, job
 
+from tests.simulate.jobs import documents, job
 from wlb.simulate import CAUSES, simulate_step, simulate_steps
 from wlb.simulate.run import planned_steps
 from wlb.simulate.step import step_times
