@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
+from wlb.cli.compare_prefill import PrefillOptions, checked_budget, compare_prefill
 from wlb.cli.console import emit_json, progress_bar, stdout
 from wlb.errors import UserError
 
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
 
 def compare(
     lengths: options.Lengths,
-    context_window: options.ContextWindow,
-    micro_batches: options.MicroBatches,
+    context_window: Annotated[int | None, typer.Option(min=1, help="Tokens attention may span.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks.")
+    ] = None,
     dp: options.Dp = 1,
-    pp: options.Pp = 4,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel size; default: 4, with --prefill 1.")] = None,
     tp: options.Tp = None,
     cp: options.Cp = None,
     model: options.Model = "7b",
@@ -44,6 +47,20 @@ def compare(
     ] = "split",
     solver_seconds: Annotated[float, typer.Option(min=0.01, help="Time limit of one solve of fixed_solver.")] = 10.0,
     plot: Annotated[Path | None, typer.Option(help="Also draw the comparison into this PNG file.")] = None,
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Take the lengths as prompts; simulate a serving system's prefill.")
+    ] = False,
+    token_budget: Annotated[int | None, typer.Option(min=1, help="--prefill: tokens of a rank in one pass.")] = None,
+    chunked: Annotated[
+        bool, typer.Option("--chunked/--whole", help="--prefill: cut prompts into chunks, or not.")
+    ] = True,
+    load: Annotated[
+        float, typer.Option(min=0.0, help="--prefill: arrivals, as a share of what ranks can do; 0: all at once.")
+    ] = 0.0,
+    lock_step: Annotated[
+        bool, typer.Option("--lock-step/--independent", help="--prefill: ranks run passes together, or each its own.")
+    ] = True,
+    seed: Annotated[int, typer.Option(min=0, help="--prefill: of the arrivals.")] = 0,
     json: options.Json = False,
 ) -> None:
     """Compare packing methods on a list of document lengths.
@@ -53,11 +70,32 @@ def compare(
     packs 4 global batches together, variable_length:1 has one outlier queue, variable_length:auto tunes thresholds as
     documents arrive, variable_length:paper is Algorithm 1 without early release.
 
+    With --prefill the lengths are prompts, batched by count, tokens, workload or workload:shortest.
+
     Example: wlb compare synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
     from wlb.simulate.compare import DEFAULT_METHODS, Cluster, documents_for, packer_for
 
+    if prefill:
+        prefill_options = PrefillOptions(checked_budget(token_budget), chunked, load, lock_step, seed)
+        compare_prefill(
+            lengths,
+            prefill_options,
+            dp=dp,
+            pp=pp or 1,
+            tp=tp,
+            cp=cp,
+            model=model,
+            hardware=hardware,
+            profile=profile,
+            methods=methods,
+            json=json,
+        )
+        return
+    context_window = _given("--context-window", context_window)
+    micro_batches = _given("--micro-batches", micro_batches)
+    pp = pp or 4
     check_dealing(micro_batches, dp)
     cluster = Cluster(micro_batches, context_window, dp, pp)
     workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
@@ -104,6 +142,12 @@ def compare(
         )
     if plot is not None:
         stdout.print(f"picture: {plot}")
+
+
+def _given(option: str, value: int | None) -> int:
+    if value is None:
+        raise UserError(f"missing option {option}; only --prefill does without")
+    return value
 
 
 def check_dealing(micro_batches: int, dp: int) -> None:

@@ -1,0 +1,126 @@
+"""``wlb compare --prefill``: what batching prompts by workload would do to a serving system's prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wlb.cli import options
+from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from wlb.simulate.prefill import PrefillResult
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """The options of ``wlb compare`` that only ``--prefill`` reads."""
+
+    token_budget: int
+    chunked: bool
+    load: float
+    lock_step: bool
+    seed: int
+
+
+def compare_prefill(
+    lengths: str,
+    prefill: PrefillOptions,
+    *,
+    dp: int,
+    pp: int,
+    tp: int | None,
+    cp: int | None,
+    model: str,
+    hardware: str,
+    profile: Path | None,
+    methods: str | None,
+    json: bool,
+) -> None:
+    import numpy as np
+
+    from wlb.documents.lengths import read_lengths
+    from wlb.packing.prefill import METHODS, PrefillPlanner, poisson_arrivals
+    from wlb.simulate import prefill as simulation
+
+    prompts = read_lengths(lengths)
+    # Prompts are priced one by one, so that the default is no context parallelism.
+    workload, priced_by = options.workload_from(model, hardware, tp, cp or 1, prefill.token_budget, profile)
+    planners = [
+        PrefillPlanner(
+            workload,
+            prefill.token_budget,
+            name,  # type: ignore[arg-type]  # checked by the planner
+            prefill.chunked,
+            prompts_per_batch=max(1, int(prefill.token_budget / prompts.mean())),
+        )
+        for name in options.method_names(methods, METHODS)
+    ]
+    capacity = simulation.capacity(prompts, planners[0], dp)
+    arrivals = (
+        poisson_arrivals(len(prompts), prefill.load * capacity, prefill.seed)
+        if prefill.load
+        else np.zeros(len(prompts))
+    )
+    with progress_bar() as bar:
+        results = [
+            simulation.compare_prefill(prompts, arrivals, planner, dp=dp, pp=pp, lock_step=prefill.lock_step)
+            for planner in bar.track(planners, description="methods")
+        ]
+    settings: dict[str, Any] = {
+        "prompts": len(prompts),
+        "tokens": int(prompts.sum()),
+        "token_budget": prefill.token_budget,
+        "prompts_per_batch": planners[0].prompts_per_batch,
+        "chunked": prefill.chunked,
+        "load": prefill.load,
+        "arrivals_per_second": prefill.load * capacity if prefill.load else None,
+        "lock_step": prefill.lock_step,
+        "dp": dp,
+        "pp": pp,
+        "seed": prefill.seed,
+        "workload": priced_by,
+    }
+    if json:
+        emit_json({"methods": [result.to_json() for result in results], **settings})
+    else:
+        stdout.print(_table(results, settings))
+
+
+def checked_budget(token_budget: int | None) -> int:
+    if token_budget is None:
+        raise UserError("--prefill needs --token-budget: the most tokens a rank prefills in one pass")
+    return token_budget
+
+
+def _table(results: list[PrefillResult], settings: dict[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    load = f"load {settings['load']:g} (Poisson)" if settings["load"] else "all at once"
+    ranks = f"dp {settings['dp']} {'in lock step' if settings['lock_step'] else 'independent'}, pp {settings['pp']}"
+    price = ", ".join(f"{key} {value}" for key, value in settings["workload"].items())
+    table = Table(
+        title=f"{settings['prompts']:,} prompts, {load}, budget {settings['token_budget']:,} tokens, "
+        f"chunked prefill {'on' if settings['chunked'] else 'off'}\n{ranks}; simulated with {price}",
+        caption="seconds to the first token; busy: mean over slowest rank of each pass",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("method", no_wrap=True)
+    for heading in ("p50", "p95", "p99", "mean", "longest", "tokens/s", "over\nfirst row", "longest\npass", "busy"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for r in results:
+        table.add_row(
+            r.method,
+            *(f"{s:.2f}" for s in (r.p50_seconds, r.p95_seconds, r.p99_seconds, r.mean_seconds, r.longest_seconds)),
+            f"{r.tokens_per_second:,.0f}",
+            f"{r.tokens_per_second / results[0].tokens_per_second:.2f}x",
+            f"{r.longest_pass_seconds:.2f}",
+            f"{r.busy:.3f}",
+        )
+    return table
