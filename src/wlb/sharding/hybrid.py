@@ -46,8 +46,8 @@ def hybrid_pieces(
 
     Of all results within ``TOLERANCE`` of the fastest the one that gathers the fewest tokens is taken, because gathered
     keys and values also cost memory and bandwidth that the prediction does not see; never one slower than adaptive
-    sharding, whose result may be given. No rank holds more than ``memory_factor`` times its even share of the tokens,
-    rounded up.
+    sharding, whose price and pieces may be given. No rank holds more than ``memory_factor`` times its even share of
+    the tokens, rounded up.
     """
     total = int(lengths.sum())
     room = max(int(memory_factor * total / cp_size), -(-total // cp_size))

@@ -19,12 +19,16 @@ def per_document_pieces(lengths: NDArray[np.int64], cp_size: int) -> tuple[Table
 
 
 def chunk_table(
-    segments: NDArray[np.int64], lengths: NDArray[np.int64], cp_size: int
+    segments: NDArray[np.int64], lengths: NDArray[np.int64], cp_size: int, dealt: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], Table]:
-    """Ranks and rows (segment, start, stop) of all chunks of ``segments``, whose lengths are ``lengths``."""
+    """Ranks and rows (segment, start, stop) of all chunks of ``segments``, whose lengths are ``lengths``.
+
+    ``dealt`` counts the remainder tokens dealt before each segment, by default those of the segments before it.
+    """
     chunks = 2 * cp_size
     turn = np.concatenate([np.arange(cp_size), np.arange(chunks - 1, cp_size - 1, -1)])  # chunks by dealing turn
-    dealt = np.cumsum(lengths % chunks) - lengths % chunks
+    if dealt is None:
+        dealt = np.cumsum(lengths % chunks) - lengths % chunks
     extra = np.empty((len(lengths), chunks), dtype=np.int64)
     extra[:, turn] = (np.arange(chunks) - dealt[:, None]) % chunks < (lengths % chunks)[:, None]
     stops = np.cumsum(lengths[:, None] // chunks + extra, axis=1)

@@ -1,0 +1,49 @@
+"""Many micro-batches at once are sharded exactly as one at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.sharding.micro_batches import sampled_micro_batches
+from wlb.sharding import STRATEGIES, make_shard_plan
+from wlb.sharding.batch import MicroBatches, locality, shard_many
+from wlb.sharding.latency import price_pieces
+from wlb.workload import make_workload
+
+WORKLOAD = make_workload("llama3-8b", "h100", tp=2)
+
+
+def check(micro_batches: list[list[int]], cp: int, strategy: str) -> None:
+    together = MicroBatches(
+        np.array([size for sizes in micro_batches for size in sizes]), np.array([len(m) for m in micro_batches])
+    )
+    pieces = shard_many(together, cp, strategy, WORKLOAD)
+    exchange = locality(pieces, len(together.sizes), len(micro_batches), cp)
+    for index, (sizes, first) in enumerate(zip(micro_batches, together.first, strict=True)):
+        plan = make_shard_plan(sizes, cp, strategy, workload=WORKLOAD)
+        for rank in range(cp):
+            mine = pieces.lane == index * cp + rank
+            table = np.stack([pieces.segment[mine] - first, pieces.start[mine], pieces.stop[mine]], axis=1)
+            np.testing.assert_array_equal(table, plan.pieces[rank])
+        traffic = plan.kv_traffic
+        assert exchange.exchanged_tokens[index] == max(traffic.sum(axis=0).max(), traffic.sum(axis=1).max())
+        assert exchange.gathered_tokens[index] == price_pieces(plan.pieces, WORKLOAD).gathered_tokens
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=8), min_size=1, max_size=4),
+    st.integers(2, 9),
+    st.sampled_from(sorted(STRATEGIES)),
+)
+def test_small_micro_batches(micro_batches, cp, strategy):
+    check(micro_batches, cp, strategy)
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("cp", [2, 8])
+def test_windows_of_documents(cp, strategy):
+    check(sampled_micro_batches(10), cp, strategy)

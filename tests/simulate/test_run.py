@@ -1,0 +1,76 @@
+"""A simulated job runs the trainer's plans, and its means are those of its steps."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from tests.simulate.jobs import WINDOW, documents, job
+from wlb.config import DataConfig
+from wlb.documents.document_order import DocumentStream
+from wlb.packing import packer_from_config
+from wlb.simulate import SimulatedJob, simulate, simulate_steps
+from wlb.simulate.run import planned_steps
+
+LENGTHS = documents(300)
+
+
+@pytest.mark.parametrize("preset", ["plain-4d", "fixed-4d", "wlb-llm", "best"])
+def test_plans_are_those_of_the_trainer(preset):
+    planner = pytest.importorskip("wlb.training.planner")
+    simulated = job(preset, pp=2, dp=2)
+    packer = packer_from_config(simulated.packing, WINDOW, simulated.packing_workload)
+    stream = DocumentStream(LENGTHS, simulated.data)
+    trainer = planner.StepPlanner(stream, packer, simulated.packing, simulated.dp, one_epoch=False)
+    count = 2 * int(LENGTHS.sum()) // (WINDOW * simulated.packing.micro_batches)  # into the third epoch
+    assert [*islice(planned_steps(simulated, LENGTHS), count)] == [step.plan for step in islice(trainer, count)]
+
+
+def test_means_are_those_of_the_steps():
+    simulated = job("wlb-llm", pp=2, cp=2, dp=2)
+    seen: list[int] = []
+    result = simulate(simulated, LENGTHS, 9, on_progress=seen.append)
+    steps = simulate_steps([*islice(planned_steps(simulated, LENGTHS), 9)], simulated)
+    assert sum(seen) == result.steps == 9
+    np.testing.assert_allclose(result.step_seconds, steps.seconds)
+    assert result.tokens_per_second == pytest.approx(steps.tokens.sum() / steps.seconds.sum())
+    assert sum(result.where.values()) == pytest.approx(result.mean_step_seconds)
+    np.testing.assert_allclose(result.gpu_seconds, steps.gpu_seconds.mean(axis=0))
+
+
+def test_only_cutting_loses_attention():
+    assert simulate(job("fixed-4d"), LENGTHS, 20).attention_kept == 1
+    assert simulate(job("wlb-llm"), LENGTHS, 20).attention_kept == 1
+    assert 0.5 < simulate(job("plain-4d"), LENGTHS, 20).attention_kept < 1
+
+
+def test_pieces_of_overlong_documents_count_as_documents():
+    simulated = job("fixed-4d", micro_batches=2)
+    assert simulate(simulated, np.full(40, 2 * WINDOW + 10), 20).attention_kept == 1
+
+
+def test_balancing_pays():
+    plain, paper, best = (
+        simulate(job(preset, pp=4, cp=2, dp=2, micro_batches=8), documents(), 40)
+        for preset in ("plain-4d", "wlb-llm", "best")
+    )
+    assert plain.imbalance["micro_batches"] > 1.3 > 1.1 > best.imbalance["micro_batches"]
+    assert paper.where["dp ranks"] < plain.where["dp ranks"]
+    assert best.tokens_per_second > paper.tokens_per_second
+
+
+def test_a_hundred_thousand_gpus():
+    simulated = job("plain-4d", tp=8, cp=16, pp=8, dp=98, micro_batches=8)
+    assert simulated.gpus > 100_000
+    result = simulate(simulated, documents(), 2)
+    assert result.gpu_seconds.shape == (8, 98, 16)
+    assert result.imbalance["gpus"] > 1
+
+
+def test_the_order_of_documents_is_that_of_the_configuration():
+    unshuffled = DataConfig.model_validate({"store": "x", "context_window": WINDOW, "shuffle": False})
+    simulated = job("plain-4d")
+    plan = next(planned_steps(SimulatedJob(**{**vars(simulated), "data": unshuffled}), LENGTHS))
+    assert next(iter(plan.segments)).document == 0
