@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from wlb.training.console import end_progress, say, show_progress
 from wlb.training.failures import TrainingError
 from wlb.training.held_out import Evaluation
 from wlb.training.imbalance import Imbalance
+from wlb.training.step_lines import continue_file, last_step_in
 
 _NOT_PLOTTED = {"step", "document_ids", "slow_ranks"}
 _SHORT = {"micro_batches": "mb"}  # in the live line
@@ -79,22 +80,28 @@ class MetricsWriter:
     """
 
     def __init__(self, config: MetricsConfig, last_step: int) -> None:
-        self._rows: list[StepMetrics] = []
+        self._last: StepMetrics | None = None
+        self._tokens = self._documents = 0
+        self._seconds, self._imbalance = array("d"), array("d")  # of every step: 16 bytes, over months of them
         self._evaluation: Evaluation | None = None
         try:
             config.dir.mkdir(parents=True, exist_ok=True)
             self._evaluations = config.dir / "evaluation.jsonl"
             for path in (config.dir / "steps.jsonl", self._evaluations):
-                for note in continue_file(path, last_step):
+                if note := continue_file(path, last_step):
                     say(note)
-            self.evaluated = _last_step(self._evaluations)
+            self.evaluated = last_step_in(self._evaluations)
             self._file = (config.dir / "steps.jsonl").open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(f"metrics.dir {config.dir} cannot be written: {error.strerror}") from error
         self._tensorboard = _tensorboard(config.dir, last_step) if config.tensorboard else None
 
     def write(self, metrics: StepMetrics) -> None:
-        self._rows.append(metrics)
+        self._last = metrics
+        self._tokens += metrics.tokens
+        self._documents += metrics.documents
+        self._seconds.append(metrics.step_seconds)
+        self._imbalance.append(metrics.imbalance_degree)
         row = metrics.to_json()
         try:
             self._file.write(json.dumps(row) + "\n")
@@ -124,17 +131,16 @@ class MetricsWriter:
 
     def summary(self) -> dict[str, Any]:
         """The steps of this run in one object; means and medians are null when no step was trained."""
-        rows = self._rows
-        tokens, seconds = sum(row.tokens for row in rows), sum(row.step_seconds for row in rows)
+        last, seconds = self._last, self._seconds
         return {
-            "steps": len(rows),
-            "last_step": rows[-1].step if rows else None,
-            "tokens": tokens,
-            "documents": sum(row.documents for row in rows),
-            "median_step_seconds": statistics.median(row.step_seconds for row in rows) if rows else None,
-            "tokens_per_second": tokens / seconds if rows else None,
-            "mean_imbalance_degree": statistics.fmean(row.imbalance_degree for row in rows) if rows else None,
-            "last_loss": rows[-1].to_json()["loss"] if rows else None,
+            "steps": len(seconds),
+            "last_step": last.step if last else None,
+            "tokens": self._tokens,
+            "documents": self._documents,
+            "median_step_seconds": statistics.median(seconds) if seconds else None,
+            "tokens_per_second": self._tokens / sum(seconds) if seconds else None,
+            "mean_imbalance_degree": statistics.fmean(self._imbalance) if seconds else None,
+            "last_loss": last.to_json()["loss"] if last else None,
             "evaluation_loss": self._evaluation.to_json(0)["loss"] if self._evaluation else None,
         }
 
@@ -167,37 +173,6 @@ def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float
             yield from _scalars(value, f"{prefix}{name}/")
         elif name not in _NOT_PLOTTED and value is not None:
             yield prefix + name, value
-
-
-def continue_file(path: Path, last_step: int) -> Iterable[str]:
-    """Make ``path`` end with ``last_step``; yields what was done, in words, if anything was."""
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    if last_step == 0:
-        aside = next(name for n in range(1, 10**6) if not (name := path.with_suffix(f".{n}.jsonl")).exists())
-        os.replace(path, aside)
-        yield f"metrics of an earlier run are now in {aside}"
-        return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= last_step]
-    if len(kept) < len(lines):
-        fresh = path.with_suffix(".tmp")
-        fresh.write_text("".join(kept), encoding="utf-8")
-        os.replace(fresh, path)
-        yield f"{path} goes back to step {last_step}, later lines removed: {len(lines) - len(kept)}"
-
-
-def _last_step(path: Path) -> int:
-    """The step of the last line; 0 without one."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return int(_step_of(lines[-1])) if lines else 0
-
-
-def _step_of(line: str) -> float:
-    try:
-        return int(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return math.inf  # a line cut short when its writer was killed
 
 
 def _tensorboard(directory: Path, last_step: int) -> Any:
