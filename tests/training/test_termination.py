@@ -10,7 +10,10 @@ import pytest
 
 from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import SECONDS, is_running, process, ranks_of, steps_written, wait_until
+from wlb.training import termination as termination_module
 from wlb.training.checkpoint_files import complete_checkpoints, step_of
+from wlb.training.failures import Terminated
+from wlb.training.termination import Termination
 
 
 @pytest.fixture
@@ -68,3 +71,20 @@ def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
     assert job.returncode == 143
     assert "wlb: terminated: training.grace_seconds = 1 were too few to finish the step and save it" in err
     assert complete_checkpoints(folder / "checkpoints") == []
+
+
+@pytest.mark.parametrize(
+    ("grace_seconds", "message"),
+    [(None, "terminated before the first step"), (0.0, "training.grace_seconds = 0 were too few")],
+)
+def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
+    def leave(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(termination_module, "leave", leave)
+    monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGTERM)
+    termination = Termination()
+    if grace_seconds is not None:
+        termination.allow(grace_seconds)
+    with pytest.raises(Terminated, match=message):
+        termination._answer()

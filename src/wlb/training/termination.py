@@ -19,7 +19,7 @@ class Termination:
 
     def __init__(self) -> None:
         self.requested = False
-        self._grace_seconds = 0.0  # before the first step there is nothing to save
+        self._grace_seconds: float | None = None  # before the first step there is nothing to save
 
     def listen(self) -> None:
         """Start to answer SIGTERM. It stays blocked in every thread, so nothing is interrupted by it."""
@@ -33,7 +33,7 @@ class Termination:
     def _answer(self) -> None:
         signal.sigwait({signal.SIGTERM})
         self.requested = True
-        if not self._grace_seconds:
+        if self._grace_seconds is None:
             leave(Terminated("terminated before the first step"))
         time.sleep(self._grace_seconds)
         leave(
