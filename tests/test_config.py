@@ -33,6 +33,7 @@ def config(tmp_path: Path) -> Path:
         "checkpoint.dir=",
         "metrics.dir=",
         "data.store=' '",
+        'data.store="a\\u0000"',
     ],
 )
 def test_values_out_of_range_are_refused(config, override):
@@ -59,6 +60,22 @@ def test_unknown_names_are_told_what_there_is(config, override, message):
     with pytest.raises(UserError) as refusal:
         load_config(config, [override])
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "data is missing and has no default; set it"),
+        ('[dat]\nstore = "store"\n', "dat is not a section; did you mean data?"),
+        ("data = 3\n", "data: this is a section; write [data] and its settings below (got 3)"),
+    ],
+)
+def test_files_without_data_are_told_what_to_write(tmp_path, text, message):
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as refusal:
+        load_config(path)
+    assert str(refusal.value) == f"config {path}: {message}"
 
 
 def test_settings_of_inner_sections_can_be_overridden(config):

@@ -35,9 +35,11 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def _not_empty(path: object) -> object:
+def _check_path(path: object) -> object:
     if isinstance(path, str) and not path.strip():
         raise ValueError("the path is empty; name one, or leave the setting out")  # it would mean the working directory
+    if isinstance(path, str) and "\0" in path:
+        raise ValueError("no path holds a null character")
     return path
 
 
@@ -45,7 +47,7 @@ def _not_empty(path: object) -> object:
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
-NonEmptyPath = Annotated[Path, BeforeValidator(_not_empty)]
+NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
 
 
 class Section(BaseModel):
@@ -377,15 +379,19 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 def _first_problem(error: ValidationError) -> str:
     problems = error.errors()
-    first = problems[0]
+    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")  # a typo explains what is missing
     # A union adds the name of its alternative: "literal['auto']", "constrained-float".
     parts = [part for part in first["loc"] if isinstance(part, str) and "[" not in part]
     where = ".".join(part for part in parts if not part.startswith("constrained-"))
     if first["type"] == "extra_forbidden":
         return _unknown_key(where)
+    if first["type"] == "missing":
+        return f"{where} is missing and has no default; set it"
     what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "model_type":
+        what = f"this is a section; write [{where}] and its settings below"
     value = first["input"]
-    shown = f" (got {value!r})" if where and first["type"] != "missing" and not isinstance(value, dict) else ""
+    shown = f" (got {value!r})" if where and not isinstance(value, dict) else ""
     more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
     return f"{where + ': ' if where else ''}{what}{shown}{more}"
 
