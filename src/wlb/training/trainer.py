@@ -28,18 +28,11 @@ from wlb.training.console import say
 from wlb.training.evaluation import Evaluator
 from wlb.training.exclusive import check_shared, directories_of
 from wlb.training.failures import Terminated, TrainingError
-from wlb.training.job import (
-    compute_dtype,
-    dense_attention_warning,
-    hardware_name,
-    joined_job,
-    shared_store_warning,
-    transformer_config,
-    vocab_size,
-)
+from wlb.training.greeting import greeting
+from wlb.training.job import compute_dtype, hardware_name, joined_job, transformer_config, vocab_size
 from wlb.training.learning_rate import learning_rate
 from wlb.training.loader import LoadedStep, RankShare, StepLoader
-from wlb.training.memory_budget import longest_micro_batch, with_agreed_factor
+from wlb.training.memory_budget import with_agreed_factor
 from wlb.training.metrics import MetricsWriter, StepMetrics
 from wlb.training.monitor import Monitor, rank_names
 from wlb.training.non_finite import NonFiniteSteps
@@ -48,7 +41,7 @@ from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning
 from wlb.training.parallelize import build_mesh, build_stage_modules
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
-from wlb.training.pretrained import load_weights, tokenizer_warning
+from wlb.training.pretrained import load_weights
 from wlb.training.resuming import agreed_checkpoint
 from wlb.training.seeds import place_of, seed_this_rank
 from wlb.training.termination import Termination
@@ -145,18 +138,8 @@ class Trainer:
         if dist.get_rank() == 0:
             self.metrics = MetricsWriter(config.metrics, self.step)
             self.observer = Observer(config, model.shape, names, device)
-            say(_opening_line(config, device, self.loader, self.step))
-            if self.loader.changed_data:
-                say(f"wlb: warning: continuing on changed data: {self.loader.changed_data}")
-            warnings = (
-                dense_attention_warning(dtype, device),
-                tokenizer_warning(config.model, store),
-                shared_store_warning(),
-            )
-            for warning in warnings:
-                if warning:
-                    say(warning)
-
+            for line in greeting(config, store, self.loader, self.step, dtype=dtype, device=device):
+                say(line)
         self.evaluator = None
         if config.evaluation.store:
             recorded = self.metrics.evaluated if self.metrics else 0
@@ -284,17 +267,6 @@ class Trainer:
     def _save(self) -> None:
         with region("checkpoint"):
             self.checkpointer.save(Progress(self.step, self._trained))
-
-
-def _opening_line(config: JobConfig, device: torch.device, loader: StepLoader, step: int) -> str:
-    data = loader.epoch_summary
-    policies = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
-    return (
-        f"{f'resuming after step {step}' if step else 'starting'} on {config.parallel.world_size} {device.type} "
-        f"processes; {data.documents:,} documents, {data.empty:,} empty ones passed over, {data.overlong:,} over "
-        f"{config.data.context_window:,} tokens {policies[config.data.overlong]}; "
-        f"micro-batches of up to {longest_micro_batch(config):,} tokens"
-    )
 
 
 def _where_it_ended(step: int, saved: bool) -> str:
