@@ -47,12 +47,6 @@ class TokenBatch:
     positions: Tensor
     segment_lengths: tuple[int, ...]
 
-    def to(self, device: torch.device) -> TokenBatch:
-        tokens, labels, positions = (
-            tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)
-        )
-        return TokenBatch(tokens, labels, positions, self.segment_lengths)
-
 
 def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     """Read a micro-batch's tokens.
