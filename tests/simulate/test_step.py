@@ -11,7 +11,7 @@ import pytest
 from tests.simulate.jobs import documents, job
 from wlb.simulate import CAUSES, simulate_step, simulate_steps
 from wlb.simulate.run import planned_steps
-from wlb.simulate.step import step_times
+from wlb.simulate.timeline import timeline
 
 LAYOUTS = [
     {"pp": 4, "cp": 2, "dp": 2, "tp": 2},
@@ -53,11 +53,14 @@ def test_steps_are_priced_together_as_alone():
 def test_the_timeline_ends_with_the_step():
     simulated = job("wlb-llm", pp=4, cp=2, dp=2)
     plan = next(planned_steps(simulated, documents()))
-    times = step_times(plan, simulated)
-    result = simulate_step(plan, simulated)
-    after = result.where["gradient reduction"] + result.where["optimizer"]
-    assert times.rank_ends.shape == (4, 2)
-    assert times.ends.max() == pytest.approx(float((result.seconds - after)[0]))
+    line = timeline(plan, simulated)
+    assert line.seconds == pytest.approx(float(simulate_step(plan, simulated).seconds[0]))
+    assert (line.rank_ends.max(axis=1) + line.reduction + line.optimizer).max() == pytest.approx(line.seconds)
+    assert line.rank_ends.shape == (4, 2)
+    assert line.ends.max() == line.rank_ends.max()
+    assert (line.starts >= 0).all()
+    slowest = line.compute.max(axis=2)
+    assert (slowest <= line.ends - line.starts + 1e-12).all()
 
 
 def test_faster_links_and_fewer_layers_take_less():

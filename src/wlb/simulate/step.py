@@ -71,7 +71,7 @@ class StageSeconds(NamedTuple):
 def simulate_steps(plans: Sequence[StepPlan], job: SimulatedJob | JobCosts) -> StepResults:
     """What each of ``plans`` takes, dealt to the job's data-parallel ranks already."""
     costs = job if isinstance(job, JobCosts) else JobCosts(job)
-    return _Steps(plans, costs).results()
+    return Steps(plans, costs).results()
 
 
 def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> StepResults:
@@ -79,18 +79,8 @@ def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> StepResults:
     return simulate_steps([plan], job)
 
 
-def step_times(plan: StepPlan, job: SimulatedJob | JobCosts) -> PipelineTimes:
-    """When each operation of a step runs on each data-parallel rank: arrays of shape (operations, dp).
-
-    Everything is in it but what follows the last backward: the rest of the gradient reduction, and the optimizer.
-    """
-    steps = _Steps([plan], job if isinstance(job, JobCosts) else JobCosts(job))
-    times = steps.pipelines(_EVERYTHING)
-    return times._replace(starts=times.starts[:, 0], ends=times.ends[:, 0], rank_ends=times.rank_ends[:, 0])
-
-
 @dataclass(frozen=True)
-class _Modelled:
+class Modelled:
     """What is taken into account so far; everything else is ideal."""
 
     recomputation: bool = False
@@ -106,7 +96,7 @@ class _Modelled:
     optimizer: bool = False
 
 
-_EVERYTHING = _Modelled(*[True] * 11)
+EVERYTHING = Modelled(*[True] * 11)
 _ADDED = {
     "stages": "stages",
     "micro-batches": "micro_batches",
@@ -121,7 +111,7 @@ _ADDED = {
 }
 
 
-class _Steps:
+class Steps:
     """Some steps and their prices; a cause more or less is one argument."""
 
     def __init__(self, plans: Sequence[StepPlan], costs: JobCosts) -> None:
@@ -139,7 +129,7 @@ class _Steps:
         micro_batch_seconds = compute + head
         return StepResults(
             tokens=self.shards.tokens.sum(axis=(1, 2, 3)),
-            seconds=self._seconds(_EVERYTHING),
+            seconds=self._seconds(EVERYTHING),
             where=self._where(micro_batch_seconds),
             gpu_seconds=self._by_gpu(compute.sum(axis=2), head.sum(axis=2)),
             micro_batch_seconds=micro_batch_seconds,
@@ -147,7 +137,7 @@ class _Steps:
 
     def _where(self, micro_batch_seconds: Array) -> dict[str, Array]:
         compute = micro_batch_seconds.mean(axis=(1, 3)).sum(axis=1) / self.job.pp
-        modelled = _Modelled(recomputation=True)
+        modelled = Modelled(recomputation=True)
         before = self._seconds(modelled)
         busy = self._stage_seconds(modelled)
         busy_seconds = (busy.forward + busy.backward)[:, 0].sum(axis=(1, 2)) / self.job.pp
@@ -169,18 +159,18 @@ class _Steps:
             by_rank.append(share * blocks + (job.stages - 1 in mine) * head)
         return np.stack(by_rank, axis=1)
 
-    def _seconds(self, modelled: _Modelled) -> Array:
+    def _seconds(self, modelled: Modelled) -> Array:
         """What the steps take; shape (steps,)."""
         ends = self.pipelines(modelled).rank_ends  # (pp, steps, dp)
         of_rank = ends.max(axis=2) if modelled.slowest_dp else ends.mean(axis=2)
         if modelled.reduction:
-            of_rank = of_rank + self._late_reduction(modelled)
+            of_rank = of_rank + self.late_reduction(modelled)
         if modelled.optimizer:
             of_rank = of_rank + self.costs.optimizer[:, None]
         seconds: Array = of_rank.max(axis=0)
         return seconds
 
-    def pipelines(self, modelled: _Modelled) -> PipelineTimes:
+    def pipelines(self, modelled: Modelled) -> PipelineTimes:
         stages = self._stage_seconds(modelled)
         forward, backward = stages.forward, stages.backward
         if modelled.gathers:
@@ -198,7 +188,23 @@ class _Steps:
         """Without a pipeline FSDP gathers weights in every micro-batch, so data-parallel ranks wait for each other."""
         return np.broadcast_to(seconds.max(axis=1, keepdims=True), seconds.shape)
 
-    def _stage_seconds(self, modelled: _Modelled) -> StageSeconds:
+    def compute_seconds(self) -> StageSeconds:
+        """What each context-parallel rank computes, without waiting; shape (steps, dp, stages, micro-batches, cp)."""
+        shares = self.costs.stage_shares[:, None, None]
+        of_last = (np.arange(self.job.stages) == self.job.stages - 1)[:, None, None]
+        shards = self.shards
+
+        def over_stages(blocks: Array, head: Array) -> Array:
+            seconds: Array = shares * blocks[:, :, None] + of_last * head[:, :, None]
+            return seconds
+
+        return StageSeconds(
+            over_stages(shards.attention_forward + self.blocks_forward, self.head_forward),
+            over_stages(shards.attention_backward + self.blocks_backward, self.head_backward),
+            _WEIGHT_SHARE * over_stages(self.blocks_backward, self.head_backward),
+        )
+
+    def _stage_seconds(self, modelled: Modelled) -> StageSeconds:
         blocks_forward, blocks_backward = self._group_seconds(modelled)
         head_forward, head_backward, blocks_weight = (
             self._together(seconds, modelled)
@@ -221,7 +227,7 @@ class _Steps:
             _WEIGHT_SHARE * over_stages(blocks_weight, head_backward),
         )
 
-    def _group_seconds(self, modelled: _Modelled) -> tuple[Array, Array]:
+    def _group_seconds(self, modelled: Modelled) -> tuple[Array, Array]:
         """Forward and backward of all blocks, of context-parallel groups; shape (steps, dp, micro-batches).
 
         A layer's ranks wait for each other where keys and values arrive, with the part of their attention that needs
@@ -250,18 +256,18 @@ class _Steps:
         waiting = together(rest_backward) + exchange + together(received_backward)
         return forward, np.maximum(alone, waiting) + exchange
 
-    def _outside_attention(self, modelled: _Modelled) -> tuple[Array, Array]:
+    def _outside_attention(self, modelled: Modelled) -> tuple[Array, Array]:
         if not modelled.tensor_collectives:
             return self.blocks_forward, self.blocks_backward
         forward = self.blocks_forward + self.costs.tensor_collectives(self.shards.tokens, "forward")
         return forward, self.blocks_backward + self.costs.tensor_collectives(self.shards.tokens, "backward")
 
-    def _together(self, seconds: Array, modelled: _Modelled) -> Array:
+    def _together(self, seconds: Array, modelled: Modelled) -> Array:
         """Seconds of groups from those of context-parallel ranks."""
         reduced = seconds.max(axis=3) if modelled.slowest_cp else seconds.mean(axis=3)
         return self._over_micro_batches(reduced, modelled)
 
-    def _over_micro_batches(self, seconds: Array, modelled: _Modelled) -> Array:
+    def _over_micro_batches(self, seconds: Array, modelled: Modelled) -> Array:
         if modelled.micro_batches:
             return seconds
         return np.broadcast_to(seconds.mean(axis=(1, 2), keepdims=True), seconds.shape)
@@ -281,7 +287,7 @@ class _Steps:
             backward = backward + first + (blocks - 1) * np.maximum(0.0, gather - backward / blocks)
         return forward, backward
 
-    def _late_reduction(self, modelled: _Modelled) -> Array:
+    def late_reduction(self, modelled: Modelled) -> Array:
         """What reducing gradients adds after (or, without a pipeline, to) the last backward; (pp, steps)."""
         costs = self.costs
         if self.job.pp > 1:

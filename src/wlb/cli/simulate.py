@@ -1,0 +1,199 @@
+"""``wlb simulate``: what a job's steps take on its GPUs, where the time goes, and which layout is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.simulation_tables import report_search, simulation_table
+from wlb.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from wlb.simulate import SimulatedJob, SimulationResult
+    from wlb.simulate.search import SearchResult
+
+_CONFIGURED = "as configured"
+_DOCUMENTS = 100_000  # synthetic ones, where a named job is given no lengths
+
+
+def simulate(
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            help="Configuration file of a job, or a named one: 550m-64k ... 70b-128k, 405b-128k.", show_default=False
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option("--lengths", help="Document lengths, as for wlb compare; default: the job's store, or synthetic."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to simulate.")] = 50,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            "--systems",
+            help="Comma-separated presets: plain-4d, fixed-4d, wlb-llm, best. A configuration comes first, as it is.",
+        ),
+    ] = None,
+    hardware: options.Hardware = "h100",
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", help="Measured workload profile: computing as measured, links as --hardware."),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Pipeline schedule: 1f1b, interleaved_1f1b, gpipe, interleaved_zero_bubble, zbv_zero_bubble."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Override of a configuration: section.key=value.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write the last step of the last system as a Perfetto trace.")
+    ] = None,
+    search: Annotated[bool, typer.Option("--search", help="Look for the fastest layout and packing.")] = False,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs, for --search.")] = None,
+    model: options.Model = "7b",
+    context_window: Annotated[int, typer.Option("--context-window", min=1, help="Tokens, for --search.")] = 131_072,
+    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=1, help="Global batch, for --search.")] = 2**24,
+    json: options.Json = False,
+) -> None:
+    """Simulate steps of a job on any number of GPUs, and say where their time goes.
+
+    Plans and shards are those that the trainer would run; seconds are predicted from the hardware preset or a profile.
+
+    Examples: wlb simulate 7b-128k · wlb simulate configs/7b_128k.toml --lengths lengths.json --trace step.json ·
+    wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
+    """
+    if search:
+        if gpus is None:
+            raise UserError("--search needs --gpus: how many there are")
+        found = _search(gpus, model, context_window, batch_tokens, hardware, lengths, steps)
+        report_search(found, json)
+        return
+    if job is None:
+        raise UserError("name a configuration file or a job such as 7b-128k, or use --search")
+    if trace is not None:
+        options.check_writable(trace)
+    jobs, source = _jobs(job, systems, hardware, profile, schedule, settings or [], lengths)
+    documents = _lengths(source)
+    results = _simulate_all(jobs, documents, steps)
+    shown = {"job": job, "lengths": source, "hardware": hardware, "profile": profile and profile.name}
+    if trace is not None:
+        _write_trace(trace, next(reversed(jobs.values())), documents, steps)
+    if json:
+        emit_json(shown | {"systems": [{"system": name} | result.to_json() for name, result in results.items()]})
+        return
+    stdout.print(simulation_table(job, results, shown))
+    if trace is not None:
+        stdout.print(f"trace: {trace} (open it at ui.perfetto.dev)")
+
+
+def _jobs(
+    name: str,
+    systems: str | None,
+    hardware: str,
+    profile: Path | None,
+    schedule: str | None,
+    settings: Sequence[str],
+    lengths: str | None,
+) -> tuple[dict[str, SimulatedJob], str]:
+    """The jobs to simulate, by the system that each shows, and where their documents' lengths come from."""
+    from wlb.config import PRESETS
+    from wlb.simulate.named_jobs import NAMED_JOBS, named_job
+    from wlb.workload.profile import read_profile
+
+    measured: dict[str, Any] = {} if profile is None else {"profile": read_profile(profile)}
+    if name not in NAMED_JOBS and not Path(name).suffix == ".toml":
+        raise UserError(f"{name!r} is no .toml file and no named job; those are {', '.join(NAMED_JOBS)}")
+    if name in NAMED_JOBS:
+        if settings:
+            raise UserError("--set overrides a configuration file; a named job has none")
+        chosen = options.method_names(systems, list(PRESETS))
+        scheduled = {} if schedule is None else _scheduled(schedule)
+        jobs = {preset: named_job(name, preset, hardware=hardware, **measured, **scheduled) for preset in chosen}
+        return jobs, lengths or f"synthetic:{_DOCUMENTS}:{NAMED_JOBS[name].context_window}:0"
+    return _configured_jobs(
+        Path(name), options.method_names(systems, ["plain-4d"]), hardware, measured, schedule, settings, lengths
+    )
+
+
+def _configured_jobs(
+    path: Path,
+    systems: Sequence[str],
+    hardware: str,
+    measured: dict[str, Any],
+    schedule: str | None,
+    settings: Sequence[str],
+    lengths: str | None,
+) -> tuple[dict[str, SimulatedJob], str]:
+    from dataclasses import replace
+
+    from wlb.config import load_config
+    from wlb.simulate import SimulatedJob
+
+    config = load_config(path, settings)
+    shape = None
+    if config.model.pretrained is not None:
+        from wlb.integrations.huggingface.config import read_config
+
+        shape = read_config(config.model.pretrained).shape
+    by_system = {_CONFIGURED: config} | {name: load_config(path, [*settings, f"preset={name}"]) for name in systems}
+    jobs = {name: SimulatedJob.from_config(job, hardware, shape=shape, **measured) for name, job in by_system.items()}
+    if schedule is not None:
+        jobs = {name: replace(job, **_scheduled(schedule)) for name, job in jobs.items()}
+    return jobs, lengths or str(config.data.store)
+
+
+def _scheduled(schedule: str) -> dict[str, Any]:
+    return {"schedule": schedule} | ({"virtual_pp": 2} if schedule == "zbv_zero_bubble" else {})
+
+
+def _lengths(source: str) -> NDArray[np.int64]:
+    from wlb.documents.lengths import read_lengths
+
+    return read_lengths(source)
+
+
+def _simulate_all(jobs: dict[str, SimulatedJob], lengths: NDArray[np.int64], steps: int) -> dict[str, SimulationResult]:
+    from wlb.simulate import simulate as run
+
+    results = {}
+    with progress_bar() as bar:
+        for name, job in jobs.items():
+            advance = partial(bar.advance, bar.add_task(name, total=steps))
+            results[name] = run(job, lengths, steps, on_progress=advance)
+    return results
+
+
+def _write_trace(path: Path, job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> None:
+    from itertools import islice
+
+    from wlb.simulate.run import planned_steps
+    from wlb.simulate.timeline import timeline
+    from wlb.simulate.trace import write_trace
+
+    plan = next(islice(planned_steps(job, lengths), steps - 1, None))
+    write_trace(path, timeline(plan, job))
+
+
+def _search(
+    gpus: int, model: str, context_window: int, batch_tokens: int, hardware: str, lengths: str | None, steps: int
+) -> SearchResult:
+    from wlb.simulate.search import search, search_space
+
+    space = search_space(model, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, steps=steps)
+    documents = _lengths(lengths or f"synthetic:{_DOCUMENTS}:{context_window}:0")
+    with progress_bar() as bar:
+        task = bar.add_task("layouts", total=None)
+        return search(space, documents, on_progress=lambda done, of: bar.update(task, completed=done, total=of))

@@ -1,0 +1,230 @@
+"""Looking for the fastest way to train a model on some GPUs, given the lengths of its documents.
+
+Every layout (tp, cp, pp, dp) whose worst step fits the GPUs' memory is simulated for a few steps; the fastest ones are
+then simulated for more steps with each way of packing, L_max and sharding. Layouts are powers of two, tp stays inside a
+node, and of the kinds of activation checkpointing a layout takes the cheapest that fits. The global batch is the same
+for all. Sequential packing is not a candidate: it is fast because it cuts documents and leaves out their attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.config import PRESETS, PackingConfig, ShardingConfig
+from wlb.errors import UserError
+from wlb.packing.variable_length import default_thresholds
+from wlb.simulate.job import SimulatedJob, replicate_kv_heads, simulated_job
+from wlb.simulate.memory import predicted_memory, usable_bytes
+from wlb.simulate.run import SimulationResult, simulate
+from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
+from wlb.workload.layer_memory import Checkpointing
+from wlb.workload.memory import gib
+
+LENGTH_FACTORS = (1.0, 1.5, 2.0)
+_SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not fit
+_QUEUES = 2  # of the first round, whose thresholds are not tuned
+_SYSTEMS = ("fixed-4d", "wlb-llm", "best")
+_FINALISTS = 4  # layouts that are simulated with every way of packing
+_FIRST_STEPS = 2
+_LARGEST_CP = 16
+_LARGEST_PP = 32
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What is given: how many GPUs of which kind, and what they train.
+
+    ``micro_batches`` is the global batch in context windows; ``steps`` is how many the finalists are simulated for.
+    """
+
+    gpus: int
+    shape: ModelShape
+    hardware: Hardware
+    context_window: int
+    micro_batches: int
+    steps: int = 8
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Candidates by simulated tokens/s, fastest first, and plain-4d in the winner's layout to compare with."""
+
+    ranking: list[SimulationResult]
+    plain: SimulationResult
+    layouts: int  # that fit the memory
+    too_large: int  # that do not
+
+    @property
+    def winner(self) -> SimulationResult:
+        return self.ranking[0]
+
+
+def search_space(
+    model: str | ModelShape,
+    gpus: int,
+    context_window: int,
+    *,
+    hardware: str | Hardware = "h100",
+    batch_tokens: int = 2**24,
+    steps: int = 8,
+) -> SearchSpace:
+    """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
+    if gpus < 1:
+        raise UserError(f"{gpus} GPUs train nothing; give at least 1")
+    micro_batches = batch_tokens // context_window
+    if micro_batches < 1:
+        raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")
+    return SearchSpace(
+        gpus,
+        model_shape(model) if isinstance(model, str) else model,
+        hardware_preset(hardware) if isinstance(hardware, str) else hardware,
+        context_window,
+        micro_batches,
+        steps,
+    )
+
+
+def search(
+    space: SearchSpace, lengths: NDArray[np.int64], *, on_progress: Callable[[int, int], None] = lambda done, of: None
+) -> SearchResult:
+    """Simulate and rank; ``on_progress`` gets how many simulations are done, and of how many.
+
+    Raises ``UserError`` where no layout fits the memory.
+    """
+    jobs, too_large = _layouts(space)
+    if not jobs:
+        raise UserError(
+            f"no layout of {space.gpus} GPUs with {gib(space.hardware.memory_bytes)} GiB each fits this model and "
+            f"window of {space.context_window} tokens (of {len(too_large)} tried, the best needs "
+            f"{gib(min(too_large, default=0))} GiB); give more GPUs or a shorter window"
+        )
+    finals = min(len(jobs), _FINALISTS)
+    expected = len(jobs) + finals * len([*_ways_of_packing(jobs[0])]) + 1
+    done = 0
+
+    def run(job: SimulatedJob, steps: int) -> SimulationResult:
+        nonlocal done
+        result = simulate(job, lengths, steps)
+        done += 1
+        on_progress(done, expected)
+        return result
+
+    first = sorted((run(job, _FIRST_STEPS) for job in jobs), key=_speed, reverse=True)
+    ways = [way for result in first[:finals] for way in _ways_of_packing(result.job)]
+    candidates = [candidate for way in ways if (candidate := _fitted(way)) is not None]
+    ranking = sorted((run(job, space.steps) for job in candidates), key=_speed, reverse=True)
+    plain = _packed_as(ranking[0].job, "plain-4d")
+    return SearchResult(ranking, run(plain, space.steps), len(jobs), len(too_large))
+
+
+def layout_of(job: SimulatedJob) -> str:
+    """A layout in one line."""
+    interleaved = f" x {job.virtual_pp} stages" if job.virtual_pp > 1 else ""
+    return f"tp {job.tp} cp {job.cp} pp {job.pp}{interleaved} dp {job.dp}"
+
+
+def packing_of(job: SimulatedJob) -> str:
+    """Packing and sharding in one line."""
+    packing = job.packing
+    factor = f", L_max {packing.max_length_factor:g}" if packing.method == "variable_length" else ""
+    own = "" if packing.assignment == "arrival" else ", arranged"
+    return f"{packing.method}{factor}{own}, {job.sharding.strategy}"
+
+
+def explanation(winner: SimulationResult, other: SimulationResult) -> list[tuple[str, float]]:
+    """What the winner saves, by cause, in seconds for as many tokens as its step trains; largest saving first.
+
+    Negative where the winner pays more.
+    """
+    scale = winner.tokens / winner.steps / (other.tokens / other.steps)
+    saved = [(cause, seconds * scale - winner.where[cause]) for cause, seconds in other.where.items()]
+    return sorted(saved, key=lambda row: -row[1])
+
+
+def _speed(result: SimulationResult) -> float:
+    return result.tokens_per_second
+
+
+def _layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
+    """Jobs that fit the memory, one a layout, and the bytes that the others would need."""
+    fitting: list[SimulatedJob] = []
+    too_large: list[int] = []
+    for sizes in _sizes(space):
+        try:
+            job = _job(space, **sizes)
+        except UserError:
+            continue  # the model cannot be cut or split that way
+        fitted = _fitted(job) or _fitted(_with_factor(job, _SHORTEST))
+        if fitted is not None:
+            fitting.append(fitted)
+        else:
+            least = replace(_with_factor(job, _SHORTEST), activation_checkpointing="full")
+            too_large.append(predicted_memory(least).total)
+    return fitting, too_large
+
+
+def _sizes(space: SearchSpace) -> Iterator[dict[str, Any]]:
+    powers = [2**exponent for exponent in range(6)]
+    tps = [tp for tp in powers if tp <= space.hardware.node_size]
+    cps = [cp for cp in powers if cp <= _LARGEST_CP]
+    pps = [pp for pp in powers if pp <= _LARGEST_PP]
+    for tp, cp, pp in product(tps, cps, pps):
+        dp, rest = divmod(space.gpus, tp * cp * pp)
+        if rest or not dp or space.micro_batches % dp or space.micro_batches // dp < pp:
+            continue
+        sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+        yield sizes
+        if pp > 1 and space.micro_batches // dp % pp == 0 and space.shape.layers >= 2 * pp:
+            yield sizes | {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
+
+
+def _job(space: SearchSpace, *, tp: int, dp: int, **sizes: Any) -> SimulatedJob:
+    return simulated_job(
+        replicate_kv_heads(space.shape, tp),
+        space.context_window,
+        "best",
+        hardware=space.hardware,
+        micro_batches=space.micro_batches // dp,
+        packing={"outlier_thresholds": default_thresholds(space.context_window, _QUEUES)},
+        tp=tp,
+        dp=dp,
+        **sizes,
+    )
+
+
+def _fitted(job: SimulatedJob) -> SimulatedJob | None:
+    """``job`` with the cheapest activation checkpointing that fits, or None."""
+    for kind in get_args(Checkpointing):  # cheapest first
+        candidate = replace(job, activation_checkpointing=kind)
+        if predicted_memory(candidate).total <= usable_bytes(job):
+            return candidate
+    return None
+
+
+def _with_factor(job: SimulatedJob, factor: float) -> SimulatedJob:
+    return replace(job, packing=job.packing.model_copy(update={"max_length_factor": factor}))
+
+
+def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
+    for system in _SYSTEMS:
+        packed = _packed_as(job, system)
+        if packed.packing.method != "variable_length":
+            yield packed
+            continue
+        for factor in LENGTH_FACTORS:
+            yield _with_factor(packed, factor)
+
+
+def _packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
+    settings = PRESETS[system]
+    return replace(
+        job,
+        packing=PackingConfig(**settings.get("packing", {}), micro_batches=job.packing.micro_batches),
+        sharding=ShardingConfig(**settings.get("sharding", {})),
+    )

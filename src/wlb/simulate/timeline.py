@@ -1,0 +1,69 @@
+"""When every GPU of a simulated step does what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.packing.plan import StepPlan
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.pipeline import stages_of_rank
+from wlb.simulate.schedules import Operation
+from wlb.simulate.step import EVERYTHING, Steps
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The operations of a step on every rank; seconds after the step's start.
+
+    A context-parallel group runs an operation from ``starts`` to ``ends``, of which each rank computes for
+    ``compute`` seconds; in the rest it communicates and waits for the others. After its last operation a pipeline rank
+    waits for its data-parallel peers, reduces gradients and updates weights.
+    """
+
+    job: SimulatedJob
+    plan: StepPlan
+    operations: tuple[Operation, ...]
+    pipeline_ranks: tuple[int, ...]  # of each operation
+    starts: Array  # (operations, dp)
+    ends: Array  # (operations, dp)
+    compute: Array  # (operations, dp, cp)
+    rank_ends: Array  # (pp, dp)
+    reduction: Array  # (pp,)
+    optimizer: Array  # (pp,)
+    seconds: float  # of the whole step
+
+
+def timeline(plan: StepPlan, job: SimulatedJob) -> Timeline:
+    """The timeline of one step, dealt to the job's data-parallel ranks already."""
+    steps = Steps([plan], JobCosts(job))
+    times = steps.pipelines(EVERYTHING)
+    home = {
+        stage: rank for rank in range(job.pp) for stage in stages_of_rank(job.schedule, rank, job.pp, job.virtual_pp)
+    }
+    reduction = np.broadcast_to(steps.late_reduction(EVERYTHING)[:, 0], (job.pp,))
+    rank_ends = times.rank_ends[:, 0]
+    return Timeline(
+        job,
+        plan,
+        times.operations,
+        tuple(home[operation.stage] for operation in times.operations),
+        times.starts[:, 0],
+        times.ends[:, 0],
+        _compute(times.operations, steps),
+        rank_ends,
+        reduction,
+        steps.costs.optimizer,
+        float((rank_ends.max(axis=1) + reduction + steps.costs.optimizer).max()),
+    )
+
+
+def _compute(operations: tuple[Operation, ...], steps: Steps) -> Array:
+    forward, backward, weight = (seconds[0] for seconds in steps.compute_seconds())  # (dp, stages, micro-batches, cp)
+    of_part = {"whole": backward, "input": backward - weight, "weight": weight}
+    return np.stack([(of_part[o.part] if o.backward else forward)[:, o.stage, o.micro_batch] for o in operations])
