@@ -161,12 +161,12 @@ def test_a_continued_job_has_every_step_once(folder: Path, tmp_path: Path) -> No
     assert rows[:2] == first
 
 
-def _end_while_evaluating(config: JobConfig) -> None:
-    """Train until the evaluation after step 4, then be asked to end on the last rank."""
+def _end_while_evaluating(config: JobConfig, step: int) -> None:
+    """Train until the evaluation after ``step``, then be asked to end on the last rank."""
     trainer = Trainer(config, CPU)
 
     def request() -> bool:
-        trainer.termination.requested |= trainer.step == 4 and dist.get_rank() == 1
+        trainer.termination.requested |= trainer.step == step and dist.get_rank() == 1
         return trainer.termination.requested
 
     assert trainer.evaluator is not None
@@ -176,7 +176,10 @@ def _end_while_evaluating(config: JobConfig) -> None:
         trainer.run()
 
 
-def test_an_evaluation_that_was_broken_off_is_made_up_for(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("step", "before"), [(4, [2]), (6, [2, 4])])
+def test_an_evaluation_that_was_broken_off_is_made_up_for(
+    step: int, before: list[int], folder: Path, tmp_path: Path
+) -> None:
     config = _job(
         folder,
         parallel={"dp": 2},
@@ -184,8 +187,8 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(folder: Path, tmp_path
         metrics={"dir": str(tmp_path / "metrics")},
         checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 100},
     )
-    run_ranks(2, _end_while_evaluating, config)
-    assert [row["step"] for row in _rows(tmp_path)] == [2]
+    run_ranks(2, _end_while_evaluating, config, step)
+    assert [row["step"] for row in _rows(tmp_path)] == before
     run_ranks(2, _train, config)
     assert [row["step"] for row in _rows(tmp_path)] == [2, 4, 6]
 

@@ -71,6 +71,12 @@ def test_a_hung_job_is_told_by_the_rank_that_found_out_and_may_start_again():
     assert (ending.status, ending.restart) == (124, True)
 
 
+def test_a_signal_without_a_name_is_told_by_its_number():
+    assert explain({0: Failure(-(signal.SIGRTMIN + 3), SILENT)}).cause.endswith(
+        f"was killed by signal {signal.SIGRTMIN + 3}"
+    )
+
+
 @pytest.mark.parametrize("signalled", [signal.SIGINT, signal.SIGTERM])
 def test_a_rank_that_a_user_stopped_is_not_started_again(signalled):
     assert not explain({0: Failure(-signalled, SILENT)}).restart

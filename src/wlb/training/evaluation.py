@@ -52,6 +52,7 @@ class Evaluator:
         self._held_out = HeldOut(config, shape)
         self._every = config.evaluation.every
         self._evaluated = gathered(recorded)[0]
+        self.broken_off = False  # the last evaluation, as a rank was asked to end
         self._vocab_size = shape.vocab_size
         self._forward = ForwardOnly(stages, mesh.group("pp"), dtype)
         self._mesh = mesh
@@ -78,7 +79,8 @@ class Evaluator:
         started = time.perf_counter()
         sums = torch.zeros(self._held_out.buckets, dtype=torch.float64, device=self._device)
         for plan in self._held_out.plans:
-            if gathered_rows([asked_to_end()], torch.int64, self._device).any():
+            self.broken_off = bool(gathered_rows([asked_to_end()], torch.int64, self._device).any())
+            if self.broken_off:
                 self._forward.release()
                 return None
             for micro_batch in plan.ranks[self._share.dp_rank]:

@@ -96,7 +96,7 @@ def explain_failures(failures: Mapping[int, ProcessFailure]) -> Ending:
     rank = min(failures, key=lambda rank: _precedence(failures[rank], first))
     failure = failures[rank]
     if failure.exitcode < 0:
-        cause = f"rank {rank} (process {failure.pid}) was killed by {signal.Signals(-failure.exitcode).name}"
+        cause = f"rank {rank} (process {failure.pid}) was killed by {_name_of(-failure.exitcode)}"
         text = f"wlb: error: {cause}; all ranks were stopped"
         return Ending(cause, text, FAILURE_STATUS, restart=failure.exitcode not in _STOPPED_BY_USER)
     recorded = failure.error_file_data["message"]
@@ -133,3 +133,10 @@ def _precedence(failure: ProcessFailure, first: int) -> tuple[bool, bool, bool, 
         status != TERMINATED_STATUS,
         failure.timestamp,
     )
+
+
+def _name_of(signal_number: int) -> str:
+    try:
+        return signal.Signals(signal_number).name
+    except ValueError:  # most real-time signals have no name
+        return f"signal {signal_number}"

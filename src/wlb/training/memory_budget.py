@@ -57,7 +57,7 @@ def within_memory(
         largest = largest_length_factor(settings, window, limit.number_of_bytes)
         factor = float(saved) if saved is not None else largest or 1.0
         config = _with_factor(config, factor)
-    _check(settings, longest_micro_batch(config), limit)
+    _check(settings, longest_micro_batch(config), limit, resumes=saved_identity is not None)
     return config
 
 
@@ -109,7 +109,7 @@ def memory_limit(config: JobConfig, device_type: str, local_processes: int) -> M
     return MemoryLimit(_USABLE_SHARE * share, f"{_USABLE_SHARE:.0%} of this machine's memory by {local_processes}")
 
 
-def _check(settings: MemorySettings, tokens: int, limit: MemoryLimit) -> None:
+def _check(settings: MemorySettings, tokens: int, limit: MemoryLimit, *, resumes: bool) -> None:
     def needed(candidate: MemorySettings) -> int:
         return predict_memory(candidate, [tokens] * settings.micro_batches).total
 
@@ -120,7 +120,8 @@ def _check(settings: MemorySettings, tokens: int, limit: MemoryLimit) -> None:
     if settings.activation_checkpointing != "full":
         smaller = needed(replace(settings, activation_checkpointing="full"))
         remedies.append(f'set training.activation_checkpointing = "full" ({gib(smaller)} GiB)')
-    remedies.append(f"lower {FACTOR} or data.context_window, raise parallel.cp, tp, pp or dp")
+    on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""
+    remedies.append(f"lower {FACTOR} or data.context_window{on_purpose}, raise parallel.cp, tp, pp or dp")
     raise UserError(
         f"with micro-batches of {tokens} tokens a process needs up to {estimate}, over the "
         f"{gib(limit.number_of_bytes)} GiB of {limit.origin}; {', or '.join(remedies)}"

@@ -178,7 +178,7 @@ class Trainer:
                     saved = self.step
                 self.monitor.end_step()
                 yield self.step
-            self._evaluate(last=not terminated)
+            terminated |= self._evaluate(last=not terminated)
             if self.step != saved and self.checkpointer.enabled:
                 self._save()
             self.checkpointer.finish()
@@ -257,12 +257,14 @@ class Trainer:
             document_ids=loaded.documents if self.config.metrics.document_ids else None,
         )
 
-    def _evaluate(self, *, last: bool = False) -> None:
+    def _evaluate(self, *, last: bool = False) -> bool:
+        """Evaluate where that is due; whether it was broken off, as a rank was asked to end."""
         if self.evaluator is None:
-            return
+            return False
         evaluation = self.evaluator.after(self.step, last=last, asked_to_end=lambda: self.termination.requested)
         if self.metrics and evaluation:
             self.metrics.write_evaluation(self.step, evaluation)
+        return self.evaluator.broken_off
 
     def _save(self) -> None:
         with region("checkpoint"):
