@@ -1,0 +1,127 @@
+"""``wlb report``: one HTML file that shows what a job loses to imbalance and what each remedy gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.errors import UserError
+
+if TYPE_CHECKING:
+    from wlb.report.evidence import Evidence
+
+_SIZES = ("dp", "pp", "cp", "tp", "virtual_pp")
+
+
+def report(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="LENGTHS|STORE|RUN_DIR",
+            help="Document lengths as in compare, or metrics.dir of a training job: then measured, not simulated.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    model: options.Model = "7b",
+    hardware: options.Hardware = "h100",
+    parallel: Annotated[
+        str, typer.Option(help="Sizes of the job, as dp=4,pp=4,cp=2,tp=8; also virtual_pp=N and schedule=NAME.")
+    ] = "dp=1,pp=4,cp=2,tp=8",
+    context_window: Annotated[int, typer.Option(min=1, help="Tokens attention may span.")] = 131_072,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks; default: dp x pp.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to simulate, as far as the documents go.")] = 64,
+    before: Annotated[Path | None, typer.Option(help="metrics.dir of an earlier job to compare RUN_DIR with.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Write a report as one HTML file that works offline: what imbalance costs, where, and what to set.
+
+    Example: wlb report synthetic:20000:131072:0 --model 7b --parallel dp=4,pp=4,cp=2,tp=8 --out report.html
+    """
+    from wlb.report.page import write_page
+    from wlb.report.run_directory import is_run_directory
+
+    options.check_writable(out)
+    path = Path(source)
+    if is_run_directory(path) or before is not None or path.is_dir():
+        text, summary = _measured(path, before)
+    else:
+        sizes = parallel_sizes(parallel)
+        text, summary = _predicted(source, model, hardware, sizes, context_window, micro_batches, steps)
+    write_page(out, text)
+    if json:
+        emit_json({"out": str(out), **summary})
+    else:
+        stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)", markup=False)
+
+
+def parallel_sizes(text: str) -> dict[str, Any]:
+    """``dp=4,pp=4`` as keywords of ``simulated_job``. Raises ``UserError`` for anything else."""
+    sizes: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name == "schedule" and value:
+            sizes[name] = value
+        elif name in _SIZES and value.isdecimal() and int(value) > 0:
+            sizes[name] = int(value)
+        else:
+            raise UserError(f"--parallel {text!r}: {part.strip()!r} is no size; give dp=4,pp=4,cp=2,tp=8")
+    return sizes
+
+
+def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
+    from wlb.report.measured import measured_report
+    from wlb.report.run_directory import read_run
+
+    run, earlier = read_run(path), None if before is None else read_run(before)
+    summary: dict[str, Any] = {"kind": "measured", "tokens_per_second": run.tokens_per_second}
+    if earlier is not None:
+        summary["gain"] = run.tokens_per_second / earlier.tokens_per_second
+    return measured_report(run, earlier), summary
+
+
+def _predicted(
+    source: str,
+    model: str,
+    hardware: str,
+    sizes: dict[str, Any],
+    context_window: int,
+    micro_batches: int | None,
+    steps: int,
+) -> tuple[str, dict[str, Any]]:
+    from wlb.documents.lengths import read_lengths
+    from wlb.documents.token_index import index_path
+    from wlb.report.evidence import gather_evidence
+    from wlb.report.predicted import predicted_report
+    from wlb.simulate import SimulatedJob, simulated_job
+
+    packing = None if micro_batches is None else {"micro_batches": micro_batches}
+
+    def job(preset: str) -> SimulatedJob:
+        return simulated_job(model, context_window, preset, hardware=hardware, packing=packing, **sizes)
+
+    lengths = read_lengths(source)
+    with progress_bar() as bar:
+        task = bar.add_task("reading", total=None)
+        evidence = gather_evidence(lengths, job, steps, on_progress=lambda what: bar.update(task, description=what))
+    store = source if index_path(Path(source)).exists() else None
+    return predicted_report(evidence, source=source, model=model, hardware=hardware, store=store), _summary(evidence)
+
+
+def _summary(evidence: Evidence) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "kind": "simulated",
+        "gain": {name: asdict(gain) for name, gain in evidence.gains.items()},
+        "imbalance": {name: system.imbalance for name, system in evidence.systems.items()},
+        "tokens_per_second": {name: system.tokens_per_second for name, system in evidence.systems.items()},
+        "recommended": asdict(evidence.recommended),
+        "fits": evidence.fits,
+        "steps": len(evidence.systems["best"].seconds),
+    }

@@ -1,0 +1,49 @@
+"""HTML and SVG that escape by construction: plain text goes in, ``Markup`` comes out.
+
+``tag`` escapes every child and attribute that is not ``Markup`` already, so a file name or a host cannot become an
+element of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+_VOID = {"meta", "br"}
+
+
+class Markup(str):
+    """Text that is HTML already. Only ``tag``, ``join`` and constants of this package make it."""
+
+    __slots__ = ()
+
+
+def tag(name: str, /, *children: str, **attributes: str | float) -> Markup:
+    """``<name attributes>children</name>``; an underscore in an attribute's name is a hyphen, a last one nothing."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_text(value))}"' for key, value in attributes.items()
+    )
+    if name in _VOID:
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{join(children)}</{name}>")
+
+
+def join(parts: Iterable[str]) -> Markup:
+    """All parts one after another, those that are plain text escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Markup:
+    """A table whose first column names the row."""
+    head = tag("tr", *(tag("th", heading, scope="col") for heading in headings))
+    body = (tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows)
+    return tag(
+        "div",
+        tag("table", *([tag("caption", caption)] if caption else []), tag("thead", head), tag("tbody", *body)),
+        class_="wide",
+    )
+
+
+def _text(value: str | float) -> str:
+    """Coordinates with two decimals: a hundredth of a pixel."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

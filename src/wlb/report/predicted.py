@@ -1,0 +1,191 @@
+"""The report on document lengths: what a job would lose today and what each remedy would give."""
+
+from __future__ import annotations
+
+from wlb.report.charts import bars, intervals, length_histogram, stacked
+from wlb.report.evidence import BASELINE, BEST, TUNED, Evidence
+from wlb.report.heat_map import heat_map
+from wlb.report.markup import Markup, table, tag
+from wlb.report.page import code, facts, page, paragraph, section
+from wlb.report.pipeline_chart import pipeline_chart
+from wlb.report.recommended import recommended_config
+from wlb.report.shard_chart import shard_chart
+
+TITLE = "What workload balancing gives this job"
+
+_THE_STEP = "Of each system the step whose seconds per token are closest to its mean"
+
+
+def predicted_report(evidence: Evidence, *, source: str, model: str, hardware: str, store: str | None = None) -> str:
+    """The HTML of a report on ``evidence``; ``source`` names the lengths, ``store`` the token store they are of."""
+    job = evidence.job
+    best = evidence.gains[BEST]
+    before, after = evidence.systems[BASELINE], evidence.systems[BEST]
+    layout = f"dp {job.dp} · pp {job.pp} · cp {job.cp} · tp {job.tp}"
+    steps = len(after.seconds)
+    return page(
+        TITLE,
+        [
+            paragraph(
+                tag("span", "simulated", class_="label-simulated"),
+                f" from the lengths of {source}: {steps} steps of {model} on {job.gpus:,} {hardware} GPUs ({layout}), "
+                f"window {job.context_window:,}, {job.packing.micro_batches} micro-batches a step. "
+                "Nothing here was measured on this job.",
+                class_="muted",
+            ),
+            facts(
+                [
+                    (f"{best.factor:.2f}x", f"tokens/s, best over plain-4D ({best.low:.2f} to {best.high:.2f})"),
+                    (f"{before.imbalance:.2f} → {after.imbalance:.2f}", "slowest over mean GPU, compute of a step"),
+                    (f"{after.tokens_per_second:,.0f}", "tokens/s of best, all GPUs"),
+                    (f"{evidence.tuned.mean_token_delay:.2f}", "steps a token waits, mean"),
+                ]
+            ),
+            *([] if evidence.fits else [_does_not_fit(evidence)]),
+            section("documents", "Documents", length_histogram(evidence.lengths)),
+            section("gain", "Expected gain", *_gain(evidence)),
+            section("packing", "Packing", *_packing(evidence)),
+            section("where", "Where the time goes", _where(evidence)),
+            section("ranks", "Ranks", _ranks(evidence)),
+            section("pipeline", "Pipeline", _pipeline(evidence)),
+            section("sharding", "Sharding", _sharding(evidence)),
+            section("config", "Recommended configuration", *_config(evidence, model, source, store)),
+        ],
+    )
+
+
+def _does_not_fit(evidence: Evidence) -> Markup:
+    return paragraph(
+        f"The memory model finds no room for micro-batches of {evidence.job.context_window:,} tokens on these GPUs, "
+        "even with full activation checkpointing. The figures assume that it fits; raise cp, tp, pp or dp.",
+        class_="warning",
+    )
+
+
+def _gain(evidence: Evidence) -> list[Markup]:
+    kept = {result.method: result.attention_kept for result in evidence.methods}["sequential"]
+    return [
+        intervals(
+            "gain-chart",
+            "Tokens per second over plain-4D",
+            list(evidence.gains.items()),
+            "times plain-4D",
+            f"Dots: simulated; lines: 95% of a moving-block bootstrap over {len(evidence.systems[BEST].tokens)} steps.",
+        ),
+        paragraph(
+            "The interval covers which documents happen to arrive, nothing else: not errors of the workload model, not "
+            "machines that differ, not what the simulation leaves out. Sequential packing also cuts documents at the "
+            f"window and so computes only {kept:.0%} of their attention, which makes plain-4D look faster than it is.",
+            class_="muted",
+        ),
+    ]
+
+
+def _packing(evidence: Evidence) -> list[Markup]:
+    results = evidence.methods
+    chart = bars(
+        "packing-chart",
+        "Imbalance degree by packing method",
+        [(r.method, r.imbalance_degree, f"{r.imbalance_degree:.3f}") for r in results],
+        "largest over mean micro-batch workload, mean over steps; 1 is perfect",
+        "Simulated, on the same documents.",
+        origin=1.0,
+        highlight=TUNED,
+    )
+    headings = (
+        "method",
+        "imbalance",
+        "token delay",
+        "longest",
+        "pipeline cost",
+        "arranged",
+        "attention kept",
+        "ms/step",
+    )
+    rows = [
+        (
+            r.method,
+            f"{r.imbalance_degree:.3f}",
+            f"{r.mean_token_delay:.2f}",
+            f"{r.longest_delay}",
+            f"{r.pipeline_cost:.3f}",
+            f"{r.pipeline_cost_arranged:.3f}",
+            f"{r.attention_kept:.0%}",
+            f"{r.planning_ms_per_step:.1f}",
+        )
+        for r in results
+    ]
+    caption = (
+        "Token delay in steps. Pipeline cost: simulated step over a perfectly balanced one, micro-batches as packed, "
+        "then with balanced assignment and order. ms/step: planning, measured on this machine."
+    )
+    return [chart, table(headings, rows, caption)]
+
+
+def _where(evidence: Evidence) -> Markup:
+    baseline = evidence.systems[BASELINE]
+    per_token = {
+        name: {cause: seconds / system.tokens.mean() for cause, seconds in system.where.items()}
+        for name, system in evidence.systems.items()
+    }
+    unit = float(baseline.seconds.sum() / baseline.tokens.sum())
+    causes = [
+        cause for cause in baseline.where if any(abs(where[cause]) >= 0.001 * unit for where in per_token.values())
+    ]
+    rows = [
+        (name, [max(0.0, where[cause] / unit) for cause in causes], f"{sum(where.values()) / unit:.3f}")
+        for name, where in per_token.items()
+    ]
+    return stacked(
+        "where-chart",
+        "Seconds per token, by cause",
+        rows,
+        causes,
+        "plain-4D = 1",
+        "Simulated, mean over steps. Causes are added one after another to a job of equal work; the sum is the step.",
+        lambda value: f"{value:.1%} of plain-4D's step",
+    )
+
+
+def _ranks(evidence: Evidence) -> Markup:
+    return heat_map(
+        "ranks-chart",
+        "Compute of every GPU in one step",
+        [(name, evidence.systems[name].gpu_seconds) for name in (BASELINE, BEST)],
+        "Simulated seconds of compute, without collectives and waiting",
+        f"{_THE_STEP}. Rows are pipeline ranks, columns context-parallel ranks within data-parallel ones; "
+        "tensor-parallel ranks are alike. Blue GPUs wait for red ones.",
+    )
+
+
+def _pipeline(evidence: Evidence) -> Markup:
+    return pipeline_chart(
+        "pipeline-chart",
+        "One step, before and after",
+        [(name, evidence.systems[name].timeline) for name in (BASELINE, BEST)],
+        f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only.",
+    )
+
+
+def _sharding(evidence: Evidence) -> Markup:
+    if not evidence.shards:
+        return paragraph("Without context parallelism (cp = 1) nothing is sharded.")
+    return shard_chart(
+        "sharding-chart",
+        "Attention of every context-parallel rank",
+        evidence.shards,
+        "One micro-batch, the heaviest of the step above; the line is the mean rank. hybrid (in best) gives ranks with "
+        "less attention more tokens, so its bars may differ while its seconds do not.",
+    )
+
+
+def _config(evidence: Evidence, model: str, source: str, store: str | None) -> list[Markup]:
+    tuned = evidence.tuned
+    return [
+        paragraph(
+            "Outlier thresholds and L_max are tuned on these lengths (imbalance degree "
+            f"{tuned.imbalance_degree:.3f} at a mean token delay of {tuned.mean_token_delay:.2f} steps), activation "
+            "checkpointing is the least for which the memory model finds room."
+        ),
+        code(recommended_config(evidence.job, model, source, store)),
+    ]

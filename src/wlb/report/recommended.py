@@ -1,0 +1,44 @@
+"""A job's configuration as TOML, ready to copy into a file and to start with ``wlb train``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from wlb.simulate.job import SimulatedJob
+
+_PLACEHOLDER = "data/corpus"
+
+
+def recommended_config(job: SimulatedJob, model: str, source: str, store: str | None = None) -> str:
+    """The sections that ``job`` settles, under preset ``best``; without ``store`` a placeholder stands for it."""
+    packing = job.packing
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"name": model},
+        "data": {"store": store or _PLACEHOLDER, "context_window": job.context_window},
+        "parallel": {"dp": job.dp, "pp": job.pp, "cp": job.cp, "tp": job.tp},
+        "packing": {
+            "micro_batches": packing.micro_batches,
+            "max_length_factor": float(packing.max_length_factor),
+            "outlier_thresholds": list(packing.outlier_thresholds),
+        },
+    }
+    if job.virtual_pp > 1 or job.schedule != "1f1b":
+        sections["parallel"] |= {"virtual_pp": job.virtual_pp, "schedule": job.schedule}
+    if job.activation_checkpointing != "none":
+        sections["training"] = {"activation_checkpointing": job.activation_checkpointing}
+    remark = "" if store else "; name your token store in data.store (wlb prepare)"
+    lines = [f"# Tuned on {_one_line(source)}{remark}.", 'preset = "best"']
+    for name, settings in sections.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """JSON's numbers, lists and strings are TOML's, but for one control character that TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _one_line(name: str) -> str:
+    """What may stand in a comment: TOML has no control characters there."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)

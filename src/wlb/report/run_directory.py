@@ -1,0 +1,116 @@
+"""What a training job wrote about itself into its ``metrics.dir``: ``steps.jsonl`` and ``diagnosis.json``."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError
+
+STEPS, DIAGNOSIS = "steps.jsonl", "diagnosis.json"
+
+_COLUMNS = ("step", "tokens", "step_seconds", "data_wait_seconds", "imbalance_degree", "token_delay", "mfu")
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """Measured steps of a job, without the first of the file, in which it warms up, where there are others.
+
+    ``columns`` holds arrays of shape (steps,) by the names of steps.jsonl. ``compute_seconds`` are those of every GPU,
+    shape (pp, dp, cp), of a tensor-parallel group its slowest rank; None, as is ``diagnosis``, in a job that has not
+    been diagnosed yet.
+    """
+
+    name: str
+    columns: dict[str, NDArray[np.float64]]
+    diagnosis: dict[str, Any] | None
+    compute_seconds: NDArray[np.float64] | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(self.columns["tokens"].sum() / self.columns["step_seconds"].sum())
+
+    def mean(self, column: str) -> float:
+        return float(self.columns[column].mean())
+
+
+def is_run_directory(path: Path) -> bool:
+    return (path / STEPS).is_file()
+
+
+def read_run(path: Path) -> TrainingRun:
+    """Read a job's ``metrics.dir``. Raises ``UserError`` for what is missing or was not written by a job."""
+    rows = _read_steps(path / STEPS)
+    rows = rows[1:] or rows
+    columns = {name: np.array([row[name] for row in rows], np.float64) for name in _COLUMNS}
+    diagnosis = _read_diagnosis(path / DIAGNOSIS)
+    seconds = None if diagnosis is None else _compute_seconds(diagnosis)
+    return TrainingRun(path.name or str(path), columns, diagnosis, seconds)
+
+
+def _read_steps(path: Path) -> list[dict[str, float]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise UserError(f"{path.parent} has no {STEPS}: name the metrics.dir of a training job") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    rows: list[dict[str, float]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            rows.append({name: _number(row[name]) for name in _COLUMNS})
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):
+                break  # cut short when its writer was killed, or being written
+            raise UserError(f"{path}: line {number} is not a step of a training job") from None
+    if not rows or not all(row["step_seconds"] > 0 and row["tokens"] > 0 for row in rows):
+        raise UserError(f"{path} holds no steps that took time; let the job train first")
+    return rows
+
+
+def _read_diagnosis(path: Path) -> dict[str, Any] | None:
+    try:
+        diagnosis: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        # What the report reads, so that whatever else the file is shows here.
+        for rank in diagnosis["ranks"]:
+            _number(rank["compute_seconds"])
+            str(rank["host"])
+        for factor in diagnosis["imbalance"].values():
+            _ = factor["predicted"], factor["measured"]
+        for cause in diagnosis["causes"]:
+            str(cause["text"])
+        for name in ("steps", "last_step", "step_seconds", "mean_compute_seconds", "slowest_over_mean"):
+            _number(diagnosis[name])
+        _compute_seconds(diagnosis)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{path} is not a diagnosis ({type(error).__name__}); let the job write it anew") from error
+    return diagnosis
+
+
+def _compute_seconds(diagnosis: dict[str, Any]) -> NDArray[np.float64]:
+    ranks = diagnosis["ranks"]
+    shape = tuple(1 + max(int(rank[name]) for rank in ranks) for name in ("pp", "dp", "cp"))
+    if math.prod(shape) > len(ranks):
+        raise ValueError(f"{len(ranks)} ranks do not fill a mesh of {shape}")
+    seconds = np.zeros(shape)
+    for rank in ranks:
+        place = tuple(int(rank[name]) for name in ("pp", "dp", "cp"))
+        seconds[place] = max(seconds[place], rank["compute_seconds"])
+    return seconds
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a number")
+    return float(value)
