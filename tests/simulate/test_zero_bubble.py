@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.simulate.pipeline import pipeline_makespan, pipeline_times
-from wlb.simulate.schedules import Operation, rank_operations, stages_of_rank
+from wlb.simulate.schedules import Operation, Part, rank_operations, stages_of_rank
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -52,7 +52,7 @@ def torch_actions(name: str, pp: int, micro_batches: int, virtual_stages: int) -
 
 
 def as_operation(action: Any) -> Operation:
-    kinds = {
+    kinds: dict[Any, tuple[bool, Part]] = {
         schedules.FORWARD: (False, "whole"),
         schedules.FULL_BACKWARD: (True, "whole"),
         schedules.BACKWARD_INPUT: (True, "input"),

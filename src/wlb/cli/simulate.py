@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from wlb.simulate import SimulatedJob, SimulationResult
     from wlb.simulate.search import SearchResult
 
+_STEPS, _SEARCH_STEPS = 50, 8
 _CONFIGURED = "as configured"
 _DOCUMENTS = 100_000  # synthetic ones, where a named job is given no lengths
 
@@ -36,7 +37,10 @@ def simulate(
         str | None,
         typer.Option("--lengths", help="Document lengths, as for wlb compare; default: the job's store, or synthetic."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to simulate.")] = 50,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, help="Steps to simulate; default 50, or 8 of each finalist of --search."),
+    ] = None,
     systems: Annotated[
         str | None,
         typer.Option(
@@ -78,13 +82,14 @@ def simulate(
     if search:
         if gpus is None:
             raise UserError("--search needs --gpus: how many there are")
-        found = _search(gpus, model, context_window, batch_tokens, hardware, lengths, steps)
+        found = _search(gpus, model, context_window, batch_tokens, hardware, lengths, steps or _SEARCH_STEPS)
         report_search(found, json)
         return
     if job is None:
         raise UserError("name a configuration file or a job such as 7b-128k, or use --search")
     if trace is not None:
         options.check_writable(trace)
+    steps = steps or _STEPS
     jobs, source = _jobs(job, systems, hardware, profile, schedule, settings or [], lengths)
     documents = _lengths(source)
     results = _simulate_all(jobs, documents, steps)

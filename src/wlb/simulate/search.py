@@ -28,7 +28,7 @@ from wlb.workload.memory import gib
 
 LENGTH_FACTORS = (1.0, 1.5, 2.0)
 _SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not fit
-_QUEUES = 2  # of the first round, whose thresholds are not tuned
+_QUEUES = 2  # with preset thresholds: tuning them for every candidate would take longer than everything else
 _SYSTEMS = ("fixed-4d", "wlb-llm", "best")
 _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
@@ -223,8 +223,9 @@ def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
 
 def _packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
     settings = PRESETS[system]
+    kept = {name: getattr(job.packing, name) for name in ("micro_batches", "outlier_thresholds")}
     return replace(
         job,
-        packing=PackingConfig(**settings.get("packing", {}), micro_batches=job.packing.micro_batches),
+        packing=PackingConfig(**settings.get("packing", {}), **kept),
         sharding=ShardingConfig(**settings.get("sharding", {})),
     )

@@ -1,0 +1,89 @@
+"""Jobs from configurations, names and keywords, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.simulate.jobs import SHAPE, WINDOW, job
+from wlb.config import PRESETS, JobConfig
+from wlb.errors import UserError
+from wlb.simulate import SimulatedJob, simulated_job
+from wlb.simulate.memory import predicted_memory, usable_bytes
+from wlb.simulate.named_jobs import NAMED_JOBS, named_job
+from wlb.simulate.topology import group_link
+from wlb.workload import hardware_preset, model_shape
+
+H100 = hardware_preset("h100")
+
+
+def configuration(**sections) -> JobConfig:
+    return JobConfig.model_validate({"data": {"store": "corpus", "context_window": WINDOW}} | sections)
+
+
+def test_a_configuration_becomes_the_job_it_describes():
+    config = configuration(
+        preset="wlb-llm",
+        model={"name": "7b", "layers": 12},
+        parallel={"pp": 2, "cp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
+        training={"activation_checkpointing": "full"},
+    )
+    simulated = SimulatedJob.from_config(config)
+    assert simulated.shape == replace(model_shape("7b"), layers=12)
+    assert simulated.packing == config.packing
+    assert simulated.sharding.strategy == "adaptive"
+    assert (simulated.gpus, simulated.stages, simulated.schedule) == (4, 4, "interleaved_1f1b")
+    assert simulated.activation_checkpointing == "full"
+
+
+def test_the_length_factor_is_what_memory_allows():
+    config = configuration(model={"name": "550m"}, packing={"max_length_factor": "auto"})
+    simulated = SimulatedJob.from_config(config)
+    assert 1 <= float(simulated.packing.max_length_factor) <= 4
+    assert predicted_memory(simulated).total <= usable_bytes(simulated)
+    with pytest.raises(UserError, match="over the usable"):
+        SimulatedJob.from_config(config, replace(H100, memory_bytes=1e9))
+
+
+@pytest.mark.parametrize("name", sorted(NAMED_JOBS))
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_named_jobs_can_run(name, preset):
+    simulated = named_job(name, preset)
+    assert simulated.gpus == NAMED_JOBS[name].gpus
+    assert simulated.packing.micro_batches == simulated.pp * simulated.dp
+
+
+def test_the_large_one_has_8192_gpus():
+    assert named_job("405b-128k").gpus == 8192
+
+
+def test_key_value_heads_are_replicated_where_ranks_are_more():
+    assert simulated_job("70b", WINDOW, tp=16).shape.kv_heads == 16
+
+
+def test_groups_use_the_wires_between_them():
+    assert group_link(H100, 8, 1).bandwidth == H100.node_bandwidth
+    assert group_link(H100, 2, 8).bandwidth == H100.network_bandwidth
+    assert group_link(H100, 4, 4).bandwidth == 2 * H100.network_bandwidth  # two of its ranks on each node
+    assert group_link(H100, 16, 1).bandwidth == 8 * H100.network_bandwidth
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: job(tp=0), "tp = 0"),
+        (lambda: replace(job(dp=2), dp=3), "dealt evenly to dp = 3"),
+        (lambda: job(pp=16), "8 layers, fewer than the 16"),
+        (lambda: job(tp=3), "tp = 3 does not divide"),
+        (lambda: job(pp=2, schedule="zbv_zero_bubble"), "two stages on each rank"),
+        (lambda: simulated_job(SHAPE, WINDOW, "worst"), "preset 'worst' is unknown"),
+        (lambda: named_job("7b"), "unknown job '7b'; choose one of 550m-64k"),
+        (lambda: SimulatedJob.from_config(configuration(model={"pretrained": Path("x")})), "cannot be simulated"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(make, message):
+    with pytest.raises(UserError, match=message) as caught:
+        make()
+    assert "\n" not in str(caught.value)

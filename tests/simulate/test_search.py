@@ -1,0 +1,63 @@
+"""The search ranks what fits, by simulated speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulate.jobs import SHAPE, WINDOW, documents
+from wlb.errors import UserError
+from wlb.simulate.memory import predicted_memory, usable_bytes
+from wlb.simulate.search import explanation, layout_of, packing_of, search, search_space
+from wlb.workload import hardware_preset
+
+SMALL = replace(hardware_preset("h100"), memory_bytes=16e9)
+
+
+@pytest.fixture(scope="module")
+def found():
+    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=16 * WINDOW, steps=2)
+    progress: list[tuple[int, int]] = []
+    result = search(space, documents(), on_progress=lambda done, of: progress.append((done, of)))
+    assert [done for done, _ in progress] == [*range(1, len(progress) + 1)]
+    assert progress[-1][0] <= progress[-1][1]
+    return result
+
+
+def test_everything_ranked_uses_all_gpus_and_fits(found):
+    assert found.layouts > 5
+    speeds = [result.tokens_per_second for result in found.ranking]
+    assert speeds == sorted(speeds, reverse=True)
+    for result in found.ranking:
+        assert result.job.gpus == 4
+        assert result.job.packing.micro_batches == 16
+        assert predicted_memory(result.job).total <= usable_bytes(result.job)
+        assert result.job.packing.method != "sequential"
+
+
+def test_plain_is_the_winners_layout(found):
+    assert layout_of(found.plain.job) == layout_of(found.winner.job)
+    assert packing_of(found.plain.job) == "sequential, per_sequence"
+
+
+def test_the_explanation_adds_up(found):
+    saved = sum(seconds for _, seconds in explanation(found.winner, found.plain))
+    scale = found.winner.tokens / found.plain.tokens
+    assert saved == pytest.approx(found.plain.mean_step_seconds * scale - found.winner.mean_step_seconds)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
+    tight = replace(SMALL, memory_bytes=1e9)
+    space = search_space(SHAPE, 1, WINDOW, hardware=tight, batch_tokens=WINDOW)
+    with pytest.raises(UserError, match=r"no layout of 1 GPUs with 0.931 GiB each .* the best needs"):
+        search(space, documents())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((SHAPE, 0, WINDOW), "0 GPUs"), ((SHAPE, 8, 2**25), "holds no window of 33554432")],
+)
+def test_mistakes_are_named_in_one_line(arguments, message):
+    with pytest.raises(UserError, match=message):
+        search_space(*arguments)

@@ -1,0 +1,94 @@
+"""The trace has the form that Perfetto and Chrome read, and shows the simulated step."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+
+from tests.simulate.jobs import documents, job
+from wlb.errors import UserError
+from wlb.simulate.run import planned_steps
+from wlb.simulate.timeline import timeline
+from wlb.simulate.trace import MOST_TRACKS, write_trace
+
+LAYOUTS = [
+    {"pp": 4, "cp": 2, "dp": 2},
+    {"pp": 1, "dp": 3, "micro_batches": 2},
+    {"pp": 2, "virtual_pp": 2, "schedule": "zbv_zero_bubble", "micro_batches": 4},
+]
+
+
+def traced(tmp_path, **settings):
+    simulated = job("wlb-llm", **settings)
+    line = timeline(next(planned_steps(simulated, documents())), simulated)
+    path = tmp_path / "step.json"
+    tracks = write_trace(path, line)
+    return line, tracks, json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_event_has_the_fields_of_the_format(tmp_path, layout):
+    """Trace Event Format: metadata ("M") needs name and args, complete events ("X") also ts, dur, pid and tid."""
+    line, tracks, trace = traced(tmp_path, **layout)
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    metadata = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert len(spans) + len(metadata) == len(trace["traceEvents"])
+    for event in spans:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["cat"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["ts"] >= 0
+        assert event["dur"] > 0
+        assert isinstance(event["args"], dict)
+    named = {(event["pid"], event["tid"]) for event in metadata if event["name"] == "thread_name"}
+    assert named == {(event["pid"], event["tid"]) for event in spans}
+    assert len(named) == tracks == line.job.pp * line.job.dp * line.job.cp
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_events_of_a_track_follow_or_contain_each_other(tmp_path, layout):
+    _, _, trace = traced(tmp_path, **layout)
+    by_track = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            by_track[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["cat"]))
+    slack = 1e-3  # microseconds
+    for events in by_track.values():
+        outer = sorted(event for event in events if event[2] != "wait")
+        for before, after in pairwise(outer):
+            assert before[1] <= after[0] + slack
+        for start, end, _ in (event for event in events if event[2] == "wait"):
+            assert any(begin - slack <= start and end <= stop + slack for begin, stop, _ in outer)
+
+
+def test_it_shows_the_step(tmp_path):
+    line, _, trace = traced(tmp_path, pp=4, cp=2, dp=2)
+    spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(1e6 * line.seconds)
+    names = {event["name"] for event in spans}
+    assert {"forward 0", "backward 3", "gradient reduction", "optimizer"} <= names
+    forward = next(event for event in spans if event["name"] == "forward 2" and event["pid"] == 1)
+    assert forward["args"]["tokens"] == line.plan.ranks[1][2].tokens
+
+
+def test_large_jobs_are_drawn_in_part(tmp_path):
+    line, tracks, trace = traced(tmp_path, pp=8, cp=16, dp=8, micro_batches=8)
+    assert line.job.pp * line.job.cp * line.job.dp > MOST_TRACKS
+    assert tracks == 8 * 16
+    slowest = int(line.rank_ends.max(axis=0).argmax())
+    assert {event["pid"] for event in trace["traceEvents"]} == {slowest}
+
+
+def test_ranks_are_chosen_by_name(tmp_path):
+    simulated = job(pp=2, dp=2, cp=2)
+    line = timeline(next(planned_steps(simulated, documents())), simulated)
+    assert write_trace(tmp_path / "a.json", line, dp_ranks=[1], cp_ranks=[0]) == 2
+    with pytest.raises(UserError, match="no dp rank 2; there are 2"):
+        write_trace(tmp_path / "b.json", line, dp_ranks=[2])
+    with pytest.raises(UserError, match="cannot be written"):
+        write_trace(tmp_path / "missing" / "c.json", line)
