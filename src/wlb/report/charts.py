@@ -14,6 +14,7 @@ from wlb.workload.flops import attended_pairs
 
 _LEFT, _RIGHT = 190.0, WIDTH - 110.0  # of horizontal bars; names stand on the left, values on the right
 _ROW = 30.0
+_MOST_POINTS = 500  # of a line; more than the eye tells apart
 
 
 def length_histogram(lengths: NDArray[np.int64]) -> Markup:
@@ -136,7 +137,8 @@ def series(
     label: str,
     note: str,
 ) -> Markup:
-    """A line for each run (name, class, steps, values)."""
+    """A line for each run (name, class, steps, values); many steps are averaged to a few hundred points."""
+    runs = [(name, class_, _thinned(at), _thinned(of)) for name, class_, at, of in runs]
     left, right, top, bottom = 60.0, WIDTH - 10, 30.0, 200.0
     values = np.concatenate([run[3] for run in runs])
     steps = np.concatenate([run[2] for run in runs])
@@ -160,6 +162,13 @@ def _short(number: int) -> str:
         if number >= 1024**power:
             return f"{number / 1024**power:.3g}{letter}"
     return str(number)
+
+
+def _thinned(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Means of groups of neighbours, at most ``_MOST_POINTS`` of them; the last group may be left out."""
+    group = -(-len(values) // _MOST_POINTS)
+    thinned: NDArray[np.float64] = values[: len(values) // group * group].reshape(-1, group).mean(axis=1)
+    return thinned
 
 
 def _whole(value: float) -> str:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_BLOCK = 8  # steps
+_BLOCK = 8  # steps, or more where that makes too many blocks
+_MOST_BLOCKS = 128
 _DRAWS = 2000
 _COVERED = (2.5, 97.5)  # percentiles
 
@@ -43,10 +44,11 @@ def gain(
     columns = np.stack(
         [column[:steps] for column in (before_tokens, before_seconds, after_tokens, after_seconds)]
     ).astype(np.float64)
-    block = min(_BLOCK, max(1, steps // 4))
+    block = min(max(_BLOCK, -(-steps // _MOST_BLOCKS)), max(1, steps // 4))
+    ends = np.cumsum(np.concatenate([np.zeros((4, 1)), columns, columns[:, : block - 1]], axis=1), axis=1)
+    block_sums = ends[:, block:] - ends[:, :-block]  # of the block from every step on, around the end
     starts = np.random.default_rng(seed).integers(0, steps, (_DRAWS, -(-steps // block)))
-    drawn = ((starts[:, :, None] + np.arange(block)) % steps).reshape(_DRAWS, -1)[:, :steps]
-    ratios = _ratio(columns[:, drawn].sum(axis=2))
+    ratios = _ratio(block_sums[:, starts].sum(axis=2))
     low, high = np.percentile(ratios, _COVERED)
     return Gain(float(_ratio(columns.sum(axis=1))), float(low), float(high), steps)
 

@@ -1,0 +1,59 @@
+"""``wlb report`` as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.report.conftest import write_run
+
+SMALL = ["synthetic:1500:8192:0", "--context-window", "8192", "--parallel", "dp=2,pp=2,cp=1,tp=8", "--steps", "4"]
+
+
+def report(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    # Planning must not need torch.
+    code = "import sys; sys.modules['torch'] = None; from wlb.cli.app import main; main()"
+    command = [sys.executable, "-c", code, "report", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_lengths_become_a_page_and_figures(tmp_path: Path):
+    out = tmp_path / "report.html"
+    result = report(*SMALL, "--out", out, "--json")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["kind"], summary["steps"], summary["out"]) == ("simulated", 4, str(out))
+    assert f"{summary['gain']['best']['factor']:.2f}x" in out.read_text()
+    assert "nothing is sharded" in out.read_text()
+
+
+def test_a_run_directory_becomes_a_page(tmp_path: Path):
+    out = tmp_path / "report.html"
+    run, before = write_run(tmp_path / "run"), write_run(tmp_path / "before", seconds=3.0)
+    result = report(run, "--before", before, "--out", out, "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["gain"] == pytest.approx(1.5, rel=0.01)
+    assert "measured" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*SMALL, "--parallel", "dp=2,np=3"], "'np=3' is no size"),
+        ([*SMALL, "--parallel", "dp=0"], "'dp=0' is no size"),
+        ([*SMALL, "--parallel", "pp=3", "--model", "8t"], "unknown model '8t'"),
+        ([*SMALL, "--micro-batches", "3"], "multiple"),
+        (["missing.json"], "missing.json"),
+        (["."], "has no steps.jsonl"),
+        ([*SMALL, "--out", "no/such/report.html"], "make it first"),
+        (["synthetic:20:8192:0", *SMALL[1:]], "give more documents"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, arguments: list[str], message: str):
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "report.html")]
+    result = report(*arguments, *out)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
