@@ -8,8 +8,8 @@ repetition the presets take turns, a step each, in the same processes; the first
 are the median over repetitions, tokens/s is the tokens of all steps over their seconds, and a preset's speed is its
 tokens/s over those of plain-4d.
 
-"predicted" is the same for the same plans by the workload model, from times measured on this machine at the start
-(``wlb profile``), and the pipeline simulation. Sequential packing cuts documents and leaves out part of their
+"predicted" is the same for the same plans by the simulator, from times measured on this machine at the start
+(``wlb profile``). Sequential packing cuts documents and leaves out part of their
 attention; "per work" is the speed in predicted seconds of work instead of tokens.
 
 ``--peer`` adds a Hugging Face Trainer with padding-free packing for dp = 2, on the same documents with the same model.
@@ -35,8 +35,9 @@ from rich.table import Table
 from training_prediction import plan_steps, predicted_seconds
 
 from wlb.config import PRESETS, load_config
+from wlb.packing.plan import StepPlan
 from wlb.simulate.compare import micro_batch_seconds
-from wlb.workload import Workload, load_profile
+from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny.toml"
@@ -80,16 +81,14 @@ def main() -> None:
     out: Path = arguments.directory
     out.mkdir(parents=True, exist_ok=True)
     store = prepare(out)
-    profile = out / "profile.json"
-    run("-m", "wlb", "profile", "--model", "tiny", "--device", "cpu", "--threads", 1, "--quick", "--out", profile)
-    workload = load_profile(profile)
+    profile = measure_profile(out)
     results: list[Result] = []
     for layout in arguments.layouts.split(","):
         for repetition in range(arguments.repetitions):
             train_in_turns(layout, repetition, arguments, store)
             if arguments.peer and layout == "dp":
                 train_peer(repetition, arguments, store)
-        results += compare(layout, arguments, store, workload)
+        results += compare(layout, arguments, store, profile)
     report(results, arguments)
 
 
@@ -110,6 +109,13 @@ def prepare(directory: Path) -> Path:
     if not store.with_suffix(".idx").exists():
         run("-m", "wlb", "prepare", "--stdlib", "--train-bpe", VOCABULARY, "--out", store)
     return store
+
+
+def measure_profile(directory: Path) -> WorkloadProfile:
+    """What the model costs on this machine now."""
+    path = directory / "profile.json"
+    run("-m", "wlb", "profile", "--model", "tiny", "--device", "cpu", "--threads", 1, "--quick", "--out", path)
+    return read_profile(path)
 
 
 def run(*words: object, processes: int = 1) -> None:
@@ -151,8 +157,8 @@ def train_peer(repetition: int, arguments: argparse.Namespace, store: Path) -> N
     run(config, "--store", store, "--out", directory, *sizes, processes=PROCESSES)
 
 
-def compare(layout: str, arguments: argparse.Namespace, store: Path, workload: Workload) -> list[Result]:
-    jobs = {preset: _job_of(layout, preset, arguments, store, workload) for preset in PRESETS}
+def compare(layout: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile) -> list[Result]:
+    jobs = {preset: _job_of(layout, preset, arguments, store, profile) for preset in PRESETS}
     if arguments.peer and layout == "dp":
         rows = _rows(layout, PEER, arguments)
         jobs[PEER] = Job([row["tokens"] for row in rows[0]], _median_seconds(rows), None, None, 1.0)
@@ -160,21 +166,29 @@ def compare(layout: str, arguments: argparse.Namespace, store: Path, workload: W
     return [_result(layout, preset, job, base) for preset, job in jobs.items()]
 
 
-def _job_of(layout: str, preset: str, arguments: argparse.Namespace, store: Path, workload: Workload) -> Job:
+def _job_of(layout: str, preset: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile) -> Job:
     config = load_config(CONFIG, overrides(layout, preset, 0, arguments, store))
-    rows = _rows(layout, preset, arguments)
     plans = plan_steps(config, arguments.steps + 1)[1:]
+    rows = measured_rows(layout, preset, arguments, plans)
     tokens = [plan.tokens for plan in plans]
-    for repetition in rows:
-        if tokens != [row["tokens"] for row in repetition]:
-            raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
     return Job(
         tokens,
         _median_seconds(rows),
-        [predicted_seconds(plan, config, workload) for plan in plans],
-        sum(float(micro_batch_seconds(plan, workload).sum()) for plan in plans),
+        predicted_seconds(plans, config, profile),
+        sum(float(micro_batch_seconds(plan, profile.workload()).sum()) for plan in plans),
         sum(plan.imbalance for plan in plans) / len(plans),
     )
+
+
+def measured_rows(
+    layout: str, preset: str, arguments: argparse.Namespace, plans: Sequence[StepPlan]
+) -> list[list[dict[str, Any]]]:
+    """Counted steps of every repetition, which are those of ``plans``."""
+    rows = _rows(layout, preset, arguments)
+    for repetition in rows:
+        if [plan.tokens for plan in plans] != [row["tokens"] for row in repetition]:
+            raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
+    return rows
 
 
 def _rows(layout: str, name: str, arguments: argparse.Namespace) -> list[list[dict[str, Any]]]:

@@ -1,0 +1,110 @@
+"""Benchmark of the simulator: predicted against measured seconds of real steps on two processes.
+
+    .venv/bin/python benchmarks/fidelity.py [--layouts pp,dp,cp] [--repetitions N] [--steps N] [--out FILE]
+
+Trains every preset with pp = 2, dp = 2 and cp = 2 as ``training.py`` does, on the same documents, and simulates the
+same plans from a profile measured at the start. A step's error is predicted over measured less one; what is reported is
+its median and the median of its absolute value. Other work on the machine only ever adds time, so a step's measured
+seconds are the smallest of its repetitions. Presets take turns, a step each, in the same processes; the first step is
+not counted. Every process needs a core of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from measurement import machine, versions
+from rich.console import Console
+from rich.table import Table
+from training import CONFIG, PROCESSES, measure_profile, measured_rows, overrides, prepare, train_in_turns
+from training_prediction import plan_steps, predicted_seconds
+
+from wlb.config import PRESETS, load_config
+from wlb.workload.profile import WorkloadProfile
+
+TARGET = 0.05  # median absolute error that the simulator is held to
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """One preset in one layout; seconds of each counted step."""
+
+    layout: str
+    preset: str
+    measured: list[float]
+    predicted: list[float]
+
+    @property
+    def errors(self) -> list[float]:
+        return [p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True)]
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    out: Path = arguments.directory
+    out.mkdir(parents=True, exist_ok=True)
+    store = prepare(out)
+    profile = measure_profile(out)
+    rows: list[Fidelity] = []
+    for layout in arguments.layouts.split(","):
+        for repetition in range(arguments.repetitions):
+            train_in_turns(layout, repetition, arguments, store)
+        rows += [fidelity_of(layout, preset, arguments, store, profile) for preset in PRESETS]
+    report(rows, arguments)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp is 2")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6, help="counted steps of every preset in a repetition")
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step, over all ranks")
+    parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-fidelity"), help="working files")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    return parser.parse_args()
+
+
+def fidelity_of(
+    layout: str, preset: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile
+) -> Fidelity:
+    config = load_config(CONFIG, overrides(layout, preset, 0, arguments, store))
+    plans = plan_steps(config, arguments.steps + 1)[1:]
+    repetitions = measured_rows(layout, preset, arguments, plans)
+    measured = [min(row["step_seconds"] for row in rows) for rows in zip(*repetitions, strict=True)]
+    return Fidelity(layout, preset, measured, predicted_seconds(plans, config, profile))
+
+
+def report(rows: Sequence[Fidelity], arguments: argparse.Namespace) -> None:
+    here = machine() | versions("torch")
+    table = Table(
+        title=f"seconds of a step on {PROCESSES} processes with one thread each, {here['cpu']}, torch {here['torch']}; "
+        f"smallest of {arguments.repetitions} repetitions, {arguments.steps} steps"
+    )
+    for heading in ("= 2", "preset", "measured", "simulated", "median error", "median |error|"):
+        table.add_column(heading, justify="left" if heading in ("= 2", "preset") else "right")
+    for row in rows:
+        table.add_row(
+            row.layout,
+            row.preset,
+            f"{median(row.measured):.3f}",
+            f"{median(row.predicted):.3f}",
+            f"{median(row.errors):+.1%}",
+            f"{median(map(abs, row.errors)):.1%}",
+        )
+    overall = median(abs(error) for row in rows for error in row.errors)
+    console = Console(width=110)
+    console.print(table)
+    console.print(f"median |error| over all steps: {overall:.1%} (target {TARGET:.0%})")
+    if arguments.out:
+        summary = {"machine": here, "median_absolute_error": overall, "target": TARGET}
+        results = [asdict(row) | {"errors": row.errors} for row in rows]
+        arguments.out.write_text(json.dumps(summary | {"results": results}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
