@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from wlb.report.evidence import Evidence
 
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp")
+_SCHEDULES = ("1f1b", "interleaved_1f1b")  # what wlb train runs, and so what can be recommended
 
 
 def report(
@@ -65,12 +66,15 @@ def parallel_sizes(text: str) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name == "schedule" and value:
+        if name == "schedule" and value in _SCHEDULES:
             sizes[name] = value
         elif name in _SIZES and value.isdecimal() and int(value) > 0:
             sizes[name] = int(value)
         else:
-            raise UserError(f"--parallel {text!r}: {part.strip()!r} is no size; give dp=4,pp=4,cp=2,tp=8")
+            raise UserError(
+                f"--parallel {text!r}: {part.strip()!r} is no size or schedule; give dp=4,pp=4,cp=2,tp=8, "
+                f"virtual_pp=N or schedule={' or '.join(_SCHEDULES)}"
+            )
     return sizes
 
 

@@ -111,7 +111,7 @@ def gather_evidence(
     step_tokens = best.packing.micro_batches * best.context_window
     steps = min(steps, sum(document.length for document in documents) // step_tokens)
     on_progress("tuning")
-    checkpointing, room = _room(best)
+    checkpointing, room = least_checkpointing(best)
     recommended = _tune(best, documents, min(room or 1.0, _LENGTH_FACTORS[-1]))
     systems = {}
     for name in PRESETS:
@@ -124,7 +124,7 @@ def gather_evidence(
     return Evidence(lengths, systems, results, recommended, room is not None, _shards(systems[BEST]))
 
 
-def _room(job: SimulatedJob) -> tuple[Checkpointing, float | None]:
+def least_checkpointing(job: SimulatedJob) -> tuple[Checkpointing, float | None]:
     """The least checkpointing under which GPUs hold L_max, and the L_max they hold; None if nothing fits."""
     best: tuple[Checkpointing, float | None] = ("none", None)
     levels: tuple[Checkpointing, ...] = ("none", "selective", "full")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from wlb.report.charts import bars, intervals, length_histogram, stacked
 from wlb.report.evidence import BASELINE, BEST, TUNED, Evidence
+from wlb.report.gain import Gain
 from wlb.report.heat_map import heat_map
 from wlb.report.markup import Markup, table, tag
 from wlb.report.page import code, facts, page, paragraph, section
@@ -13,6 +14,7 @@ from wlb.report.shard_chart import shard_chart
 
 TITLE = "What workload balancing gives this job"
 
+_FEW_STEPS = 16
 _THE_STEP = "Of each system the step whose seconds per token are closest to its mean"
 
 
@@ -72,6 +74,7 @@ def _gain(evidence: Evidence) -> list[Markup]:
             "times plain-4D",
             f"Dots: simulated; lines: 95% of a moving-block bootstrap over {len(evidence.systems[BEST].tokens)} steps.",
         ),
+        *_doubts(evidence.gains[BEST]),
         paragraph(
             "The interval covers which documents happen to arrive, nothing else: not errors of the workload model, not "
             "machines that differ, not what the simulation leaves out. Sequential packing also cuts documents at the "
@@ -79,6 +82,15 @@ def _gain(evidence: Evidence) -> list[Markup]:
             class_="muted",
         ),
     ]
+
+
+def _doubts(best: Gain) -> list[Markup]:
+    doubts = []
+    if best.low <= 1.0:
+        doubts.append("The interval of best reaches down to plain-4D: on these documents balancing may gain nothing.")
+    if best.steps < _FEW_STEPS:
+        doubts.append(f"Only {best.steps} steps were simulated, too few for an interval to be relied on.")
+    return [paragraph(doubt, class_="warning") for doubt in doubts]
 
 
 def _packing(evidence: Evidence) -> list[Markup]:

@@ -1,0 +1,82 @@
+"""A report on a training run: its own figures, alone and beside another, and readable mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.report.conftest import HOSTILE, write_run
+from tests.report.test_markup import read
+from wlb.errors import UserError
+from wlb.report.measured import measured_report
+from wlb.report.run_directory import read_run
+
+
+def test_the_first_step_is_left_out_and_the_rest_measured(tmp_path: Path):
+    run = read_run(write_run(tmp_path / "run"))
+    assert run.columns["step"].tolist() == list(range(2, 21))
+    assert run.tokens_per_second == pytest.approx(
+        sum(8000 + 10 * step for step in range(2, 21)) / sum(2 + 0.01 * (step % 3) for step in range(2, 21))
+    )
+    assert run.compute_seconds is not None
+    np.testing.assert_array_equal(run.compute_seconds[:, :, 0], [[1.0, 1.2], [0.9, 0.9]])
+
+
+def test_tensor_parallel_ranks_count_as_their_slowest(tmp_path: Path):
+    path = write_run(tmp_path / "run")
+    diagnosis = json.loads((path / "diagnosis.json").read_text())
+    diagnosis["ranks"] = [
+        rank | {"tp": tp, "compute_seconds": 1.0 + tp} for rank in diagnosis["ranks"] for tp in (1, 0)
+    ]
+    (path / "diagnosis.json").write_text(json.dumps(diagnosis))
+    assert np.all(read_run(path).compute_seconds == 2.0)
+
+
+def test_hosts_and_names_stay_text(tmp_path: Path):
+    name = HOSTILE.replace("/", "⁄")
+    page = measured_report(read_run(write_run(tmp_path / name, host=HOSTILE)))
+    reader = read(page)
+    assert HOSTILE in reader.text
+    assert name in reader.text
+    assert not {element for element, _ in reader.elements} & {"script", "img"}
+
+
+def test_two_runs_are_compared(tmp_path: Path):
+    before, after = (read_run(write_run(tmp_path / name, seconds=s)) for name, s in (("plain", 3.0), ("best", 2.0)))
+    page = measured_report(after, before)
+    charts = [attributes["id"] for name, attributes in read(page).elements if name == "svg"]
+    assert charts == ["gain-chart", "steps-chart", "where-chart", "ranks-chart"]
+    assert "1.50x" in page
+
+
+def test_a_run_without_a_diagnosis_says_so(tmp_path: Path):
+    page = measured_report(read_run(write_run(tmp_path / "run", diagnosed=False)))
+    assert "has written no diagnosis.json yet" in page
+
+
+def test_a_last_line_cut_short_is_passed_over(tmp_path: Path):
+    path = write_run(tmp_path / "run")
+    with (path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 21, "tok')
+    assert read_run(path).columns["step"][-1] == 20
+
+
+def test_mistakes_name_the_file(tmp_path: Path):
+    with pytest.raises(UserError, match=r"has no steps.jsonl"):
+        read_run(tmp_path)
+    path = write_run(tmp_path / "run")
+    rows = (path / "steps.jsonl").read_text().splitlines(keepends=True)
+    (path / "steps.jsonl").write_text("".join([rows[0], "[]\n", *rows[1:]]))
+    with pytest.raises(UserError, match="line 2 is not a step"):
+        read_run(path)
+    (path / "steps.jsonl").write_text("")
+    with pytest.raises(UserError, match="holds no steps"):
+        read_run(path)
+    (path / "steps.jsonl").write_text("".join(rows))
+    for broken in ("{}", "[1]", "{", '{"ranks": []}', '{"ranks": [{"compute_seconds": 1, "host": "a", "pp": 5}]}'):
+        (path / "diagnosis.json").write_text(broken)
+        with pytest.raises(UserError, match="is not a diagnosis"):
+            read_run(path)

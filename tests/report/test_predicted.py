@@ -1,0 +1,98 @@
+"""A report on lengths: complete, safe, self-contained, and its recommendation is a configuration."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.report.conftest import HOSTILE, WINDOW, small_job
+from tests.report.test_markup import read
+from wlb.config import load_config
+from wlb.errors import UserError
+from wlb.report.evidence import BASELINE, BEST, Evidence, gather_evidence, least_checkpointing
+from wlb.report.gain import Gain
+from wlb.report.predicted import predicted_report
+from wlb.report.recommended import recommended_config
+from wlb.simulate import simulate, simulated_job
+
+CHARTS = ["lengths", "gain-chart", "packing-chart", "where-chart", "ranks-chart", "pipeline-chart", "sharding-chart"]
+
+
+def test_it_has_every_chart_and_no_way_out(hostile_page):
+    reader = read(hostile_page)
+    charts = [attributes["id"] for name, attributes in reader.elements if name == "svg"]
+    assert charts == CHARTS
+    assert not {name for name, _ in reader.elements} & {"script", "img", "link", "iframe", "object", "form", "a"}
+    written = {key for _, attributes in reader.elements for key in attributes}
+    assert not written & {"src", "href", "style", "action"}
+    assert not [key for key in written if key.startswith("on")]
+    assert not re.search(r"url\(|@import", hostile_page)
+
+
+def test_names_from_outside_stay_text(hostile_page):
+    assert HOSTILE not in hostile_page
+    assert HOSTILE in read(hostile_page).text
+
+
+def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
+    page = predicted_report(evidence, source="lengths.json", model="7b", hardware="h100")
+    assert f"{evidence.gains[BEST].factor:.2f}x" in page
+    for name, system in evidence.systems.items():
+        result = simulate(system.job, evidence.lengths, len(system.seconds))
+        np.testing.assert_allclose(system.seconds, result.step_seconds)
+        assert system.tokens_per_second == pytest.approx(result.tokens_per_second)
+        assert sum(system.where.values()) == pytest.approx(result.mean_step_seconds)
+        assert name in page
+
+
+def test_before_and_after_are_the_presets(evidence: Evidence):
+    assert set(evidence.systems) == {"plain-4d", "fixed-4d", "wlb-llm", "best"}
+    assert set(evidence.gains) == set(evidence.systems) - {BASELINE}
+    assert evidence.gains[BEST].low <= evidence.gains[BEST].factor <= evidence.gains[BEST].high
+    assert evidence.job.packing.outlier_thresholds == evidence.recommended.outlier_thresholds
+
+
+@pytest.mark.parametrize("store", [None, "data/my corpus", 'quote " \\ backslash \x7f \t\n ü'])
+def test_the_recommendation_loads(evidence: Evidence, tmp_path: Path, store):
+    config = tmp_path / "job.toml"
+    config.write_text(recommended_config(evidence.job, "7b", "lengths\nwith [lines].json", store), encoding="utf-8")
+    loaded = load_config(config)
+    assert loaded.preset == "best"
+    assert loaded.packing == evidence.job.packing
+    assert (loaded.parallel.dp, loaded.parallel.pp, loaded.parallel.cp, loaded.parallel.tp) == (2, 2, 2, 8)
+    assert loaded.data.context_window == WINDOW
+    assert store is None or str(loaded.data.store) == store
+
+
+def test_doubts_are_said(evidence: Evidence):
+    def shown(factor: float, low: float, steps: int) -> str:
+        gains = dict.fromkeys(evidence.gains, Gain(factor, low, factor + 0.1, steps))
+        doubtful = replace(evidence, fits=steps > 5)
+        doubtful.__dict__["gains"] = gains
+        return predicted_report(doubtful, source="lengths.json", model="7b", hardware="h100")
+
+    doubts = "reaches down to plain-4D", "too few for an interval", "finds no room"
+    assert [doubt in shown(0.9, 0.8, 5) for doubt in doubts] == [True, True, True]
+    assert [doubt in shown(1.2, 1.1, 50) for doubt in doubts] == [False, False, False]
+
+
+def test_checkpointing_is_the_least_that_leaves_room():
+    """Of a 7B model on 8 GPUs of 80 GB: more tokens, more recomputation, and in the end no room."""
+    levels = []
+    for window in (8192, 65_536, 1_048_576):
+        job = simulated_job("7b", window, "best", dp=1, pp=1, cp=1, tp=8)
+        level, room = least_checkpointing(job)
+        levels.append((level, room is not None))
+    assert levels[0] == ("none", True)
+    assert levels[1][1]
+    assert levels[1][0] != "none"
+    assert levels[2] == ("none", False)
+
+
+def test_documents_that_fill_no_step_are_refused():
+    with pytest.raises(UserError, match="give more documents"):
+        gather_evidence(np.array([100, 200]), small_job, 10)
