@@ -19,7 +19,7 @@ from wlb.errors import UserError
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 # The systems that WLB-LLM (OSDI '25, section 7.1) compares, and ours: what a preset sets where a job does not. They
-# differ in these two sections only. The paper leaves dealing to ranks and order as packed.
+# differ in these two sections only. The paper says nothing of dealing to ranks and order; it gets the usual ones.
 _AS_PACKED = {"assignment": "arrival", "order": "arrival"}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "plain-4d": {"packing": {"method": "sequential", **_AS_PACKED}, "sharding": {"strategy": "per_sequence"}},
@@ -169,7 +169,7 @@ class PackingConfig(Section):
         1000, description="Branch-and-bound nodes of one solve (fixed_solver); every rank searches the same ones"
     )
     assignment: Literal["arrival", "balanced"] = Field(
-        "balanced", description="How micro-batches are dealt to data-parallel ranks"
+        "balanced", description="How micro-batches are dealt to data-parallel ranks: in turn, or heaviest first"
     )
     order: Literal["arrival", "pipeline"] = Field(
         "pipeline", description="Order of micro-batches inside a rank: as packed, or heavy in the middle"

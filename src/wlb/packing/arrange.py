@@ -3,8 +3,9 @@
 Neither changes what a step trains. All ranks wait for the one with the largest sum, so ``balanced`` deals the
 heaviest micro-batches first, each to the rank with the smallest sum so far. A pipeline fills and empties at the pace of
 its first and last micro-batches, so ``pipeline`` puts light ones at both ends and heavy ones in the middle.
-``arrival`` leaves either as packed, which is what the paper does. Both are rules of thumb, not searches: the more
-uneven the micro-batches, the more they gain, and a single step that is balanced already may get slightly slower.
+``arrival`` is the usual way: micro-batches go to the ranks in turn, as torch's ``DistributedSampler`` deals them, and
+run in the order in which they were packed. The others are rules of thumb, not searches: the more uneven the
+micro-batches, the more they gain, and a single step that is balanced already may get slightly slower.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def arrange(plan: StepPlan, dp: int, *, assignment: Assignment = "balanced", ord
     micro_batches = plan.micro_batches
     if dp < 1 or len(micro_batches) % dp:
         raise UserError(f"{len(micro_batches)} micro-batches cannot be dealt evenly to {dp} data-parallel ranks")
-    per_rank = len(micro_batches) // dp
-    ranks = [list(micro_batches[rank * per_rank : (rank + 1) * per_rank]) for rank in range(dp)]
+    ranks = [list(micro_batches[rank::dp]) for rank in range(dp)]
     if assignment == "balanced":
         ranks = min(_balanced(micro_batches, dp), ranks, key=_largest_sum)  # greedy dealing may be the worse one
     if order == "pipeline":
