@@ -1,0 +1,113 @@
+"""``wlb reproduce``: the paper's tables and figures beside ours."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import emit_json, stderr, stdout
+from wlb.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from wlb.reproduce.experiment import Column, Report, Table, Value
+
+
+def reproduce(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="imbalance, table2, speedups, breakdown, context-windows, sharding, kernel, convergence, or all (but "
+            "convergence)."
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Directory of NAME.json and NAME.png.")] = Path("results"),
+    lengths: Annotated[
+        str | None, typer.Option("--lengths", help="Document lengths, as for wlb compare; default: synthetic ones.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, help="Steps to simulate (sharding: micro-batches; convergence: to train)."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the documents and their order.")] = 0,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="convergence: runs of each method.")] = 2,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="kernel: measured workload profile, shown beside the H100 preset.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Reproduce the paper's evaluation, with quoted, simulated and measured numbers in columns of their own.
+
+    Prints each table and writes it, with a picture, to --out. convergence trains 12 small models, for over an hour; it
+    can be interrupted and continued.
+
+    Examples: wlb reproduce speedups · wlb reproduce all · nohup wlb reproduce convergence &
+    """
+    from wlb.reproduce import EXPERIMENTS, SIMULATED
+    from wlb.reproduce.experiment import Settings
+
+    if name != "all" and name not in EXPERIMENTS:
+        raise UserError(f"experiment {name!r} is unknown; choose from {', '.join(EXPERIMENTS)}, all")
+    if profile is not None and name not in ("kernel", "all"):
+        raise UserError(f"--profile is shown by kernel; {name} is simulated on the H100 preset")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"directory {out} cannot be made: {error.strerror}") from None
+    written = []
+    for chosen in SIMULATED if name == "all" else [name]:
+        options.check_writable(out / f"{chosen}.json")
+        with stderr.status(chosen) as status:
+
+            def show(what: str, experiment: str = chosen, status: Any = status) -> None:
+                status.update(f"{experiment}: {what}")
+
+            settings = Settings(lengths, steps, seed, seeds, profile, out, show)
+            began = time.perf_counter()
+            report = EXPERIMENTS[chosen].run(settings)
+            report.draw(out / f"{chosen}.png")
+        document = {"experiment": chosen, **report.to_json(), "run_seconds": round(time.perf_counter() - began, 1)}
+        (out / f"{chosen}.json").write_text(json_module.dumps(document, indent=1, allow_nan=False) + "\n")
+        written.append(document)
+        if not json:
+            _print(report)
+            stdout.print(f"written: {out / chosen}.json and .png, {document['run_seconds']} s\n")
+    if json:
+        emit_json({"experiments": written})
+
+
+def _print(report: Report) -> None:
+    stdout.print(f"[bold]{report.title}[/bold]\ndocuments: {report.documents}")
+    for table in report.tables:
+        stdout.print(f"\n{table.title}", markup=False, highlight=False)
+        stdout.print(_rich(table))
+    for finding in report.findings:
+        verdict = "[green]holds[/green]" if finding.holds else "[red]does not hold[/red]"
+        stdout.print(f"{verdict}: {finding.statement} ({finding.evidence})")
+    for note in report.notes:
+        stdout.print(f"[dim]· {note}[/dim]")
+
+
+def _rich(table: Table) -> RichTable:
+    from rich import box
+    from rich.table import Table as RichTable
+
+    shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(table.columns):
+        numbers = any(isinstance(row[index], int | float) for row in table.rows)
+        shown.add_column(f"{column.name}\n{column.kind}", justify="right" if numbers else "left")
+    for row in table.rows:
+        shown.add_row(*(_cell(value, column) for value, column in zip(row, table.columns, strict=True)))
+    return shown
+
+
+def _cell(value: Value, column: Column) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else format(value, column.format)

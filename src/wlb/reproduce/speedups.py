@@ -1,0 +1,155 @@
+"""Table 1 and Figure 12: the paper's eight jobs under its three systems and ours.
+
+Besides the systems, each of the paper's two remedies alone: its packing with Plain-4D's sharding (the pipeline's
+part), and its sharding of Plain-4D's micro-batches (context parallelism's part).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from wlb.reproduce import paper
+from wlb.reproduce.charts import grouped_bars
+from wlb.reproduce.documents import corpus
+from wlb.reproduce.experiment import Column, Documents, Finding, Report, Settings, Table
+from wlb.reproduce.systems import ASSUMED, Bench, Treatment, speedup
+from wlb.simulate.named_jobs import PAPER_JOBS, NamedJob
+
+_STEPS = 100
+
+
+class Row(NamedTuple):
+    """Speedups over Plain-4D, and the share of whole documents' attention that Plain-4D computes."""
+
+    fixed: float
+    wlb: float
+    best: float
+    pipeline: float
+    context: float
+    plain_attention: float
+
+
+def run(settings: Settings) -> Report:
+    documents = corpus(settings)
+    rows = {treatment: _rows(treatment, documents, settings) for treatment in ("cut", "whole")}
+    cut = rows["cut"]
+    return Report(
+        title="Speedups over Plain-4D (paper: Table 1, Figure 12)",
+        documents=documents.source,
+        tables=[
+            _table("documents cut at the window by the data loader, for all systems alike", cut, quoted=True),
+            _table("whole documents, which Plain-4D cuts and the others do not", rows["whole"], quoted=False),
+        ],
+        draw=partial(
+            grouped_bars,
+            title="speedup over Plain-4D, simulated; documents cut by the data loader for all systems alike",
+            groups=[*cut, "mean"],
+            series={
+                "quoted: WLB-LLM (mean)": [None] * len(cut) + [paper.WLB_LLM_SPEEDUP],
+                "Fixed-4D": _with_mean([row.fixed for row in cut.values()]),
+                "WLB-LLM": _with_mean([row.wlb for row in cut.values()]),
+                "best": _with_mean([row.best for row in cut.values()]),
+            },
+            label="speedup over Plain-4D",
+        ),
+        findings=findings(cut),
+        notes=[ASSUMED, "quoted values per job are printed nowhere in the paper but for 7B-128K"],
+    )
+
+
+def _rows(treatment: Treatment, documents: Documents, settings: Settings) -> dict[str, Row]:
+    rows = {}
+    for name, job in PAPER_JOBS.items():
+        settings.on_progress(f"{name}, documents {treatment}")
+        rows[name] = _row(Bench(job, documents, settings.steps or _STEPS, settings, treatment))
+    return rows
+
+
+def _row(bench: Bench) -> Row:
+    plain = bench.run("plain-4d")
+    return Row(
+        fixed=speedup(bench.fixed_4d(), plain),
+        wlb=speedup(bench.run("wlb-llm"), plain),
+        best=speedup(bench.run("best"), plain),
+        pipeline=speedup(bench.run("wlb-llm", sharding="per_sequence"), plain),
+        context=speedup(bench.run("plain-4d", sharding="adaptive"), plain),
+        plain_attention=plain.attention_kept,
+    )
+
+
+def _table(title: str, rows: dict[str, Row], *, quoted: bool) -> Table:
+    columns = (
+        Column("job"),
+        Column("GPUs", format=",.0f"),
+        Column("tp,cp,pp,dp"),
+        Column("WLB-LLM", "quoted", ".2f"),
+        Column("Fixed-4D", "simulated"),
+        Column("WLB-LLM", "simulated"),
+        Column("best", "simulated"),
+        Column("packing alone", "simulated"),
+        Column("sharding alone", "simulated"),
+        Column("attention of Plain-4D", "simulated", ".0%"),
+    )
+    told = {"7b-128k": paper.BREAKDOWN["WLB-LLM"]} if quoted else {}
+    lines: list[tuple[str | float | None, ...]] = [
+        (name, PAPER_JOBS[name].gpus, _layout(PAPER_JOBS[name]), told.get(name), *row) for name, row in rows.items()
+    ]
+    means = np.mean([*rows.values()], axis=0).tolist()
+    lines.append(("mean", None, None, paper.WLB_LLM_SPEEDUP if quoted else None, *means))
+    for window, value in paper.WLB_LLM_SPEEDUP_BY_WINDOW.items():
+        of_window = [row for name, row in rows.items() if PAPER_JOBS[name].context_window == window]
+        means = np.mean(of_window, axis=0).tolist()
+        lines.append((f"mean {window // 1024}K", None, None, value if quoted else None, *means))
+    return Table(title, columns, lines)
+
+
+def findings(rows: dict[str, Row]) -> list[Finding]:
+    """The paper's findings (sections 7.2 and 7.3), in these numbers."""
+    by_model: dict[str, list[float]] = {}
+    by_window: dict[int, list[float]] = {}
+    for name, row in rows.items():
+        by_model.setdefault(PAPER_JOBS[name].model, []).append(row.wlb)
+        by_window.setdefault(PAPER_JOBS[name].context_window, []).append(row.wlb)
+    models = {model: float(np.mean(values)) for model, values in by_model.items()}
+    windows = {window: float(np.mean(by_window[window])) for window in sorted(by_window)}
+    pipeline, context = (
+        float(np.mean([getattr(row, part) for row in rows.values()])) for part in ("pipeline", "context")
+    )
+    measured = rows["7b-128k"]  # where the paper shows it
+    jobs = sum(row.pipeline > row.context for row in rows.values())
+    return [
+        Finding(
+            "larger models gain less",
+            all(larger < smaller for smaller, larger in pairwise(models.values())),
+            ", ".join(f"{model} {value:.3f}" for model, value in models.items()),
+        ),
+        Finding(
+            "the pipeline level matters more than the context level",
+            measured.pipeline > measured.context and pipeline > context,
+            f"packing and sharding alone: 7b-128k {measured.pipeline:.3f} and {measured.context:.3f}, means "
+            f"{pipeline:.3f} and {context:.3f}; packing gains more in {jobs} of {len(rows)} jobs",
+        ),
+        Finding(
+            "longer windows gain more",
+            all(longer > shorter for shorter, longer in pairwise(windows.values())),
+            ", ".join(f"{window // 1024}K {value:.3f}" for window, value in windows.items()),
+        ),
+        Finding(
+            "balancing within fixed lengths gains little (paper: 1.03)",
+            float(np.mean([row.fixed for row in rows.values()])) < 1 + (float(np.mean([*models.values()])) - 1) / 2,
+            f"Fixed-4D {np.mean([row.fixed for row in rows.values()]):.3f}, "
+            f"WLB-LLM {np.mean([row.wlb for row in rows.values()]):.3f}",
+        ),
+    ]
+
+
+def _with_mean(values: list[float]) -> list[float]:
+    return [*values, float(np.mean(values))]
+
+
+def _layout(job: NamedJob) -> str:
+    return f"{job.tp},{job.cp},{job.pp},{job.dp}"
