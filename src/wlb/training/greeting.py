@@ -21,12 +21,17 @@ def greeting(
 ) -> Iterator[str]:
     """Where the job, which has trained ``step`` steps, goes on and on what; then what its user should know."""
     data = loader.epoch_summary
+    documents = f"{data.documents:,} documents"
+    if data.empty:
+        documents += f", {data.empty:,} empty ones passed over"
+    if data.overlong:
+        documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {_OVERLONG[config.data.overlong]}"
     yield (
         f"{f'resuming after step {step}' if step else 'starting'} on {config.parallel.world_size} {device.type} "
-        f"processes; {data.documents:,} documents, {data.empty:,} empty ones passed over, {data.overlong:,} over "
-        f"{config.data.context_window:,} tokens {_OVERLONG[config.data.overlong]}; "
-        f"micro-batches of up to {longest_micro_batch(config):,} tokens"
+        f"processes; {documents}; micro-batches of up to {longest_micro_batch(config):,} tokens"
     )
+    if config.training.steps and step >= config.training.steps:
+        yield f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on"
     if loader.changed_data:
         yield f"wlb: warning: continuing on changed data: {loader.changed_data}"
     warnings = (
