@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-_PIPE_WIDTH = 120  # columns of a table that goes into a file or a pipe
+_PIPE_WIDTH = 128  # columns of a table that goes into a file or a pipe
 
 stdout = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 stderr = Console(stderr=True)

@@ -158,8 +158,9 @@ def render(diagnosis: dict[str, Any]) -> str:
     ranks = diagnosis["ranks"]
     slowest = max(ranks, key=lambda rank: rank["normalised"])
     fastest = min(ranks, key=lambda rank: rank["normalised"])
+    steps = f"{diagnosis['steps']} step{'s' if diagnosis['steps'] > 1 else ''}"
     lines = [
-        f"compute of {len(ranks)} ranks without collectives, mean of {diagnosis['steps']} steps up to step "
+        f"compute of {len(ranks)} ranks without collectives, mean of {steps} up to step "
         f"{diagnosis['last_step']} ({diagnosis['step_seconds']:.3g} s each)",
         f"  {'':<15}{'s a step':>9}{'normalised':>12}",
         f"  {'slowest':<15}{slowest['compute_seconds']:>9.3g}{slowest['normalised']:>12.3f}  {_named(slowest)}",

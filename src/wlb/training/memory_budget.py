@@ -119,7 +119,8 @@ def _check(settings: MemorySettings, tokens: int, limit: MemoryLimit, *, resumes
     remedies = []
     if settings.activation_checkpointing != "full":
         smaller = needed(replace(settings, activation_checkpointing="full"))
-        remedies.append(f'set training.activation_checkpointing = "full" ({gib(smaller)} GiB)')
+        if smaller <= limit.number_of_bytes:
+            remedies.append(f'set training.activation_checkpointing = "full" ({gib(smaller)} GiB)')
     on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""
     remedies.append(f"lower {FACTOR} or data.context_window{on_purpose}, raise parallel.cp, tp, pp or dp")
     raise UserError(
