@@ -82,14 +82,16 @@ def reproduce(
         emit_json({"experiments": written})
 
 
+_VERDICTS = {True: "[green]holds[/green]", False: "[red]does not hold[/red]", None: "unknown"}
+
+
 def _print(report: Report) -> None:
     stdout.print(f"[bold]{report.title}[/bold]\ndocuments: {report.documents}")
     for table in report.tables:
         stdout.print(f"\n{table.title}", markup=False, highlight=False)
         stdout.print(_rich(table))
     for finding in report.findings:
-        verdict = "[green]holds[/green]" if finding.holds else "[red]does not hold[/red]"
-        stdout.print(f"{verdict}: {finding.statement} ({finding.evidence})")
+        stdout.print(f"{_VERDICTS[finding.holds]}: {finding.statement} ({finding.evidence})")
     for note in report.notes:
         stdout.print(f"[dim]· {note}[/dim]")
 

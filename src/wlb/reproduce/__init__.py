@@ -7,7 +7,7 @@ figures are all in ``paper``. A new experiment is one new file and one line in `
 
 from __future__ import annotations
 
-from wlb.reproduce import breakdown, context_windows, imbalance, kernel, sharding, speedups, table2
+from wlb.reproduce import breakdown, context_windows, convergence, imbalance, kernel, sharding, speedups, table2
 from wlb.reproduce.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -20,6 +20,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment("context-windows", "Figure 14: 7B, 32K to 1M", context_windows.run),
         Experiment("sharding", "Figure 15: strategies on one layer", sharding.run),
         Experiment("kernel", "Figures 7 and 10: attention by length", kernel.run),
+        Experiment("convergence", "Figure 16: what a small model learns", convergence.run),
     )
 }
-SIMULATED = tuple(EXPERIMENTS)  # what ``wlb reproduce all`` runs: minutes, no training
+SIMULATED = tuple(
+    name for name in EXPERIMENTS if name != "convergence"
+)  # what ``wlb reproduce all`` runs: minutes, no training

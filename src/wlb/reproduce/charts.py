@@ -37,7 +37,7 @@ def grouped_bars(
     axis.set_xticks(np.arange(len(groups)), groups, fontsize=8)
     axis.set_ylabel(label)
     axis.margins(y=0.12)
-    axis.legend(frameon=False, fontsize=8, ncols=min(4, len(series)), loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    axis.legend(frameon=False, fontsize=8, ncols=min(4, len(series)), loc="upper center", bbox_to_anchor=(0.5, -0.16))
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(title, fontsize=10)
     save(figure, path)
@@ -63,9 +63,11 @@ def lines_over_tokens(
             else:
                 axis.plot(tokens, values, "o-", ms=3.5, color=next(colours), label=line)
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}")
         axis.set(xlabel=label, title=name, yscale="log" if name in log else "linear")
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=11)
+    if len(panels) > 1:
+        figure.suptitle(title, fontsize=11)
     save(figure, path)

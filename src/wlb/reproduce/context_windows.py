@@ -63,7 +63,7 @@ def run(settings: Settings) -> Report:
             lines_over_tokens,
             title="7B: speedup over Plain-4D",
             panels={
-                "speedup over Plain-4D": {
+                "7B: speedup over Plain-4D, simulated": {
                     "quoted: WLB-LLM": ([*paper.CONTEXT_WINDOWS], [*paper.CONTEXT_WINDOWS.values()]),
                     **_lines(rows),
                 }

@@ -33,10 +33,10 @@ class Table(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something that the paper states, whether it holds here, and the numbers that say so."""
+    """Something that the paper states, whether it holds here (None: unknown), and the numbers that say so."""
 
     statement: str
-    holds: bool
+    holds: bool | None
     evidence: str
 
 

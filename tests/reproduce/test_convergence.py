@@ -1,0 +1,88 @@
+"""What is concluded from losses, and a run of two steps by every method."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from wlb.config import load_config
+from wlb.documents.store_writer import TokenStoreWriter
+from wlb.documents.token_store import TokenStore
+from wlb.errors import UserError
+from wlb.reproduce import training_runs
+from wlb.reproduce.convergence import Trained, measured, outside_noise, report
+from wlb.reproduce.training_runs import METHODS, Run, _check, _settings, _to_toml, runs_of, train_all
+
+from .test_reports import check_report
+
+
+def trained(loss: float) -> Trained:
+    curve = ([1.0, 2.0], [5.0, loss])
+    return Trained(curve, curve, loss, loss, 0.01, 0.5, 0.4, 0.1, 3.0)
+
+
+def test_noise_is_students_t_on_pooled_paired_differences():
+    quiet, loud = [0.001, -0.001], [0.1, 0.102]
+    assert outside_noise({"quiet": quiet, "loud": loud}) == {"quiet": False, "loud": True}
+    assert outside_noise({"one": [0.1]}) == {"one": None}
+    # Exactly at the boundary of a plain paired t test: one method, two seeds, t = 12.706 with one degree of freedom.
+    spread = 0.01
+    for factor, expected in ((0.99, False), (1.01, True)):
+        mean = factor * 12.706 * spread / np.sqrt(2)
+        assert outside_noise({"one": [mean - spread / np.sqrt(2), mean + spread / np.sqrt(2)]}) == {"one": expected}
+
+
+def test_a_report_says_for_every_method_whether_it_differs(tmp_path):
+    methods = {name: [trained(2.0), trained(2.1)] for name in METHODS}
+    methods["fixed_greedy:8"] = [trained(2.2), trained(2.31)]
+    made = report(methods, 2, [0, 1])
+    check_report(made)
+    said = {row[0]: row[5] for row in made.tables[0].rows}
+    assert said == dict.fromkeys(METHODS, "no") | {"unpacked": "", "fixed_greedy:8": "yes"}
+    made.draw(tmp_path / "picture.png")
+    assert made.findings[-1].holds
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """Two-step runs of a model that trains in no time; their stores and directory."""
+    monkeypatch.setattr(training_runs, "WINDOW", 64)
+    stores = tmp_path / "train", tmp_path / "held-out"
+    random = np.random.default_rng(0)
+    for prefix in stores:
+        with TokenStoreWriter(prefix, vocab_size=64) as writer:
+            for length in random.integers(2, 100, 60):
+                writer.add(random.integers(0, 64, length))
+            writer.details = {"tokenizer": {"kind": "none"}}
+    return stores, tmp_path
+
+
+def test_runs_train_once_and_are_measured(tiny):
+    data, folder = tiny
+    run = runs_of(folder, 2, [0])[0]
+    said: list[str] = []
+    train_all([run], data, said.append)
+    assert run.finished
+    assert said == ["1 of 1 runs finished, the last unpacked, seed 0"]
+    before = run.log.stat().st_mtime_ns
+    train_all([run], data, said.append)
+    assert run.log.stat().st_mtime_ns == before
+    found = measured(run, TokenStore.open(data[0]).lengths)
+    assert found.token_delay == 0
+    assert found.displaced_steps < 1
+    assert len(found.training[1]) == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_a_valid_job(method, tmp_path):
+    run = Run(method, 0, 10, tmp_path)
+    config = tmp_path / "job.toml"
+    config.write_text(_to_toml(_settings(run, (tmp_path / "train", tmp_path / "held-out"))))
+    assert load_config(config).packing.micro_batches == training_runs.MICRO_BATCHES
+
+
+def test_a_failing_run_is_told_with_its_last_line(tmp_path):
+    run = Run("best", 1, 10, tmp_path)
+    run.log.write_text("step 1\nwlb: error: no room\n")
+    with pytest.raises(UserError, match=r"training best with seed 1 failed, see .*log.txt: wlb: error: no room"):
+        _check(run, 1)
