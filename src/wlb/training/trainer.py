@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
-from wlb.packing import packer_from_config
 from wlb.regions import region
 from wlb.training.agreement import gathered_rows, on_every_rank
+from wlb.training.assemble import assemble_loader, assemble_stages
 from wlb.training.checkpoint import Checkpointer, Progress
 from wlb.training.console import say
 from wlb.training.evaluation import Evaluator
@@ -31,14 +31,14 @@ from wlb.training.failures import Terminated, TrainingError
 from wlb.training.greeting import greeting
 from wlb.training.job import compute_dtype, hardware_name, joined_job, transformer_config, vocab_size
 from wlb.training.learning_rate import learning_rate
-from wlb.training.loader import LoadedStep, RankShare, StepLoader
+from wlb.training.loader import LoadedStep
 from wlb.training.memory_budget import with_agreed_factor
 from wlb.training.metrics import MetricsWriter, StepMetrics
 from wlb.training.monitor import Monitor, rank_names
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observer import Observation, Observer
 from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from wlb.training.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallelize import build_mesh
 from wlb.training.pipeline import PipelineRunner
 from wlb.training.preflight import check_job
 from wlb.training.pretrained import load_weights
@@ -46,7 +46,6 @@ from wlb.training.resuming import agreed_checkpoint
 from wlb.training.seeds import place_of, seed_this_rank
 from wlb.training.termination import Termination
 from wlb.training.watchdog import Pulse, watched
-from wlb.workload import make_workload
 
 
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
@@ -83,22 +82,13 @@ class Trainer:
         self.pulse = pulse or Pulse()
         self._last_step = config.training.steps or math.inf
         store = store if store is not None else TokenStore.open(config.data.store)
-        vocabulary = vocab_size(config, store)
-        model = transformer_config(config.model, vocabulary)
+        model = transformer_config(config.model, vocab_size(config, store))
         dtype = compute_dtype(config.training, device)
         self.mesh = mesh = build_mesh(config.parallel, device.type)
         seed_this_rank(config.training.seed, mesh)
         newest, pretrained = agreed_checkpoint(config.checkpoint), config.model.pretrained
-        self.stages = build_stage_modules(
-            model,
-            config.parallel,
-            mesh,
-            dtype=dtype,
-            device=device,
-            seed=config.training.seed if newest is None and pretrained is None else None,
-            activation_checkpointing=config.training.activation_checkpointing,
-            compiled=config.training.compile,
-        )
+        initialise = newest is None and pretrained is None
+        self.stages = assemble_stages(config, model, mesh, dtype=dtype, device=device, initialise=initialise)
         for stage in self.stages:
             stage.register_forward_pre_hook(self.pulse.beat)  # every micro-batch
         self.optimizers = [build_optimizer(stage, config.training) for stage in self.stages]
@@ -112,25 +102,8 @@ class Trainer:
             load_weights(pretrained, self.stages)
         progress = self.checkpointer.load(newest) if newest else None
         self.step = progress.step if progress else 0
-        parallel, hardware = config.parallel, hardware_name(device)
-        workload = make_workload(model.shape, hardware, tp=parallel.tp, cp=parallel.cp)
-        packer = packer_from_config(config.packing, config.data.context_window, workload)
-        share = RankShare(
-            dp_rank=mesh.rank("dp"),
-            cp_rank=mesh.rank("cp"),
-            cp_size=parallel.cp,
-            tp_size=parallel.tp,
-            strategy=config.sharding.strategy,
-            workload=make_workload(model.shape, hardware, tp=parallel.tp),
-        )
-        self.loader = StepLoader(
-            store,
-            config,
-            packer,
-            vocab_size=vocabulary,
-            share=share,
-            state=progress.loader if progress else None,
-        )
+        state = progress.loader if progress else None
+        self.loader, share = assemble_loader(config, store, model, mesh, hardware_name(device), state)
         self._trained = self.loader.state_dict()
         self.non_finite = NonFiniteSteps(config.training, mesh.rank("dp"))
         names = rank_names(device)

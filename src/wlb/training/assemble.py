@@ -1,0 +1,68 @@
+"""The two large parts of a trainer, put together from a job's configuration: its model stages and its loader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from wlb.config import JobConfig
+from wlb.documents.token_store import TokenStore
+from wlb.packing import packer_from_config
+from wlb.training.loader import RankShare, StepLoader
+from wlb.training.model import Transformer, TransformerConfig
+from wlb.training.parallelize import JobMesh, build_stage_modules
+from wlb.workload import make_workload
+
+
+def assemble_stages(
+    config: JobConfig,
+    model: TransformerConfig,
+    mesh: JobMesh,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    initialise: bool,
+) -> list[Transformer]:
+    """This rank's pipeline stages; without ``initialise`` their weights are yet to be loaded."""
+    training = config.training
+    return build_stage_modules(
+        model,
+        config.parallel,
+        mesh,
+        dtype=dtype,
+        device=device,
+        seed=training.seed if initialise else None,
+        activation_checkpointing=training.activation_checkpointing,
+        compiled=training.compile,
+    )
+
+
+def assemble_loader(
+    config: JobConfig,
+    store: TokenStore,
+    model: TransformerConfig,
+    mesh: JobMesh,
+    hardware: str,
+    state: dict[str, Any] | None,
+) -> tuple[StepLoader, RankShare]:
+    """The loader of this rank's share of every step, from ``state`` if given, and that share.
+
+    Micro-batches are priced for the tp x cp GPUs that run one, shards for one of the cp.
+    """
+    shape, parallel = model.shape, config.parallel
+    packer = packer_from_config(
+        config.packing,
+        config.data.context_window,
+        make_workload(shape, hardware, tp=parallel.tp, cp=parallel.cp),
+    )
+    share = RankShare(
+        dp_rank=mesh.rank("dp"),
+        cp_rank=mesh.rank("cp"),
+        cp_size=parallel.cp,
+        tp_size=parallel.tp,
+        strategy=config.sharding.strategy,
+        workload=make_workload(shape, hardware, tp=parallel.tp),
+    )
+    loader = StepLoader(store, config, packer, vocab_size=shape.vocab_size, share=share, state=state)
+    return loader, share
