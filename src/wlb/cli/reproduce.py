@@ -103,7 +103,8 @@ def _rich(table: Table) -> RichTable:
     shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(table.columns):
         numbers = any(isinstance(row[index], int | float) for row in table.rows)
-        shown.add_column(f"{column.name}\n{column.kind}", justify="right" if numbers else "left")
+        heading = f"{column.name}\n{column.kind}"
+        shown.add_column(heading, justify="right" if numbers else "left", no_wrap=index == 0)
     for row in table.rows:
         shown.add_row(*(_cell(value, column) for value, column in zip(row, table.columns, strict=True)))
     return shown
