@@ -73,7 +73,7 @@ def test_a_job_that_gets_nowhere_ends(tmp_path):
     assert job.returncode == 1
     first, last = said(err)
     assert first.startswith("wlb: rank 1 (process ")
-    assert first.endswith("restarting from the first step, as there is no checkpoint yet, 0 restarts left")
+    assert first.endswith("restarting from the first step, as there is no checkpoint yet, restarts left: 0")
     assert last.endswith("there was no newer checkpoint since the last restart, and no restart is left")
 
 

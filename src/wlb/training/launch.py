@@ -58,7 +58,7 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
         if origin is None:
             _tell(ending, restarts)
             return ending.status
-        say(f"wlb: {ending.cause}; restarting from {origin}, {restarts.left} restarts left")
+        say(f"wlb: {ending.cause}; restarting from {origin}, restarts left: {restarts.left}")
     return 0
 
 
