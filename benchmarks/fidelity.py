@@ -21,10 +21,11 @@ from statistics import median
 from measurement import machine, versions
 from rich.console import Console
 from rich.table import Table
-from training import CONFIG, PROCESSES, measure_profile, measured_rows, overrides, prepare, train_in_turns
+from training import CONFIG, PROCESSES, make_parser, measure_profile, measured_rows, overrides, prepare, train_in_turns
 from training_prediction import plan_steps, predicted_seconds
 
-from wlb.config import PRESETS, load_config
+from wlb.config import PRESETS
+from wlb.config_file import load_config
 from wlb.workload.profile import WorkloadProfile
 
 TARGET = 0.05  # median absolute error that the simulator is held to
@@ -45,7 +46,7 @@ class Fidelity:
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    arguments = make_parser(__doc__, "runs/benchmark-fidelity").parse_args()
     out: Path = arguments.directory
     out.mkdir(parents=True, exist_ok=True)
     store = prepare(out)
@@ -56,17 +57,6 @@ def main() -> None:
             train_in_turns(layout, repetition, arguments, store)
         rows += [fidelity_of(layout, preset, arguments, store, profile) for preset in PRESETS]
     report(rows, arguments)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp is 2")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6, help="counted steps of every preset in a repetition")
-    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step, over all ranks")
-    parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-fidelity"), help="working files")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
-    return parser.parse_args()
 
 
 def fidelity_of(

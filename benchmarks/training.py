@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 from training_prediction import plan_steps, predicted_seconds
 
-from wlb.config import PRESETS, load_config
+from wlb.config import PRESETS
+from wlb.config_file import load_config
 from wlb.packing.plan import StepPlan
 from wlb.simulate.compare import micro_batch_seconds
 from wlb.workload.profile import WorkloadProfile, read_profile
@@ -93,15 +94,21 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = make_parser(__doc__, "runs/benchmark-training")
+    parser.add_argument("--peer", action="store_true", help="also run a Hugging Face Trainer (needs transformers)")
+    return parser.parse_args()
+
+
+def make_parser(description: str | None, directory: str) -> argparse.ArgumentParser:
+    """The options of a benchmark that trains every preset in turns; working files go to ``directory``."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp is 2")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="counted steps of every preset in a repetition")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step, over all ranks")
-    parser.add_argument("--peer", action="store_true", help="also run a Hugging Face Trainer (needs transformers)")
-    parser.add_argument("--directory", type=Path, default=Path("runs/benchmark-training"), help="working files")
+    parser.add_argument("--directory", type=Path, default=Path(directory), help="working files")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
-    return parser.parse_args()
+    return parser
 
 
 def prepare(directory: Path) -> Path:

@@ -26,7 +26,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from wlb.config import JobConfig, load_config
+from wlb.config import JobConfig
+from wlb.config_file import load_config
 from wlb.documents.document_order import DocumentStream
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config

@@ -13,7 +13,7 @@ import argparse
 from itertools import zip_longest
 from pathlib import Path
 
-from wlb.config import load_config
+from wlb.config_file import load_config
 from wlb.training.job import joined_job
 from wlb.training.trainer import Trainer
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from wlb.config import PRESETS, load_config
+from wlb.config import PRESETS
+from wlb.config_file import load_config
 from wlb.training.job import transformer_config
 from wlb.training.memory_budget import longest_micro_batch, memory_settings
 from wlb.training.parallelize import check_layout

@@ -112,7 +112,7 @@ def test_tune_prints_a_configuration_that_loads(tmp_path: Path):
     section = result.stdout.partition("[packing]")[2]
     config = tmp_path / "job.toml"
     config.write_text('[data]\nstore = "somewhere"\n[packing]' + section)
-    from wlb.config import load_config
+    from wlb.config_file import load_config
 
     assert load_config(config).packing.method == "variable_length"
 

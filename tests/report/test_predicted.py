@@ -11,7 +11,7 @@ import pytest
 
 from tests.report.conftest import HOSTILE, WINDOW, small_job
 from tests.report.test_markup import read
-from wlb.config import load_config
+from wlb.config_file import load_config
 from wlb.errors import UserError
 from wlb.report.evidence import BASELINE, BEST, Evidence, gather_evidence, least_checkpointing
 from wlb.report.gain import Gain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wlb.config import load_config
+from wlb.config_file import load_config
 from wlb.documents.store_writer import TokenStoreWriter
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError

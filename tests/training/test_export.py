@@ -16,7 +16,8 @@ from tests.integrations.huggingface.models import load_model, save_random_model,
 from tests.training.distributed import run_ranks
 from tests.training.jobs import write_config
 from wlb.cli import app
-from wlb.config import JobConfig, load_config
+from wlb.config import JobConfig
+from wlb.config_file import load_config
 from wlb.documents.token_store import TokenStore, TokenStoreWriter
 from wlb.training.trainer import Trainer
 

@@ -38,7 +38,7 @@ def export(
     Example: wlb export configs/tiny.toml --out runs/tiny/model
     """
     torch = require("torch", "train")
-    from wlb.config import load_config
+    from wlb.config_file import load_config
     from wlb.training.export import export_checkpoint
 
     exported = export_checkpoint(

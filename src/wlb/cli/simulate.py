@@ -144,7 +144,7 @@ def _configured_jobs(
 ) -> tuple[dict[str, SimulatedJob], str]:
     from dataclasses import replace
 
-    from wlb.config import load_config
+    from wlb.config_file import load_config
     from wlb.simulate import SimulatedJob
 
     config = load_config(path, settings)

@@ -17,7 +17,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wlb.config import JobConfig, load_config
+from wlb.config import JobConfig
+from wlb.config_file import load_config
 from wlb.errors import require
 from wlb.training.console import say
 from wlb.training.failures import Ending, explain_failures

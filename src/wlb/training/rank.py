@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from wlb.config import load_config
+from wlb.config_file import load_config
 from wlb.errors import UserError
 from wlb.training.failures import leave
 from wlb.training.termination import Termination

@@ -1,0 +1,87 @@
+"""From a TOML file and ``section.key=value`` overrides to a ``JobConfig``.
+
+Every mistake becomes a ``UserError`` that names the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from wlb.config import JobConfig
+from wlb.errors import UserError
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
+    """Read a TOML file, apply ``section.key=value`` overrides and validate.
+
+    Override values are TOML (``[1, 2]``, ``true``, ``1e-3``); anything that is not is taken as a string.
+    Relative paths stay relative to the working directory. Raises ``UserError`` for every mistake.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"config {path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"config {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(document, override)
+    try:
+        return JobConfig.model_validate(document)
+    except ValidationError as error:
+        raise UserError(f"config {path}: {_first_problem(error)}") from None
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not (separator and all((*sections, key)) and (sections or key == "preset")):
+        raise UserError(f"--set {override!r} is not of the form section.key=value or preset=NAME")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = document
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {override!r}: [{section}] is not a section of the config")
+    table[key] = value
+
+
+def _first_problem(error: ValidationError) -> str:
+    problems = error.errors()
+    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")  # a typo explains what is missing
+    # A union adds the name of its alternative: "literal['auto']", "constrained-float".
+    parts = [part for part in first["loc"] if isinstance(part, str) and "[" not in part]
+    where = ".".join(part for part in parts if not part.startswith("constrained-"))
+    if first["type"] == "extra_forbidden":
+        return _unknown_key(where)
+    if first["type"] == "missing":
+        return f"{where} is missing and has no default; set it"
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "model_type":
+        what = f"this is a section; write [{where}] and its settings below"
+    value = first["input"]
+    shown = f" (got {value!r})" if where and not isinstance(value, dict) else ""
+    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"{where + ': ' if where else ''}{what}{shown}{more}"
+
+
+def _unknown_key(where: str) -> str:
+    *sections, key = where.split(".")
+    table: Any = JobConfig
+    for section in sections:
+        kinds = table.model_fields[section].annotation
+        table = next(kind for kind in (kinds, *get_args(kinds)) if hasattr(kind, "model_fields"))  # it may be optional
+    names = list(table.model_fields)
+    close = get_close_matches(key, names, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
+    return f"{where} is not a {'setting' if sections else 'section'}; {remedy}"
