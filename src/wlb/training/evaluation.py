@@ -27,7 +27,7 @@ from wlb.training.held_out import Evaluation, HeldOut
 from wlb.training.loader import RankShare
 from wlb.training.model import Transformer
 from wlb.training.parallelize import JobMesh, master_dtype
-from wlb.training.sharded_batch import ShardedAttention, ShardedBatch
+from wlb.training.sharded_batch import ShardedBatch
 
 
 class Evaluator:
@@ -105,8 +105,7 @@ class Evaluator:
             sums[bucket] += losses[buckets == bucket].sum(dtype=torch.float64)
 
     def _scores(self, batch: ShardedBatch) -> Tensor | None:
-        group = self._mesh.group("cp") if batch.shard_plan.cp_size > 1 else None
-        attend = ShardedAttention(batch.local_tokens, batch.shard_plan, group)
+        attend = batch.attention(self._mesh.group("cp"))
         return self._forward(batch.tokens, batch.positions, attend, batch.rows // self._mesh.size("tp"))
 
     @torch.no_grad()

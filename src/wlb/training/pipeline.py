@@ -26,7 +26,7 @@ from wlb.training.compute_clock import ComputeClock, ThreadClock
 from wlb.training.model import Transformer
 from wlb.training.parallelize import JobMesh, master_dtype
 from wlb.training.planned_stage import PlannedStage, make_schedule, run_schedule
-from wlb.training.sharded_batch import ShardedAttention, ShardedBatch
+from wlb.training.sharded_batch import ShardedBatch
 from wlb.training.tied_embeddings import sum_tied_gradients
 
 
@@ -137,9 +137,7 @@ class PipelineRunner:
             return token_loss(scores_TV, target)
 
     def _keywords(self, batch: ShardedBatch) -> dict[str, Any]:
-        group = self._mesh.group("cp") if batch.shard_plan.cp_size > 1 else None
-        attend = ShardedAttention(batch.local_tokens, batch.shard_plan, group)
-        return {"positions_T": batch.positions, "attend": attend}
+        return {"positions_T": batch.positions, "attend": batch.attention(self._mesh.group("cp"))}
 
     def _loss_context(self) -> AbstractContextManager[None]:
         return loss_parallel() if self._mesh.size("tp") > 1 else nullcontext()

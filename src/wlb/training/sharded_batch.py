@@ -42,6 +42,10 @@ class ShardedBatch:
     def rows(self) -> int:
         return len(self.tokens)
 
+    def attention(self, group: dist.ProcessGroup) -> ShardedAttention:
+        """Attention over these rows, together with the context-parallel ``group``."""
+        return ShardedAttention(self.local_tokens, self.shard_plan, group if self.shard_plan.cp_size > 1 else None)
+
     def to(self, device: torch.device) -> ShardedBatch:
         tokens, labels, positions = (
             tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)
