@@ -37,7 +37,7 @@ from training_prediction import plan_steps, predicted_seconds
 from wlb.config import PRESETS
 from wlb.config_file import load_config
 from wlb.packing.plan import StepPlan
-from wlb.simulate.compare import micro_batch_seconds
+from wlb.simulate.pipeline_cost import micro_batch_seconds
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -34,7 +34,7 @@ from wlb.packing import packer_from_config
 from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, IMBALANCED, pyplot_without_display, save
 from wlb.simulate import pipeline_makespan
-from wlb.simulate.compare import micro_batch_seconds
+from wlb.simulate.pipeline_cost import micro_batch_seconds
 from wlb.training.job import transformer_config, vocab_size
 from wlb.training.planner import StepPlanner
 from wlb.workload import make_workload

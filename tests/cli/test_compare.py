@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 SYNTHETIC = "synthetic:9000:4096:0"
 SIZE = ["--context-window", "4096", "--micro-batches", "4"]
@@ -30,6 +31,11 @@ def test_compare_accounts_for_every_document_and_ranks_the_methods():
     assert rows["fixed_greedy:8"]["imbalance_degree"] < rows["fixed_greedy"]["imbalance_degree"]
     assert rows["sequential"]["mean_token_delay"] == 0
     assert rows["sequential"]["attention_kept"] < 1 == rows["variable_length"]["attention_kept"]
+    for row in rows.values():
+        # Costs are over steps of the same work that are perfectly balanced, so work falls out of their ratio.
+        equal_work = rows["sequential"]["pipeline_cost"] / row["pipeline_cost_arranged"]
+        assert row["speed_at_equal_work"] == pytest.approx(equal_work)
+        assert 0 < row["busy_share_arranged"] <= 1
 
 
 def test_dimensions_methods_and_steps_are_respected(tmp_path: Path):
@@ -63,8 +69,21 @@ def test_table_shows_every_method_whole():
     result = wlb("compare", SYNTHETIC, *SIZE, "--methods", "sequential,variable_length:auto")
     assert result.returncode == 0, result.stderr
     assert "variable_length:auto" in result.stdout
-    assert "9,000 ✓" in result.stdout
+    assert "all 9,000 documents" in result.stdout
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(("narrow", "width"), [(True, 80), (False, 120)])
+def test_table_fits_the_terminal(narrow: bool, width: int):
+    from wlb.cli.compare import comparison_table
+    from wlb.simulate.compare import MethodResult
+
+    values = dict.fromkeys(MethodResult.__dataclass_fields__, 0.5) | {"method": "fixed_solver", "longest_delay": 23}
+    table = comparison_table([MethodResult(**values)], "title", narrow=narrow)  # type: ignore[arg-type]
+    assert Console(width=1000).measure(table).maximum <= width
+    headings = [str(column.header) for column in table.columns]
+    assert "speed at\nequal work" in headings
+    assert ("pipeline\ncost" in headings) is not narrow
 
 
 def test_overlong_documents_are_counted(tmp_path: Path):

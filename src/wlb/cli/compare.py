@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from wlb.simulate.compare import Cluster, MethodResult
     from wlb.workload.base import Workload
 
+_ANY_WIDTH = 1000  # of a terminal that is wide enough
+
 
 def compare(
     lengths: options.Lengths,
@@ -75,7 +77,7 @@ def compare(
     Example: wlb compare synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.simulate.compare import DEFAULT_METHODS, Cluster, documents_for, packer_for
+    from wlb.simulate.compare import DEFAULT_METHODS, Cluster, comparison_json, documents_for, packer_for
 
     if prefill:
         prefill_options = PrefillOptions(checked_budget(token_budget), chunked, load, lock_step, seed)
@@ -119,7 +121,7 @@ def compare(
     if json:
         emit_json(
             {
-                "methods": [result.to_json() for result in results],
+                "methods": comparison_json(results),
                 "workload": priced_by,
                 "context_window": context_window,
                 "micro_batches": micro_batches,
@@ -134,7 +136,7 @@ def compare(
             }
         )
         return
-    stdout.print(comparison_table(results, title_of(cluster, priced_by)))
+    show_comparison(results, title_of(cluster, priced_by))
     if report.documents:
         stdout.print(
             f"{report.documents} documents over the context window ({overlong}): "
@@ -161,7 +163,7 @@ def title_of(cluster: Cluster, priced_by: dict[str, str | int]) -> str:
     price = ", ".join(f"{key} {value}" for key, value in priced_by.items())
     return (
         f"window {cluster.context_window:,}, {cluster.micro_batches} micro-batches a step, dp {cluster.dp}, "
-        f"pp {cluster.pp}; simulated with {price}"
+        f"pp {cluster.pp}\nsimulated with {price}"
     )
 
 
@@ -177,42 +179,68 @@ def compare_with_progress(
     )
 
 
-def comparison_table(results: list[MethodResult], title: str) -> Table:
+def show_comparison(results: Sequence[MethodResult], title: str) -> None:
+    """Print the table, on a narrow terminal without some of its columns, and whether all documents were trained."""
+    whole = comparison_table(results, title)
+    fits = stdout.measure(whole, options=stdout.options.update(width=_ANY_WIDTH)).maximum <= stdout.width
+    stdout.print(whole if fits else comparison_table(results, title, narrow=True))
+    for r in results:
+        if r.documents_in != r.documents_out:
+            stdout.print(f"[red]{r.method} trained {r.documents_out:,} of {r.documents_in:,} documents[/red]")
+    if all(r.documents_in == r.documents_out for r in results):
+        stdout.print(f"every method trained all {results[0].documents_in:,} documents, each token once ✓")
+
+
+def comparison_table(results: Sequence[MethodResult], title: str, *, narrow: bool = False) -> Table:
     from rich import box
     from rich.table import Table
 
+    columns = _columns(results)
+    if narrow:
+        columns = {heading: cells for heading, cells in columns.items() if heading not in _WIDE_NOTES}
+    notes = _NOTES if narrow else {**_WIDE_NOTES, **_NOTES}
     table = Table(
         title=title,
-        caption="step spread: of tokens a step · pipeline cost: over perfectly balanced, as packed → arranged\n"
-        "attention kept: query-key pairs computed, the others are cut away\n"
-        "tokens/s: simulated, arranged, over the first row's as packed",
+        caption="\n".join(note for note in notes.values() if note),
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         pad_edge=False,
     )
     table.add_column("method", no_wrap=True)
-    for heading in (
-        "imbalance\ndegree",
-        "token delay\n(longest)",
-        "step\nspread",
-        "planning\nms/step",
-        "pipeline\ncost",
-        "attention\nkept",
-        "tokens/s\n",
-        "documents\n",
-    ):
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for r in results:
-        complete = r.documents_in == r.documents_out
-        gap = "" if r.optimality_gap is None else f" (gap {r.optimality_gap:.1%})"
-        table.add_row(
-            r.method + gap,
-            f"{r.imbalance_degree:.3f}",
-            f"{r.mean_token_delay:.2f} ({r.longest_delay})",
-            f"{r.tokens_per_step_cv:.1%}",
-            f"{r.planning_ms_per_step:.2f}",
-            f"{r.pipeline_cost:.3f} → {r.pipeline_cost_arranged:.3f}",
-            f"{r.attention_kept:.0%}",
-            f"{r.tokens_per_second_arranged / results[0].tokens_per_second:.2f}x",
-            f"{r.documents_out:,} ✓" if complete else f"[red]{r.documents_out:,} of {r.documents_in:,}[/red]",
-        )
+    for row in zip([_name(r) for r in results], *columns.values(), strict=True):
+        table.add_row(*row)
     return table
+
+
+# What is explained below the table, by column; those of a wide terminal apart.
+_WIDE_NOTES = {
+    "step\nspread": "step spread: of tokens a step",
+    "planning\nms/step": "",
+    "pipeline\ncost": "pipeline cost: over perfectly balanced, as packed → arranged",
+}
+_NOTES = {
+    "token\ndelay": "token delay: mean (longest), in steps",
+    "attention\nkept": "attention kept: query-key pairs computed, the others are cut away",
+    "tokens/s\n": "tokens/s: simulated, arranged, over the first row's as packed",
+    "speed at\nequal work": "speed at equal work: the same in predicted seconds of work instead of tokens",
+}
+
+
+def _columns(results: Sequence[MethodResult]) -> dict[str, list[str]]:
+    base = results[0]
+    return {
+        "imbalance\ndegree": [f"{r.imbalance_degree:.3f}" for r in results],
+        "token\ndelay": [f"{r.mean_token_delay:.2f} ({r.longest_delay})" for r in results],
+        "step\nspread": [f"{r.tokens_per_step_cv:.1%}" for r in results],
+        "planning\nms/step": [f"{r.planning_ms_per_step:.2f}" for r in results],
+        "pipeline\ncost": [f"{r.pipeline_cost:.3f} → {r.pipeline_cost_arranged:.3f}" for r in results],
+        "attention\nkept": [f"{r.attention_kept:.0%}" for r in results],
+        "tokens/s\n": [f"{r.tokens_per_second_arranged / base.tokens_per_second:.2f}x" for r in results],
+        "speed at\nequal work": [f"{r.speed_at_equal_work(base):.2f}x" for r in results],
+    }
+
+
+def _name(result: MethodResult) -> str:
+    return result.method + ("" if result.optimality_gap is None else f" (gap {result.optimality_gap:.1%})")

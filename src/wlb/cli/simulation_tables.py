@@ -22,21 +22,23 @@ def simulation_table(title: str, results: dict[str, SimulationResult], shown: di
     first = next(iter(results.values()))
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
     table = Table(
-        title=f"{title}: {first.job.gpus:,} GPUs, {first.steps} steps of {first.job.packing.micro_batches} "
-        f"micro-batches; simulated ({priced}), lengths {shown['lengths']}",
-        caption="seconds of a step · imbalance: slowest over mean · attention kept: the rest is cut away",
+        title=f"{title} on {first.job.gpus:,} GPUs\nsimulated ({priced})",
+        caption=f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
+        "seconds of a step · imbalance: slowest over mean\n"
+        "attention kept: the rest is cut away",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         pad_edge=False,
     )
     table.add_column("where the time goes", no_wrap=True)
     for name in results:
         table.add_column(name, justify="right", no_wrap=True)
     for cause in CAUSES:
-        cells = [f"{r.where[cause]:.3f}  {r.where[cause] / r.mean_step_seconds:6.1%}" for r in results.values()]
+        cells = [f"{r.where[cause]:.3f} {r.where[cause] / r.mean_step_seconds:6.1%}" for r in results.values()]
         if any(abs(r.where[cause]) > 5e-4 for r in results.values()):
             table.add_row(cause, *cells)
     table.add_section()
-    table.add_row("step", *(f"{r.mean_step_seconds:.3f}  {1:6.1%}" for r in results.values()))
+    table.add_row("step", *(f"{r.mean_step_seconds:.3f} {1:6.1%}" for r in results.values()))
     table.add_row("tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results.values()))
     for key, name in (
         ("gpus", "imbalance: GPUs"),

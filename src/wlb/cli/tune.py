@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.compare import check_dealing, compare_with_progress, comparison_table, title_of
+from wlb.cli.compare import check_dealing, compare_with_progress, show_comparison, title_of
 from wlb.cli.console import emit_json, progress_bar, stdout
 
 
@@ -40,12 +40,13 @@ def tune(
 
     Example: wlb tune synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
     """
+    from rich import box
     from rich.table import Table
 
     from wlb.documents.lengths import read_lengths
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
     from wlb.packing.variable_length import VariableLengthPacker
-    from wlb.simulate.compare import Cluster, documents_for, packer_for
+    from wlb.simulate.compare import Cluster, comparison_json, documents_for, packer_for
 
     check_dealing(micro_batches, dp)
     cluster = Cluster(micro_batches, context_window, dp, pp)
@@ -83,17 +84,27 @@ def tune(
                 "best": asdict(best),
                 "trade_off": [asdict(trial) for trial in curve],
                 "trials": len(trials),
-                "methods": [result.to_json() for result in results],
+                "methods": comparison_json(results),
                 "max_token_delay": max_token_delay,
                 "workload": priced_by,
             }
         )
         return
     table = Table(
-        title="trade-off of balance against delay", caption="simulated; the recommended setting is highlighted"
+        title="trade-off of balance against delay",
+        caption="simulated; the recommended setting is highlighted",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    for heading in ("outlier thresholds", "L_max factor", "imbalance degree", "token delay", "longest delay", "spread"):
-        table.add_column(heading, justify="right")
+    for heading in (
+        "outlier\nthresholds",
+        "L_max\nfactor",
+        "imbalance\ndegree",
+        "token\ndelay",
+        "longest\ndelay",
+        "step\nspread",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
     for trial in curve:
         table.add_row(
             ", ".join(map(str, trial.outlier_thresholds)) or "none",
@@ -105,7 +116,7 @@ def tune(
             style="bold green" if trial == best else None,
         )
     stdout.print(table)
-    stdout.print(comparison_table(results, title_of(cluster, priced_by)))
+    show_comparison(results, title_of(cluster, priced_by))
     stdout.print("recommended configuration:\n")
     stdout.print(
         "[packing]\n"

@@ -9,9 +9,8 @@ leaves is trained and accounted for, but it is shorter than a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing import PACKERS, make_packer
-from wlb.packing.arrange import Assignment, Order, arrange
 from wlb.packing.base import Packer
 from wlb.packing.fixed_solver import FixedSolverPacker
 from wlb.packing.plan import StepPlan
@@ -29,7 +27,7 @@ from wlb.packing.pooling import DEFAULT_MAX_DELAY
 from wlb.packing.statistics import PackingStatistics
 from wlb.packing.tuning import documents_filling
 from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR, default_thresholds
-from wlb.simulate.pipeline import pipeline_makespans
+from wlb.simulate.pipeline_cost import Cluster, PipelineCost, in_groups
 from wlb.workload.base import Workload
 from wlb.workload.flops import attended_pairs
 
@@ -45,18 +43,6 @@ DEFAULT_METHODS = (
 )
 
 _DOCUMENTS_AT_A_TIME = 4096
-_STEPS_AT_A_TIME = 64
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The dimensions of a job that packing's cost depends on."""
-
-    micro_batches: int
-    context_window: int
-    dp: int = 1
-    pp: int = 4
-    schedule: str = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -64,9 +50,10 @@ class MethodResult:
     """One row of the comparison; ``pipeline_cost`` is simulated step seconds over those of a perfectly balanced step.
 
     ``pipeline_cost`` takes the micro-batches as packed, ``pipeline_cost_arranged`` with balanced assignment and order;
-    so does the simulated throughput, of all data-parallel ranks together. ``attention_kept`` is the share of the
-    documents' query-key pairs that is computed: what cutting documents leaves out makes a method faster, not better.
-    ``optimality_gap`` is the mean over solves, for methods with a solver.
+    so do the simulated throughput, of all data-parallel ranks together, and the busy share, which is that of the
+    pipeline stages' time spent on work. ``attention_kept`` is the share of the documents' query-key pairs that is
+    computed: what cutting documents leaves out makes a method faster, not better. ``optimality_gap`` is the mean over
+    solves, for methods with a solver.
     """
 
     method: str
@@ -79,6 +66,8 @@ class MethodResult:
     pipeline_cost_arranged: float
     tokens_per_second: float
     tokens_per_second_arranged: float
+    busy_share: float
+    busy_share_arranged: float
     attention_kept: float
     steps: int
     drained_steps: int
@@ -88,8 +77,20 @@ class MethodResult:
     tokens_out: int
     optimality_gap: float | None = None
 
+    def speed_at_equal_work(self, base: MethodResult) -> float:
+        """Predicted seconds of work done in a second, arranged, over those of ``base`` as packed.
+
+        Tokens per second flatter a method that cuts documents, because it skips part of their attention.
+        """
+        return self.busy_share_arranged / base.busy_share if base.busy_share else 1.0
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
+    """The rows with their speed at equal work, which is over the first row's as packed."""
+    return [row.to_json() | {"speed_at_equal_work": row.speed_at_equal_work(results[0])} for row in results]
 
 
 def packer_for(
@@ -147,12 +148,12 @@ def compare_packer(
 
     ``on_progress`` is called with the number of documents just taken in.
     """
-    as_packed = _PipelineCost(cluster, workload, "arrival", "arrival")
-    arranged = _PipelineCost(cluster, workload, "balanced", "pipeline")
+    as_packed = PipelineCost(cluster, workload, "arrival", "arrival")
+    arranged = PipelineCost(cluster, workload, "balanced", "pipeline")
     statistics = PackingStatistics()
     trained = _TokenLedger()
     planning_seconds = 0.0
-    for chunk in _chunks(documents, _DOCUMENTS_AT_A_TIME):
+    for chunk in in_groups(documents, _DOCUMENTS_AT_A_TIME):
         start = time.perf_counter()
         plans = packer.plan(chunk)
         planning_seconds += time.perf_counter() - start
@@ -177,6 +178,8 @@ def compare_packer(
         pipeline_cost_arranged=arranged.ratio,
         tokens_per_second=throughput[0],
         tokens_per_second_arranged=throughput[1],
+        busy_share=as_packed.busy_share,
+        busy_share_arranged=arranged.busy_share,
         attention_kept=trained.pairs / float(attended_pairs([document.length for document in documents]).sum()),
         steps=statistics.steps,
         drained_steps=len(tail),
@@ -236,62 +239,6 @@ class _TokenLedger:
         for document, _, length in documents:
             self._tokens[document] = self._tokens.get(document, 0) - length
         return sum(tokens == 0 for tokens in self._tokens.values())
-
-
-class _PipelineCost:
-    """Simulated seconds of all steps so far, as arranged and perfectly balanced."""
-
-    def __init__(self, cluster: Cluster, workload: Workload, assignment: Assignment, order: Order) -> None:
-        self._cluster = cluster
-        self._workload = workload
-        self._assignment = assignment
-        self._order = order
-        self.seconds = 0.0
-        self._balanced_seconds = 0.0
-
-    def add(self, plans: Sequence[StepPlan]) -> None:
-        for group in _chunks(plans, _STEPS_AT_A_TIME):
-            self._price([self._arrange(plan) for plan in group])
-
-    @property
-    def ratio(self) -> float:
-        return self.seconds / self._balanced_seconds if self._balanced_seconds else 1.0
-
-    def _arrange(self, plan: StepPlan) -> StepPlan:
-        return arrange(plan, self._cluster.dp, assignment=self._assignment, order=self._order)
-
-    def _price(self, plans: Sequence[StepPlan]) -> None:
-        seconds = np.stack([micro_batch_seconds(plan, self._workload) for plan in plans])
-        mean = seconds.mean(axis=(2, 3), keepdims=True)
-        self.seconds += self._makespans(seconds).max(axis=1).sum()
-        self._balanced_seconds += self._makespans(np.broadcast_to(mean, seconds.shape)).max(axis=1).sum()
-
-    def _makespans(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds of every step's every rank, (steps, dp), from ``seconds`` (steps, phase, dp, micro-batches)."""
-        stages = self._cluster.pp
-        staged = np.repeat(seconds[:, :, :, None, :] / stages, stages, axis=3)
-        return pipeline_makespans(self._cluster.schedule, staged[:, 0], staged[:, 1])
-
-
-def micro_batch_seconds(plan: StepPlan, workload: Workload) -> NDArray[np.float64]:
-    """Predicted seconds of all layers, shape (2, dp, micro-batches per rank): forward, then backward."""
-    micro_batches = plan.micro_batches
-    lengths = np.array([length for m in micro_batches for length in m.lengths], np.int64)
-    counts = [len(m.segments) for m in micro_batches]
-    owner = np.repeat(np.arange(len(micro_batches)), counts)
-    tokens = np.bincount(owner, lengths, len(micro_batches))
-    rows = [
-        np.bincount(owner, workload.attention_seconds(lengths, phase), len(micro_batches))
-        + workload.linear_seconds(tokens, phase)
-        for phase in ("forward", "backward")
-    ]
-    return np.array(rows).reshape(2, len(plan.ranks), -1)
-
-
-def _chunks(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
 
 
 def _whole_number(method: str, text: str) -> int:

@@ -1,8 +1,8 @@
 """Jobs that ``wlb simulate`` knows by name: those of the paper's evaluation, and the one of its motivation.
 
 Quoted: WLB-LLM (arXiv 2503.17924), Table 1, model, context window and (tp, cp, pp, dp); and section 1 for the job on
-8,192 GPUs, whose model is not said, and is taken to be Llama 3's largest. Assumed: a data-parallel rank runs as many
-micro-batches as there are pipeline ranks.
+8,192 GPUs, a model of 405B parameters. Assumed: its shape is that of Llama 3 405B, and a data-parallel rank runs as
+many micro-batches as there are pipeline ranks.
 """
 
 from __future__ import annotations
