@@ -206,7 +206,7 @@ def comparison_table(results: Sequence[MethodResult], title: str, *, narrow: boo
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    table.add_column("method", no_wrap=True)
+    table.add_column("method", no_wrap=not narrow)
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in zip([_name(r) for r in results], *columns.values(), strict=True):
