@@ -5,9 +5,12 @@ The processes of each group size are started once and go through all cases of th
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from tests.attention.oracle import output_and_gradients, random_inputs
 from tests.attention.plans import random_plan
 from tests.training.distributed import run_ranks
-from wlb.attention import context_parallel_attention
+from wlb.attention import context_parallel_attention, exchange
 from wlb.errors import UserError
 from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb.sharding.plan import ShardPlan
@@ -42,6 +45,14 @@ MIXES = {
 }
 
 
+def _tails_apart(lengths: list[int], cp_size: int) -> ShardPlan:
+    """The last rank holds the last token of every segment, rank 0 all others: more travels than is kept."""
+    heads = [[segment, 0, length - 1] for segment, length in enumerate(lengths) if length > 1]
+    tails = [[segment, length - 1, length] for segment, length in enumerate(lengths)]
+    nothing = [np.zeros((0, 3), dtype=np.int64)] * (cp_size - 2)
+    return ShardPlan("tails apart", tuple(lengths), (np.array(heads).reshape(-1, 3), *nothing, np.array(tails)))
+
+
 def _cases(cp_size: int) -> list[Case]:
     cases = []
     for name, lengths in MIXES.items():
@@ -52,6 +63,8 @@ def _cases(cp_size: int) -> list[Case]:
         for owners in range(1, cp_size + 1):
             plan = random_plan(lengths, cp_size, owners, seed=owners).to_json()
             cases.append(Case(f"random over {owners} ranks, {name}", plan))
+        if cp_size > 1:
+            cases.append(Case(f"tails apart, {name}", _tails_apart(lengths, cp_size).to_json()))
     plan = make_shard_plan(MIXES["many"], cp_size, "per_document").to_json()
     cases += [Case(f"{heads} heads", plan, heads=heads) for heads in ((4, 4), (4, 1), (6, 3))]
     cases += [Case(f"head_dim {head_dim}", plan, head_dim=head_dim) for head_dim in (64, 128)]
@@ -86,6 +99,8 @@ def _all_errors(cases: list[Case]) -> list[float]:
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 def test_output_and_gradients_equal_those_of_one_process(cp_size: int) -> None:
     cases = _cases(cp_size)
+    plans = [ShardPlan.from_json(case.plan) for case in cases]
+    assert cp_size == 1 or {plan.keeps_received for plan in plans if plan.kv_traffic.any()} == {True, False}
     by_rank = run_ranks(cp_size, _all_errors, cases)
     failures = {
         case.name: errors
@@ -133,3 +148,44 @@ def _second_group_errors(case: Case) -> float:
 def test_groups_that_are_part_of_the_world_work_beside_each_other() -> None:
     case = Case("two groups", make_shard_plan(MIXES["many"], 2, "per_document").to_json())
     assert max(run_ranks(4, _second_group_errors, case)) < 1e-10
+
+
+def _events(plan: ShardPlan) -> tuple[list[str], list[str]]:
+    """What this rank does in forward and backward, in order: collectives it starts, and parts it attends."""
+    tensors = random_inputs(int(plan.tokens_per_rank[dist.get_rank()]), 2, 2, 8, seed=0)
+    query, key, value = (tensor.requires_grad_() for tensor in tensors[:3])
+    events: list[str] = []
+
+    def part(name: str) -> nullcontext[None]:
+        events.append(name.removeprefix("attention "))
+        return nullcontext()
+
+    def collective(*arguments: Any) -> exchange.Arrival:
+        events.append("collective")
+        return start(*arguments)
+
+    start = exchange._all_to_all
+    with (
+        mock.patch("wlb.attention.context_parallel.region", part),
+        mock.patch.object(exchange, "_all_to_all", collective),
+    ):
+        out = context_parallel_attention(query, key, value, plan, None)
+        forward = events.copy()
+        out.sum().backward()
+    return forward, events[len(forward) :]
+
+
+def _all_events(plans: list[dict[str, Any]]) -> list[tuple[list[str], list[str]]]:
+    return [_events(ShardPlan.from_json(plan)) for plan in plans]
+
+
+def test_ranks_meet_once_in_a_backward_that_kept_what_it_received() -> None:
+    kept = make_shard_plan(MIXES["many"], 2, "per_document")
+    again = _tails_apart(MIXES["many"], 2)
+    whole = ShardPlan("whole", (4, 4), (np.array([[0, 0, 4]]), np.array([[1, 0, 4]])))
+    plans = [plan.to_json() for plan in (kept, again, whole)]
+    for of_kept, of_again, of_whole in run_ranks(2, _all_events, plans):
+        forward = ["collective", "own", "received"]
+        assert of_kept == (forward, ["received", "collective", "own"])
+        assert of_again == (forward, ["collective", "own", "received", "collective"])
+        assert of_whole == (["own"], ["own"])

@@ -1,4 +1,4 @@
-"""What a rank allocates is what the plan makes it send, receive and attend, and what it keeps is its own."""
+"""What a rank allocates is what the plan makes it send, receive and attend; what it keeps grows with its own tokens."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Memory:
 
     tokens: int
     attending: int  # tokens that attend received keys
+    received: int  # tokens received from other ranks
     exchanged: int  # tokens sent, received, and received in the order in which they are attended
     held: int
     forward_peak: int
@@ -47,8 +48,9 @@ def _measure(plan: ShardPlan, rank: int, group: dist.ProcessGroup | None) -> Mem
         grads = torch.autograd.grad(out, (query, key, value), grad_out)
         backward_peak = live.peak - held
     assert len(grads) == 3
-    exchanged = len(layout.send_rows) + sum(layout.receive_counts) + len(layout.key_rows)
-    return Memory(tokens, len(layout.query_rows), exchanged, held, forward_peak, backward_peak)
+    received = sum(layout.receive_counts)
+    exchanged = len(layout.send_rows) + received + len(layout.key_rows)
+    return Memory(tokens, len(layout.query_rows), received, exchanged, held, forward_peak, backward_peak)
 
 
 def _measure_all(plans: list[dict[str, object]]) -> list[Memory]:
@@ -58,14 +60,20 @@ def _measure_all(plans: list[dict[str, object]]) -> list[Memory]:
 def test_memory_is_bounded_by_what_the_plan_needs() -> None:
     lengths = [700, 40, 33, 500, 1, 260]
     whole = ShardPlan("whole", (400, 400), (np.array([[0, 0, 400]]), np.array([[1, 0, 400]])))
-    plans = [make_shard_plan(lengths, 2, strategy) for strategy in ("per_sequence", "per_document")] + [whole]
+    heads, tails = ([[s, 0, 250] for s in range(3)], [[s, 250, 300] for s in range(3)])
+    apart = ShardPlan("apart", (300, 300, 300), (np.array(heads), np.array(tails)))
+    plans = [make_shard_plan(lengths, 2, strategy) for strategy in ("per_sequence", "per_document")] + [whole, apart]
+    assert [plan.keeps_received for plan in plans] == [True, True, True, False]
     for memories in run_ranks(2, _measure_all, [plan.to_json() for plan in plans]):
         for plan, memory in zip(plans, memories, strict=True):
             own = memory.tokens * (QUERY_ROW + LOG_SUM_EXP_ROW)
             own_grads = memory.tokens * (QUERY_ROW + KEY_VALUE_ROW)
             attending = memory.attending * (QUERY_ROW + LOG_SUM_EXP_ROW)
             exchanged = memory.exchanged * KEY_VALUE_ROW
-            assert memory.held == own, plan.strategy  # beside query, key and value, which the caller has
+            kept = memory.received if plan.keeps_received else 0
+            assert kept <= -(-plan.tokens // 2)
+            # Beside query, key and value, which the caller has.
+            assert memory.held == own + kept * KEY_VALUE_ROW, plan.strategy
             # Results of a run are beside their place in the whole for a moment: at most twice the whole.
             assert memory.forward_peak <= 2 * own + 2 * attending + exchanged, plan.strategy
             assert memory.backward_peak <= 2 * own_grads + 4 * attending + 2 * exchanged, plan.strategy

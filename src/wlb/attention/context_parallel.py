@@ -2,11 +2,12 @@
 
 Each rank holds query, key and value of its own tokens. Forward, the keys and values that others need set out; while
 they travel, the rank attends its own tokens, segment by segment; then its pieces attend what arrived, and both
-results are merged by their log-sum-exp, exactly. Backward is the same in reverse: keys and values travel again, the own
-part runs meanwhile, and the gradients of what was received go home.
+results are merged by their log-sum-exp, exactly. Backward, what was received comes first, and its gradients travel home
+while the own part runs: so ranks wait for each other once in a layer, either way, and something hides it.
 
-Keys and values are sent twice rather than kept: what a layer holds between forward and backward then does not
-grow with the group, only its own query, key, value, output and log-sum-exp.
+Received keys and values are kept for this where no rank receives more than its even share of the micro-batch
+(``ShardPlan.keeps_received``). Where one does, they are sent again in the backward, and their gradients go home last.
+Either way what a layer holds between forward and backward does not grow with the group.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from wlb.attention.backends import AttentionBackend, check_shapes, pick_backend
 from wlb.attention.exchange import add_returned, add_rows, return_gradients, send_keys
-from wlb.attention.kept import KeptAttention
+from wlb.attention.kept import AttentionResults, KeptAttention
 from wlb.attention.shard_layout import ShardLayout, shard_layout
 from wlb.regions import region
 from wlb.sharding.plan import ShardPlan
@@ -88,33 +89,44 @@ class _ContextParallelAttention(torch.autograd.Function):
         backend: AttentionBackend,
         kept: KeptAttention,
     ) -> Tensor:
-        out, log_sum_exp = kept.get(lambda: _attend(query, key, value, layout, group, backend))
-        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        out, log_sum_exp, received = kept.get(lambda: _attend(query, key, value, layout, group, backend))
+        ctx.save_for_backward(query, key, value, out, log_sum_exp, received)
         ctx.layout, ctx.group, ctx.backend = layout, group, backend
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        layout, group, backend = ctx.layout, ctx.group, ctx.backend
-        query, key, value, out, log_sum_exp = ctx.saved_tensors
-        arrival = send_keys(key, value, layout, group) if layout.exchanges else None
-        if layout.own_runs is None:
-            grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
-        else:
+        layout, group = ctx.layout, ctx.group
+        backend: AttentionBackend = ctx.backend
+        query, key, value, out, log_sum_exp, received = ctx.saved_tensors
+
+        def own_part() -> tuple[Tensor, Tensor, Tensor]:
+            if layout.own_runs is None:
+                return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
             with region(_OWN):
-                grad_query, grad_key, grad_value = backend.backward(
-                    grad_out, query, key, value, out, log_sum_exp, layout.own_runs
-                )
-        if arrival is not None:
-            received = arrival.wait()
+                return backend.backward(grad_out, query, key, value, out, log_sum_exp, layout.own_runs)
+
+        def received_part(received: Tensor) -> tuple[Tensor | None, Tensor]:
             with region(_RECEIVED):
-                grad_received = _received_gradients(
-                    grad_out, query, received, out, log_sum_exp, grad_query, layout, backend
-                )
-            returned = return_gradients(grad_received, layout, group).wait()
-            grad_key = add_returned(grad_key, returned[:, 0], layout)
-            grad_value = add_returned(grad_value, returned[:, 1], layout)
+                return _received_gradients(grad_out, query, received, out, log_sum_exp, layout, backend)
+
+        if not layout.exchanges:
+            return *own_part(), None, None, None, None
+        if received is not None:
+            grad_rows, grad_received = received_part(received)
+            homeward = return_gradients(grad_received, layout, group)
+            grad_query, grad_key, grad_value = own_part()
+        else:
+            arrival = send_keys(key, value, layout, group)
+            grad_query, grad_key, grad_value = own_part()
+            grad_rows, grad_received = received_part(arrival.wait())
+            homeward = return_gradients(grad_received, layout, group)
+        if grad_rows is not None:
+            add_rows(grad_query, layout.query_rows, grad_rows)
+        returned = homeward.wait()
+        grad_key = add_returned(grad_key, returned[:, 0], layout)
+        grad_value = add_returned(grad_value, returned[:, 1], layout)
         return grad_query, grad_key, grad_value, None, None, None, None
 
 
@@ -125,19 +137,20 @@ def _attend(
     layout: ShardLayout,
     group: dist.ProcessGroup | None,
     backend: AttentionBackend,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of this rank's tokens."""
+) -> AttentionResults:
+    """Attention of this rank's tokens, and the keys and values it received if they are kept."""
     arrival = send_keys(key, value, layout, group) if layout.exchanges else None
     if layout.own_runs is None:
         out, log_sum_exp = query.clone(), query.new_empty(query.shape[1], 0)
     else:
         with region(_OWN):
             out, log_sum_exp = backend.forward(query, key, value, layout.own_runs)
-    if arrival is not None:
-        received = arrival.wait()
-        with region(_RECEIVED):
-            _attend_received(query, received, out, log_sum_exp, layout, backend)
-    return out, log_sum_exp
+    if arrival is None:
+        return AttentionResults(out, log_sum_exp, None)
+    received = arrival.wait()
+    with region(_RECEIVED):
+        _attend_received(query, received, out, log_sum_exp, layout, backend)
+    return AttentionResults(out, log_sum_exp, received if layout.keeps_received else None)
 
 
 def _attend_received(
@@ -163,14 +176,13 @@ def _received_gradients(
     received: Tensor,
     out: Tensor,
     log_sum_exp: Tensor,
-    grad_query: Tensor,
     layout: ShardLayout,
     backend: AttentionBackend,
-) -> Tensor:
-    """Gradient of the received keys and values; their share in the queries' is added to ``grad_query``."""
+) -> tuple[Tensor | None, Tensor]:
+    """Gradients of ``layout.query_rows`` (None where there are none), and of the received keys and values."""
     grad_received = torch.zeros_like(received)
     if layout.remote_runs is None:
-        return grad_received
+        return None, grad_received
     rows = layout.query_rows
     key, value = received.index_select(0, layout.key_rows).unbind(1)
     grad_rows, grad_key, grad_value = backend.backward(
@@ -182,10 +194,9 @@ def _received_gradients(
         log_sum_exp.index_select(1, rows),
         layout.remote_runs,
     )
-    add_rows(grad_query, rows, grad_rows)
     for side, grad in enumerate((grad_key, grad_value)):
         if len(layout.key_rows) == len(received):  # each is attended by one piece only
             grad_received[:, side].index_copy_(0, layout.key_rows, grad)
         else:
             grad_received[:, side].index_add_(0, layout.key_rows, grad)
-    return grad_received
+    return grad_rows, grad_received

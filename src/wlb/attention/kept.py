@@ -1,26 +1,35 @@
 """The results of attention, kept for a caller that computes a block a second time.
 
 Activation checkpointing throws away what a block computed and computes it anew before its backward pass. Attention is
-most of that work at long context, and under context parallelism its keys and values would travel a third time; its
-output and log-sum-exp are two small tensors. So the first call leaves them here, and the second takes them.
+most of that work at long context, and under context parallelism its keys and values would travel once more; its output
+and log-sum-exp are two small tensors. So the first call leaves them here, and the second takes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 
+class AttentionResults(NamedTuple):
+    """What a backward pass reads beside query, key and value; tensors without autograd history."""
+
+    out: Tensor
+    log_sum_exp: Tensor
+    received: Tensor | None  # other ranks' keys and values, where they are kept and not sent again
+
+
 class KeptAttention:
-    """Output and log-sum-exp of one call of attention, computed when they are first asked for."""
+    """The results of one call of attention, computed when they are first asked for."""
 
     def __init__(self) -> None:
-        self._results: tuple[Tensor, Tensor] | None = None
+        self._results: AttentionResults | None = None
 
-    def get(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """What ``compute`` returns, or what it returned the first time; tensors without autograd history."""
+    def get(self, compute: Callable[[], AttentionResults]) -> AttentionResults:
+        """What ``compute`` returns, or what it returned the first time."""
         if self._results is None:
             self._results = compute()
-        out, log_sum_exp = self._results
-        return out.detach(), log_sum_exp  # the caller's output gets a history, which must not come to live in here
+        # The caller's output gets a history, which must not come to live in here.
+        return self._results._replace(out=self._results.out.detach())

@@ -29,6 +29,7 @@ class ShardLayout:
 
     own_runs: Runs | None  # this rank's tokens of each segment; None where it has no tokens
     exchanges: bool  # whether any rank sends anything; the same on all
+    keeps_received: bool  # until the backward; the same on all
     send_rows: Tensor  # local tokens to send, destination after destination
     send_counts: list[int]  # tokens for each rank
     receive_counts: list[int]  # tokens from each rank
@@ -63,6 +64,7 @@ def _make_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayou
     return ShardLayout(
         own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
         exchanges=bool(plan.kv_traffic.any()),
+        keeps_received=plan.keeps_received,
         send_rows=on_device(ranges(own_rows[sent], own_lengths[sent])),
         send_counts=plan.kv_traffic[rank].tolist(),
         receive_counts=plan.kv_traffic[:, rank].tolist(),

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Table = NDArray[np.int64]
 
@@ -79,6 +79,11 @@ class ShardPlan:
         travels = receivers(self.pieces).any(axis=0)
         return float((table[:, 2] - table[:, 1])[travels].sum() / self.tokens)
 
+    @property
+    def keeps_received(self) -> bool:
+        """Whether ranks keep what they receive until the backward, as ``keeps_received`` decides."""
+        return bool(keeps_received(self.kv_traffic.sum(axis=0).max(), self.tokens, self.cp_size))
+
     def positions(self, rank: int) -> NDArray[np.int64]:
         """Positions in the micro-batch of the tokens that ``rank`` holds, in its order; shape (local tokens,)."""
         segment, start, stop = self.pieces[rank].T
@@ -110,6 +115,16 @@ class ShardPlan:
         )
 
     __hash__ = None  # type: ignore[assignment]  # plans hold arrays; cache them by what they were made from
+
+
+def keeps_received(received: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDArray[np.bool_]:
+    """Whether the ranks of a group keep the keys and values they receive until the backward, or have them sent again.
+
+    They keep them where the rank that receives most, ``received`` tokens, gets no more than an even share of the
+    micro-batch's ``tokens``: what a rank holds then does not grow with the group. Arrays of many micro-batches alike.
+    """
+    kept: NDArray[np.bool_] = np.asarray(received) <= -(-np.asarray(tokens) // cp_size)
+    return kept
 
 
 def owners(pieces: tuple[Table, ...]) -> NDArray[np.int64]:
