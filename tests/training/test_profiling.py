@@ -1,6 +1,7 @@
 """Profiles measured on this machine: complete, consistent, and of the work they claim; nothing about speed."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -144,6 +145,9 @@ def test_measuring_takes_turns_and_keeps_medians():
         name = "ticks"
         now = 0.0
 
+        def get_ready(self, case, calls):
+            raise AssertionError("these calls are long")
+
         def mark(self):
             return self.now
 
@@ -163,6 +167,27 @@ def test_measuring_takes_turns_and_keeps_medians():
     timings = measure_in_turns(cases, clock, Effort(0.0, fewest_rounds=3), lambda done, total: None)
     assert (timings["long"].forward, timings["long"].backward, timings["longer"].both) == (1.0, 2.0, 12.0)
     assert calls == ["long", "long", "longer", "longer"] * 4
+
+
+def test_short_calls_are_timed_after_getting_ready():
+    class Ready:
+        name = "ready"
+        prepared: ClassVar[list[int]] = []
+
+        def get_ready(self, case, calls):
+            self.prepared.append(calls)
+
+        def mark(self):
+            return 0.0
+
+        def seconds(self, begin, end):
+            return 1e-6
+
+    clock = Ready()
+    measure_in_turns(
+        {"short": Case(lambda: None, lambda _: None)}, clock, Effort(0.0, fewest_rounds=2), lambda done, total: None
+    )
+    assert clock.prepared == [20, 20]
 
 
 def test_a_shape_is_divided_by_tp_or_refused():

@@ -10,6 +10,7 @@ Version 2 of the file adds the clock, the threads and ``prefix_attention``; file
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,9 +162,16 @@ class ProfileWorkload:
         """None: a profile measures one GPU and knows no links; shape of ``tokens``."""
         return np.zeros(np.shape(tokens))
 
+    def kv_copy_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """None: a profile measures attention without an exchange; shape of ``tokens``."""
+        return np.zeros(np.shape(tokens))
+
 
 def read_profile(path: str | Path) -> WorkloadProfile:
-    """Read and validate a profile file; raises ``UserError`` that names the file and its first mistake."""
+    """Read and validate a profile, alone in its file or as ``profile`` in a benchmark's results.
+
+    Raises ``UserError`` that names the file and its first mistake.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -171,12 +179,20 @@ def read_profile(path: str | Path) -> WorkloadProfile:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"profile {path} cannot be read: {error}") from None
     try:
-        return WorkloadProfile.model_validate_json(text)
+        return WorkloadProfile.model_validate_json(_profile_in(text))
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
         what = problem["msg"].removeprefix("Value error, ")
         raise UserError(f"profile {path}: {where + ': ' if where else ''}{what}") from None
+
+
+def _profile_in(text: str) -> str:
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return text  # validation says where it is no JSON
+    return json.dumps(content["profile"]) if isinstance(content, dict) and "profile" in content else text
 
 
 def load_profile(path: str | Path) -> ProfileWorkload:

@@ -69,12 +69,12 @@ class Workbench:
     def documents(self, length: int) -> tuple[Case, int]:
         """Attention over documents of ``length`` tokens, and how many there are."""
         count = max(1, self._fill_tokens // length)
-        return self._attention(Runs.of_segments((length,) * count)), count
+        return self.attention(Runs.of_segments((length,) * count)), count
 
     def prefix(self, queries: int, keys: int) -> tuple[Case, int]:
         """Attention of ``queries`` tokens over all of ``keys`` tokens before them, and how many times it is done."""
         count = max(1, min(self._fill_tokens // queries, self._max_tokens // keys))
-        return self._attention(Runs((queries,) * count, (keys,) * count, causal=False)), count
+        return self.attention(Runs((queries,) * count, (keys,) * count, causal=False)), count
 
     def linear(self, tokens: int) -> Case:
         """One block without attention."""
@@ -96,7 +96,8 @@ class Workbench:
 
         return Case(forward, Tensor.backward), scored / tokens
 
-    def _attention(self, runs: Runs) -> Case:
+    def attention(self, runs: Runs) -> Case:
+        """Attention of any runs of at most ``max_tokens`` queries and keys."""
         queries, keys = sum(runs.query_lengths), sum(runs.key_lengths)
         query, grad_out = self._query[:queries], self._grad_out[:queries]
         key, value = self._key[:keys], self._value[:keys]

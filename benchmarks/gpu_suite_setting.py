@@ -1,0 +1,121 @@
+"""Sizes of the GPU suite, for one H100 and toy ones that try the same code on a CPU, and what a section returns.
+
+Times are those of one transformer block on one device. All of a section's work takes turns (``measure_in_turns``),
+within the section's share of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from wlb.attention.backends import BACKENDS, AttentionBackend
+from wlb.training.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, measure_in_turns
+from wlb.training.profiling.workbench import Workbench
+from wlb.workload import ModelShape, Workload, model_shape
+from wlb.workload.profile import WorkloadProfile
+
+Row = dict[str, Any]
+Workloads = Mapping[str, Workload]  # that predict, by name
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Sizes in tokens; a section measures for about ``seconds``, and at least for so many ``rounds``."""
+
+    device: str
+    dtype: torch.dtype
+    model: str
+    exact_tokens: int
+    kernel_documents: tuple[int, ...]
+    kernel_queries: tuple[int, ...]
+    kernel_keys: tuple[int, ...]
+    max_length: int
+    sharded_window: int
+    sharded_micro_batches: int
+    cp_sizes: tuple[int, ...]
+    packed_window: int
+    packed_steps: int
+    seconds: Mapping[str, float]
+    rounds: int
+    quick: bool
+    seed: int = 0
+
+    @property
+    def shape(self) -> ModelShape:
+        return model_shape(self.model)
+
+    @property
+    def backend(self) -> AttentionBackend:
+        return BACKENDS[self.device]
+
+    def workbench(self, shape: ModelShape, max_tokens: int) -> Workbench:
+        return Workbench(shape, max_tokens, torch.device(self.device), self.dtype)
+
+
+H100 = Setting(
+    device="cuda",
+    dtype=torch.bfloat16,
+    model="7b",
+    exact_tokens=4096,
+    kernel_documents=(256, 1024, 4096, 16_384, 65_536, 131_072),
+    kernel_queries=(16, 64, 128, 129, 192, 256, 512, 2048, 8192, 32_768),
+    kernel_keys=(1024, 8192, 32_768, 131_072),
+    max_length=131_072,
+    sharded_window=131_072,
+    sharded_micro_batches=4,
+    cp_sizes=(2, 4, 8, 16),
+    packed_window=65_536,  # L_max is 98,304: what a block and its gradients need fits beside the rest
+    packed_steps=3,
+    seconds={"kernel": 25.0, "sharding": 80.0, "packing": 70.0},
+    rounds=3,
+    quick=False,
+)
+TOY = Setting(
+    device="cpu",
+    dtype=torch.float32,
+    model="tiny",
+    exact_tokens=128,
+    kernel_documents=(32, 128),
+    kernel_queries=(16, 48),
+    kernel_keys=(64, 128),
+    max_length=256,
+    sharded_window=512,
+    sharded_micro_batches=2,
+    cp_sizes=(2, 4),
+    packed_window=256,
+    packed_steps=1,
+    seconds={"kernel": 0.1, "sharding": 0.1, "packing": 0.1},
+    rounds=1,
+    quick=True,
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of the same work, one by one, measured and as each workload predicts them."""
+
+    what: str
+    measured: list[float]
+    predicted: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a section found; ``problem`` is what must not be."""
+
+    rows: list[Row]
+    comparisons: list[Comparison] = field(default_factory=list)
+    profile: WorkloadProfile | None = None
+    problem: str | None = None
+
+
+def measure(cases: Mapping[K, Case], setting: Setting, section: str) -> dict[K, Timing]:
+    """Median seconds of every case over interleaved rounds, at most about the section's ``seconds`` in all."""
+    clock = CudaClock() if setting.device == "cuda" else ProcessClock()
+    effort = Effort(setting.seconds[section], setting.rounds)
+    return measure_in_turns(cases, clock, effort, lambda done, total: None)
