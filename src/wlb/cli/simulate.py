@@ -99,7 +99,7 @@ def simulate(
     if json:
         emit_json(shown | {"systems": [{"system": name} | result.to_json() for name, result in results.items()]})
         return
-    stdout.print(simulation_table(job, results, shown))
+    stdout.print(simulation_table(Path(job).name, results, shown))
     if trace is not None:
         stdout.print(f"trace: {trace} (open it at ui.perfetto.dev)")
 
