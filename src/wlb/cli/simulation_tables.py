@@ -71,13 +71,17 @@ def report_search(found: SearchResult, json: bool) -> None:
         return
     job = found.winner.job
     table = Table(
-        title=f"{job.gpus:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens a step; "
+        title=f"{job.gpus:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens a step\n"
         f"simulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    for heading in ("layout", "checkpointing", "packing and sharding", "tokens/s", "step s", "attention kept"):
-        table.add_column(heading, justify="right" if heading[-1] in "snt" and "/" in heading else "left")
+    table.add_column("layout", no_wrap=True)
+    table.add_column("check-\npointing", no_wrap=True)
+    table.add_column("packing and sharding")
+    for heading in ("tokens/s", "step s\n", "attention\nkept"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for r in rows:
         table.add_row(
             layout_of(r.job),
