@@ -6,7 +6,7 @@
 Sections, each in a file of its own: ``exactness`` of the attention back end, ``kernel`` times over queries and keys,
 the workload ``profile`` of a block, ``sharding`` (attention of every context-parallel rank), ``packing``
 (micro-batches of every packer). Seconds are compared with what the workload model predicts: the preset of this
-hardware, and the profile where it was measured.
+hardware, and the profile where it was measured. The project must be installed, or its sources be on PYTHONPATH.
 
 One JSON file has all of it, written after every section, so that a run that is cut short leaves what it had. A section
 that fails is named, the others run, and the exit status is 1. ``wlb compare --profile FILE`` and its like read the

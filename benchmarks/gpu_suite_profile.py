@@ -1,4 +1,7 @@
-"""W_a and W_l of one block by the code of ``wlb profile``, and sizes that the profile has not seen."""
+"""W_a and W_l of one block by the code of ``wlb profile``, and sizes that the profile has not seen.
+
+It measures for about a minute, or some seconds at toy sizes.
+"""
 
 from __future__ import annotations
 

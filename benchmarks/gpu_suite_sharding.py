@@ -33,7 +33,6 @@ Work = tuple[Runs, ...]  # of one rank, done one after another
 class Sharded:
     """One micro-batch under one strategy; seconds of each rank's attention have shape (cp_size,)."""
 
-    plan: ShardPlan
     measured: Seconds
     predicted: dict[str, Seconds]
 
@@ -83,7 +82,7 @@ def _case(work: Work, bench: Workbench) -> Case:
 
 def _priced(plan: ShardPlan, seconds: dict[Work, float], workloads: Workloads) -> Sharded:
     measured = np.array([seconds.get(_work(plan, rank), 0.0) for rank in range(plan.cp_size)])
-    return Sharded(plan, measured, {name: shard_latency(plan, w).attention for name, w in workloads.items()})
+    return Sharded(measured, {name: shard_latency(plan, w).attention for name, w in workloads.items()})
 
 
 def _row(cp_size: int, strategy: str, sharded: Sequence[Sharded], baseline: Sequence[Sharded]) -> Row:
