@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sharding.micro_batches import sampled_micro_batches
-from wlb.sharding import STRATEGIES, make_shard_plan
-from wlb.sharding.batch import MicroBatches, locality, shard_many
-from wlb.sharding.latency import price_pieces
+from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
+from wlb.sharding.batch import MicroBatches, shard_many
+from wlb.sharding.latency import group_seconds
+from wlb.sharding.pieces import locality
 from wlb.workload import make_workload
 
 WORKLOAD = make_workload("llama3-8b", "h100", tp=2)
@@ -21,7 +22,8 @@ def check(micro_batches: list[list[int]], cp: int, strategy: str) -> None:
         np.array([size for sizes in micro_batches for size in sizes]), np.array([len(m) for m in micro_batches])
     )
     pieces = shard_many(together, cp, strategy, WORKLOAD)
-    exchange = locality(pieces, len(together.sizes), len(micro_batches), cp)
+    where = locality(pieces, len(together.sizes), len(micro_batches), cp)
+    seconds = group_seconds(pieces, where, WORKLOAD)
     for index, (sizes, first) in enumerate(zip(micro_batches, together.first, strict=True)):
         plan = make_shard_plan(sizes, cp, strategy, workload=WORKLOAD)
         for rank in range(cp):
@@ -29,8 +31,12 @@ def check(micro_batches: list[list[int]], cp: int, strategy: str) -> None:
             table = np.stack([pieces.segment[mine] - first, pieces.start[mine], pieces.stop[mine]], axis=1)
             np.testing.assert_array_equal(table, plan.pieces[rank])
         traffic = plan.kv_traffic
-        assert exchange.exchanged_tokens[index] == max(traffic.sum(axis=0).max(), traffic.sum(axis=1).max())
-        assert exchange.gathered_tokens[index] == price_pieces(plan.pieces, WORKLOAD).gathered_tokens
+        latency = shard_latency(plan, WORKLOAD)
+        assert where.exchanged_tokens[index] == max(traffic.sum(axis=0).max(), traffic.sum(axis=1).max())
+        assert where.gathered_tokens[index] == latency.gathered_tokens
+        assert where.gathered_tokens[index] == round(plan.kv_gather_fraction * plan.tokens)
+        assert where.kept[index] == plan.keeps_received
+        assert seconds[index] == latency.slowest
 
 
 @settings(deadline=None, max_examples=60)

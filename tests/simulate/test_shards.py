@@ -28,6 +28,7 @@ def test_shards_are_priced_as_sharding_prices_them(lengths, cp, strategy):
         np.testing.assert_array_equal(shards.tokens[index], plan.tokens_per_rank)
         traffic = plan.kv_traffic
         assert shards.exchanged[index] == max(traffic.sum(axis=0).max(), traffic.sum(axis=1).max())
+        assert shards.kept[index] == plan.keeps_received
 
 
 @settings(deadline=None, max_examples=30)

@@ -8,9 +8,12 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from tests.simulate.jobs import documents, job
-from wlb.simulate import CAUSES, simulate_step, simulate_steps
+from tests.simulate.jobs import SHAPE, WINDOW, documents, job
+from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
+from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
+from wlb.simulate.costs import JobCosts
 from wlb.simulate.run import planned_steps
+from wlb.simulate.step import EVERYTHING, Steps
 from wlb.simulate.timeline import timeline
 
 LAYOUTS = [
@@ -71,3 +74,27 @@ def test_faster_links_and_fewer_layers_take_less():
     assert simulate_step(plan, replace(simulated, hardware=hardware)).seconds[0] < base
     shape = replace(simulated.shape, layers=6)
     assert simulate_step(plan, replace(simulated, shape=shape)).seconds[0] < base
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+@pytest.mark.parametrize("cp", [2, 8])
+def test_groups_take_what_sharding_chooses_by(strategy, cp):
+    headless = replace(SHAPE, vocab_size=1)  # which the simulation prices apart
+    simulated = simulated_job(headless, WINDOW, "plain-4d", cp=cp, sharding=strategy, micro_batches=4)
+    plan = next(planned_steps(simulated, documents()))
+    forward, backward = Steps([plan], JobCosts(simulated))._group_seconds(EVERYTHING)
+    workload = simulated.sharding_workload
+    expected = [
+        shard_latency(make_shard_plan(m.lengths, cp, strategy, workload=workload), workload).slowest
+        for m in plan.micro_batches
+    ]
+    np.testing.assert_allclose((forward + backward).ravel(), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("layout", [{"cp": 2, "pp": 2}, {"cp": 4, "tp": 4, "dp": 2}, {"cp": 8, "tp": 2}])
+def test_hybrid_sharding_keeps_its_promise_in_the_step(layout):
+    hybrid, adaptive = (
+        simulate(job("wlb-llm", sharding=sharding, **layout), documents(), 10).seconds
+        for sharding in ("hybrid", "adaptive")
+    )
+    assert hybrid <= 1.002 * adaptive

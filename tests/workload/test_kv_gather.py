@@ -35,3 +35,13 @@ def test_bytes_follow_the_shape_and_latency_is_paid_in_every_layer():
     sent = 1000 * 2 * 8 * 128 / 2 * 2  # tokens x (K, V) x heads x head_dim / tp x bytes
     assert float(seconds) == pytest.approx(2 * 3 * (hardware.node_latency + sent / hardware.node_bandwidth))
     assert make_workload(shape, tp=2).kv_gather_seconds(1000, 8) > 2 * seconds, "across nodes"
+
+
+def test_copies_follow_the_tokens_and_the_memory():
+    workload = make_workload("llama3-8b")
+    both = workload.kv_copy_seconds([0, 500, 1000])
+    np.testing.assert_allclose(both, both[2] * np.array([0, 0.5, 1]))
+    phases = (workload.kv_copy_seconds(1000, phase) for phase in ("forward", "backward"))
+    assert sum(phases) == pytest.approx(both[2])
+    read_once = 1000 * 32 * 2 * 8 * 128 * 2 / HARDWARE["h100"].memory_bandwidth
+    assert float(both[2]) == pytest.approx(24 * read_once)

@@ -6,10 +6,12 @@ per-sequence sharding does the opposite. Which one wins is decided for every mic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.latency import price_pieces
+from wlb.sharding.latency import Candidate, priced
 from wlb.sharding.per_document import per_document_pieces
 from wlb.sharding.per_sequence import per_sequence_pieces
 from wlb.sharding.plan import Table
@@ -17,6 +19,15 @@ from wlb.workload.base import Workload
 
 
 def adaptive_pieces(lengths: NDArray[np.int64], cp_size: int, workload: Workload) -> tuple[Table, ...]:
-    """Per-document sharding, unless per-sequence sharding has the faster slowest rank."""
-    candidates = (per_document_pieces(lengths, cp_size), per_sequence_pieces(lengths, cp_size))
-    return min(candidates, key=lambda pieces: price_pieces(pieces, workload).slowest)
+    """Per-document sharding, unless per-sequence sharding makes the group faster."""
+    return fastest(priced(adaptive_choices(lengths, cp_size), len(lengths), workload)).pieces
+
+
+def adaptive_choices(lengths: NDArray[np.int64], cp_size: int) -> list[tuple[Table, ...]]:
+    """The plans that ``adaptive_pieces`` chooses from."""
+    return [per_document_pieces(lengths, cp_size), per_sequence_pieces(lengths, cp_size)]
+
+
+def fastest(candidates: Sequence[Candidate]) -> Candidate:
+    """The first of those whose group is fastest."""
+    return min(candidates, key=lambda candidate: candidate.slowest_seconds)

@@ -1,7 +1,7 @@
 """Sharding and pricing of many micro-batches at once, for those who simulate thousands of steps.
 
 The pieces of all micro-batches stand in one table, so that sharding and pricing them are a few NumPy operations however
-many they are. Pieces and prices are exactly those that ``make_shard_plan`` and ``price_pieces`` give one at a time.
+many they are. They are exactly the pieces that ``make_shard_plan`` makes, one micro-batch at a time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.hybrid import Candidate, hybrid_pieces
+from wlb.sharding.hybrid import hybrid_pieces
+from wlb.sharding.latency import Candidate, group_seconds
 from wlb.sharding.per_document import chunk_table
+from wlb.sharding.pieces import Integers, Pieces, locality
 from wlb.sharding.plan import owners
 from wlb.workload.base import Workload
-
-_FAR = np.int64(2**40)  # beyond every start of a piece
-Integers = NDArray[np.int64]
 
 
 class MicroBatches(NamedTuple):
@@ -32,27 +31,6 @@ class MicroBatches(NamedTuple):
         return np.cumsum(self.counts) - self.counts
 
 
-class Pieces(NamedTuple):
-    """Queries ``start`` to ``stop`` of a segment, ascending by segment and start.
-
-    ``lane`` is micro-batch x cp_size + rank; ``segment`` counts over all micro-batches.
-    """
-
-    lane: Integers
-    segment: Integers
-    start: Integers
-    stop: Integers
-
-
-class Locality(NamedTuple):
-    """What ranks attend among their own tokens, and what travels; of lanes, and of micro-batches."""
-
-    own_pairs: NDArray[np.float64]  # query-key pairs of every lane whose key it holds
-    pairs: NDArray[np.float64]  # all query-key pairs of every lane
-    exchanged_tokens: Integers  # that the busiest rank of every micro-batch sends or receives
-    gathered_tokens: Integers  # of every micro-batch, whose keys and values another rank attends
-
-
 def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Workload) -> Pieces:
     """The pieces that ``make_shard_plan`` makes of each micro-batch; arguments as there."""
     if strategy == "per_document":
@@ -63,37 +41,6 @@ def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workloa
     if strategy == "adaptive":
         return adaptive
     return _hybrid(micro_batches, cp_size, workload, adaptive, slowest, gathered)
-
-
-def locality(pieces: Pieces, segments: int, micro_batches: int, cp_size: int) -> Locality:
-    """Who attends whose keys.
-
-    A rank that holds t tokens of a segment attends t (t + 1) / 2 pairs among them, wherever they lie. It receives all
-    other tokens before its last piece; a piece goes to every rank that holds a later one.
-    """
-    lane, segment, start, stop = pieces
-    lanes, size = micro_batches * cp_size, stop - start
-    holding = segment * cp_size + lane % cp_size  # what one rank holds of one segment
-    held = np.bincount(holding, size, segments * cp_size).astype(np.int64)
-    last = np.full(segments * cp_size, -1)
-    last[holding] = np.arange(len(holding))  # pieces stand in order, so the last one is written last
-    holders = np.flatnonzero(last >= 0)
-    last_piece = last[holders]
-    received = start[last_piece] - (held[holders] - size[last_piece])
-    last_starts = np.full(segments * cp_size, -1)
-    last_starts[holders] = start[last_piece]
-    keys = np.sort(last_starts.reshape(-1, cp_size), axis=1) + (np.arange(segments) * _FAR)[:, None]
-    before = np.searchsorted(keys.ravel(), segment * _FAR + start, side="right")
-    is_last = last[holding] == np.arange(len(holding))
-    receivers = (segment + 1) * cp_size - before - ~is_last
-    sent = np.bincount(lane, receivers * size, lanes)
-    busiest = np.maximum(np.bincount(lane[last_piece], received, lanes), sent).reshape(-1, cp_size).max(axis=1)
-    return Locality(
-        np.bincount(lane[last_piece], _triangle(held[holders]), lanes).astype(np.float64, copy=False),
-        np.bincount(lane, _triangle(stop) - _triangle(start), lanes).astype(np.float64, copy=False),
-        busiest.astype(np.int64),
-        np.bincount(lane // cp_size, np.where(receivers > 0, size, 0), micro_batches).astype(np.int64),
-    )
 
 
 def _per_document(micro_batches: MicroBatches, cp_size: int) -> Pieces:
@@ -124,7 +71,7 @@ def _per_sequence(micro_batches: MicroBatches, cp_size: int) -> Pieces:
 def _adaptive(
     micro_batches: MicroBatches, cp_size: int, workload: Workload
 ) -> tuple[Pieces, NDArray[np.float64], Integers]:
-    """Pieces, and of each micro-batch the slowest rank's seconds and the tokens gathered."""
+    """Pieces, and of each micro-batch the group's seconds and the tokens gathered."""
     candidates = [make(micro_batches, cp_size) for make in (_per_document, _per_sequence)]
     prices = [_price(pieces, micro_batches, cp_size, workload) for pieces in candidates]
     (documents_slowest, documents_gathered), (sequence_slowest, sequence_gathered) = prices
@@ -140,14 +87,9 @@ def _adaptive(
 def _price(
     pieces: Pieces, micro_batches: MicroBatches, cp_size: int, workload: Workload
 ) -> tuple[NDArray[np.float64], Integers]:
-    """``price_pieces`` of each micro-batch: the slowest rank's seconds, and the tokens gathered."""
-    lanes = len(micro_batches.counts) * cp_size
+    """Of each micro-batch the group's seconds, and the tokens gathered."""
     where = locality(pieces, len(micro_batches.sizes), len(micro_batches.counts), cp_size)
-    attention = np.bincount(pieces.lane, workload.piece_seconds(pieces.start, pieces.stop), lanes)
-    linear = workload.linear_seconds(np.bincount(pieces.lane, pieces.stop - pieces.start, lanes))
-    gather = workload.kv_gather_seconds(where.exchanged_tokens, cp_size)
-    slowest = ((attention + linear).reshape(-1, cp_size) + gather[:, None]).max(axis=1)
-    return slowest, where.gathered_tokens
+    return group_seconds(pieces, where, workload), where.gathered_tokens
 
 
 def _hybrid(
@@ -190,7 +132,3 @@ def _merged(lane: Integers, segment: Integers, start: Integers, stop: Integers) 
     first = np.flatnonzero(np.concatenate([[True], ~continues]))
     last = np.append(first[1:], len(lane)) - 1
     return Pieces(lane[first], segment[first], start[first], stop[last])
-
-
-def _triangle(length: Integers) -> Integers:
-    return length * (length + 1) // 2

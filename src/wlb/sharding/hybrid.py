@@ -9,30 +9,24 @@ level cuts less and balances less; several are tried.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.adaptive import adaptive_pieces
+from wlb.sharding.adaptive import adaptive_choices, fastest
 from wlb.sharding.filling import fill_ranks
-from wlb.sharding.latency import price_pieces
+from wlb.sharding.latency import Candidate, priced
 from wlb.sharding.plan import Table, split_by_rank
 from wlb.workload.base import Workload
 
 MEMORY_FACTOR = 1.25  # tokens a rank may hold, over its even share
-TOLERANCE = 0.01  # of the fastest slowest rank, given up for gathering less
-# Tried, over perfectly even ranks. What higher ones save is gathering alone, of which the execution hides a part.
-LEVELS = (1.0, 1.005, 1.01, 1.02, 1.04, 1.08)
-
-
-class Candidate(NamedTuple):
-    """Pieces of every rank, and what they cost."""
-
-    slowest_seconds: float
-    gathered_tokens: int
-    pieces: tuple[Table, ...]
+TOLERANCE = 0.01  # of the fastest group's seconds, given up for gathering less
+LEVELS = (1.0, 1.02, 1.04, 1.08)  # of seconds, over perfectly even ranks
+# Tokens, over an even share. Ranks of uneven tokens are even in forward and backward together, but not in each of them;
+# ranks of even tokens are, and cut more for it.
+EVEN_TOKENS = 1.01
 
 
 def hybrid_pieces(
@@ -42,46 +36,50 @@ def hybrid_pieces(
     memory_factor: float = MEMORY_FACTOR,
     adaptive: Candidate | None = None,
 ) -> tuple[Table, ...]:
-    """Cut as few documents as make the slowest rank (W_a + W_l + gathering) fastest.
+    """Cut as few documents as make the group fastest.
 
     Of all results within ``TOLERANCE`` of the fastest the one that gathers the fewest tokens is taken, because gathered
-    keys and values also cost memory and bandwidth that the prediction does not see; never one slower than adaptive
-    sharding, whose price and pieces may be given. No rank holds more than ``memory_factor`` times its even share of
+    keys and values also cost memory, and bandwidth that others would use; never one slower than adaptive sharding,
+    whose price and pieces may be given. No rank holds more than ``memory_factor`` times its even share of
     the tokens, rounded up.
     """
-    total = int(lengths.sum())
-    room = max(int(memory_factor * total / cp_size), -(-total // cp_size))
-    token_seconds = float(workload.linear_seconds(total)) / total
-    seconds = workload.attention_seconds(lengths) + token_seconds * lengths
-    even = float(seconds.sum()) / cp_size
-    adaptive = adaptive or _candidate(adaptive_pieces(lengths, cp_size, workload), workload)
-    candidates = [adaptive]
-    fastest = adaptive.slowest_seconds
-    makes_a_difference = 0.0
-    for level in LEVELS:
-        if level * even < makes_a_difference:
-            continue
-        owners, load_seconds, load_tokens, makes_a_difference = _deal(lengths, seconds, cp_size, level * even, room)
-        cut = np.flatnonzero(owners < 0)
-        whole = np.flatnonzero(owners >= 0)
-        ranks, rows = owners[whole], np.stack([whole, np.zeros_like(whole), lengths[whole]], axis=1)
-        if len(cut):
-            filled = fill_ranks(cut.tolist(), lengths, load_seconds, room - load_tokens, token_seconds, workload)
-            ranks, rows = np.concatenate([filled[0], ranks]), np.concatenate([filled[1], rows])
-        if np.bincount(ranks, rows[:, 2] - rows[:, 1]).max() > room:
-            continue
-        candidates.append(_candidate(split_by_rank(ranks, rows, cp_size), workload))
-        fastest = min(fastest, candidates[-1].slowest_seconds)
-        if len(cut) == 0:
-            break  # a higher level is only less even
-    limit = min((1 + TOLERANCE) * fastest, adaptive.slowest_seconds)
+    choices = [] if adaptive else adaptive_choices(lengths, cp_size)
+    tried = _tried(lengths, cp_size, workload, memory_factor)
+    candidates = priced([*choices, *tried], len(lengths), workload)
+    adaptive = adaptive or fastest(candidates[: len(choices)])
+    candidates = [adaptive, *candidates[len(choices) :]]
+    limit = min((1 + TOLERANCE) * fastest(candidates).slowest_seconds, adaptive.slowest_seconds)
     near = [candidate for candidate in candidates if candidate.slowest_seconds <= limit]
     return min(near, key=lambda candidate: (candidate.gathered_tokens, candidate.slowest_seconds)).pieces
 
 
-def _candidate(pieces: tuple[Table, ...], workload: Workload) -> Candidate:
-    latency = price_pieces(pieces, workload)
-    return Candidate(latency.slowest, latency.gathered_tokens, pieces)
+def _tried(
+    lengths: NDArray[np.int64], cp_size: int, workload: Workload, memory_factor: float
+) -> Iterator[tuple[Table, ...]]:
+    """Plans for every level that makes another one, with uneven tokens; and for the lowest with even ones."""
+    total = int(lengths.sum())
+    token_seconds = float(workload.linear_seconds(total)) / total
+    seconds = workload.attention_seconds(lengths) + token_seconds * lengths
+    even = float(seconds.sum()) / cp_size
+    most_tokens = max(int(memory_factor * total / cp_size), -(-total // cp_size))
+    for most_aimed_at, levels in ((int(EVEN_TOKENS * total / cp_size), LEVELS[:1]), (most_tokens, LEVELS)):
+        makes_a_difference = 0.0
+        for level in levels:
+            if level * even < makes_a_difference:
+                continue
+            owners, load_seconds, load_tokens, makes_a_difference = _deal(
+                lengths, seconds, cp_size, level * even, most_aimed_at
+            )
+            cut, whole = np.flatnonzero(owners < 0), np.flatnonzero(owners >= 0)
+            ranks, rows = owners[whole], np.stack([whole, np.zeros_like(whole), lengths[whole]], axis=1)
+            if len(cut):
+                space = most_aimed_at - load_tokens
+                filled = fill_ranks(cut.tolist(), lengths, load_seconds, space, token_seconds, workload)
+                ranks, rows = np.concatenate([filled[0], ranks]), np.concatenate([filled[1], rows])
+            if np.bincount(ranks, rows[:, 2] - rows[:, 1]).max() <= most_tokens:
+                yield split_by_rank(ranks, rows, cp_size)
+            if len(cut) == 0:
+                break  # a higher level is only less even
 
 
 def _deal(

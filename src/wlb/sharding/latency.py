@@ -1,36 +1,42 @@
-"""Predicted seconds of every context-parallel rank under a shard plan.
+"""Predicted seconds of every context-parallel rank under a shard plan, and of the group that they make up.
 
 A rank pays attention over its pieces, W_l for the tokens that it holds, and the exchange of keys and values, which ends
-for all ranks when it ends for the one that sends or receives most.
+for all ranks when it ends for the one that sends or receives most. What the group takes follows from where ranks wait
+for each other (``wlb.sharding.group``), and by that strategies choose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.plan import ShardPlan, Table, owners, receivers
-from wlb.workload.base import Workload
+from wlb.sharding.group import RankSeconds, backward_seconds, forward_seconds
+from wlb.sharding.pieces import Locality, Pieces, locality, stacked
+from wlb.sharding.plan import ShardPlan, Table
+from wlb.workload.base import Phase, Workload
+from wlb.workload.kv_gather import EXCHANGES
+
+_PHASES: tuple[Phase, Phase] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class ShardLatency:
-    """Seconds of each rank, forward and backward over all layers; arrays have shape (cp_size,)."""
+    """Seconds, forward and backward over all layers; arrays are of ranks, shape (cp_size,)."""
 
     attention: NDArray[np.float64]
     linear: NDArray[np.float64]
     gather: float
     gathered_tokens: int  # whose keys and values another rank attends
+    slowest: float  # of the group, whose ranks wait for each other in every layer
 
     @property
     def ranks(self) -> NDArray[np.float64]:
+        """Everything a rank pays for, as if nothing hid the exchange."""
         return self.attention + self.linear + self.gather
-
-    @property
-    def slowest(self) -> float:
-        return float(self.ranks.max())
 
     @property
     def imbalance(self) -> float:
@@ -38,21 +44,54 @@ class ShardLatency:
         return float(self.ranks.max() / self.ranks.mean())
 
 
+class Candidate(NamedTuple):
+    """Pieces of every rank, and what they cost."""
+
+    slowest_seconds: float
+    gathered_tokens: int
+    pieces: tuple[Table, ...]
+
+
 def shard_latency(plan: ShardPlan, workload: Workload) -> ShardLatency:
     """Price ``plan`` with the ``workload`` of one GPU without context parallelism (``cp`` = 1)."""
-    return price_pieces(plan.pieces, workload)
-
-
-def price_pieces(pieces: tuple[Table, ...], workload: Workload) -> ShardLatency:
-    """Price every rank's ``pieces`` (segment, start, stop)."""
-    table = np.concatenate(pieces)
-    owner, piece_tokens = owners(pieces), table[:, 2] - table[:, 1]
-    attend = receivers(pieces)
-    received = attend @ piece_tokens
-    sent = np.bincount(owner, attend.sum(axis=0) * piece_tokens, len(pieces))
+    segments, cp_size = len(plan.segment_lengths), plan.cp_size
+    pieces = stacked([plan.pieces], segments)
+    where = locality(pieces, segments, 1, cp_size)
+    forward, backward = (_attention(pieces, where, workload, phase)[0] for phase in _PHASES)
     return ShardLatency(
-        attention=np.bincount(owner, workload.piece_seconds(table[:, 1], table[:, 2]), len(pieces)).astype(np.float64),
-        linear=workload.linear_seconds(np.bincount(owner, piece_tokens, len(pieces))),
-        gather=float(workload.kv_gather_seconds(max(received.max(), sent.max()), len(pieces))),
-        gathered_tokens=int(piece_tokens[attend.any(axis=0)].sum()),
+        attention=forward + backward,
+        linear=workload.linear_seconds(where.tokens[0]),
+        gather=float(workload.kv_gather_seconds(where.exchanged_tokens[0], cp_size)),
+        gathered_tokens=int(where.gathered_tokens[0]),
+        slowest=float(group_seconds(pieces, where, workload)[0]),
     )
+
+
+def priced(plans: Sequence[tuple[Table, ...]], segments: int, workload: Workload) -> list[Candidate]:
+    """Plans for one micro-batch of ``segments`` segments, each the pieces of its ranks."""
+    if not plans:
+        return []
+    pieces = stacked(plans, segments)
+    where = locality(pieces, segments * len(plans), len(plans), len(plans[0]))
+    seconds = group_seconds(pieces, where, workload).tolist()
+    return [*map(Candidate, seconds, where.gathered_tokens.tolist(), plans)]
+
+
+def group_seconds(pieces: Pieces, where: Locality, workload: Workload) -> NDArray[np.float64]:
+    """What the group of each plan takes, forward and backward over all layers; shape (plans,)."""
+    exchange = workload.kv_gather_seconds(where.exchanged_tokens, where.tokens.shape[1]) / EXCHANGES
+    forward, backward = (_rank_seconds(pieces, where, workload, phase) for phase in _PHASES)
+    waiting = forward_seconds(forward, exchange) + backward_seconds(backward, exchange, where.kept)
+    return waiting + workload.kv_copy_seconds(where.exchanged_tokens)
+
+
+def _rank_seconds(pieces: Pieces, where: Locality, workload: Workload, phase: Phase) -> RankSeconds:
+    attention = _attention(pieces, where, workload, phase)
+    own = where.own_share * attention
+    return RankSeconds(own, attention - own, workload.linear_seconds(where.tokens, phase))
+
+
+def _attention(pieces: Pieces, where: Locality, workload: Workload, phase: Phase) -> NDArray[np.float64]:
+    """Of every rank of every plan, shape (plans, cp_size)."""
+    seconds = workload.piece_seconds(pieces.start, pieces.stop, phase)
+    return np.bincount(pieces.lane, seconds, where.tokens.size).astype(np.float64).reshape(where.tokens.shape)

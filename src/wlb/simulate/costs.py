@@ -20,6 +20,7 @@ from wlb.simulate.schedules import stages_of_rank
 from wlb.simulate.topology import group_link, shard_bytes
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import Seconds
+from wlb.workload.kv_gather import EXCHANGES
 from wlb.workload.layer_split import split_layers
 
 Direction = Literal["forward", "backward"]
@@ -31,7 +32,6 @@ _MASTER_BYTES = 4  # weights, gradients and moments are float32
 # Float32 values touched for each weight: gradients for their norm, read and written by clipping, and AdamW's reads and
 # writes of weight, gradient and both moments. Derived by counting, each kernel fused.
 _OPTIMIZER_VALUES = 1 + 2 + 7
-_EXCHANGES = 2  # of keys and values, or their gradients, that ``Workload.kv_gather_seconds`` covers
 
 
 class JobCosts:
@@ -65,7 +65,11 @@ class JobCosts:
 
     def exchange(self, tokens: ArrayLike) -> Seconds:
         """One all-to-all of keys and values, or of their gradients, whose busiest rank moves ``tokens`` tokens."""
-        return self._parallel.kv_gather_seconds(tokens, self.job.cp) / _EXCHANGES
+        return self._parallel.kv_gather_seconds(tokens, self.job.cp) / EXCHANGES
+
+    def copies(self, tokens: ArrayLike, direction: Direction) -> Seconds:
+        """What that rank spends in its memory on what it sends and receives."""
+        return self._parallel.kv_copy_seconds(tokens, direction)
 
     def transfer(self, tokens: ArrayLike) -> Seconds:
         """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.batch import MicroBatches, Pieces, locality, shard_many
+from wlb.sharding.batch import MicroBatches, shard_many
+from wlb.sharding.pieces import Pieces, locality
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.job import SimulatedJob
 
@@ -24,6 +25,7 @@ class Shards(NamedTuple):
     attention_backward: NDArray[np.float64]
     own_share: NDArray[np.float64]  # of the rank's attention, which needs no keys of other ranks
     exchanged: NDArray[np.int64]  # tokens that the busiest rank sends or receives, shape (micro_batches,)
+    kept: NDArray[np.bool_]  # whether ranks keep what they receive until the backward, shape (micro_batches,)
 
     def spread(self, micro_batches: int, present: NDArray[np.int64], cp: int) -> Shards:
         """Those of ``present`` micro-batches, among ``micro_batches``; the others hold nothing."""
@@ -33,9 +35,9 @@ class Shards(NamedTuple):
             everything[present] = column.reshape(-1, width)
             return everything
 
-        *of_ranks, exchanged = self
+        *of_ranks, exchanged, kept = self
         tokens, forward, backward, own_share = (spread(column, cp) for column in of_ranks)
-        return Shards(tokens, forward, backward, own_share, spread(exchanged, 1)[:, 0])
+        return Shards(tokens, forward, backward, own_share, spread(exchanged, 1)[:, 0], spread(kept, 1)[:, 0])
 
     def reshaped(self, *shape: int) -> Shards:
         """The same with micro-batches arranged in ``shape``."""
@@ -45,6 +47,7 @@ class Shards(NamedTuple):
             self.attention_backward.reshape(*shape, -1),
             self.own_share.reshape(*shape, -1),
             self.exchanged.reshape(*shape),
+            self.kept.reshape(*shape),
         )
 
 
@@ -67,11 +70,12 @@ def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
 
     where = locality(pieces, len(sizes), len(full), cp)
     shards = Shards(
-        np.bincount(pieces.lane, pieces.stop - pieces.start, lanes).astype(np.int64),
+        where.tokens,
         attention("forward"),
         attention("backward"),
-        np.divide(where.own_pairs, where.pairs, out=np.ones(lanes), where=where.pairs > 0),
+        where.own_share,
         where.exchanged_tokens,
+        where.kept,
     )
     return shards.spread(len(lengths), full, cp)
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
+from wlb.sharding.group import RankSeconds, backward_seconds, forward_seconds
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.pipeline import PipelineTimes, pipeline_times, stages_of_rank
@@ -31,7 +32,7 @@ CAUSES = {
     "dp ranks": "waiting for the slowest data-parallel rank",
     "cp ranks": "waiting for the slowest context-parallel rank, layer by layer",
     "tp collectives": "gathering and reducing activations over tensor-parallel ranks",
-    "cp exchange": "keys and values under way that no computing hides",
+    "cp exchange": "keys and values under way that no computing hides, and their copies",
     "stage transfers": "activations under way between pipeline ranks",
     "weight gathers": "FSDP's weights under way that no computing hides",
     "gradient reduction": "FSDP's gradients under way that no computing hides",
@@ -207,7 +208,7 @@ class Steps:
     def _stage_seconds(self, modelled: Modelled) -> StageSeconds:
         blocks_forward, blocks_backward = self._group_seconds(modelled)
         head_forward, head_backward, blocks_weight = (
-            self._together(seconds, modelled)
+            _over_micro_batches(_together(seconds, modelled), modelled)
             for seconds in (self.head_forward, self.head_backward, self.blocks_backward)
         )
         shares = np.full(self.job.stages, 1 / self.job.stages)
@@ -228,49 +229,35 @@ class Steps:
         )
 
     def _group_seconds(self, modelled: Modelled) -> tuple[Array, Array]:
-        """Forward and backward of all blocks, of context-parallel groups; shape (steps, dp, micro-batches).
-
-        A layer's ranks wait for each other where keys and values arrive, with the part of their attention that needs
-        them still to come, and in a backward once more, where the gradients of keys and values come home.
-        """
+        """Forward and backward of all blocks, of context-parallel groups; shape (steps, dp, micro-batches)."""
         shards, job = self.shards, self.job
         rest_forward, rest_backward = self._outside_attention(modelled)
-        attention_forward, attention_backward = shards.attention_forward, shards.attention_backward
-        received_forward, received_backward = (
-            (1 - shards.own_share) * seconds for seconds in (attention_forward, attention_backward)
-        )
         exchange = self.costs.exchange(shards.exchanged) if modelled.exchange else np.zeros(shards.exchanged.shape)
-        exchange = self._over_micro_batches(exchange, modelled)
+
+        def of_ranks(attention: Array, rest: Array) -> RankSeconds:
+            own = shards.own_share * attention
+            return RankSeconds(own, attention - own, rest)
 
         def together(seconds: Array) -> Array:
-            return self._together(seconds, modelled)
+            return _together(seconds, modelled)
 
-        own_forward = attention_forward - received_forward
-        hidden_forward = np.maximum(own_forward, exchange[..., None])
-        forward = together(hidden_forward + received_forward + rest_forward)
+        ranks = of_ranks(shards.attention_forward, rest_forward)
         if modelled.recomputation and job.activation_checkpointing != "none":
             rest_backward = rest_backward + rest_forward
             if job.activation_checkpointing == "full":
-                rest_backward = rest_backward + hidden_forward + received_forward
-        alone = together(rest_backward + attention_backward)
-        waiting = together(rest_backward) + exchange + together(received_backward)
-        return forward, np.maximum(alone, waiting) + exchange
+                rest_backward = rest_backward + np.maximum(ranks.own, exchange[..., None]) + ranks.received
+        forward = forward_seconds(ranks, exchange, together)
+        backward = backward_seconds(of_ranks(shards.attention_backward, rest_backward), exchange, shards.kept, together)
+        if modelled.exchange:
+            forward = forward + self.costs.copies(shards.exchanged, "forward")
+            backward = backward + self.costs.copies(shards.exchanged, "backward")
+        return _over_micro_batches(forward, modelled), _over_micro_batches(backward, modelled)
 
     def _outside_attention(self, modelled: Modelled) -> tuple[Array, Array]:
         if not modelled.tensor_collectives:
             return self.blocks_forward, self.blocks_backward
         forward = self.blocks_forward + self.costs.tensor_collectives(self.shards.tokens, "forward")
         return forward, self.blocks_backward + self.costs.tensor_collectives(self.shards.tokens, "backward")
-
-    def _together(self, seconds: Array, modelled: Modelled) -> Array:
-        """Seconds of groups from those of context-parallel ranks."""
-        reduced = seconds.max(axis=3) if modelled.slowest_cp else seconds.mean(axis=3)
-        return self._over_micro_batches(reduced, modelled)
-
-    def _over_micro_batches(self, seconds: Array, modelled: Modelled) -> Array:
-        if modelled.micro_batches:
-            return seconds
-        return np.broadcast_to(seconds.mean(axis=(1, 2), keepdims=True), seconds.shape)
 
     def _with_gathers(self, forward: Array, backward: Array) -> tuple[Array, Array]:
         """Weights are gathered a block ahead, so that a block's gather shows as far as it takes longer than a block.
@@ -298,3 +285,16 @@ class Steps:
         late = costs.root_reduction[0] + costs.block_reduction
         shown: Array = late + (blocks - 1) * np.maximum(0.0, costs.block_reduction - free)
         return shown[None]
+
+
+def _together(seconds: Array, modelled: Modelled) -> Array:
+    """Seconds of groups from those of context-parallel ranks."""
+    together: Array = seconds.max(axis=-1) if modelled.slowest_cp else seconds.mean(axis=-1)
+    return together
+
+
+def _over_micro_batches(seconds: Array, modelled: Modelled) -> Array:
+    """Seconds of groups, shape (steps, dp, micro-batches), or of all micro-batches of a step the mean."""
+    if modelled.micro_batches:
+        return seconds
+    return np.broadcast_to(seconds.mean(axis=(1, 2), keepdims=True), seconds.shape)

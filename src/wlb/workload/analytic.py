@@ -91,6 +91,10 @@ class AnalyticWorkload:
         """Receiving K and V of ``tokens`` tokens from other ranks, returning their gradients; shape of ``tokens``."""
         return self.kv_gather.seconds(tokens, cp_size)
 
+    def kv_copy_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Picking, lining up and adding K, V and gradients of ``tokens`` tokens each way; shape of ``tokens``."""
+        return self.kv_gather.copy_seconds(tokens, phase)
+
     def _cost(self, phase: Phase) -> PhaseCost:
         return {"forward": self.forward, "backward": self.backward, "both": self.both}[phase]
 

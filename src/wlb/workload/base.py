@@ -42,3 +42,10 @@ class Workload(Protocol):
         links were not measured.
         """
         ...
+
+    def kv_copy_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Beside that: what a rank spends in memory on bringing together and taking apart what it sends and receives.
+
+        Of ``tokens`` tokens each way, over all layers. Shape of ``tokens``; 0 where it was not measured.
+        """
+        ...
