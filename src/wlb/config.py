@@ -141,20 +141,34 @@ class ParallelConfig(Section):
 class PackingConfig(Section):
     """How documents become micro-batches."""
 
-    method: Literal["sequential", "fixed_greedy", "fixed_solver", "variable_length"] = Field(
+    method: Literal["sequential", "fixed_greedy", "fixed_solver", "variable_length", "makespan"] = Field(
         "variable_length", description="Packer"
     )
     micro_batches: PositiveInt = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
     max_length_factor: Annotated[float, Field(ge=1, le=1000)] | Literal["auto"] = Field(
         1.5,
-        description="L_max, the most tokens of a micro-batch, in context windows (variable_length); auto is the most "
-        "that memory allows, up to 4",
+        description="L_max, the most tokens of a micro-batch, in context windows (variable_length, makespan); auto is "
+        "the most that memory allows, up to 4",
     )
     outlier_thresholds: Literal["auto"] | tuple[PositiveInt, ...] = Field(
         "auto", description="Lengths from which documents wait in an outlier queue (variable_length)"
     )
-    max_delay: PositiveInt = Field(
-        16, description="Planning rounds (steps, or windows) after which a waiting document goes first"
+    max_delay: NonNegativeInt | None = Field(
+        None,
+        description="Planning rounds (steps, or windows) after which a waiting document goes first; default: 8 for "
+        "makespan, where 0 lets none wait, and 16 for the others",
+    )
+    delay_price: float = Field(
+        0.1,
+        ge=0,
+        le=100,
+        description="Imbalance that a step of waiting is worth, for a global batch of tokens (makespan)",
+    )
+    lookahead: float = Field(
+        0.5, ge=0, le=1, description="Part of the next global batch that a step may train early (makespan)"
+    )
+    token_spread: float = Field(
+        0.75, ge=0, le=1, description="Global batches by which a step may be longer or shorter than one (makespan)"
     )
     early_release: bool = Field(
         True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
@@ -169,6 +183,11 @@ class PackingConfig(Section):
     order: Literal["arrival", "pipeline"] = Field(
         "pipeline", description="Order of micro-batches inside a rank: as packed, or heavy in the middle"
     )
+
+    @property
+    def has_length_factor(self) -> bool:
+        """Whether micro-batches may be of up to L_max tokens, and not of the context window."""
+        return self.method in ("variable_length", "makespan")
 
 
 class ShardingConfig(Section):

@@ -16,7 +16,9 @@ from wlb.workload import Phase, ProfileWorkload, make_workload
 
 SETTINGS = settings(deadline=None, max_examples=200)
 METHODS = tuple(PACKERS)
-POOLING = tuple(name for name in METHODS if name != "sequential")
+POOLING = tuple(
+    name for name in METHODS if name not in ("sequential", "makespan")
+)  # arrival is the step that takes a document in
 
 
 class Polynomial:
@@ -70,8 +72,14 @@ def packings(draw: Any, /, methods: Sequence[str] = METHODS, auto: bool = True, 
         options["window"] = draw(st.integers(1, 4 if method == "fixed_greedy" else 2))
     if method == "fixed_solver":
         options["node_limit"] = 5
-    if method == "variable_length":
+    if method == "makespan":
+        options["max_delay"] = draw(st.integers(0, 8))
+        options["delay_price"] = draw(st.sampled_from([0.0, 0.1, 3.0]))
+        options["lookahead"] = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+        options["token_spread"] = draw(st.sampled_from([0.0, 0.25, 0.75, 1.0]))
+    if method in ("variable_length", "makespan"):
         options["max_length_factor"] = draw(st.sampled_from([1, 1.0, 1.25, 1.5, 2, 3.0]) | st.floats(1, 3))
+    if method == "variable_length":
         some = st.sets(st.integers(1, 2 * window), max_size=4).map(lambda lengths: tuple(sorted(lengths)))
         options["outlier_thresholds"] = draw(st.none() | st.just("auto") | some if auto else st.none() | some)
         options["early_release"] = draw(st.booleans())
@@ -148,7 +156,7 @@ def check_plans(plans, method, options, documents):
     else:
         assert Counter(segments_of(plans)) == Counter(documents)
     limit = options["context_window"]
-    if method == "variable_length":
+    if method in ("variable_length", "makespan"):
         limit = int(options["max_length_factor"] * limit)
     for number, plan in enumerate(plans):
         assert plan.step == number

@@ -40,9 +40,9 @@ def compare(
     profile: options.Profile = None,
     methods: options.Methods = None,
     max_length_factor: Annotated[
-        float, typer.Option(min=1.0, help="L_max of variable_length, in context windows.")
+        float, typer.Option(min=1.0, help="L_max of variable_length and makespan, in context windows.")
     ] = 1.5,
-    max_delay: options.MaxDelay = 16,
+    max_delay: options.MaxDelay = None,
     steps: options.Steps = None,
     overlong: Annotated[
         str, typer.Option(help="Documents over the context window: split, truncate, drop or error.")
@@ -68,9 +68,9 @@ def compare(
     """Compare packing methods on a list of document lengths.
 
     Packs the documents with every method and prints balance, delay, planning time and the simulated pipeline's cost
-    over a perfectly balanced one. Methods: sequential, fixed_greedy, fixed_solver, variable_length; fixed_greedy:4
-    packs 4 global batches together, variable_length:1 has one outlier queue, variable_length:auto tunes thresholds as
-    documents arrive, variable_length:paper is Algorithm 1 without early release.
+    over a perfectly balanced one. Methods: sequential, fixed_greedy, fixed_solver, variable_length, makespan.
+    fixed_greedy:4 packs 4 global batches together, variable_length:1 has one outlier queue, variable_length:auto tunes
+    thresholds as documents arrive, variable_length:paper is Algorithm 1 without early release.
 
     With --prefill the lengths are prompts, batched by count, tokens, workload or workload:shortest.
 

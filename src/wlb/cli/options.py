@@ -43,7 +43,8 @@ Profile = Annotated[
 ]
 Methods = Annotated[str | None, typer.Option("--methods", help="Comma-separated packing methods; see above.")]
 MaxDelay = Annotated[
-    int, typer.Option("--max-delay", min=1, help="Planning rounds after which a waiting document goes first.")
+    int | None,
+    typer.Option("--max-delay", min=0, help="Planning rounds after which a waiting document goes first."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Use only as many documents as fill these steps.")]

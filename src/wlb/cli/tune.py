@@ -27,7 +27,7 @@ def tune(
         float, typer.Option(min=1.0, help="Largest L_max to consider, in context windows: what memory allows.")
     ] = 2.0,
     max_token_delay: Annotated[float, typer.Option(min=0.0, help="Bound on the mean token delay, in steps.")] = 0.35,
-    max_delay: options.MaxDelay = 16,
+    max_delay: options.MaxDelay = None,
     methods: options.Methods = None,
     steps: options.Steps = None,
     json: options.Json = False,

@@ -6,7 +6,7 @@ document (WLB-LLM, sections 2.3 and 7.2).
 
 from __future__ import annotations
 
-from wlb.packing.pooling import DEFAULT_MAX_DELAY, PoolingPacker
+from wlb.packing.pooling import PoolingPacker
 from wlb.workload.base import Workload
 
 
@@ -22,7 +22,7 @@ class FixedGreedyPacker(PoolingPacker):
         context_window: int,
         workload: Workload,
         window: int = 1,
-        max_delay: int = DEFAULT_MAX_DELAY,
+        max_delay: int | None = None,
     ) -> None:
         super().__init__(
             micro_batches=micro_batches,

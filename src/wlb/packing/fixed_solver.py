@@ -5,7 +5,6 @@ from __future__ import annotations
 from wlb.packing.exact import solve
 from wlb.packing.fixed_greedy import FixedGreedyPacker
 from wlb.packing.greedy import OpenMicroBatches
-from wlb.packing.pooling import DEFAULT_MAX_DELAY
 from wlb.workload.base import Workload
 
 
@@ -27,7 +26,7 @@ class FixedSolverPacker(FixedGreedyPacker):
         context_window: int,
         workload: Workload,
         window: int = 1,
-        max_delay: int = DEFAULT_MAX_DELAY,
+        max_delay: int | None = None,
         time_limit: float | None = None,
         node_limit: int | None = None,
     ) -> None:

@@ -7,7 +7,7 @@ placing n documents costs O(n log n) whatever N is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import itemgetter
 
@@ -67,6 +67,37 @@ class OpenMicroBatches:
             return None
         self.put(item, index)
         return seconds[index]
+
+    def place_within(self, items: Sequence[Pending], limit: float) -> list[Pending]:
+        """Place each of ``items`` into the lightest micro-batch with room for it, if it stays within ``limit`` seconds.
+
+        Unlike ``place`` this looks past the lightest one where that is full. Returns those that were not placed.
+        """
+        left_over: list[Pending] = []
+        shortest = min([item[0] for item in items], default=0)
+        closed: list[tuple[float, int]] = []  # with room for none of the items
+        lightest, tokens, seconds, capacity = self._lightest, self.tokens, self.seconds, self.capacity
+        for item in items:
+            full: list[tuple[float, int]] = []
+            while lightest:
+                load, index = lightest[0]
+                if load != seconds[index]:
+                    heappop(lightest)  # outdated: that micro-batch has grown since
+                elif tokens[index] + shortest > capacity:
+                    closed.append(heappop(lightest))
+                elif tokens[index] + item[0] > capacity:
+                    full.append(heappop(lightest))
+                else:
+                    break
+            if lightest and lightest[0][0] + item[1] <= limit:
+                self.put(item, lightest[0][1])
+            else:
+                left_over.append(item)
+            for entry in full:
+                heappush(lightest, entry)
+        for entry in closed:
+            heappush(lightest, entry)
+        return left_over
 
     def put(self, item: Pending, index: int) -> None:
         """Place ``item`` into micro-batch ``index``, which must have room."""

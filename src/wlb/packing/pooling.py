@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from wlb.documents.segments import Segment
+from wlb.errors import UserError
 from wlb.packing.base import Packer, Pending, require_positive
 from wlb.packing.greedy import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 from wlb.workload.base import Workload
-
-DEFAULT_MAX_DELAY = 16
 
 
 class PoolingPacker(Packer):
@@ -25,6 +24,9 @@ class PoolingPacker(Packer):
 
     ``capacity`` is the most tokens of a micro-batch, ``window`` the global batches planned together.
     """
+
+    _default_max_delay: ClassVar[int] = 16
+    _least_max_delay: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -34,14 +36,17 @@ class PoolingPacker(Packer):
         workload: Workload,
         capacity: int,
         window: int = 1,
-        max_delay: int = DEFAULT_MAX_DELAY,
+        max_delay: int | None = None,
     ) -> None:
         super().__init__(micro_batches=micro_batches, context_window=context_window, workload=workload)
         require_positive("packing.window", window)
-        require_positive("packing.max_delay", max_delay)
         self.capacity = capacity
         self.window = window
-        self.max_delay = max_delay
+        self.max_delay = self._default_max_delay if max_delay is None else max_delay
+        if self.max_delay < self._least_max_delay:
+            raise UserError(
+                f"packing.max_delay = {max_delay} must be at least {self._least_max_delay} with {self.name}"
+            )
         self._carried: list[Pending] = []
         self._carried_tokens = 0
 
@@ -81,7 +86,7 @@ class PoolingPacker(Packer):
         steps: list[StepPlan] = []
         while self._carried:
             batches = min(self.window, math.ceil(self._carried_tokens / self.global_batch_tokens))
-            now, later = _split_at(self._carried, batches * self.global_batch_tokens)
+            now, later = split_at(self._carried, batches * self.global_batch_tokens)
             steps += self._plan_window(now, batches)
             self._carry(longest_first(self._carried + later))
         return steps
@@ -103,10 +108,11 @@ class PoolingPacker(Packer):
     def _plan_window(self, items: list[Pending], steps: int) -> list[StepPlan]:
         filled, left_over = self._place(items, steps)
         if any(self._overdue(item) for item in left_over):
-            first = sorted(items, key=lambda item: item.arrived if self._overdue(item) else math.inf)
-            filled, left_over = self._place(first, steps)
-        filled = self._improved(filled)
+            filled, left_over = self._place(self._overdue_first(items), steps)
         self._carry(left_over)
+        return self._emit_filled(self._improved(filled))
+
+    def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:
         plans = []
         for micro_batches, members in filled.steps(self.micro_batches):
             step = self._step
@@ -123,6 +129,10 @@ class PoolingPacker(Packer):
     def _overdue(self, item: Pending) -> bool:
         return self._step - item.arrived >= self.max_delay * self.window
 
+    def _overdue_first(self, items: list[Pending]) -> list[Pending]:
+        """``items`` with the overdue ones first, oldest first; the others keep their order."""
+        return sorted(items, key=lambda item: item.arrived if self._overdue(item) else math.inf)
+
     def _carry(self, items: list[Pending]) -> None:
         self._carried = items
         self._carried_tokens = sum(item.length for item in items)
@@ -138,7 +148,7 @@ def to_state(items: Iterable[Pending]) -> list[list[int]]:
     return [[*item.segment, item.arrived] for item in items]
 
 
-def _split_at(items: list[Pending], tokens: int) -> tuple[list[Pending], list[Pending]]:
+def split_at(items: list[Pending], tokens: int) -> tuple[list[Pending], list[Pending]]:
     """The shortest prefix that holds at least ``tokens`` tokens, and the rest."""
     held = 0
     for count, item in enumerate(items):

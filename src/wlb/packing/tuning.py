@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
-from wlb.packing.pooling import DEFAULT_MAX_DELAY
 from wlb.packing.statistics import PackingStatistics
 from wlb.packing.variable_length import VariableLengthPacker
 from wlb.workload.base import Workload
@@ -54,7 +53,7 @@ def search(
     max_token_delay: float = DEFAULT_MAX_TOKEN_DELAY,
     queues: int = 2,
     early_release: bool = True,
-    max_delay: int = DEFAULT_MAX_DELAY,
+    max_delay: int | None = None,
     on_trial: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Trial]:
     """Try every pair of thresholds (and one, and none) with every factor; best trial first.
@@ -111,7 +110,7 @@ def try_setting(
     context_window: int,
     workload: Workload,
     early_release: bool = True,
-    max_delay: int = DEFAULT_MAX_DELAY,
+    max_delay: int | None = None,
 ) -> Trial:
     """Pack ``lengths`` once with the given setting."""
     packer = VariableLengthPacker(
@@ -181,7 +180,7 @@ class ThresholdTuner:
         max_length_factor: float,
         *,
         early_release: bool,
-        max_delay: int,
+        max_delay: int | None,
     ) -> None:
         self._micro_batches = min(micro_batches, self._MICRO_BATCHES)
         self._context_window = context_window

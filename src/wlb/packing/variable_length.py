@@ -24,7 +24,7 @@ from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.base import Pending
 from wlb.packing.greedy import OpenMicroBatches, longest_first
-from wlb.packing.pooling import DEFAULT_MAX_DELAY, PoolingPacker, to_state
+from wlb.packing.pooling import PoolingPacker, to_state
 from wlb.workload.base import Workload
 
 if TYPE_CHECKING:
@@ -59,11 +59,10 @@ class VariableLengthPacker(PoolingPacker):
         workload: Workload,
         max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
         outlier_thresholds: Literal["auto"] | Sequence[int] | None = None,
-        max_delay: int = DEFAULT_MAX_DELAY,
+        max_delay: int | None = None,
         early_release: bool = True,
     ) -> None:
-        if not 1 <= max_length_factor < math.inf:
-            raise UserError(f"packing.max_length_factor = {max_length_factor} must be a number of at least 1")
+        check_length_factor(max_length_factor)
         super().__init__(
             micro_batches=micro_batches,
             context_window=context_window,
@@ -189,6 +188,12 @@ class VariableLengthPacker(PoolingPacker):
             (below if level < 0 else self._queues[level]).append(item)
         if below:
             self._carry(self._carried + below)
+
+
+def check_length_factor(factor: float) -> None:
+    """Raise ``UserError`` where no micro-batch could be of ``factor`` context windows."""
+    if not 1 <= factor < math.inf:
+        raise UserError(f"packing.max_length_factor = {factor} must be a number of at least 1")
 
 
 def _checked(thresholds: tuple[int, ...]) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ from wlb.packing import PACKERS, make_packer
 from wlb.packing.base import Packer
 from wlb.packing.fixed_solver import FixedSolverPacker
 from wlb.packing.plan import StepPlan
-from wlb.packing.pooling import DEFAULT_MAX_DELAY
 from wlb.packing.statistics import PackingStatistics
 from wlb.packing.tuning import documents_filling
 from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR, default_thresholds
@@ -40,6 +39,7 @@ DEFAULT_METHODS = (
     "variable_length:paper",
     "variable_length",
     "variable_length:auto",
+    "makespan",
 )
 
 _DOCUMENTS_AT_A_TIME = 4096
@@ -99,7 +99,7 @@ def packer_for(
     workload: Workload,
     *,
     max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
-    max_delay: int = DEFAULT_MAX_DELAY,
+    max_delay: int | None = None,
     solver_seconds: float = 10.0,
 ) -> Packer:
     """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``.
@@ -109,14 +109,15 @@ def packer_for(
     """
     name, _, argument = method.partition(":")
     options: dict[str, Any] = {}
-    if name in PACKERS and name != "sequential":
+    if name in PACKERS and name != "sequential" and max_delay is not None:
         options["max_delay"] = max_delay
     if name in ("fixed_greedy", "fixed_solver"):
         options["window"] = _whole_number(method, argument or "1")
     if name == "fixed_solver":
         options["time_limit"] = solver_seconds
-    if name == "variable_length":
+    if name in ("variable_length", "makespan"):
         options["max_length_factor"] = max_length_factor
+    if name == "variable_length":
         if argument == "auto":
             options["outlier_thresholds"] = "auto"
         elif argument == "paper":

@@ -28,7 +28,7 @@ def predicted_memory(job: SimulatedJob) -> MemoryEstimate:
 
 def longest_micro_batch(job: SimulatedJob) -> int:
     """Most tokens of a micro-batch: L_max, or the window where all have its length."""
-    if job.packing.method != "variable_length":
+    if not job.packing.has_length_factor:
         return job.context_window
     return int(float(job.packing.max_length_factor) * job.context_window)
 
@@ -38,7 +38,7 @@ def with_length_factor(job: SimulatedJob) -> SimulatedJob:
 
     Raises ``UserError`` where they do not hold one window.
     """
-    if job.packing.method != "variable_length" or job.packing.max_length_factor != "auto":
+    if not job.packing.has_length_factor or job.packing.max_length_factor != "auto":
         return job
     factor = largest_length_factor(memory_settings(job), job.context_window, usable_bytes(job))
     if factor is None:

@@ -132,7 +132,7 @@ def layout_of(job: SimulatedJob) -> str:
 def packing_of(job: SimulatedJob) -> str:
     """Packing and sharding in one line."""
     packing = job.packing
-    factor = f", L_max {packing.max_length_factor:g}" if packing.method == "variable_length" else ""
+    factor = f", L_max {packing.max_length_factor:g}" if packing.has_length_factor else ""
     own = "" if packing.assignment == "arrival" else ", arranged"
     return f"{packing.method}{factor}{own}, {job.sharding.strategy}"
 
@@ -214,7 +214,7 @@ def _with_factor(job: SimulatedJob, factor: float) -> SimulatedJob:
 def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
     for system in _SYSTEMS:
         packed = _packed_as(job, system)
-        if packed.packing.method != "variable_length":
+        if not packed.packing.has_length_factor:
             yield packed
             continue
         for factor in LENGTH_FACTORS:

@@ -64,7 +64,7 @@ def within_memory(
 def longest_micro_batch(config: JobConfig) -> int:
     """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
     window = config.data.context_window
-    if config.packing.method != "variable_length":
+    if not config.packing.has_length_factor:
         return window
     return int(float(config.packing.max_length_factor) * window)
 

@@ -1,0 +1,210 @@
+"""Plan every step for its makespan: documents wait only where the step cannot be made even with them.
+
+Each step decides anew which of the long documents at hand it trains (``wlb.packing.release``): the step's heaviest
+micro-batch over their mean is weighed against what waiting costs. It looks ahead a part of the next global batch, whose
+documents may fill up a step that a long document made heavy; that is no delay, and the next step is the smaller for
+it. What is released is placed longest first, short documents only up to the heaviest micro-batch, so the rest of what
+is due waits when L_max leaves no room for it without making the step longer.
+
+A document that has waited ``max_delay`` steps is trained whatever it costs, before all others. ``max_delay = 0`` lets
+none wait; then only the look-ahead evens steps out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import Any, ClassVar
+
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.packing.base import Pending
+from wlb.packing.greedy import OpenMicroBatches, longest_first
+from wlb.packing.plan import StepPlan
+from wlb.packing.pooling import PoolingPacker, split_at, to_state
+from wlb.packing.release import Fluid, Outlier, Prices, StepPool, choose
+from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR, check_length_factor
+from wlb.workload.base import Workload
+
+DEFAULT_DELAY_PRICE = 0.1
+DEFAULT_LOOKAHEAD = 0.5
+DEFAULT_TOKEN_SPREAD = 0.75
+
+_OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
+
+
+class MakespanPacker(PoolingPacker):
+    """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
+
+    ``delay_price`` is the imbalance that one more step of waiting is worth, for a global batch of tokens: with 0.1, a
+    document of a tenth of the global batch waits a step to save 1% of the heaviest micro-batch. ``lookahead`` is the
+    part of the next global batch that a step may train early. A step trains between 1 - ``token_spread`` and 1 +
+    ``token_spread`` global batches, except where documents that may wait no longer make more; the mean is one.
+    """
+
+    name = "makespan"
+    _room_setting = "packing.max_length_factor"
+    _default_max_delay: ClassVar[int] = 8
+    _least_max_delay: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        *,
+        micro_batches: int,
+        context_window: int,
+        workload: Workload,
+        max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
+        max_delay: int | None = None,
+        delay_price: float = DEFAULT_DELAY_PRICE,
+        lookahead: float = DEFAULT_LOOKAHEAD,
+        token_spread: float = DEFAULT_TOKEN_SPREAD,
+    ) -> None:
+        check_length_factor(max_length_factor)
+        for name, value, most in (
+            ("delay_price", delay_price, 100),
+            ("lookahead", lookahead, 1),
+            ("token_spread", token_spread, 1),
+        ):
+            if not 0 <= value <= most:
+                raise UserError(f"packing.{name} = {value} must be between 0 and {most}")
+        super().__init__(
+            micro_batches=micro_batches,
+            context_window=context_window,
+            workload=workload,
+            capacity=int(max_length_factor * context_window),
+            max_delay=max_delay,
+        )
+        self._prices = Prices(delay=delay_price)
+        self._lookahead_tokens = int(lookahead * self.global_batch_tokens)
+        self._spread_tokens = int(token_spread * self.global_batch_tokens)
+        self._outlier_tokens = max(1, self.context_window // _OUTLIER_SHARE)
+        self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
+        self._early_tokens = 0  # that the last step trained though they were due in the next one
+
+    @property
+    def pending(self) -> list[Segment]:
+        return [item.segment for item in self._held] + super().pending
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "waiting": to_state(self._held), "early_tokens": self._early_tokens}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        self._held = self._from_state(state["waiting"])
+        self._early_tokens = state["early_tokens"]
+
+    def _tokens_wanted(self) -> int:
+        whole_step = self.global_batch_tokens - self._carried_tokens - _tokens(self._held)
+        return max(self._tokens_due() + self._lookahead_tokens, whole_step)
+
+    def _tokens_due(self) -> int:
+        """Tokens to take in that are due by this step."""
+        return self.global_batch_tokens - self._carried_tokens - self._early_tokens
+
+    def _next_steps(self) -> list[StepPlan]:
+        pool = self._held + self._carried + self._take_fresh()
+        due = [item for item in pool if item.arrived <= self._step]
+        early = [item for item in pool if item.arrived > self._step]
+        return self._plan_step(due, early)
+
+    def _last_steps(self) -> list[StepPlan]:
+        waiting = self._held + self._carried + self._price(self._take(self._arrived_tokens), self._step)
+        steps: list[StepPlan] = []
+        while waiting:
+            tokens = sum(item.length for item in waiting)
+            left = max(1, round(tokens / self.global_batch_tokens))
+            due, later = split_at(sorted(waiting, key=lambda item: item.arrived), -(-tokens // left))
+            steps += self._plan_step(due, later, last=left == 1)
+            waiting = self._held + self._carried
+        self._early_tokens = 0
+        return steps
+
+    def _take_fresh(self) -> list[Pending]:
+        """Documents due by this step, and those due in the next one that it may look at."""
+        wanted, wanted_now = self._tokens_wanted(), self._tokens_due()
+        due = self._take(wanted_now)
+        taken = sum(segment.length for segment in due)
+        ahead = self._take(wanted - taken)
+        self._early_tokens = max(0, taken - max(0, wanted_now))  # the last document reaches into the next global batch
+        return self._price(due, self._step) + self._price(ahead, self._step + 1)
+
+    def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
+        """A step of what is ``due``, but for what the search holds back, and of what helps of ``early``."""
+        short_due, short_early = (
+            [item for item in items if item.length < self._outlier_tokens] for items in (due, early)
+        )
+        outliers = self._outliers(due, due_now=True, last=last) + self._outliers(early, due_now=False, last=last)
+        outliers.sort(key=lambda outlier: -outlier.seconds)
+        pool = self._step_pool(outliers, short_due, short_early, due_tokens=_tokens(due))
+        choice = choose(pool, self._prices)
+        required = [outlier.item for outlier in compress(outliers, choice.released)] + short_due
+        not_released = [outlier for outlier, now in zip(outliers, choice.released, strict=True) if not now]
+        self._held = [outlier.item for outlier in not_released if outlier.due]
+        later = [outlier.item for outlier in not_released if not outlier.due]
+        tokens, ahead = _tokens(required), deque(short_early)
+        while ahead and (len(required) < self.micro_batches or tokens < pool.aim):
+            required.append(ahead.popleft())
+            tokens += required[-1].length
+        filled, unfit, over_limit = self._filled(longest_first(required), choice.limit)
+        self._held += [item for item in over_limit if item.arrived <= self._step]
+        later += [item for item in over_limit if item.arrived > self._step]
+        self._carry(unfit + later + _top_up(filled, ahead, pool.most))
+        self._early_tokens += _tokens(
+            item for members in filled.members for item in members if item.arrived > self._step
+        )
+        return self._emit_filled(filled)
+
+    def _outliers(self, items: list[Pending], *, due_now: bool, last: bool) -> list[Outlier]:
+        return [
+            Outlier(item.length, item.seconds, due_now, due_now and (last or self._overdue(item)), item)
+            for item in items
+            if item.length >= self._outlier_tokens
+        ]
+
+    def _step_pool(
+        self, outliers: list[Outlier], short_due: list[Pending], short_early: list[Pending], *, due_tokens: int
+    ) -> StepPool:
+        batch = self.global_batch_tokens
+        return StepPool(
+            outliers=outliers,
+            due_fluid=_fluid(short_due),
+            early_fluid=_fluid(short_early),
+            short_documents=len(short_due) + len(short_early),
+            micro_batches=self.micro_batches,
+            capacity=self.capacity,
+            least=batch - self._spread_tokens,
+            aim=min(max(due_tokens, batch - self._spread_tokens), batch),
+            most=batch + self._spread_tokens,
+            batch=batch,
+        )
+
+    def _filled(self, items: list[Pending], limit: float) -> tuple[OpenMicroBatches, list[Pending], list[Pending]]:
+        """``items`` placed; those for which there is no room, and short ones that would go over ``limit`` seconds."""
+        for order in (items, self._overdue_first(items)):
+            filled = OpenMicroBatches(self.micro_batches, self.capacity)
+            soft = [item for item in order if self._may_wait(item, limit)]
+            firm = [item for item in order if not self._may_wait(item, limit)]
+            unfit = filled.place_within(firm, math.inf)
+            over_limit = filled.place_within(soft, limit)
+            if not any(self._overdue(item) for item in unfit):
+                break
+        return filled, unfit, over_limit
+
+    def _may_wait(self, item: Pending, limit: float) -> bool:
+        return limit < math.inf and item.length < self._outlier_tokens and not self._overdue(item)
+
+
+def _top_up(filled: OpenMicroBatches, items: Sequence[Pending], most: int) -> list[Pending]:
+    """Place of ``items`` what makes no micro-batch heavier than the heaviest, up to ``most`` tokens; what is left."""
+    now, later = split_at(list(items), max(0, most - sum(filled.tokens)))
+    return filled.place_within(now, max(filled.seconds)) + later
+
+
+def _fluid(items: list[Pending]) -> Fluid:
+    return Fluid(_tokens(items), math.fsum([item.seconds for item in items]))
+
+
+def _tokens(items: Iterable[Pending]) -> int:
+    return sum([item[0] for item in items])

@@ -1,0 +1,248 @@
+"""Which outliers a step trains: a search, with everything shorter taken as a fluid.
+
+What unbalances a step are its few long documents; the many short ones fill whatever the long ones leave, almost like a
+liquid. So a set of outliers is tried by placing them alone, longest first, and pouring the rest over them: that says
+within a fraction of a percent how even the step would be, how many tokens it would train, and what would have to wait,
+in a few microseconds instead of a whole packing. The price of a set is
+
+    heaviest over mean micro-batch
+    + ``Prices.delay``   x tokens that wait another step, in global batches
+    + ``Prices.outlook`` x how uneven the next step would be if it had to train all outliers left, with short documents
+
+The search starts from the sets that hold the dearest outliers back, all but one, all but two, ..., and then lets single
+outliers change sides as long as that pays. It ends at once where training all that is due is even already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import NamedTuple
+
+from wlb.packing.base import Pending
+
+_EVEN = 1.0005  # price from which nothing is searched
+_THRESHOLDS = 16  # sets that hold the dearest outliers back
+_OUT_OF_BOUNDS = 100.0  # price of a global batch of tokens over the most, or under the least, of a step
+_MOVED = 24  # outliers, the dearest, that change sides one by one
+
+Released = tuple[bool, ...]  # of every outlier
+
+
+class Prices(NamedTuple):
+    """What the search trades for evenness; a heaviest micro-batch twice the mean would be 1."""
+
+    delay: float
+    outlook: float = 0.1
+
+
+class Outlier(NamedTuple):
+    """A document that is weighed alone: tokens, seconds, and whether it is due by this step, or even must be in it."""
+
+    length: int
+    seconds: float
+    due: bool
+    overdue: bool
+    item: Pending
+
+
+class Fluid(NamedTuple):
+    """Documents that are short enough to be poured: their tokens and seconds in all."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The outliers to release. Short documents that are due wait where they would make more than ``limit`` seconds."""
+
+    price: float
+    released: Released
+    limit: float
+    imbalance: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepPool:
+    """What a step may train.
+
+    ``outliers`` come dearest first. ``due_fluid`` is to be trained now, ``early_fluid`` may be; both together are
+    ``short_documents``. A step trains ``least`` to ``most`` tokens, and at least ``aim`` if ``early_fluid`` suffices,
+    in ``micro_batches`` of at most ``capacity``; ``batch`` is a global batch in tokens.
+    """
+
+    outliers: Sequence[Outlier]
+    due_fluid: Fluid
+    early_fluid: Fluid
+    short_documents: int
+    micro_batches: int
+    capacity: int
+    least: int
+    aim: int
+    most: int
+    batch: int
+
+    @property
+    def density(self) -> float:
+        """Seconds of a token of the fluid; in its absence, of the shortest outlier's."""
+        tokens = self.due_fluid.tokens + self.early_fluid.tokens
+        if tokens:
+            return (self.due_fluid.seconds + self.early_fluid.seconds) / tokens
+        return self.outliers[-1].seconds / self.outliers[-1].length if self.outliers else 1.0
+
+
+def choose(pool: StepPool, prices: Prices) -> Choice:
+    """The best set of outliers that the search finds."""
+    tried: dict[Released, Choice] = {}
+
+    def attempt(released: Released) -> Choice:
+        if released not in tried:
+            tried[released] = _appraise(released, pool, prices)
+        return tried[released]
+
+    best = attempt(tuple([outlier.due for outlier in pool.outliers]))
+    if best.price <= _EVEN:
+        return best
+    best = min((attempt(released) for released in _without_the_dearest(pool)), key=_price)
+    return _improved(best, attempt, pool)
+
+
+def _without_the_dearest(pool: StepPool) -> Iterator[Released]:
+    """Sets without the k dearest outliers; of the others those that are due, or all."""
+    count = len(pool.outliers)
+    steps = min(count, _THRESHOLDS)
+    for held in sorted({round(count * (step / steps) ** 2) if steps < count else step for step in range(steps + 1)}):
+        for early in (False, True):
+            yield tuple([o.overdue or (index >= held and (early or o.due)) for index, o in enumerate(pool.outliers)])
+
+
+def _improved(best: Choice, attempt: Callable[[Released], Choice], pool: StepPool) -> Choice:
+    """The best that is reached from ``best`` by releasing or holding single outliers."""
+    movable = [index for index, outlier in enumerate(pool.outliers[:_MOVED]) if not outlier.overdue]
+    while True:
+        before = best
+        for index in movable:
+            moved = (*best.released[:index], not best.released[index], *best.released[index + 1 :])
+            best = min(best, attempt(moved), key=_price)
+        if best is before:
+            return best
+
+
+def _price(choice: Choice) -> float:
+    return choice.price
+
+
+def _appraise(released: Released, pool: StepPool, prices: Prices) -> Choice:
+    now = [outlier for outlier, release in zip(pool.outliers, released, strict=True) if release]
+    later = [outlier for outlier, release in zip(pool.outliers, released, strict=True) if not release]
+    waiting = sum([outlier.length for outlier in later if outlier.due])
+    tokens = sum([outlier.length for outlier in now])
+    loads, rooms, unfit = _placed(now, pool.micro_batches, pool.capacity)
+    outlook = prices.outlook * (_outlook(later, pool) - 1) if later else 0.0
+    enough = min(pool.micro_batches, len(pool.outliers) + pool.short_documents)
+    idle = math.inf if len(now) + pool.short_documents < enough else 0.0
+    choices = []
+    for filled in _fillings(loads, rooms, tokens - unfit, pool):
+        price = (
+            filled.imbalance
+            + prices.delay * (waiting + unfit + filled.waiting) / pool.batch
+            + outlook
+            + _OUT_OF_BOUNDS * max(0.0, pool.least - filled.tokens, filled.tokens - pool.most) / pool.batch
+            + idle
+        )
+        choices.append(Choice(price, released, filled.limit, filled.imbalance))
+    return min(choices, key=_price)
+
+
+class _Filling(NamedTuple):
+    """Micro-batches after pouring: up to how many seconds, heaviest over mean, and tokens."""
+
+    limit: float
+    imbalance: float
+    tokens: float
+    waiting: float
+
+
+def _fillings(loads: list[float], rooms: list[int], tokens: int, pool: StepPool) -> Iterator[_Filling]:
+    """Pour the fluid over outliers of ``tokens`` tokens: all that is due, or only what the heaviest outlier hides."""
+    density, heaviest = pool.density, max(loads)
+    early = max(0, min(pool.early_fluid.tokens, pool.aim - tokens - pool.due_fluid.tokens))
+    due = (pool.due_fluid.tokens + early) * density
+    level, overflow = _level(loads, rooms, due, density)
+    peak = max(level, heaviest)
+    space = _space(loads, rooms, density, peak) - (due - overflow)
+    more = density * min(pool.early_fluid.tokens - early, pool.most - tokens - pool.due_fluid.tokens - early)
+    yield _filling(loads, tokens, due - overflow + max(0.0, min(more, space)), peak, math.inf, pool)
+    if level > heaviest > 0:
+        poured = min(due, _space(loads, rooms, density, heaviest))
+        yield _filling(loads, tokens, poured, heaviest, heaviest, pool)
+
+
+def _filling(loads: list[float], tokens: int, seconds: float, peak: float, limit: float, pool: StepPool) -> _Filling:
+    """What ``seconds`` of fluid make of micro-batches with ``loads`` seconds and ``tokens`` tokens of outliers."""
+    total = math.fsum(loads) + seconds
+    poured = seconds / pool.density
+    return _Filling(
+        limit,
+        max(1.0, peak * len(loads) / total) if total else 1.0,
+        tokens + poured,
+        max(0.0, pool.due_fluid.tokens - poured),
+    )
+
+
+def _space(loads: list[float], rooms: list[int], density: float, peak: float) -> float:
+    """Seconds of fluid for which there is room below ``peak``."""
+    return math.fsum([min(peak - load, room * density) for load, room in zip(loads, rooms, strict=True) if load < peak])
+
+
+def _outlook(outliers: Sequence[Outlier], pool: StepPool) -> float:
+    """Heaviest over mean micro-batch of ``outliers`` alone, evened out with a global batch of fluid."""
+    density = pool.density
+    loads, rooms, _ = _placed(outliers, pool.micro_batches, pool.capacity)
+    peak = max(loads)
+    fluid = min(_space(loads, rooms, density, peak), pool.batch * density)
+    return max(1.0, peak * len(loads) / (math.fsum(loads) + fluid))
+
+
+def _placed(outliers: Sequence[Outlier], micro_batches: int, capacity: int) -> tuple[list[float], list[int], int]:
+    """Outliers, dearest first, into the lightest micro-batches with room: seconds, room left, and tokens unplaced."""
+    first = outliers[:micro_batches]
+    empty = micro_batches - len(first)
+    loads = [outlier.seconds for outlier in first] + [0.0] * empty
+    rooms = [capacity - outlier.length for outlier in first] + [capacity] * empty
+    unfit = 0
+    lightest = [(load, index) for index, load in enumerate(loads)]
+    heapify(lightest)
+    for outlier in outliers[micro_batches:]:
+        full = []
+        while lightest and rooms[lightest[0][1]] < outlier.length:
+            full.append(heappop(lightest))
+        if lightest:
+            load, index = lightest[0]
+            loads[index] = load + outlier.seconds
+            rooms[index] -= outlier.length
+            heapreplace(lightest, (loads[index], index))
+        else:
+            unfit += outlier.length
+        for entry in full:
+            heappush(lightest, entry)
+    return loads, rooms, unfit
+
+
+def _level(loads: list[float], rooms: list[int], seconds: float, density: float) -> tuple[float, float]:
+    """The level to which ``seconds`` of fluid lift the micro-batches, and the seconds for which there is no room."""
+    events = [(load, 1) for load in loads]
+    events += [(load + room * density, -1) for load, room in zip(loads, rooms, strict=True)]
+    events.sort()
+    rising, level, left = 0, events[0][0], seconds
+    for height, change in events:
+        needed = (height - level) * rising
+        if rising and needed >= left:
+            return level + left / rising, 0.0
+        left -= needed
+        level = height
+        rising += change
+    return level, left
