@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.config import ParallelConfig
-from wlb.simulate.schedules import rank_operations
+from wlb.schedules.operations import rank_operations
 from wlb.workload import ModelShape, model_shape
 from wlb.workload.layer_memory import LayerMemory, MemorySettings
 from wlb.workload.memory import LARGEST_AUTO_FACTOR, largest_length_factor, predict_memory
@@ -121,10 +121,21 @@ def test_auto_is_the_largest_factor_that_fits(settings_, window, limit):
         assert total(settings_, int((factor + 1 / 64) * window)) > limit
 
 
-def test_uneven_shards_count_as_longer_micro_batches():
+def test_uneven_shards_count_as_longer_micro_batches_but_keep_no_more_of_other_ranks():
     parallel = ParallelConfig(cp=2)
-    assert total(job(parallel, uneven_shards=1.25), 1000) == total(job(parallel), 1250)
+    key_value_bytes = 2 * SHAPE.kv_heads * SHAPE.head_dim * 4
+    received_less = SHAPE.layers * (1250 - 1000) // 2 * key_value_bytes
+    assert total(job(parallel, uneven_shards=1.25), 1000) == total(job(parallel), 1250) - received_less
     assert total(job(ParallelConfig(), uneven_shards=1.25), 1000) == total(job(ParallelConfig()), 1000)
+
+
+@pytest.mark.parametrize(("strategy", "keeps"), [("none", True), ("selective", True), ("full", False)])
+def test_a_block_keeps_an_even_share_of_received_keys_and_values(strategy, keeps):
+    rows = 1000
+    alone, group = (
+        LayerMemory(job(ParallelConfig(cp=cp), activation_checkpointing=strategy), rows).block().held for cp in (1, 8)
+    )
+    assert group - alone == keeps * rows * 2 * SHAPE.kv_heads * SHAPE.head_dim * 4
 
 
 def test_a_checkpoint_copy_is_weights_and_moments_again():

@@ -7,6 +7,7 @@ what PyTorch allocates.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,7 +91,7 @@ class LayerMemory:
     def block(self) -> Unit:
         shape, settings, rows = self.settings.shape, self.settings, self.rows
         attention_out = rows * self.query * self.compute
-        kept_attention = attention_out + self.log_sum_exp
+        kept_attention = attention_out + self.log_sum_exp + self._kept_received()
         projected = rows * (self.query + self.key_value) * self.compute
         wide = rows * self.feed_forward * self.compute
         everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide
@@ -113,6 +114,12 @@ class LayerMemory:
         feeding_forward = self.stream + self.partial_sums + self.gathered + 3 * wide
         again = everything + backward if selective else max(everything + backward, attending)
         return Unit(weights, held, held + max(feeding_forward, attending - self.norm), again - held)
+
+    def _kept_received(self) -> int:
+        """Keys and values of other ranks that are kept for the backward: at most those of an even share of tokens."""
+        if self.settings.parallel.cp == 1:
+            return 0
+        return math.ceil(self.rows / self.settings.uneven_shards) * self.key_value * self.compute
 
     def _attention_work(self) -> tuple[int, int]:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
