@@ -12,7 +12,7 @@ from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.arrange import Order, arrange
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.simulate.pipeline import pipeline_makespan
+from wlb.schedules.makespan import pipeline_makespan
 
 
 def step_of(workloads):

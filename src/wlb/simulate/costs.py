@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.schedules.operations import stages_of_rank
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.schedules import stages_of_rank
 from wlb.simulate.topology import group_link, shard_bytes
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import Seconds

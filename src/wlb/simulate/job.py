@@ -13,7 +13,7 @@ from typing import Any
 
 from wlb.config import PRESETS, DataConfig, JobConfig, ModelConfig, PackingConfig, ShardingConfig
 from wlb.errors import UserError
-from wlb.simulate.schedules import rank_operations
+from wlb.schedules.operations import rank_operations
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
 from wlb.workload.layer_memory import Checkpointing
 from wlb.workload.layer_split import split_layers

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from wlb.config import ParallelConfig
 from wlb.errors import UserError
+from wlb.schedules.operations import ZERO_BUBBLE
 from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.schedules import ZERO_BUBBLE
 from wlb.workload.layer_memory import MemorySettings
 from wlb.workload.layer_split import split_layers
 from wlb.workload.memory import MemoryEstimate, gib, largest_length_factor, predict_memory

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from wlb.packing.arrange import Assignment, Order, arrange
 from wlb.packing.plan import StepPlan
-from wlb.simulate.pipeline import pipeline_makespans
+from wlb.schedules.makespan import pipeline_makespans
 from wlb.workload.base import Workload
 
 _STEPS_AT_A_TIME = 64

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
+from wlb.schedules.makespan import PipelineTimes, pipeline_times
+from wlb.schedules.operations import stages_of_rank
 from wlb.sharding.group import RankSeconds, backward_seconds, forward_seconds
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.pipeline import PipelineTimes, pipeline_times, stages_of_rank
 from wlb.simulate.shards import price_shards
 
 # Of a step's seconds, in the order in which they are added.

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
+from wlb.schedules.operations import Operation, stages_of_rank
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.pipeline import stages_of_rank
-from wlb.simulate.schedules import Operation
 from wlb.simulate.step import EVERYTHING, Steps
 
 Array = NDArray[np.float64]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.errors import UserError
-from wlb.simulate.schedules import Operation
+from wlb.schedules.operations import Operation
 from wlb.simulate.timeline import Timeline
 
 MOST_TRACKS = 256  # that are drawn unless ranks are named

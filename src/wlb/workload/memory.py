@@ -1,6 +1,6 @@
 """Bytes that one process of a training job holds at most, from model, layout and the tokens of its micro-batches.
 
-A step is walked through operation by operation, in the order of the pipeline schedule (``wlb.simulate.schedules``):
+A step is walked through operation by operation, in the order of the pipeline schedule (``wlb.schedules.operations``):
 a forward pass holds what its backward pass will read, layer by layer, a backward pass releases it and leaves gradients,
 and weights are gathered and freed where FSDP does so. The largest sum on the way is the prediction, and what it is made
 of is reported with it. How many micro-batches are in flight, and of which lengths, follows from the walk.
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from wlb.simulate.schedules import Operation, rank_operations
+from wlb.schedules.operations import Operation, rank_operations
 from wlb.workload.layer_memory import LayerMemory, MemorySettings, Unit
 
 LARGEST_AUTO_FACTOR = 4.0  # a bound where memory sets none: a small model on a large device

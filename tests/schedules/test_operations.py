@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.simulate.schedules import Operation, rank_operations
+from wlb.schedules.operations import Operation, rank_operations
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 

@@ -19,26 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
-from wlb.simulate.schedules import (
-    SCHEDULES,
-    ZERO_BUBBLE,
-    Operation,
-    RankOperations,
-    rank_operations,
-    stages_of_rank,
-)
-
-__all__ = [
-    "SCHEDULES",
-    "Operation",
-    "PipelineTimes",
-    "RankOperations",
-    "pipeline_makespan",
-    "pipeline_makespans",
-    "pipeline_times",
-    "rank_operations",
-    "stages_of_rank",
-]
+from wlb.schedules.operations import ZERO_BUBBLE, Operation, rank_operations, stages_of_rank
 
 _WEIGHT_SHARE = 0.5  # of a backward: one of its two matrix products with each weight gives the weight's gradient
 
