@@ -159,7 +159,7 @@ class PackingConfig(Section):
         "makespan, where 0 lets none wait, and 16 for the others",
     )
     delay_price: float = Field(
-        0.1,
+        0.05,
         ge=0,
         le=100,
         description="Imbalance that a step of waiting is worth, for a global batch of tokens (makespan)",

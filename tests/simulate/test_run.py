@@ -21,7 +21,7 @@ LENGTHS = documents(300)
 def test_plans_are_those_of_the_trainer(preset):
     planner = pytest.importorskip("wlb.training.planner")
     simulated = job(preset, pp=2, dp=2)
-    packer = packer_from_config(simulated.packing, WINDOW, simulated.packing_workload)
+    packer = packer_from_config(simulated.packing, WINDOW, simulated.packing_prices)
     stream = DocumentStream(LENGTHS, simulated.data)
     trainer = planner.StepPlanner(stream, packer, simulated.packing, simulated.dp, one_epoch=False)
     count = 2 * int(LENGTHS.sum()) // (WINDOW * simulated.packing.micro_batches)  # into the third epoch

@@ -16,7 +16,7 @@ from wlb.packing.fixed_solver import FixedSolverPacker
 from wlb.packing.makespan import MakespanPacker
 from wlb.packing.sequential import SequentialPacker
 from wlb.packing.variable_length import VariableLengthPacker
-from wlb.workload.base import Workload
+from wlb.workload.base import DocumentPrices
 
 PACKERS: dict[str, type[Packer]] = {
     packer.name: packer
@@ -24,7 +24,9 @@ PACKERS: dict[str, type[Packer]] = {
 }
 
 
-def make_packer(name: str, *, micro_batches: int, context_window: int, workload: Workload, **options: Any) -> Packer:
+def make_packer(
+    name: str, *, micro_batches: int, context_window: int, workload: DocumentPrices, **options: Any
+) -> Packer:
     """The packer called ``name``, for N = ``micro_batches`` over all data-parallel ranks.
 
     ``options`` are the packer's own: ``window`` and ``max_delay`` (fixed_greedy, fixed_solver), ``node_limit`` and
@@ -43,7 +45,7 @@ def make_packer(name: str, *, micro_batches: int, context_window: int, workload:
     return PACKERS[name](**sizes, workload=workload, **options)
 
 
-def packer_from_config(config: PackingConfig, context_window: int, workload: Workload) -> Packer:
+def packer_from_config(config: PackingConfig, context_window: int, workload: DocumentPrices) -> Packer:
     """The packer that a job's ``[packing]`` section describes, in which ``max_length_factor`` is no longer "auto"."""
     options: dict[str, Any] = {}
     if config.method != "sequential" and config.max_delay is not None:

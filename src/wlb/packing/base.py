@@ -20,7 +20,7 @@ import numpy as np
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.workload.base import Workload
+from wlb.workload.base import DocumentPrices
 
 Arrival = int | tuple[int, int] | Segment
 
@@ -50,7 +50,7 @@ class Packer(ABC):
     name: ClassVar[str]
     _room_setting: ClassVar[str] = "data.context_window"  # what to raise for longer micro-batches
 
-    def __init__(self, *, micro_batches: int, context_window: int, workload: Workload) -> None:
+    def __init__(self, *, micro_batches: int, context_window: int, workload: DocumentPrices) -> None:
         require_positive("packing.micro_batches", micro_batches)
         require_positive("data.context_window", context_window)
         self.micro_batches = int(micro_batches)

@@ -7,7 +7,7 @@ document (WLB-LLM, sections 2.3 and 7.2).
 from __future__ import annotations
 
 from wlb.packing.pooling import PoolingPacker
-from wlb.workload.base import Workload
+from wlb.workload.base import DocumentPrices
 
 
 class FixedGreedyPacker(PoolingPacker):
@@ -20,7 +20,7 @@ class FixedGreedyPacker(PoolingPacker):
         *,
         micro_batches: int,
         context_window: int,
-        workload: Workload,
+        workload: DocumentPrices,
         window: int = 1,
         max_delay: int | None = None,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wlb.packing.exact import solve
 from wlb.packing.fixed_greedy import FixedGreedyPacker
 from wlb.packing.greedy import OpenMicroBatches
-from wlb.workload.base import Workload
+from wlb.workload.base import DocumentPrices
 
 
 class FixedSolverPacker(FixedGreedyPacker):
@@ -24,7 +24,7 @@ class FixedSolverPacker(FixedGreedyPacker):
         *,
         micro_batches: int,
         context_window: int,
-        workload: Workload,
+        workload: DocumentPrices,
         window: int = 1,
         max_delay: int | None = None,
         time_limit: float | None = None,

@@ -26,9 +26,9 @@ from wlb.packing.plan import StepPlan
 from wlb.packing.pooling import PoolingPacker, split_at, to_state
 from wlb.packing.release import Fluid, Outlier, Prices, StepPool, choose
 from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR, check_length_factor
-from wlb.workload.base import Workload
+from wlb.workload.base import DocumentPrices
 
-DEFAULT_DELAY_PRICE = 0.1
+DEFAULT_DELAY_PRICE = 0.05
 DEFAULT_LOOKAHEAD = 0.5
 DEFAULT_TOKEN_SPREAD = 0.75
 
@@ -38,8 +38,8 @@ _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by 
 class MakespanPacker(PoolingPacker):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
-    ``delay_price`` is the imbalance that one more step of waiting is worth, for a global batch of tokens: with 0.1, a
-    document of a tenth of the global batch waits a step to save 1% of the heaviest micro-batch. ``lookahead`` is the
+    ``delay_price`` is the imbalance that one more step of waiting is worth, for a global batch of tokens: with 0.05, a
+    document of a fifth of the global batch waits a step to save 1% of the heaviest micro-batch. ``lookahead`` is the
     part of the next global batch that a step may train early. A step trains between 1 - ``token_spread`` and 1 +
     ``token_spread`` global batches, except where documents that may wait no longer make more; the mean is one.
     """
@@ -54,7 +54,7 @@ class MakespanPacker(PoolingPacker):
         *,
         micro_batches: int,
         context_window: int,
-        workload: Workload,
+        workload: DocumentPrices,
         max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
         max_delay: int | None = None,
         delay_price: float = DEFAULT_DELAY_PRICE,

@@ -16,7 +16,7 @@ from wlb.errors import UserError
 from wlb.packing.base import Packer, Pending, require_positive
 from wlb.packing.greedy import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
-from wlb.workload.base import Workload
+from wlb.workload.base import DocumentPrices
 
 
 class PoolingPacker(Packer):
@@ -33,7 +33,7 @@ class PoolingPacker(Packer):
         *,
         micro_batches: int,
         context_window: int,
-        workload: Workload,
+        workload: DocumentPrices,
         capacity: int,
         window: int = 1,
         max_delay: int | None = None,

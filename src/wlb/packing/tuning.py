@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.errors import UserError
 from wlb.packing.statistics import PackingStatistics
 from wlb.packing.variable_length import VariableLengthPacker
-from wlb.workload.base import Workload
+from wlb.workload.base import DocumentPrices
 
 DEFAULT_MAX_TOKEN_DELAY = 0.35
 MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
@@ -48,7 +48,7 @@ def search(
     *,
     micro_batches: int,
     context_window: int,
-    workload: Workload,
+    workload: DocumentPrices,
     factors: Sequence[float] = MAX_LENGTH_FACTORS,
     max_token_delay: float = DEFAULT_MAX_TOKEN_DELAY,
     queues: int = 2,
@@ -108,7 +108,7 @@ def try_setting(
     *,
     micro_batches: int,
     context_window: int,
-    workload: Workload,
+    workload: DocumentPrices,
     early_release: bool = True,
     max_delay: int | None = None,
 ) -> Trial:
@@ -176,7 +176,7 @@ class ThresholdTuner:
         self,
         micro_batches: int,
         context_window: int,
-        workload: Workload,
+        workload: DocumentPrices,
         max_length_factor: float,
         *,
         early_release: bool,

@@ -25,7 +25,7 @@ from wlb.errors import UserError
 from wlb.packing.base import Pending
 from wlb.packing.greedy import OpenMicroBatches, longest_first
 from wlb.packing.pooling import PoolingPacker, to_state
-from wlb.workload.base import Workload
+from wlb.workload.base import DocumentPrices
 
 if TYPE_CHECKING:
     from wlb.packing.tuning import ThresholdTuner
@@ -56,7 +56,7 @@ class VariableLengthPacker(PoolingPacker):
         *,
         micro_batches: int,
         context_window: int,
-        workload: Workload,
+        workload: DocumentPrices,
         max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
         outlier_thresholds: Literal["auto"] | Sequence[int] | None = None,
         max_delay: int | None = None,

@@ -147,7 +147,7 @@ def _tune(job: SimulatedJob, documents: Sequence[Segment], room: float) -> Trial
         [document.length for document in sample],
         micro_batches=micro_batches,
         context_window=job.context_window,
-        workload=job.packing_workload,
+        workload=job.workload,
         factors=[factor for factor in _LENGTH_FACTORS if factor <= room],
         max_delay=job.packing.max_delay,
     )[0]
@@ -194,13 +194,13 @@ def _simulate(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> Syst
 
 
 def _pack(method: str, documents: Sequence[Segment], cluster: Cluster, best: SimulatedJob) -> MethodResult:
-    workload = best.packing_workload
+    workload = best.workload
     if method != TUNED:
         factor = float(best.packing.max_length_factor)
         return compare_packer(
             method, packer_for(method, cluster, workload, max_length_factor=factor), documents, cluster, workload
         )
-    packer = packer_from_config(best.packing, best.context_window, workload)
+    packer = packer_from_config(best.packing, best.context_window, best.packing_prices)
     return compare_packer(method, packer, documents, cluster, workload)
 
 

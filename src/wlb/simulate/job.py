@@ -14,7 +14,9 @@ from typing import Any
 from wlb.config import PRESETS, DataConfig, JobConfig, ModelConfig, PackingConfig, ShardingConfig
 from wlb.errors import UserError
 from wlb.schedules.operations import rank_operations
+from wlb.sharding.document_prices import packing_prices
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
+from wlb.workload.base import DocumentPrices
 from wlb.workload.layer_memory import Checkpointing
 from wlb.workload.layer_split import split_layers
 from wlb.workload.profile import WorkloadProfile
@@ -91,9 +93,22 @@ class SimulatedJob:
         return self.packing.micro_batches // self.dp
 
     @property
-    def packing_workload(self) -> Workload:
-        """The prices by which the trainer packs this job."""
+    def workload(self) -> Workload:
+        """W_a and W_l of a micro-batch on the tp x cp GPUs that run it."""
         return make_workload(self.shape, self.hardware, tp=self.tp, cp=self.cp)
+
+    @property
+    def packing_prices(self) -> DocumentPrices:
+        """The prices by which the trainer packs this job."""
+        return packing_prices(
+            self.packing,
+            self.sharding,
+            self.shape,
+            self.hardware,
+            tp=self.tp,
+            cp=self.cp,
+            context_window=self.context_window,
+        )
 
     @property
     def sharding_workload(self) -> Workload:

@@ -76,7 +76,7 @@ def planned_steps(job: SimulatedJob, lengths: NDArray[np.int64]) -> Iterator[Ste
     """
     packing = job.packing
     stream = DocumentStream(lengths, job.data)
-    packer = packer_from_config(packing, job.context_window, job.packing_workload)
+    packer = packer_from_config(packing, job.context_window, job.packing_prices)
     while True:
         if stream.epoch_is_over:
             stream.next_epoch()

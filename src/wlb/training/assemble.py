@@ -9,10 +9,11 @@ import torch
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
+from wlb.sharding.document_prices import packing_prices
 from wlb.training.loader import RankShare, StepLoader
 from wlb.training.model import Transformer, TransformerConfig
 from wlb.training.parallelize import JobMesh, build_stage_modules
-from wlb.workload import make_workload
+from wlb.workload import hardware_preset, make_workload
 
 
 def assemble_stages(
@@ -54,7 +55,15 @@ def assemble_loader(
     packer = packer_from_config(
         config.packing,
         config.data.context_window,
-        make_workload(shape, hardware, tp=parallel.tp, cp=parallel.cp),
+        packing_prices(
+            config.packing,
+            config.sharding,
+            shape,
+            hardware_preset(hardware),
+            tp=parallel.tp,
+            cp=parallel.cp,
+            context_window=config.data.context_window,
+        ),
     )
     share = RankShare(
         dp_rank=mesh.rank("dp"),

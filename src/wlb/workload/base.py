@@ -11,7 +11,15 @@ Phase = Literal["forward", "backward", "both"]
 Seconds = NDArray[np.float64]
 
 
-class Workload(Protocol):
+class DocumentPrices(Protocol):
+    """What packing asks: prices that add up over the documents of a micro-batch."""
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        """Forward and backward of each document; shape of ``lengths`` (tokens)."""
+        ...
+
+
+class Workload(DocumentPrices, Protocol):
     """Predicted seconds that one GPU of a (tp, cp) group spends on a micro-batch, over all layers.
 
     W_a is what attention costs, the sum over documents of a function of each document's length; W_l is

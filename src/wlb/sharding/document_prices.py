@@ -1,0 +1,91 @@
+"""What a document adds to the seconds of a micro-batch whose context-parallel group shards it.
+
+W_a + W_l says what a document costs a group that shares it evenly and exchanges everything. But a short document stays
+whole on one rank under hybrid sharding and exchanges nothing, while a long one is cut, and where ranks are far apart
+its keys and values take longer than the attention that hides them. So documents are probed: micro-batches with one
+document each, among short ones, are sharded and priced as a group (``wlb.sharding.latency``), and what the document
+adds, over W_a + W_l, is the correction for its length. Between probes it is interpolated. Micro-batches that are even
+by these prices are even when they run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb.config import PackingConfig, ShardingConfig
+from wlb.sharding.batch import MicroBatches, shard_many
+from wlb.sharding.latency import group_seconds
+from wlb.sharding.pieces import locality
+from wlb.workload import Hardware, ModelShape, Workload, make_workload
+from wlb.workload.base import DocumentPrices, Seconds
+
+_PROBES = np.arange(2, 17) / 16  # lengths of documents, in context windows
+_SHORT = 64  # short documents fill a window
+_AMONG = (0.5, 0.75, 1.0, 1.25)  # windows of short documents beside the probed one; their mean evens out roundings
+_ALONE = 0.5  # windows of short documents alone, and three times as many
+_DECIMALS = 4  # of corrections, so that rounding on different CPUs does not make plans differ
+_LEAST, _MOST = 0.25, 4.0  # corrections: outside, the window is too short to be probed
+
+
+@dataclass(frozen=True)
+class ShardedPrices:
+    """Documents priced with a correction that depends on their length; ``lengths`` in tokens, ascending."""
+
+    alone: Workload
+    lengths: NDArray[np.float64]
+    corrections: NDArray[np.float64]
+
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        """Seconds that each document adds, forward and backward; shape of ``lengths`` (tokens)."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return self.alone.document_seconds(tokens) * np.interp(tokens, self.lengths, self.corrections)
+
+
+@lru_cache(maxsize=64)
+def sharded_prices(
+    shape: ModelShape, hardware: Hardware, tp: int, cp: int, strategy: str, context_window: int
+) -> DocumentPrices:
+    """Prices of documents of up to ``context_window`` tokens on tp x cp GPUs that shard by ``strategy``."""
+    alone = make_workload(shape, hardware, tp=tp, cp=cp)
+    if cp == 1:
+        return alone
+    short = max(1, context_window // _SHORT)
+    probes = np.unique((_PROBES * context_window).astype(np.int64).clip(1))
+    few, *among = [max(1, round(windows * context_window / short)) for windows in (_ALONE, *_AMONG)]
+    many = 3 * few
+    micro_batches = [[short] * few, [short] * many]
+    micro_batches += [[probe, *[short] * count] for probe in probes.tolist() for count in among]
+    seconds = _group_seconds(micro_batches, make_workload(shape, hardware, tp=tp), cp, strategy)
+    each = (seconds[1] - seconds[0]) / (many - few)  # of a short document
+    fixed = seconds[0] - few * each  # of every micro-batch
+    added = seconds[2:].reshape(len(probes), -1) - fixed - each * np.array(among)
+    ratios = [each / float(alone.document_seconds(short)), *(added.mean(axis=1) / alone.document_seconds(probes))]
+    corrections = np.clip(np.round(ratios, _DECIMALS), _LEAST, _MOST)
+    return ShardedPrices(alone, np.array([short, *probes], np.float64), corrections)
+
+
+def packing_prices(
+    packing: PackingConfig,
+    sharding: ShardingConfig,
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    tp: int,
+    cp: int,
+    context_window: int,
+) -> DocumentPrices:
+    """The prices by which a job packs: what sharding really costs for ``makespan``, W_a + W_l for the others."""
+    if packing.method == "makespan":
+        return sharded_prices(shape, hardware, tp, cp, sharding.strategy, context_window)
+    return make_workload(shape, hardware, tp=tp, cp=cp)
+
+
+def _group_seconds(micro_batches: list[list[int]], workload: Workload, cp: int, strategy: str) -> NDArray[np.float64]:
+    counts = np.array([len(lengths) for lengths in micro_batches])
+    sizes = np.array([length for lengths in micro_batches for length in lengths])
+    pieces = shard_many(MicroBatches(sizes, counts), cp, strategy, workload)
+    return group_seconds(pieces, locality(pieces, len(sizes), len(counts), cp), workload)
