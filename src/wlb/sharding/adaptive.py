@@ -20,7 +20,8 @@ from wlb.workload.base import Workload
 
 def adaptive_pieces(lengths: NDArray[np.int64], cp_size: int, workload: Workload) -> tuple[Table, ...]:
     """Per-document sharding, unless per-sequence sharding makes the group faster."""
-    return fastest(priced(adaptive_choices(lengths, cp_size), len(lengths), workload)).pieces
+    choices = adaptive_choices(lengths, cp_size)
+    return fastest(priced(choices, [len(lengths)] * len(choices), workload)).pieces
 
 
 def adaptive_choices(lengths: NDArray[np.int64], cp_size: int) -> list[tuple[Table, ...]]:

@@ -6,13 +6,14 @@ many they are. They are exactly the pieces that ``make_shard_plan`` makes, one m
 
 from __future__ import annotations
 
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.hybrid import hybrid_pieces
-from wlb.sharding.latency import Candidate, group_seconds
+from wlb.sharding.hybrid import hybrid_choice, hybrid_choices
+from wlb.sharding.latency import Candidate, group_seconds, priced
 from wlb.sharding.per_document import chunk_table
 from wlb.sharding.pieces import Integers, Pieces, locality
 from wlb.sharding.plan import owners
@@ -100,12 +101,15 @@ def _hybrid(
     slowest: NDArray[np.float64],
     gathered: Integers,
 ) -> Pieces:
-    lanes, tables = [np.empty(0, np.int64)], [np.empty((0, 3), np.int64)]
-    better = np.zeros(len(micro_batches.counts), np.bool_)
     first = micro_batches.first
-    for index, sizes in enumerate(np.split(micro_batches.sizes, first[1:])):
+    choices = [[*hybrid_choices(sizes, cp_size, workload)] for sizes in np.split(micro_batches.sizes, first[1:])]
+    segments = np.repeat(micro_batches.counts, [len(plans) for plans in choices])
+    candidates = iter(priced([*chain.from_iterable(choices)], segments.tolist(), workload))
+    lanes, tables = [np.empty(0, np.int64)], [np.empty((0, 3), np.int64)]
+    better = np.zeros(len(choices), np.bool_)
+    for index, plans in enumerate(choices):
         known = Candidate(float(slowest[index]), int(gathered[index]), ())
-        pieces = hybrid_pieces(sizes, cp_size, workload, adaptive=known)
+        pieces = hybrid_choice(known, [*islice(candidates, len(plans))]).pieces
         if pieces:
             better[index] = True
             lanes.append(owners(pieces) + index * cp_size)

@@ -9,7 +9,7 @@ level cuts less and balances less; several are tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -29,39 +29,35 @@ LEVELS = (1.0, 1.02, 1.04, 1.08)  # of seconds, over perfectly even ranks
 EVEN_TOKENS = 1.01
 
 
-def hybrid_pieces(
-    lengths: NDArray[np.int64],
-    cp_size: int,
-    workload: Workload,
-    memory_factor: float = MEMORY_FACTOR,
-    adaptive: Candidate | None = None,
-) -> tuple[Table, ...]:
+def hybrid_pieces(lengths: NDArray[np.int64], cp_size: int, workload: Workload) -> tuple[Table, ...]:
     """Cut as few documents as make the group fastest.
 
-    Of all results within ``TOLERANCE`` of the fastest the one that gathers the fewest tokens is taken, because gathered
-    keys and values also cost memory, and bandwidth that others would use; never one slower than adaptive sharding,
-    whose price and pieces may be given. No rank holds more than ``memory_factor`` times its even share of
-    the tokens, rounded up.
+    No rank holds more than ``MEMORY_FACTOR`` times its even share of the tokens, rounded up.
     """
-    choices = [] if adaptive else adaptive_choices(lengths, cp_size)
-    tried = _tried(lengths, cp_size, workload, memory_factor)
-    candidates = priced([*choices, *tried], len(lengths), workload)
-    adaptive = adaptive or fastest(candidates[: len(choices)])
-    candidates = [adaptive, *candidates[len(choices) :]]
+    plans = [*adaptive_choices(lengths, cp_size), *hybrid_choices(lengths, cp_size, workload)]
+    per_document, per_sequence, *others = priced(plans, [len(lengths)] * len(plans), workload)
+    return hybrid_choice(fastest([per_document, per_sequence]), others).pieces
+
+
+def hybrid_choice(adaptive: Candidate, others: Sequence[Candidate]) -> Candidate:
+    """Of ``others``, priced ``hybrid_choices``, and adaptive sharding the one to take.
+
+    Of those within ``TOLERANCE`` of the fastest that is the one that gathers the fewest tokens, because gathered keys
+    and values also cost memory, and bandwidth that others would use; never one slower than adaptive sharding.
+    """
+    candidates = [adaptive, *others]
     limit = min((1 + TOLERANCE) * fastest(candidates).slowest_seconds, adaptive.slowest_seconds)
     near = [candidate for candidate in candidates if candidate.slowest_seconds <= limit]
-    return min(near, key=lambda candidate: (candidate.gathered_tokens, candidate.slowest_seconds)).pieces
+    return min(near, key=lambda candidate: (candidate.gathered_tokens, candidate.slowest_seconds))
 
 
-def _tried(
-    lengths: NDArray[np.int64], cp_size: int, workload: Workload, memory_factor: float
-) -> Iterator[tuple[Table, ...]]:
+def hybrid_choices(lengths: NDArray[np.int64], cp_size: int, workload: Workload) -> Iterator[tuple[Table, ...]]:
     """Plans for every level that makes another one, with uneven tokens; and for the lowest with even ones."""
     total = int(lengths.sum())
     token_seconds = float(workload.linear_seconds(total)) / total
     seconds = workload.attention_seconds(lengths) + token_seconds * lengths
     even = float(seconds.sum()) / cp_size
-    most_tokens = max(int(memory_factor * total / cp_size), -(-total // cp_size))
+    most_tokens = max(int(MEMORY_FACTOR * total / cp_size), -(-total // cp_size))
     for most_aimed_at, levels in ((int(EVEN_TOKENS * total / cp_size), LEVELS[:1]), (most_tokens, LEVELS)):
         makes_a_difference = 0.0
         for level in levels:

@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
 def shard_latency(plan: ShardPlan, workload: Workload) -> ShardLatency:
     """Price ``plan`` with the ``workload`` of one GPU without context parallelism (``cp`` = 1)."""
     segments, cp_size = len(plan.segment_lengths), plan.cp_size
-    pieces = stacked([plan.pieces], segments)
+    pieces = stacked([plan.pieces], [segments])
     where = locality(pieces, segments, 1, cp_size)
     forward, backward = (_attention(pieces, where, workload, phase)[0] for phase in _PHASES)
     return ShardLatency(
@@ -67,12 +67,12 @@ def shard_latency(plan: ShardPlan, workload: Workload) -> ShardLatency:
     )
 
 
-def priced(plans: Sequence[tuple[Table, ...]], segments: int, workload: Workload) -> list[Candidate]:
-    """Plans for one micro-batch of ``segments`` segments, each the pieces of its ranks."""
+def priced(plans: Sequence[tuple[Table, ...]], segments: Sequence[int], workload: Workload) -> list[Candidate]:
+    """What ``plans`` cost, each the pieces of its ranks, for micro-batches of ``segments`` segments each."""
     if not plans:
         return []
     pieces = stacked(plans, segments)
-    where = locality(pieces, segments * len(plans), len(plans), len(plans[0]))
+    where = locality(pieces, sum(segments), len(plans), len(plans[0]))
     seconds = group_seconds(pieces, where, workload).tolist()
     return [*map(Candidate, seconds, where.gathered_tokens.tolist(), plans)]
 

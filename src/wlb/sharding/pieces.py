@@ -40,12 +40,13 @@ class Locality(NamedTuple):
     kept: NDArray[np.bool_]  # whether the ranks of every plan keep what they receive until the backward
 
 
-def stacked(plans: Sequence[tuple[Table, ...]], segments: int) -> Pieces:
-    """The pieces of plans for one micro-batch of ``segments`` segments."""
+def stacked(plans: Sequence[tuple[Table, ...]], segments: Sequence[int]) -> Pieces:
+    """The pieces of ``plans``, for micro-batches of ``segments`` segments each."""
     tables = [table for plan in plans for table in plan]
     lane = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    first = np.cumsum(segments) - segments
     local, start, stop = np.concatenate(tables).T
-    segment = local + lane // len(plans[0]) * segments
+    segment = local + first[lane // len(plans[0])]
     order = np.lexsort((start, segment))
     return Pieces(lane[order], segment[order], start[order], stop[order])
 
