@@ -142,7 +142,7 @@ class PackingConfig(Section):
     """How documents become micro-batches."""
 
     method: Literal["sequential", "fixed_greedy", "fixed_solver", "variable_length", "makespan"] = Field(
-        "variable_length", description="Packer"
+        "makespan", description="Packer"
     )
     micro_batches: PositiveInt = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
     max_length_factor: Annotated[float, Field(ge=1, le=1000)] | Literal["auto"] = Field(
