@@ -261,19 +261,46 @@ class Steps:
         return forward, self.blocks_backward + self.costs.tensor_collectives(self.shards.tokens, "backward")
 
     def _with_gathers(self, forward: Array, backward: Array) -> tuple[Array, Array]:
-        """Weights are gathered a block ahead, so that a block's gather shows as far as it takes longer than a block.
+        """A pipeline rank gathers its weights once, from the start of the step on, and its first micro-batch may wait.
 
-        A pipeline rank gathers its weights once, with its first micro-batch. Without a pipeline each backward gathers
-        what its forward freed, and the last one also reduces gradients meanwhile.
+        Without a pipeline the first forward gathers them a block ahead, so that a block's gather shows as far as it
+        takes longer than a block; each backward gathers what its forward freed, and the last one also reduces gradients
+        meanwhile.
         """
-        costs = self.costs
-        blocks = costs.stage_blocks[:, None]
-        first, gather = costs.root_gather[:, None] + costs.block_gather, costs.block_gather
-        shown = first + (blocks - 1) * np.maximum(0.0, gather - forward[..., :1] / blocks)
-        forward = np.concatenate([forward[..., :1] + shown, forward[..., 1:]], axis=-1)
-        if self.job.pp == 1:
-            backward = backward + first + (blocks - 1) * np.maximum(0.0, gather - backward / blocks)
-        return forward, backward
+        if self.job.pp > 1:
+            first = self._waiting_for_weights(forward[..., 0])[..., None]
+        else:
+            first = self._gathered_a_block_ahead(forward[..., :1])
+            backward = backward + self._gathered_a_block_ahead(backward)
+        return np.concatenate([forward[..., :1] + first, forward[..., 1:]], axis=-1), backward
+
+    def _gathered_a_block_ahead(self, seconds: Array) -> Array:
+        """What gathers add to ``seconds`` of stages in micro-batches, (..., stages, micro-batches)."""
+        blocks, gather = self.costs.stage_blocks[:, None], self.costs.block_gather
+        late: Array = np.maximum(0.0, gather - seconds / blocks)
+        return self.costs.root_gather[:, None] + gather + (blocks - 1) * late
+
+    def _waiting_for_weights(self, forward: Array) -> Array:
+        """What the first micro-batch, of ``forward`` seconds a stage (..., stages), waits on each; the same shape.
+
+        A rank gathers its stages one after another, block by block; the micro-batch comes from stage to stage.
+        """
+        costs, job = self.costs, self.job
+        gathered = np.zeros(job.stages)  # when a stage's gathers begin
+        for rank in range(job.pp):
+            mine = list(stages_of_rank(job.schedule, rank, job.pp, job.virtual_pp))
+            seconds = costs.root_gather[mine] + costs.stage_blocks[mine] * costs.block_gather
+            gathered[mine] = np.cumsum(seconds) - seconds
+        waiting = np.zeros(forward.shape)
+        arrives = np.zeros(forward.shape[:-1])
+        for stage, blocks in enumerate(costs.stage_blocks.tolist()):
+            seconds = forward[..., stage]
+            first = gathered[stage] + costs.root_gather[stage] + costs.block_gather
+            last = first + (blocks - 1) * costs.block_gather
+            ends = np.maximum(np.maximum(arrives, first) + seconds, last + seconds / blocks)
+            waiting[..., stage] = ends - arrives - seconds
+            arrives = ends
+        return waiting
 
     def late_reduction(self, modelled: Modelled) -> Array:
         """What reducing gradients adds after (or, without a pipeline, to) the last backward; (pp, steps)."""

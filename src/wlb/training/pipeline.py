@@ -74,6 +74,7 @@ class PipelineRunner:
         self._loss_dtype = master_dtype(dtype)
         self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, on ranks of the last stage
         self._stages: list[PlannedStage] = []
+        self._fsdp_is_set_up = False  # by its first forward
         if parallel.pp == 1:
             return
         self._stages = [
@@ -110,11 +111,24 @@ class PipelineRunner:
         with self._loss_context():
             if not self._stages:
                 return self._run_alone([batch.tokens for batch in batches], keywords, targets)
+            self._gather_weights()
             for stage in self._stages:
                 stage.begin_step([batch.rows // self._mesh.size("tp") for batch in batches])
             losses = run_schedule(self._schedule, [batch.tokens for batch in batches], keywords, targets)
         sum_tied_gradients(self._modules, self._mesh.group("pp"))
         return self._sum(losses)
+
+    def _gather_weights(self) -> None:
+        """Start gathering all weights of this rank: it has the time while its first micro-batch is on other stages.
+
+        Stages keep them over the step anyway. FSDP alone would gather a block at a time, as the forward comes to it.
+        """
+        if self._fsdp_is_set_up:
+            for stage in self._modules:
+                for unit in stage.modules():  # the stage comes first, then its blocks in their order
+                    if isinstance(unit, FSDPModule):
+                        unit.unshard(async_op=True)
+        self._fsdp_is_set_up = True
 
     def _run_alone(
         self, inputs: Sequence[Tensor], keywords: Sequence[dict[str, Any]], targets: Sequence[LossTarget]
