@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,19 @@ import pytest
 from tests.report.conftest import HOSTILE, WINDOW, small_job
 from tests.report.test_markup import read
 from wlb.config_file import load_config
+from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
-from wlb.report.evidence import BASELINE, BEST, Evidence, gather_evidence, least_checkpointing
+from wlb.report.evidence import (
+    AS_FAST,
+    BASELINE,
+    BEST,
+    LENGTH_FACTORS,
+    RECOMMENDED,
+    Evidence,
+    fast_with_least_delay,
+    gather_evidence,
+    least_checkpointing,
+)
 from wlb.report.gain import Gain
 from wlb.report.predicted import predicted_report
 from wlb.report.recommended import recommended_config
@@ -45,6 +57,8 @@ def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
         result = simulate(system.job, evidence.lengths, len(system.seconds))
         np.testing.assert_allclose(system.seconds, result.step_seconds)
         assert system.tokens_per_second == pytest.approx(result.tokens_per_second)
+        whole = system.job.workload.document_seconds(WINDOW) / WINDOW  # a token's of the longest document
+        assert 0 < system.work_seconds < whole * system.tokens.sum()
         assert sum(system.where.values()) == pytest.approx(result.mean_step_seconds)
         assert name in page
 
@@ -53,7 +67,34 @@ def test_before_and_after_are_the_presets(evidence: Evidence):
     assert set(evidence.systems) == {"plain-4d", "fixed-4d", "wlb-llm", "best"}
     assert set(evidence.gains) == set(evidence.systems) - {BASELINE}
     assert evidence.gains[BEST].low <= evidence.gains[BEST].factor <= evidence.gains[BEST].high
-    assert evidence.job.packing.outlier_thresholds == evidence.recommended.outlier_thresholds
+
+
+def test_the_recommended_l_max_is_fast_and_has_the_least_delay(evidence: Evidence):
+    assert [one.max_length_factor for one in evidence.tried] == list(LENGTH_FACTORS)
+    assert evidence.job.packing.method == RECOMMENDED
+    assert max(one.speed for one in evidence.tried) == 1.0
+    fast = [one for one in evidence.tried if one.speed >= 1 - AS_FAST]
+    assert evidence.recommended == min(fast, key=lambda one: one.token_delay)
+    assert [one.memory_bytes for one in evidence.tried] == sorted(one.memory_bytes for one in evidence.tried)
+
+
+def test_l_max_stays_within_the_memory():
+    """Of a 7B model on 8 GPUs there is room for one and a half windows of 256K, not for two."""
+    job = partial(simulated_job, "7b", 262_144, dp=1, pp=1, cp=1, tp=8, packing={"micro_batches": 2})
+    evidence = gather_evidence(sample_lengths(400, 262_144, seed=1), job, 2)
+    room = least_checkpointing(job("best"))[1]
+    assert room is not None
+    assert 1.5 <= room < 2
+    assert [one.max_length_factor for one in evidence.tried] == [1.0, 1.25, 1.5]
+
+
+def test_delay_decides_between_the_fast_ones_only(evidence: Evidence):
+    slow, near, fast = (
+        replace(evidence.systems[BEST], work_seconds=work, token_delay=delay, seconds=np.array([1.0]))
+        for work, delay in ((0.98, 0.1), (0.991, 0.2), (1.0, 0.3))
+    )
+    assert fast_with_least_delay([slow, near, fast]) is near
+    assert fast_with_least_delay([slow]) is slow
 
 
 @pytest.mark.parametrize("store", [None, "data/my corpus", 'quote " \\ backslash \x7f \t\n ü'])

@@ -125,7 +125,9 @@ def _summary(evidence: Evidence) -> dict[str, Any]:
         "gain": {name: asdict(gain) for name, gain in evidence.gains.items()},
         "imbalance": {name: system.imbalance for name, system in evidence.systems.items()},
         "tokens_per_second": {name: system.tokens_per_second for name, system in evidence.systems.items()},
-        "recommended": asdict(evidence.recommended),
+        "recommended": asdict(evidence.recommended)
+        | {"activation_checkpointing": evidence.job.activation_checkpointing},
+        "tried": [asdict(one) for one in evidence.tried],
         "fits": evidence.fits,
         "steps": len(evidence.systems["best"].seconds),
     }

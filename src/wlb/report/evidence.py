@@ -1,8 +1,7 @@
 """What a report on document lengths is drawn from: the four systems simulated on the same documents.
 
-The job's own recommendation comes first: the least activation checkpointing that leaves room for L_max, then the
-thresholds and the L_max that ``wlb.packing.tuning`` finds. Every system is then simulated step by step, and the
-packing methods are compared by themselves.
+The job's own recommendation comes first: the least activation checkpointing that leaves room for L_max, then L_max.
+Every system is then simulated step by step, and the packing methods are compared by themselves.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,50 +16,37 @@ from numpy.typing import NDArray
 from wlb.config import PRESETS
 from wlb.documents.segments import Segment
 from wlb.packing import packer_from_config
-from wlb.packing.tuning import Trial, search
 from wlb.report.gain import Gain, gain
+from wlb.report.system_steps import SystemSteps, simulate_system
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
-from wlb.simulate import SimulatedJob, simulate_steps
+from wlb.simulate import SimulatedJob
 from wlb.simulate.compare import Cluster, MethodResult, compare_packer, documents_for, packer_for
-from wlb.simulate.costs import JobCosts
-from wlb.simulate.memory import memory_settings, usable_bytes
-from wlb.simulate.run import planned_steps
-from wlb.simulate.step import StepResults
-from wlb.simulate.timeline import Timeline, timeline
+from wlb.simulate.memory import memory_settings, predicted_memory, usable_bytes
 from wlb.workload.layer_memory import Checkpointing
 from wlb.workload.memory import largest_length_factor
 
 BASELINE, BEST = "plain-4d", "best"  # presets
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")
-TUNED = "variable_length, tuned"
+RECOMMENDED = "makespan"
 
+LENGTH_FACTORS = (1.0, 1.25, 1.5, 2.0)
+AS_FAST = 0.01  # L_max within so much of the fastest differ in what waits, not in speed
 _ENOUGH_ROOM = 1.5  # windows: checkpointing is not raised to make micro-batches longer than this
-_LENGTH_FACTORS = (1.0, 1.25, 1.5, 2.0)
-_TUNING_STEPS = 48
-_TUNING_MICRO_BATCHES = 4  # a balance that holds for few micro-batches holds for many
-_MICRO_BATCHES_AT_ONCE = 512
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class SystemSteps:
-    """One system: every step's tokens and seconds, where the time goes on average, and one step in full.
+class TriedLength:
+    """What ``best`` does with an L_max of ``max_length_factor`` windows.
 
-    The one step is that with the most usual seconds per token; ``gpu_seconds`` has shape (pp, dp, cp).
+    ``speed`` is at equal work, over that of the fastest; ``memory_bytes`` are those of a GPU in the worst step.
     """
 
-    job: SimulatedJob
-    tokens: NDArray[np.int64]
-    seconds: NDArray[np.float64]
-    where: dict[str, float]
-    imbalance: float
-    gpu_seconds: NDArray[np.float64]
-    timeline: Timeline
-
-    @property
-    def tokens_per_second(self) -> float:
-        return float(self.tokens.sum() / self.seconds.sum())
+    max_length_factor: float
+    speed: float
+    token_delay: float
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +56,7 @@ class Evidence:
     lengths: NDArray[np.int64]
     systems: dict[str, SystemSteps]
     methods: list[MethodResult]
-    recommended: Trial
+    tried: list[TriedLength]  # by rising L_max
     fits: bool  # whether the memory model finds room for a window on every GPU
     shards: list[ShardPlan]  # of one micro-batch, every strategy; empty without context parallelism
 
@@ -80,9 +65,9 @@ class Evidence:
         return self.systems[BEST].job
 
     @property
-    def tuned(self) -> MethodResult:
-        """The recommended setting beside other packing methods."""
-        return next(result for result in self.methods if result.method == TUNED)
+    def recommended(self) -> TriedLength:
+        """The L_max that ``best`` is simulated with."""
+        return next(one for one in self.tried if one.max_length_factor == self.job.packing.max_length_factor)
 
     @cached_property
     def gains(self) -> dict[str, Gain]:
@@ -110,18 +95,27 @@ def gather_evidence(
     documents, _ = documents_for(lengths, cluster, steps=steps)
     step_tokens = best.packing.micro_batches * best.context_window
     steps = min(steps, sum(document.length for document in documents) // step_tokens)
-    on_progress("tuning")
     checkpointing, room = least_checkpointing(best)
-    recommended = _tune(best, documents, min(room or 1.0, _LENGTH_FACTORS[-1]))
     systems = {}
     for name in PRESETS:
-        on_progress(f"simulating {name}")
-        systems[name] = _simulate(_settled(job(name), name, checkpointing, room, recommended), lengths, steps)
+        if name != BEST:
+            on_progress(f"simulating {name}")
+            other = job(name)
+            factor = min(float(other.packing.max_length_factor), room or 1.0)
+            systems[name] = simulate_system(_settled(other, checkpointing, factor), lengths, steps)
+    candidates = []
+    for factor in LENGTH_FACTORS:
+        if factor <= (room or 1.0):
+            on_progress(f"simulating {BEST}, L_max {factor:g}")
+            candidates.append(simulate_system(_settled(best, checkpointing, factor), lengths, steps))
+    systems[BEST] = fast_with_least_delay(candidates)
     results = []
-    for method in (*METHODS, TUNED):
+    for method in (*METHODS, RECOMMENDED):
         on_progress(f"packing {method}")
         results.append(_pack(method, documents, cluster, systems[BEST].job))
-    return Evidence(lengths, systems, results, recommended, room is not None, _shards(systems[BEST]))
+    fastest = max(candidate.work_rate for candidate in candidates)
+    tried = [_tried(candidate, candidate.work_rate / fastest) for candidate in candidates]
+    return Evidence(lengths, systems, results, tried, room is not None, _shards(systems[BEST]))
 
 
 def least_checkpointing(job: SimulatedJob) -> tuple[Checkpointing, float | None]:
@@ -138,69 +132,35 @@ def least_checkpointing(job: SimulatedJob) -> tuple[Checkpointing, float | None]
     return best
 
 
-def _tune(job: SimulatedJob, documents: Sequence[Segment], room: float) -> Trial:
-    micro_batches = min(job.packing.micro_batches, _TUNING_MICRO_BATCHES)
-    wanted = _TUNING_STEPS * micro_batches * job.context_window
-    ends = np.cumsum([document.length for document in documents])
-    sample = documents[: int(np.searchsorted(ends, wanted)) + 1]
-    return search(
-        [document.length for document in sample],
-        micro_batches=micro_batches,
-        context_window=job.context_window,
-        workload=job.workload,
-        factors=[factor for factor in _LENGTH_FACTORS if factor <= room],
-        max_delay=job.packing.max_delay,
-    )[0]
+def fast_with_least_delay(candidates: Sequence[SystemSteps]) -> SystemSteps:
+    """Of ``candidates`` about as fast as the fastest, the one in which tokens wait least."""
+    enough = (1 - AS_FAST) * max(candidate.work_rate for candidate in candidates)
+    fast = (candidate for candidate in candidates if candidate.work_rate >= enough)
+    return min(fast, key=lambda candidate: candidate.token_delay)
 
 
-def _settled(
-    job: SimulatedJob, name: str, checkpointing: Checkpointing, room: float | None, recommended: Trial
-) -> SimulatedJob:
-    """``job`` with the checkpointing of all systems and an L_max that fits; ``best`` as recommended."""
-    if name == BEST:
-        changes = {
-            "max_length_factor": recommended.max_length_factor,
-            "outlier_thresholds": recommended.outlier_thresholds,
-        }
-    else:
-        changes = {"max_length_factor": min(float(job.packing.max_length_factor), room or 1.0)}
-    packing = job.packing.model_copy(update=changes)
+def _settled(job: SimulatedJob, checkpointing: Checkpointing, max_length_factor: float) -> SimulatedJob:
+    packing = job.packing.model_copy(update={"max_length_factor": max_length_factor})
     return replace(job, activation_checkpointing=checkpointing, packing=packing)
 
 
-def _simulate(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> SystemSteps:
-    costs = JobCosts(job)
-    plans = list(islice(planned_steps(job, lengths), steps))
-    at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
-    groups = [simulate_steps(plans[start : start + at_once], costs) for start in range(0, steps, at_once)]
-
-    def whole(column: Callable[[StepResults], NDArray[np.float64]]) -> NDArray[np.float64]:
-        return np.concatenate([column(group) for group in groups])
-
-    seconds = whole(lambda group: group.seconds)
-    tokens = np.concatenate([group.tokens for group in groups])
-    gpu_seconds = whole(lambda group: group.gpu_seconds)
-    usual = int(np.abs(seconds / tokens - seconds.sum() / tokens.sum()).argmin())
-    over_gpus = (1, 2, 3)
-    return SystemSteps(
-        job=job,
-        tokens=tokens,
-        seconds=seconds,
-        where={cause: float(whole(lambda group, cause=cause: group.where[cause]).mean()) for cause in groups[0].where},  # type: ignore[misc]
-        imbalance=float((gpu_seconds.max(axis=over_gpus) / gpu_seconds.mean(axis=over_gpus)).mean()),
-        gpu_seconds=gpu_seconds[usual],
-        timeline=timeline(plans[usual], job),
+def _tried(system: SystemSteps, speed: float) -> TriedLength:
+    return TriedLength(
+        float(system.job.packing.max_length_factor),
+        speed,
+        system.token_delay,
+        predicted_memory(system.job).total,
     )
 
 
 def _pack(method: str, documents: Sequence[Segment], cluster: Cluster, best: SimulatedJob) -> MethodResult:
+    """``method`` by itself; the recommended one too packs by W_a + W_l here, so that all are judged by one price."""
     workload = best.workload
-    if method != TUNED:
+    if method == RECOMMENDED:
+        packer = packer_from_config(best.packing, best.context_window, workload)
+    else:
         factor = float(best.packing.max_length_factor)
-        return compare_packer(
-            method, packer_for(method, cluster, workload, max_length_factor=factor), documents, cluster, workload
-        )
-    packer = packer_from_config(best.packing, best.context_window, best.packing_prices)
+        packer = packer_for(method, cluster, workload, max_length_factor=factor)
     return compare_packer(method, packer, documents, cluster, workload)
 
 

@@ -20,7 +20,6 @@ def recommended_config(job: SimulatedJob, model: str, source: str, store: str | 
         "packing": {
             "micro_batches": packing.micro_batches,
             "max_length_factor": float(packing.max_length_factor),
-            "outlier_thresholds": list(packing.outlier_thresholds),
         },
     }
     if job.virtual_pp > 1 or job.schedule != "1f1b":
@@ -28,7 +27,7 @@ def recommended_config(job: SimulatedJob, model: str, source: str, store: str | 
     if job.activation_checkpointing != "none":
         sections["training"] = {"activation_checkpointing": job.activation_checkpointing}
     remark = "" if store else "; name your token store in data.store (wlb prepare)"
-    lines = [f"# Tuned on {_one_line(source)}{remark}.", 'preset = "best"']
+    lines = [f"# For documents as in {_one_line(source)}{remark}.", 'preset = "best"']
     for name, settings in sections.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
     return "\n".join(lines) + "\n"
