@@ -28,7 +28,7 @@ from wlb.workload.memory import gib
 
 LENGTH_FACTORS = (1.0, 1.5, 2.0)
 _SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not fit
-_QUEUES = 2  # with preset thresholds: tuning them for every candidate would take longer than everything else
+_QUEUES = 2  # of wlb-llm, with preset thresholds: tuning them for every candidate would take longest of all
 _SYSTEMS = ("fixed-4d", "wlb-llm", "best")
 _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
@@ -191,7 +191,6 @@ def _job(space: SearchSpace, *, tp: int, dp: int, **sizes: Any) -> SimulatedJob:
         "best",
         hardware=space.hardware,
         micro_batches=space.micro_batches // dp,
-        packing={"outlier_thresholds": default_thresholds(space.context_window, _QUEUES)},
         tp=tp,
         dp=dp,
         **sizes,
@@ -223,9 +222,8 @@ def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
 
 def _packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
     settings = PRESETS[system]
-    kept = {name: getattr(job.packing, name) for name in ("micro_batches", "outlier_thresholds")}
-    return replace(
-        job,
-        packing=PackingConfig(**settings.get("packing", {}), **kept),
-        sharding=ShardingConfig(**settings.get("sharding", {})),
-    )
+    packing = PackingConfig(micro_batches=job.packing.micro_batches, **settings.get("packing", {}))
+    if packing.method == "variable_length":
+        thresholds = default_thresholds(job.context_window, _QUEUES)
+        packing = packing.model_copy(update={"outlier_thresholds": thresholds})
+    return replace(job, packing=packing, sharding=ShardingConfig(**settings.get("sharding", {})))

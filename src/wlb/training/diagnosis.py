@@ -33,7 +33,7 @@ _DIMENSIONS = {
     "dp": ("data-parallel ranks", 'set packing.assignment = "balanced" or raise packing.micro_batches'),
     "micro_batches": (
         "micro-batches of a pipeline",
-        'use packing.method = "variable_length", raise packing.max_length_factor, or see wlb tune',
+        'use packing.method = "makespan" or raise packing.max_length_factor',
     ),
 }
 
