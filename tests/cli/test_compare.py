@@ -109,10 +109,14 @@ def test_tune_shows_the_tuned_setting_beside_other_methods():
     result = wlb("tune", SYNTHETIC, *size, "--methods", "sequential,fixed_greedy", "--json")
     output = json.loads(result.stdout)
     rows = {row["method"]: row for row in output["methods"]}
-    assert list(rows) == ["sequential", "fixed_greedy", "variable_length, tuned"]
-    tuned = rows["variable_length, tuned"]
+    assert list(rows) == ["sequential", "fixed_greedy", "variable_length, tuned", "makespan"]
+    tuned, untuned = rows["variable_length, tuned"], rows["makespan"]
     assert tuned["imbalance_degree"] == pytest.approx(output["best"]["imbalance_degree"], rel=0.05)
     assert tuned["documents_in"] == tuned["documents_out"]
+    as_fast = untuned["busy_share_arranged"] >= 0.99 * tuned["busy_share_arranged"]
+    makespan = as_fast and untuned["mean_token_delay"] <= 0.35
+    assert output["recommended"]["method"] == ("makespan" if makespan else "variable_length")
+    assert output["recommended"]["max_length_factor"] == output["best"]["max_length_factor"]
 
 
 def test_tune_recommends_within_the_bounds():
@@ -126,14 +130,16 @@ def test_tune_recommends_within_the_bounds():
     assert [trial["mean_token_delay"] for trial in front] == sorted(trial["mean_token_delay"] for trial in front)
 
 
-def test_tune_prints_a_configuration_that_loads(tmp_path: Path):
-    result = wlb("tune", SYNTHETIC, *SIZE, "--steps", "20")
+@pytest.mark.parametrize(("bound", "method"), [("0.35", "makespan"), ("0", "variable_length")])
+def test_tune_prints_a_configuration_that_loads(tmp_path: Path, bound: str, method: str):
+    size = ["--context-window", "16384", "--micro-batches", "4", "--steps", "20"]
+    result = wlb("tune", "synthetic:3000:16384:0", *size, "--max-token-delay", bound)
     section = result.stdout.partition("[packing]")[2]
     config = tmp_path / "job.toml"
     config.write_text('[data]\nstore = "somewhere"\n[packing]' + section)
     from wlb.config_file import load_config
 
-    assert load_config(config).packing.method == "variable_length"
+    assert load_config(config).packing.method == method  # makespan makes documents wait here
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,26 @@
-"""``wlb tune``: outlier thresholds and L_max for your documents."""
+"""``wlb tune``: outlier thresholds and L_max for your documents, beside packing that needs no thresholds."""
 
 from __future__ import annotations
 
+import json as json_module
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wlb.cli import options
 from wlb.cli.compare import check_dealing, compare_with_progress, show_comparison, title_of
 from wlb.cli.console import emit_json, progress_bar, stdout
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from wlb.packing.tuning import Trial
+    from wlb.simulate.compare import MethodResult
+
+_TUNED, _UNTUNED = "variable_length, tuned", "makespan"
+_AS_FAST = 0.99  # of the tuned setting's speed: thresholds tuned on these documents fit others less well
 
 
 def tune(
@@ -32,17 +43,15 @@ def tune(
     steps: options.Steps = None,
     json: options.Json = False,
 ) -> None:
-    """Choose outlier thresholds and L_max for variable_length packing.
+    """Choose outlier thresholds and L_max for variable_length packing, and see whether it is worth it.
 
     Packs a sample of the documents with many settings, keeps those within the bounds on token delay and memory, and
     prints the trade-off between balance and delay, the tuned setting beside other methods (--methods, as in compare;
-    default: sequential) and the recommended configuration.
+    default: sequential) and beside makespan, which has no thresholds, with the same L_max. Recommended is makespan
+    where it is within the bound on token delay and no more than 1% slower at equal work.
 
     Example: wlb tune synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
     """
-    from rich import box
-    from rich.table import Table
-
     from wlb.documents.lengths import read_lengths
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
     from wlb.packing.variable_length import VariableLengthPacker
@@ -67,7 +76,7 @@ def tune(
         )
         best, curve = trials[0], trade_off(trials)
         packers = {name: packer_for(name, cluster, workload) for name in options.method_names(methods, ["sequential"])}
-        packers["variable_length, tuned"] = VariableLengthPacker(
+        packers[_TUNED] = VariableLengthPacker(
             micro_batches=micro_batches,
             context_window=context_window,
             workload=workload,
@@ -75,9 +84,13 @@ def tune(
             outlier_thresholds=best.outlier_thresholds,
             max_delay=max_delay,
         )
+        packers[_UNTUNED] = packer_for(
+            _UNTUNED, cluster, workload, max_length_factor=best.max_length_factor, max_delay=max_delay
+        )
         results = [
             compare_with_progress(name, packer, documents, cluster, workload, bar) for name, packer in packers.items()
         ]
+    recommended = _recommended(best, results, max_token_delay)
     if json:
         emit_json(
             {
@@ -85,14 +98,52 @@ def tune(
                 "trade_off": [asdict(trial) for trial in curve],
                 "trials": len(trials),
                 "methods": comparison_json(results),
+                "recommended": recommended,
                 "max_token_delay": max_token_delay,
                 "workload": priced_by,
             }
         )
         return
+    stdout.print(_trade_off_table(curve, best))
+    show_comparison(results, title_of(cluster, priced_by))
+    stdout.print(_verdict(results), markup=False, highlight=False)
+    stdout.print("recommended configuration:\n")
+    lines = (f"{name} = {json_module.dumps(value)}" for name, value in recommended.items())
+    stdout.print("\n".join(["[packing]", *lines]), markup=False, highlight=False)
+
+
+def _recommended(best: Trial, results: Sequence[MethodResult], max_token_delay: float) -> dict[str, Any]:
+    """Settings of [packing]."""
+    by_name = {result.method: result for result in results}
+    tuned, untuned = by_name[_TUNED], by_name[_UNTUNED]
+    as_fast = untuned.busy_share_arranged >= _AS_FAST * tuned.busy_share_arranged
+    if as_fast and untuned.mean_token_delay <= max_token_delay:
+        return {"method": _UNTUNED, "max_length_factor": best.max_length_factor}
+    return {
+        "method": "variable_length",
+        "max_length_factor": best.max_length_factor,
+        "outlier_thresholds": list(best.outlier_thresholds),
+    }
+
+
+def _verdict(results: Sequence[MethodResult]) -> str:
+    by_name = {result.method: result for result in results}
+    tuned, untuned = by_name[_TUNED], by_name[_UNTUNED]
+    speed = untuned.busy_share_arranged / tuned.busy_share_arranged
+    return (
+        f"{_UNTUNED}, with nothing to tune but L_max, has {speed:.3f} times the tuned setting's speed at equal work, "
+        f"an imbalance degree of {untuned.imbalance_degree:.3f} ({tuned.imbalance_degree:.3f}) and a token delay of "
+        f"{untuned.mean_token_delay:.2f} ({tuned.mean_token_delay:.2f})"
+    )
+
+
+def _trade_off_table(curve: Sequence[Trial], best: Trial) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(
-        title="trade-off of balance against delay",
-        caption="simulated; the recommended setting is highlighted",
+        title="variable_length: trade-off of balance against delay",
+        caption="simulated; the tuned setting is highlighted",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -115,14 +166,4 @@ def tune(
             f"{trial.tokens_per_step_cv:.1%}",
             style="bold green" if trial == best else None,
         )
-    stdout.print(table)
-    show_comparison(results, title_of(cluster, priced_by))
-    stdout.print("recommended configuration:\n")
-    stdout.print(
-        "[packing]\n"
-        'method = "variable_length"\n'
-        f"max_length_factor = {best.max_length_factor:g}\n"
-        f"outlier_thresholds = {list(best.outlier_thresholds)}",
-        markup=False,
-        highlight=False,
-    )
+    return table
