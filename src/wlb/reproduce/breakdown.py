@@ -1,4 +1,4 @@
-"""Figure 13: what each remedy alone gives for 7B-128K, then ours one after another.
+"""Figure 13: what each remedy alone gives for 7B-128K, then ours one after another, and ``best`` without each of them.
 
 With dp 1 and as many micro-batches as pipeline ranks, as in the paper, there is nothing to assign and little to order;
 so the same job is shown once more with four data-parallel ranks and four times as many micro-batches on each.
@@ -6,48 +6,88 @@ so the same job is shown once more with four data-parallel ranks and four times 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from wlb.reproduce import paper
 from wlb.reproduce.charts import grouped_bars
 from wlb.reproduce.documents import corpus
 from wlb.reproduce.experiment import Column, Documents, Finding, Report, Settings, Table
 from wlb.reproduce.systems import ASSUMED, Bench, speedup
+from wlb.sharding.document_prices import sharded_prices
+from wlb.simulate import SimulatedJob, simulate
 from wlb.simulate.named_jobs import PAPER_JOBS, NamedJob
+from wlb.workload.base import DocumentPrices
 
 _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]
 _WIDE = _JOB._replace(dp=4)
 _WIDE_MICRO_BATCHES = 16
-_WIDE_SHARE = 16  # of the documents of a step, so that both jobs see as many
+_WIDE_SHARE = 4  # of the steps, each of which has 16 times as many documents
 
-_EARLY: dict[str, Any] = {"early_release": True}
-_ASSIGNED = _EARLY | {"assignment": "balanced"}
-_ORDERED = _ASSIGNED | {"order": "pipeline"}
 
-# Name, preset, and what replaces its settings.
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Plain-4D": ("plain-4d", {}),
-    "cp: per-document": ("plain-4d", {"sharding": "per_document"}),
-    "cp: adaptive": ("plain-4d", {"sharding": "adaptive"}),
-    "cp: hybrid (ours)": ("plain-4d", {"sharding": "hybrid"}),
-    "pp: packing": ("wlb-llm", {"sharding": "per_sequence"}),
-    "WLB-LLM": ("wlb-llm", {}),
-    "+ early release (ours)": ("wlb-llm", {"packing": _EARLY}),
-    "+ assignment (ours)": ("wlb-llm", {"packing": _ASSIGNED}),
-    "+ order (ours)": ("wlb-llm", {"packing": _ORDERED}),
-    "+ hybrid sharding = best": ("best", {}),
+class Variant(NamedTuple):
+    """A preset, what replaces its settings, and whether it packs by prices of sharded documents (None: its own)."""
+
+    preset: str
+    changed: dict[str, Any]
+    sharded_prices: bool | None = None
+
+
+def _ours(sharding: str = "adaptive", *, sharded_prices: bool = False, **packing: Any) -> Variant:
+    return Variant("best", {"packing": packing, "sharding": sharding}, sharded_prices)
+
+
+_AS_PACKED: dict[str, Any] = {"assignment": "arrival", "order": "arrival"}
+
+ONE_BY_ONE = {
+    "Plain-4D": Variant("plain-4d", {}),
+    "cp: per-document": Variant("plain-4d", {"sharding": "per_document"}),
+    "cp: adaptive": Variant("plain-4d", {"sharding": "adaptive"}),
+    "cp: hybrid (ours)": Variant("plain-4d", {"sharding": "hybrid"}),
+    "pp: packing": Variant("wlb-llm", {"sharding": "per_sequence"}),
+    "WLB-LLM": Variant("wlb-llm", {}),
+    "+ release search (ours)": _ours(lookahead=0.0, **_AS_PACKED),
+    "+ look-ahead (ours)": _ours(**_AS_PACKED),
+    "+ assignment (ours)": _ours(order="arrival"),
+    "+ order (ours)": _ours(),
+    "+ hybrid sharding (ours)": _ours("hybrid"),
+    "+ prices of sharded documents = best": Variant("best", {}),
 }
+LEFT_OUT = {
+    "nothing: best": Variant("best", {}),
+    "release search (variable_length instead)": Variant("best", {"packing": {"method": "variable_length"}}, True),
+    "waiting (max_delay = 0)": _ours("hybrid", sharded_prices=True, max_delay=0),
+    "look-ahead": _ours("hybrid", sharded_prices=True, lookahead=0.0),
+    "assignment": _ours("hybrid", sharded_prices=True, assignment="arrival"),
+    "order": _ours("hybrid", sharded_prices=True, order="arrival"),
+    "hybrid sharding (adaptive instead)": _ours("adaptive", sharded_prices=True),
+    "prices of sharded documents (W_a + W_l instead)": _ours("hybrid"),
+}
+
+
+@dataclass(frozen=True)
+class PricedJob(SimulatedJob):
+    """A job that packs by prices of sharded documents, or by W_a + W_l, whatever its packer takes otherwise."""
+
+    sharded: bool = False
+
+    @property
+    def packing_prices(self) -> DocumentPrices:
+        if not self.sharded:
+            return self.workload
+        return sharded_prices(self.shape, self.hardware, self.tp, self.cp, self.sharding.strategy, self.context_window)
 
 
 def run(settings: Settings) -> Report:
     documents = corpus(settings)
     steps = settings.steps or _STEPS
-    quoted = [paper.BREAKDOWN.get(name) for name in VARIANTS]
+    quoted = [paper.BREAKDOWN.get(name) for name in ONE_BY_ONE]
     narrow = _speedups(_JOB, documents, steps, settings)
     wide = _speedups(_WIDE, documents, max(1, steps // _WIDE_SHARE), settings, micro_batches=_WIDE_MICRO_BATCHES)
-    names = [*VARIANTS]
+    names = [*ONE_BY_ONE]
+    wide_name = f"dp {_WIDE.dp}, {_WIDE_MICRO_BATCHES} micro-batches a rank"
     return Report(
         title="What each remedy gives, 7B-128K (paper: Figure 13)",
         documents=documents.source,
@@ -58,10 +98,15 @@ def run(settings: Settings) -> Report:
                     Column("remedy"),
                     Column("64 GPUs", "quoted", ".2f"),
                     Column("64 GPUs", "simulated"),
-                    Column(f"dp {_WIDE.dp}, {_WIDE_MICRO_BATCHES} micro-batches a rank", "simulated"),
+                    Column(wide_name, "simulated"),
                 ),
-                [*zip(names, quoted, narrow, wide, strict=True)],
-            )
+                [(name, told, narrow[name], wide[name]) for name, told in zip(names, quoted, strict=True)],
+            ),
+            Table(
+                "best without one of its ingredients: speed over best's",
+                (Column("left out"), Column("64 GPUs", "simulated"), Column(wide_name, "simulated")),
+                [(name, *(_over_best(gains, name) for gains in (narrow, wide))) for name in LEFT_OUT],
+            ),
         ],
         draw=partial(
             grouped_bars,
@@ -69,26 +114,42 @@ def run(settings: Settings) -> Report:
             groups=[name.replace(" (ours)", "\n(ours)").replace(" = ", "\n= ") for name in names],
             series={
                 "quoted": quoted,
-                "64 GPUs": narrow,
-                f"dp {_WIDE.dp}, {_WIDE_MICRO_BATCHES} micro-batches a rank": wide,
+                "64 GPUs": [narrow[name] for name in names],
+                wide_name: [wide[name] for name in names],
             },
             label="speedup over Plain-4D",
         ),
-        findings=_findings(dict(zip(names, narrow, strict=True))),
-        notes=[ASSUMED, "documents cut at the window by the data loader, for all systems alike"],
+        findings=_findings(narrow, wide),
+        notes=[
+            ASSUMED,
+            "documents cut at the window by the data loader, for all systems alike",
+            "keys and values kept for the backward are part of our attention, and so of every system here",
+        ],
     )
 
 
-def _speedups(job: NamedJob, documents: Documents, steps: int, settings: Settings, **layout: Any) -> list[float]:
+def _speedups(job: NamedJob, documents: Documents, steps: int, settings: Settings, **layout: Any) -> dict[str, float]:
     bench = Bench(job, documents, steps, settings)
-    results = []
-    for name, (preset, changed) in VARIANTS.items():
+    results = {}
+    for name, variant in (ONE_BY_ONE | LEFT_OUT).items():
         settings.on_progress(f"{name}, dp {job.dp}")
-        results.append(bench.run(preset, **layout, **changed))
-    return [speedup(result, results[0]) for result in results]
+        varied = bench.job(variant.preset, **layout, **variant.changed)
+        if variant.sharded_prices is not None:
+            same = {field.name: getattr(varied, field.name) for field in fields(SimulatedJob)}
+            varied = PricedJob(**same, sharded=variant.sharded_prices)
+        results[name] = simulate(varied, bench.lengths, steps)
+    plain = results["Plain-4D"]
+    return {name: speedup(result, plain) for name, result in results.items()}
 
 
-def _findings(gains: dict[str, float]) -> list[Finding]:
+def _over_best(gains: dict[str, float], name: str) -> float:
+    return gains[name] / gains["nothing: best"]
+
+
+def _findings(gains: dict[str, float], wide: dict[str, float]) -> list[Finding]:
+    left_out = [*LEFT_OUT][1:]
+    pays = [name for name in left_out if min(_over_best(gains, name), _over_best(wide, name)) < 1]
+    idle = [name for name in left_out if name not in pays]
     return [
         Finding(
             "adaptive sharding gains more than per-document sharding alone",
@@ -104,5 +165,10 @@ def _findings(gains: dict[str, float]) -> list[Finding]:
             "both together gain most",
             gains["WLB-LLM"] > max(gains["pp: packing"], gains["cp: adaptive"]),
             f"{gains['WLB-LLM']:.3f}",
+        ),
+        Finding(
+            "ours: best loses, on one of the two jobs or both, whatever is left out",
+            not idle,
+            f"nothing lost without: {', '.join(idle)}" if idle else f"{len(pays)} ingredients",
         ),
     ]

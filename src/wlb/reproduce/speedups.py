@@ -19,7 +19,7 @@ from wlb.reproduce.experiment import Column, Documents, Finding, Report, Setting
 from wlb.reproduce.systems import ASSUMED, Bench, Treatment, speedup
 from wlb.simulate.named_jobs import PAPER_JOBS, NamedJob
 
-_STEPS = 100
+_STEPS = 200  # over fewer, tokens/s favour systems in which many long documents still wait at the end
 
 
 class Row(NamedTuple):
@@ -120,6 +120,7 @@ def findings(rows: dict[str, Row]) -> list[Finding]:
         float(np.mean([getattr(row, part) for row in rows.values()])) for part in ("pipeline", "context")
     )
     measured = rows["7b-128k"]  # where the paper shows it
+    slower = [name for name, row in rows.items() if row.best <= row.wlb]
     jobs = sum(row.pipeline > row.context for row in rows.values())
     return [
         Finding(
@@ -143,6 +144,12 @@ def findings(rows: dict[str, Row]) -> list[Finding]:
             float(np.mean([row.fixed for row in rows.values()])) < 1 + (float(np.mean([*models.values()])) - 1) / 2,
             f"Fixed-4D {np.mean([row.fixed for row in rows.values()]):.3f}, "
             f"WLB-LLM {np.mean([row.wlb for row in rows.values()]):.3f}",
+        ),
+        Finding(
+            "ours: best gains more than WLB-LLM, on every job",
+            not slower,
+            f"{np.mean([row.best for row in rows.values()]):.3f}"
+            + (f", but for {', '.join(f'{name} {rows[name].best:.3f}' for name in slower)}" if slower else ""),
         ),
     ]
 
