@@ -31,6 +31,7 @@ from wlb.config_file import load_config
 from wlb.documents.document_order import DocumentStream
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
+from wlb.packing.pipeline_order import PipelineShape
 from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, IMBALANCED, pyplot_without_display, save
 from wlb.simulate import pipeline_makespan
@@ -143,7 +144,8 @@ def plan_steps(config: JobConfig, store: TokenStore, workload: Workload, steps: 
     """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
     stream = DocumentStream(store.lengths, config.data)
     packer = packer_from_config(config.packing, config.data.context_window, workload)
-    planner = StepPlanner(stream, packer, config.packing, config.parallel.dp, one_epoch=False)
+    pipeline = PipelineShape(config.parallel.schedule, config.parallel.pp)
+    planner = StepPlanner(stream, packer, config.packing, config.parallel.dp, pipeline, one_epoch=False)
     return [planned.plan for planned in islice(planner, steps)]
 
 

@@ -180,8 +180,10 @@ class PackingConfig(Section):
     assignment: Literal["arrival", "balanced"] = Field(
         "balanced", description="How micro-batches are dealt to data-parallel ranks: in turn, or heaviest first"
     )
-    order: Literal["arrival", "pipeline"] = Field(
-        "pipeline", description="Order of micro-batches inside a rank: as packed, or heavy in the middle"
+    order: Literal["arrival", "pipeline", "makespan"] = Field(
+        "pipeline",
+        description="Order of micro-batches inside a rank: as packed, heavy in the middle, or searched for the order "
+        "that parallel.schedule runs fastest",
     )
 
     @property

@@ -1,6 +1,8 @@
 """Dealing micro-batches to ranks and ordering them changes no step, only who waits for whom."""
 
 from collections import Counter
+from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from tests.packing.streams import SETTINGS
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.arrange import Order, arrange
+from wlb.packing.pipeline_order import PipelineShape
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.schedules.makespan import pipeline_makespan
+from wlb.schedules.makespan import pipeline_makespan, pipeline_makespans
 
 
 def step_of(workloads):
@@ -30,14 +33,32 @@ def steps(draw):
     return dp, step_of(draw(st.lists(workload, min_size=dp * per_rank, max_size=dp * per_rank)))
 
 
-options = {"assignment": st.sampled_from(["arrival", "balanced"]), "order": st.sampled_from(["arrival", "pipeline"])}
+@st.composite
+def pipelines(draw):
+    """Pipelines that take any number of micro-batches."""
+    schedule, virtual_pp = draw(
+        st.sampled_from([("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 1), ("zbv_zero_bubble", 2)])
+    )
+    return PipelineShape(schedule, draw(st.integers(1, 4)), virtual_pp)
+
+
+def makespans(plan, pipeline):
+    workloads = np.array([[micro_batch.workload for micro_batch in rank] for rank in plan.ranks])
+    forward = np.tile(workloads[:, None], (1, pipeline.stages, 1))
+    return pipeline_makespans(pipeline.schedule_run, forward, 2 * forward, pipeline.virtual_pp)
+
+
+options = {
+    "assignment": st.sampled_from(["arrival", "balanced"]),
+    "order": st.sampled_from(["arrival", "pipeline", "makespan"]),
+}
 
 
 @SETTINGS
-@given(steps(), st.fixed_dictionaries(options))
-def test_the_same_micro_batches_the_same_number_to_each_rank(dp_and_plan, how):
+@given(steps(), st.fixed_dictionaries(options), pipelines())
+def test_the_same_micro_batches_the_same_number_to_each_rank(dp_and_plan, how, pipeline):
     dp, plan = dp_and_plan
-    arranged = arrange(plan, dp, **how)
+    arranged = arrange(plan, dp, **how, pipeline=pipeline)
     assert Counter(arranged.micro_batches) == Counter(plan.micro_batches)
     assert {len(rank) for rank in arranged.ranks} == {len(plan.micro_batches) // dp}
     assert len(arranged.ranks) == dp
@@ -84,6 +105,62 @@ def test_pipeline_order_is_faster_on_average(pp, micro_batches):
             forward = np.tile([micro_batch.workload / 3 for micro_batch in rank], (pp, 1))
             taken.append(pipeline_makespan("1f1b", forward, 2 * forward))
     assert np.mean(seconds["pipeline"]) < np.mean(seconds["arrival"])
+
+
+@SETTINGS
+@given(steps(), pipelines())
+def test_no_rank_is_slower_in_makespan_order_than_by_any_rule(dp_and_plan, pipeline):
+    dp, plan = dp_and_plan
+    searched = arrange(plan, dp, order="makespan", pipeline=pipeline)
+    assert arrange(plan, dp, order="makespan", pipeline=pipeline) == searched
+    rules = [arrange(plan, dp, order=order) for order in ("arrival", "pipeline")]
+    for descending in (False, True):
+        ranks = (sorted(rank, key=lambda m: m.workload, reverse=descending) for rank in rules[0].ranks)
+        rules.append(replace(plan, ranks=tuple(tuple(rank) for rank in ranks)))
+    for rule in rules:
+        assert np.all(makespans(searched, pipeline) <= makespans(rule, pipeline) * (1 + 1e-3))
+
+
+@SETTINGS
+@given(st.lists(st.integers(1, 20), min_size=4, max_size=4), pipelines())
+def test_four_micro_batches_run_in_the_best_of_all_orders(workloads, pipeline):
+    def makespan(order):
+        return makespans(step_of(order), pipeline)[0]
+
+    searched = arrange(step_of(workloads), 1, order="makespan", pipeline=pipeline)
+    best = min(map(makespan, permutations(workloads)))
+    assert makespans(searched, pipeline)[0] <= best * (1 + 1e-3)
+
+
+def test_the_search_comes_close_to_the_best_place_of_a_heavy_pair():
+    """Two heavy micro-batches among light ones: every pair of places is tried here, the search tries few."""
+    pipeline = PipelineShape("1f1b", pp=4)
+    light, heavy = [0.87] * 14, [2.3, 2.2]
+    searched = arrange(step_of(light + heavy), 1, order="makespan", pipeline=pipeline)
+    every_pair = []
+    for first, second in permutations(range(16), 2):
+        order = light.copy()
+        for place, workload in sorted(zip((first, second), heavy, strict=True)):
+            order.insert(place, workload)
+        every_pair.append(makespans(step_of(order), pipeline)[0])
+    assert makespans(searched, pipeline)[0] <= 1.001 * min(every_pair) < 0.98 * every_pair[0]
+
+
+def test_of_many_micro_batches_a_sample_of_orders_is_searched():
+    pipeline, plan = PipelineShape("1f1b", pp=8), step_of([0.9] * 509 + [9, 8, 7])
+    searched = arrange(plan, 1, order="makespan", pipeline=pipeline)
+    assert makespans(searched, pipeline)[0] < makespans(arrange(plan, 1), pipeline)[0]
+
+
+def test_one_stage_or_even_micro_batches_leave_the_order_as_packed():
+    for workloads, pp in (([3, 1, 2, 5, 4], 1), ([1, 1.0005, 1.0009, 1.0001], 4)):
+        plan = step_of(workloads)
+        assert arrange(plan, 1, assignment="arrival", order="makespan", pipeline=PipelineShape("1f1b", pp)) == plan
+
+
+def test_makespan_order_without_a_pipeline_is_refused():
+    with pytest.raises(UserError, match="give pipeline"):
+        arrange(step_of([1, 2]), 1, order="makespan")
 
 
 def test_uneven_deals_are_refused():

@@ -11,19 +11,24 @@ from tests.simulate.jobs import WINDOW, documents, job
 from wlb.config import DataConfig
 from wlb.documents.document_order import DocumentStream
 from wlb.packing import packer_from_config
+from wlb.packing.pipeline_order import PipelineShape
 from wlb.simulate import SimulatedJob, simulate, simulate_steps
 from wlb.simulate.run import planned_steps
 
 LENGTHS = documents(300)
 
 
-@pytest.mark.parametrize("preset", ["plain-4d", "fixed-4d", "wlb-llm", "best"])
-def test_plans_are_those_of_the_trainer(preset):
+@pytest.mark.parametrize(
+    ("preset", "order"),
+    [("plain-4d", "arrival"), ("fixed-4d", "arrival"), ("wlb-llm", "pipeline"), ("best", "makespan")],
+)
+def test_plans_are_those_of_the_trainer(preset, order):
     planner = pytest.importorskip("wlb.training.planner")
-    simulated = job(preset, pp=2, dp=2)
+    simulated = job(preset, pp=2, dp=2, packing={"order": order})
     packer = packer_from_config(simulated.packing, WINDOW, simulated.packing_prices)
     stream = DocumentStream(LENGTHS, simulated.data)
-    trainer = planner.StepPlanner(stream, packer, simulated.packing, simulated.dp, one_epoch=False)
+    pipeline = PipelineShape("1f1b", pp=2)
+    trainer = planner.StepPlanner(stream, packer, simulated.packing, simulated.dp, pipeline, one_epoch=False)
     count = 2 * int(LENGTHS.sum()) // (WINDOW * simulated.packing.micro_batches)  # into the third epoch
     assert [*islice(planned_steps(simulated, LENGTHS), count)] == [step.plan for step in islice(trainer, count)]
 

@@ -4,8 +4,9 @@ Neither changes what a step trains. All ranks wait for the one with the largest 
 heaviest micro-batches first, each to the rank with the smallest sum so far. A pipeline fills and empties at the pace of
 its first and last micro-batches, so ``pipeline`` puts light ones at both ends and heavy ones in the middle.
 ``arrival`` is the usual way: micro-batches go to the ranks in turn, as torch's ``DistributedSampler`` deals them, and
-run in the order in which they were packed. The others are rules of thumb, not searches: the more uneven the
-micro-batches, the more they gain, and a single step that is balanced already may get slightly slower.
+run in the order in which they were packed. ``balanced`` and ``pipeline`` are rules of thumb: the more uneven the
+micro-batches, the more they gain, and a single step that is balanced already may get slightly slower. ``makespan``
+prices orders by the job's own pipeline schedule and is never slower by it (``wlb.packing.pipeline_order``).
 """
 
 from __future__ import annotations
@@ -16,15 +17,24 @@ from dataclasses import replace
 from typing import Literal
 
 from wlb.errors import UserError
+from wlb.packing.pipeline_order import PipelineShape, in_fastest_order
 from wlb.packing.plan import MicroBatch, StepPlan
 
 Assignment = Literal["arrival", "balanced"]
-Order = Literal["arrival", "pipeline"]
+Order = Literal["arrival", "pipeline", "makespan"]
 
 
-def arrange(plan: StepPlan, dp: int, *, assignment: Assignment = "balanced", order: Order = "pipeline") -> StepPlan:
+def arrange(
+    plan: StepPlan,
+    dp: int,
+    *,
+    assignment: Assignment = "balanced",
+    order: Order = "pipeline",
+    pipeline: PipelineShape | None = None,
+) -> StepPlan:
     """Deal the micro-batches of ``plan`` to ``dp`` ranks, the same number to each, and order each rank's.
 
+    ``order = "makespan"`` asks for the ``pipeline`` that they run on; the other orders do not look at it.
     Raises ``UserError`` where the number of micro-batches is not a multiple of ``dp``.
     """
     micro_batches = plan.micro_batches
@@ -35,6 +45,10 @@ def arrange(plan: StepPlan, dp: int, *, assignment: Assignment = "balanced", ord
         ranks = min(_balanced(micro_batches, dp), ranks, key=_largest_sum)  # greedy dealing may be the worse one
     if order == "pipeline":
         ranks = [_heavy_in_the_middle(rank) for rank in ranks]
+    elif order == "makespan":
+        if pipeline is None:
+            raise UserError("order 'makespan' needs the pipeline that micro-batches are ordered for; give pipeline")
+        ranks = in_fastest_order(ranks, pipeline)
     return replace(plan, ranks=tuple(tuple(rank) for rank in ranks))
 
 

@@ -1,9 +1,9 @@
 """Packing methods side by side on the same documents: balance, delay, planning time and what a pipeline pays.
 
 Each method plans the whole stream; its plans are dealt to data-parallel ranks and replayed through the pipeline
-schedule, once as packed and once with balanced assignment and order (``wlb.packing.arrange``). Steps are priced in
-groups, so memory does not grow with the stream. Only whole steps count for balance and cost; the tail that ``drain``
-leaves is trained and accounted for, but it is shorter than a step.
+schedule, once as packed and once with balanced assignment and the order searched for (``wlb.packing.arrange``). Steps
+are priced in groups, so memory does not grow with the stream. Only whole steps count for balance and cost; the tail
+that ``drain`` leaves is trained and accounted for, but it is shorter than a step.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def compare_packer(
     ``on_progress`` is called with the number of documents just taken in.
     """
     as_packed = PipelineCost(cluster, workload, "arrival", "arrival")
-    arranged = PipelineCost(cluster, workload, "balanced", "pipeline")
+    arranged = PipelineCost(cluster, workload, "balanced", "makespan")
     statistics = PackingStatistics()
     trained = _TokenLedger()
     planning_seconds = 0.0

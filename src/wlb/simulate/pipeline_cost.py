@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.arrange import Assignment, Order, arrange
+from wlb.packing.pipeline_order import PipelineShape
 from wlb.packing.plan import StepPlan
 from wlb.schedules.makespan import pipeline_makespans
 from wlb.workload.base import Workload
@@ -64,7 +65,8 @@ class PipelineCost:
         return self._work_seconds / (stages * self.seconds) if self.seconds else 0.0
 
     def _arrange(self, plan: StepPlan) -> StepPlan:
-        return arrange(plan, self._cluster.dp, assignment=self._assignment, order=self._order)
+        pipeline = PipelineShape(self._cluster.schedule, self._cluster.pp)
+        return arrange(plan, self._cluster.dp, assignment=self._assignment, order=self._order, pipeline=pipeline)
 
     def _price(self, plans: Sequence[StepPlan]) -> None:
         seconds = np.stack([micro_batch_seconds(plan, self._workload) for plan in plans])

@@ -20,6 +20,7 @@ from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.packing.arrange import arrange
 from wlb.packing.base import Packer, held_segments
+from wlb.packing.pipeline_order import PipelineShape
 from wlb.packing.plan import StepPlan
 
 _DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
@@ -45,12 +46,20 @@ class StepPlanner(Iterator[PlannedStep]):
     """
 
     def __init__(
-        self, stream: DocumentStream, packer: Packer, packing: PackingConfig, dp: int, *, one_epoch: bool
+        self,
+        stream: DocumentStream,
+        packer: Packer,
+        packing: PackingConfig,
+        dp: int,
+        pipeline: PipelineShape,
+        *,
+        one_epoch: bool,
     ) -> None:
         self._stream = stream
         self._packer = packer
         self._packing = packing
         self._dp = dp
+        self._pipeline = pipeline
         self._one_epoch = one_epoch
         self._emitted: deque[StepPlan] = deque()
         self._drained = False
@@ -61,7 +70,13 @@ class StepPlanner(Iterator[PlannedStep]):
         while not self._emitted:
             self._feed()
         plan = self._emitted.popleft()
-        arranged = arrange(plan, self._dp, assignment=self._packing.assignment, order=self._packing.order)
+        arranged = arrange(
+            plan,
+            self._dp,
+            assignment=self._packing.assignment,
+            order=self._packing.order,
+            pipeline=self._pipeline,
+        )
         state = self.state_dict()
         return PlannedStep(arranged, time.perf_counter() - started, state, self.pending_documents)
 
