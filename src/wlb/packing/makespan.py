@@ -81,27 +81,28 @@ class MakespanPacker(PoolingPacker):
         self._spread_tokens = int(token_spread * self.global_batch_tokens)
         self._outlier_tokens = max(1, self.context_window // _OUTLIER_SHARE)
         self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
-        self._early_tokens = 0  # that the last step trained though they were due in the next one
+        self._ahead_tokens = 0  # taken in that were not due by the last step
 
     @property
     def pending(self) -> list[Segment]:
         return [item.segment for item in self._held] + super().pending
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "waiting": to_state(self._held), "early_tokens": self._early_tokens}
+        return {**super().state_dict(), "waiting": to_state(self._held), "ahead_tokens": self._ahead_tokens}
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
         self._held = self._from_state(state["waiting"])
-        self._early_tokens = state["early_tokens"]
+        self._ahead_tokens = state["ahead_tokens"]
 
     def _tokens_wanted(self) -> int:
         whole_step = self.global_batch_tokens - self._carried_tokens - _tokens(self._held)
         return max(self._tokens_due() + self._lookahead_tokens, whole_step)
 
     def _tokens_due(self) -> int:
-        """Tokens to take in that are due by this step."""
-        return self.global_batch_tokens - self._carried_tokens - self._early_tokens
+        """Tokens to take in that are due by this step; negative where more than that was taken in before."""
+        unfit = _tokens(item for item in self._carried if item.arrived < self._step)
+        return max(0, self.global_batch_tokens - unfit) - self._ahead_tokens
 
     def _next_steps(self) -> list[StepPlan]:
         pool = self._held + self._carried + self._take_fresh()
@@ -118,17 +119,25 @@ class MakespanPacker(PoolingPacker):
             due, later = split_at(sorted(waiting, key=lambda item: item.arrived), -(-tokens // left))
             steps += self._plan_step(due, later, last=left == 1)
             waiting = self._held + self._carried
-        self._early_tokens = 0
+        self._ahead_tokens = 0
         return steps
 
     def _take_fresh(self) -> list[Pending]:
-        """Documents due by this step, and those due in the next one that it may look at."""
-        wanted, wanted_now = self._tokens_wanted(), self._tokens_due()
-        due = self._take(wanted_now)
-        taken = sum(segment.length for segment in due)
-        ahead = self._take(wanted - taken)
-        self._early_tokens = max(0, taken - max(0, wanted_now))  # the last document reaches into the next global batch
-        return self._price(due, self._step) + self._price(ahead, self._step + 1)
+        """Documents due by this step, those to look ahead at, and more where micro-batches would be left idle.
+
+        A document is due in the step whose global batch, of the stream cut into such, it begins in.
+        """
+        due = self._tokens_due()
+        fresh = self._price(self._take(due), self._step)
+        taken = _tokens(fresh)
+        fresh += self._price(self._take(due + self._lookahead_tokens - taken), self._step + 1)
+        taken = _tokens(fresh)
+        while self._arrived and len(self._held) + len(self._carried) + len(fresh) < self.micro_batches:
+            global_batches_ahead = (taken - due) // self.global_batch_tokens
+            fresh += self._price(self._take(1), self._step + 1 + global_batches_ahead)
+            taken += fresh[-1].length
+        self._ahead_tokens = taken - due
+        return fresh
 
     def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
         """A step of what is ``due``, but for what the search holds back, and of what helps of ``early``."""
@@ -136,7 +145,7 @@ class MakespanPacker(PoolingPacker):
             [item for item in items if item.length < self._outlier_tokens] for items in (due, early)
         )
         outliers = self._outliers(due, due_now=True, last=last) + self._outliers(early, due_now=False, last=last)
-        outliers.sort(key=lambda outlier: -outlier.seconds)
+        outliers.sort(key=lambda outlier: (-outlier.seconds, outlier.due))  # of equals, hold those not due
         pool = self._step_pool(outliers, short_due, short_early, due_tokens=_tokens(due))
         choice = choose(pool, self._prices)
         required = [outlier.item for outlier in compress(outliers, choice.released)] + short_due
@@ -151,9 +160,6 @@ class MakespanPacker(PoolingPacker):
         self._held += [item for item in over_limit if item.arrived <= self._step]
         later += [item for item in over_limit if item.arrived > self._step]
         self._carry(unfit + later + _top_up(filled, ahead, pool.most))
-        self._early_tokens += _tokens(
-            item for members in filled.members for item in members if item.arrived > self._step
-        )
         return self._emit_filled(filled)
 
     def _outliers(self, items: list[Pending], *, due_now: bool, last: bool) -> list[Outlier]:
@@ -178,6 +184,7 @@ class MakespanPacker(PoolingPacker):
             aim=min(max(due_tokens, batch - self._spread_tokens), batch),
             most=batch + self._spread_tokens,
             batch=batch,
+            fluid_may_wait=self.max_delay > 0,
         )
 
     def _filled(self, items: list[Pending], limit: float) -> tuple[OpenMicroBatches, list[Pending], list[Pending]]:

@@ -71,7 +71,8 @@ class StepPool:
 
     ``outliers`` come dearest first. ``due_fluid`` is to be trained now, ``early_fluid`` may be; both together are
     ``short_documents``. A step trains ``least`` to ``most`` tokens, and at least ``aim`` if ``early_fluid`` suffices,
-    in ``micro_batches`` of at most ``capacity``; ``batch`` is a global batch in tokens.
+    in ``micro_batches`` of at most ``capacity``; ``batch`` is a global batch in tokens. Where ``fluid_may_wait``, a
+    part of ``due_fluid`` may be left for the next step.
     """
 
     outliers: Sequence[Outlier]
@@ -84,6 +85,7 @@ class StepPool:
     aim: int
     most: int
     batch: int
+    fluid_may_wait: bool
 
     @property
     def density(self) -> float:
@@ -176,7 +178,7 @@ def _fillings(loads: list[float], rooms: list[int], tokens: int, pool: StepPool)
     space = _space(loads, rooms, density, peak) - (due - overflow)
     more = density * min(pool.early_fluid.tokens - early, pool.most - tokens - pool.due_fluid.tokens - early)
     yield _filling(loads, tokens, due - overflow + max(0.0, min(more, space)), peak, math.inf, pool)
-    if level > heaviest > 0:
+    if pool.fluid_may_wait and level > heaviest > 0:
         poured = min(due, _space(loads, rooms, density, heaviest))
         yield _filling(loads, tokens, poured, heaviest, heaviest, pool)
 

@@ -1,0 +1,220 @@
+"""The makespan packer: what it says of delay is so, nothing waits too long, and the mean step is one global batch.
+
+A document is due in the step whose global batch it begins in, where the stream is cut every N x context window tokens,
+by the cuts as they are when it is first looked at: one that was due but found no room brings all later cuts forward by
+its length (back-pressure). What has not been looked at when the packer is drained is due in the first drained step.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.packing.streams import SETTINGS, SHAPES, WORKLOADS, packer_for, streams
+from tests.packing.test_delay import ADVERSARIAL
+from wlb.documents.synthetic import sample_lengths
+from wlb.packing import make_packer
+from wlb.workload import make_workload
+
+MAKESPAN = {"methods": ("makespan",)}
+
+
+class Run:
+    """A stream fed document by document, with the end of every step's global batch by the definition above."""
+
+    def __init__(self, stream):
+        _, self.options, self.lengths = stream
+        self.packer = packer_for(stream)
+        self.global_batch = self.options["micro_batches"] * self.options["context_window"]
+        self.starts = [0, *accumulate(self.lengths)]
+        self.longest = max(self.lengths, default=1)
+        self.ends = [self.global_batch]
+        self.dues: list[int] = []
+        self.taken: list[int] = []
+        self._next_steps = self.packer._next_steps
+        self.packer._next_steps = self._observed_step
+        self.planned = [plan for length in self.lengths for plan in self.packer.plan([length])]
+        self.dues += [len(self.planned)] * (len(self.lengths) - len(self.dues))
+        self.drained = self.packer.drain()
+
+    def _observed_step(self):
+        plans = self._next_steps()
+        state, step, end = self.packer.state_dict(), plans[0].step, self.ends[-1]
+        self.taken.append(state["documents_seen"] - len(state["arrived"]))
+        for start in self.starts[len(self.dues) : self.taken[-1]]:
+            self.dues.append(step if start < end else step + 1 + (start - end) // self.global_batch)
+        unfit = sum(row[2] for row in state["carried"] if self.dues[row[0]] <= step)
+        self.ends.append(end + max(0, self.global_batch - unfit))
+        return plans
+
+    @property
+    def has_room(self):
+        return self.packer.capacity >= self.options["context_window"] + self.longest
+
+
+@SETTINGS
+@given(streams(**MAKESPAN))
+def test_the_reported_delay_is_steps_since_due(stream):
+    run = Run(stream)
+    for plan in run.planned + run.drained:
+        waits = [(max(0, plan.step - run.dues[document]), length) for document, _, length in plan.segments]
+        assert plan.delay_token_steps == sum(steps * length for steps, length in waits)
+        assert plan.longest_delay == max(steps for steps, _ in waits)
+
+
+@SETTINGS
+@given(streams(**MAKESPAN, max_length_factor=2))
+def test_no_document_waits_too_long_where_there_is_room(stream):
+    """With L_max of a window and the longest document: those overdue began in one global batch, and all fit.
+
+    They have fewer than N x window + longest tokens. One without room would leave each micro-batch with over
+    L_max - longest >= window of the others.
+    """
+    run = Run(stream)
+    assert run.has_room
+    assert max((plan.longest_delay for plan in run.planned), default=0) <= stream[1]["max_delay"]
+
+
+@SETTINGS
+@given(streams(**MAKESPAN))
+def test_an_overdue_document_is_passed_over_only_for_older_ones(stream):
+    run = Run(stream)
+    trained = {segment.document: plan.step for plan in run.planned + run.drained for segment in plan.segments}
+    for plan in run.planned:
+        for document, length in enumerate(run.lengths):
+            due = run.dues[document]
+            if plan.step - due >= run.options["max_delay"] and trained[document] > plan.step:
+                for micro_batch in plan.micro_batches:
+                    older = [s.length for s in micro_batch.segments if run.dues[s.document] <= due]
+                    assert sum(older) + length > run.packer.capacity
+
+
+@SETTINGS
+@given(streams(**MAKESPAN))
+def test_a_step_looks_no_further_ahead_than_asked(stream):
+    """Further only while it has fewer documents than micro-batches, one of which would be idle."""
+    run = Run(stream)
+    lookahead = int(run.options["lookahead"] * run.global_batch)
+    trained = 0
+    for plan, end, taken in zip(run.planned, run.ends, run.taken, strict=False):
+        waiting = taken - trained
+        last_start = run.starts[taken - 1]
+        assert last_start < end + lookahead or waiting <= run.options["micro_batches"]
+        trained += sum(1 for _ in plan.segments)
+
+
+@SETTINGS
+@given(streams(**MAKESPAN))
+def test_the_mean_step_is_a_global_batch(stream):
+    """Never more than the look-ahead and a document above; below it only by what waits or found no room."""
+    run = Run(stream)
+    lookahead = int(run.options["lookahead"] * run.global_batch)
+    trained = 0
+    for plan, end, taken in zip(run.planned, run.ends, run.taken, strict=False):
+        trained += plan.tokens
+        assert trained < end + lookahead + run.longest
+        assert trained + (run.starts[taken] - trained) >= end  # what was due by now was taken in
+
+
+@pytest.mark.parametrize("shape", ADVERSARIAL)
+@pytest.mark.parametrize("factor", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("token_spread", [0.0, 0.75])
+def test_adversarial_streams_settle(shape, factor, micro_batches, token_spread):
+    window, max_delay = 48, 4
+    packer = make_packer(
+        "makespan",
+        micro_batches=micro_batches,
+        context_window=window,
+        workload=WORKLOADS["polynomial"],
+        max_length_factor=factor,
+        max_delay=max_delay,
+        token_spread=token_spread,
+    )
+    pattern = ADVERSARIAL[shape](window)
+    backlog = (max_delay + 2) * micro_batches * window + max(pattern)
+    plans = []
+    for _ in range(1500 // len(pattern)):
+        plans += packer.plan(pattern)
+        assert sum(segment.length for segment in packer.pending) < backlog
+    assert all(micro_batch.segments for plan in plans for micro_batch in plan.micro_batches)
+    assert max(plan.longest_delay for plan in plans) <= max_delay
+
+
+def realistic(micro_batches, **options):
+    return make_packer(
+        "makespan", micro_batches=micro_batches, context_window=4096, workload=make_workload("7b"), **options
+    )
+
+
+@pytest.mark.parametrize("token_spread", [0.1, 0.25, 0.75])
+@pytest.mark.parametrize("max_delay", [0, 8])
+def test_steps_keep_to_the_token_spread(token_spread, max_delay):
+    packer = realistic(4, token_spread=token_spread, max_delay=max_delay, max_length_factor=2)
+    tokens = np.array([plan.tokens for plan in packer.plan(sample_lengths(20_000, 4096).tolist())])
+    assert len(tokens) > 80
+    slack = 4096 // 8  # the fluid's last document
+    assert tokens.min() >= (1 - token_spread) * packer.global_batch_tokens - slack
+    due_at_most = packer.global_batch_tokens + 4096
+    most = (1 + token_spread) * packer.global_batch_tokens + slack
+    assert tokens.max() <= (max(most, due_at_most) if max_delay == 0 else most)
+    assert tokens.mean() == pytest.approx(packer.global_batch_tokens, rel=0.02)
+
+
+def test_nothing_waits_with_a_maximum_delay_of_zero():
+    packer = realistic(4, max_delay=0, max_length_factor=2)
+    plans = packer.plan(sample_lengths(10_000, 4096).tolist())
+    assert {plan.longest_delay for plan in plans} == {0}
+    sequential = make_packer("sequential", micro_batches=4, context_window=4096, workload=make_workload("7b"))
+    others = sequential.plan(sample_lengths(10_000, 4096).tolist())
+    assert np.mean([plan.imbalance for plan in plans]) < np.mean([plan.imbalance for plan in others])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_drain_trains_everything_in_as_many_steps_as_it_takes(shape):
+    packer = make_packer("makespan", micro_batches=4, context_window=256, workload=WORKLOADS["7b"], max_length_factor=2)
+    packer.plan(SHAPES[shape](np.random.default_rng(1), 256, 400).tolist())
+    held = sum(segment.length for segment in packer.pending)
+    drained = packer.drain()
+    assert sum(plan.tokens for plan in drained) == held
+    assert len(drained) <= held / packer.global_batch_tokens + 1.5
+
+
+def test_a_drain_balances_what_can_be_balanced():
+    packer = realistic(4)
+    packer.plan([4096] * 3 + [64] * 300)
+    assert max(plan.imbalance for plan in packer.drain()[:1]) < 1.6  # three giants in four micro-batches
+    packer.plan([64] * 310)
+    assert max(plan.imbalance for plan in packer.drain()) < 1.02
+
+
+SCRIPT = """
+import hashlib, json
+from wlb.documents.synthetic import sample_lengths
+from wlb.packing import make_packer
+from wlb.workload import make_workload
+packer = make_packer("makespan", micro_batches=4, context_window=4096, workload=make_workload("7b"))
+plans = packer.plan(sample_lengths(2000, 4096).tolist()) + packer.drain()
+print(hashlib.sha256(json.dumps([plan.to_json() for plan in plans]).encode()).hexdigest())
+"""
+
+
+def test_plans_do_not_depend_on_the_process():
+    hashes = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "12345")
+    }
+    assert len(hashes) == 1
+    assert len(hashes.pop().strip()) == hashlib.sha256().digest_size * 2
