@@ -25,7 +25,7 @@ from wlb.packing.plan import MicroBatch
 from wlb.schedules.makespan import pipeline_makespans
 
 _ROUNDS = 8
-_ROUND_OPERATIONS = 2**20  # that a round may price: about 10 ms, and 8 MB in each of a few arrays
+_ROUND_OPERATIONS = 2**19  # that a round may price: a few milliseconds, and 4 MB in each of a few arrays
 _EVEN = 1e-3  # of the heaviest micro-batch: between micro-batches this close, no order is worth a search
 _GAIN = 1e-4  # of the makespan: a round that gains less is the last
 _ALL_ORDERS_UP_TO = 4  # micro-batches
