@@ -1,0 +1,210 @@
+"""Benchmark of makespan packing: what its balance costs in delay, beside the other packers, on easy and hard corpora.
+
+    .venv/bin/python benchmarks/planner.py [--lengths FILE] [--json FILE] [--png FILE]
+
+Every corpus is packed by ``makespan`` with many settings, by ``variable_length`` with all thresholds on the trade-off
+curve of its own search, and by ``sequential``; both packers may hold a document for 8 steps. Where one of the others
+has less cost at no more delay than any setting of ``makespan`` with the same L_max, that is printed. Costs are
+simulated: imbalance degree and pipeline cost, of a 7B model on H100 with tp 8 and cp 2. Ends with the integer
+program's placement of the same steps, and with planning times on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from measurement import freeze_imports, machine, versions
+from planner_corpora import Lengths, corpora, first_steps, given_corpus
+from planner_curves import (
+    LENGTH_FACTORS,
+    Corpus,
+    Point,
+    Violation,
+    front,
+    makespan_points,
+    other_points,
+    violations,
+)
+from planner_picture import draw_curves
+from planner_sections import fixed_solver, placement, planning_times, targets
+from rich.console import Console
+from rich.table import Table
+
+from wlb.errors import UserError
+from wlb.simulate.pipeline_cost import Cluster
+from wlb.workload import Workload, make_workload
+
+MODEL, HARDWARE, TP, CP = "7b", "h100", 8, 2
+LAYOUTS = {"small": (4, 1, 4), "large": (32, 4, 4)}  # micro-batches, dp, pp
+TIMED_PP = 4
+
+console = Console(width=150)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for, print tables, and write JSON and a picture."""
+    options = _parser().parse_args(arguments)
+    freeze_imports()
+    try:
+        results, curves = _run(options, make_workload(MODEL, HARDWARE, tp=TP, cp=CP))
+    except UserError as error:
+        print(f"planner benchmark: error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if options.png:
+        draw_curves(curves, options.png)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", metavar="FILE", help="document lengths, packed instead of the corpora")
+    parser.add_argument("--corpora", nargs="+", metavar="NAME", help="only these corpora")
+    parser.add_argument("--context-window", type=int, default=131_072)
+    parser.add_argument("--length-factors", type=float, nargs="+", default=LENGTH_FACTORS, metavar="F")
+    parser.add_argument(
+        "--layouts", nargs="+", choices=LAYOUTS, default=["small"], help="4 micro-batches, or 32 on dp 4"
+    )
+    parser.add_argument("--steps", type=int, help="global batches packed (default: 160, and 40 in the large layout)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--solver-steps", type=int, default=20)
+    parser.add_argument("--time-limit", type=float, default=1.0, help="seconds for one integer program")
+    parser.add_argument("--timed", type=int, nargs="+", default=[4, 64, 512], metavar="N", help="micro-batches")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves of the first layout and L_max")
+    return parser
+
+
+def _run(options: argparse.Namespace, workload: Workload) -> tuple[dict[str, Any], dict[str, list[Point]]]:
+    window = options.context_window
+    results: dict[str, Any] = {"machine": machine(), "versions": versions("wlb-llm", "numpy", "scipy"), "corpora": []}
+    found: list[Violation] = []
+    curves: dict[str, list[Point]] = {}
+    first: Lengths | None = None
+    for layout in options.layouts:
+        micro_batches, dp, pp = LAYOUTS[layout]
+        cluster = Cluster(micro_batches, window, dp, pp)
+        for name, lengths in _corpora(options, cluster, layout).items():
+            title = f"{name}, {micro_batches} micro-batches"
+            corpus = Corpus(lengths, cluster, workload)
+            points, worse = _compared(title, corpus, lengths, options.length_factors)
+            curves.setdefault(title, [p for p in points if p.length_factor in (1.0, options.length_factors[0])])
+            found += worse
+            first = lengths if first is None else first
+            results["corpora"].append({"corpus": title, "points": [point.to_json() for point in points]})
+            if options.lengths and layout == "small":
+                results["targets"] = targets(points)
+                _print_rows("Targets", results["targets"])
+    results["violations"] = [violation.to_json() for violation in found]
+    _print_violations(found)
+    assert first is not None
+    results |= _sections(options, first, workload)
+    return results, curves
+
+
+def _corpora(options: argparse.Namespace, cluster: Cluster, layout: str) -> dict[str, Lengths]:
+    steps = options.steps or {"small": 160, "large": 40}[layout]
+    if options.lengths:
+        lengths = given_corpus(options.lengths, cluster.context_window)
+        return {"given lengths": lengths if options.steps is None else _steps(lengths, cluster, steps)}
+    every = corpora(cluster.context_window, cluster.micro_batches, steps, options.seed)
+    unknown = sorted(set(options.corpora or ()) - set(every))
+    if unknown:
+        raise UserError(f"unknown corpus {unknown[0]!r}; choose from {', '.join(every)}")
+    return {name: every[name]() for name in options.corpora or every}
+
+
+def _steps(lengths: Lengths, cluster: Cluster, steps: int) -> Lengths:
+    return first_steps(lengths, steps * cluster.micro_batches * cluster.context_window)
+
+
+def _compared(
+    title: str, corpus: Corpus, lengths: Lengths, factors: Iterable[float]
+) -> tuple[list[Point], list[Violation]]:
+    """All points of one corpus, printed, and those of the others that ``makespan`` does not cover."""
+    points: list[Point] = []
+    worse: list[Violation] = []
+    few = Corpus(lengths, Cluster(4, corpus.cluster.context_window), corpus.workload)  # thresholds hold for any number
+    for factor in factors:
+        ours = makespan_points(corpus, factor)
+        others = other_points(corpus, factor, few.tuned(factor))
+        worse += violations(f"{title}, L_max {factor:g}", ours, others)
+        points += ours + others
+        _print_curve(f"{title}, L_max {factor:g} windows", ours, others)
+    return points, worse
+
+
+def _sections(options: argparse.Namespace, lengths: Lengths, workload: Workload) -> dict[str, Any]:
+    cluster = Cluster(4, options.context_window)
+    placed = placement(lengths, cluster, workload, options.solver_steps, options.time_limit)
+    _print_rows("Placement against the integer program, same documents", [placed])
+    few = Corpus(_steps(lengths, cluster, options.solver_steps), cluster, workload)
+    solved = [_row(point) for point in fixed_solver(few, options.time_limit)]
+    _print_rows("Beside fixed-length packing by integer programming", solved)
+    clusters = [Cluster(n, options.context_window, max(1, gcd(n, 16) // 4), TIMED_PP) for n in options.timed]
+    times = planning_times(lengths, clusters, workload)
+    _print_rows("Planning, CPU ms, beside simulated seconds of the step (7B, H100, tp 8, cp 2)", times)
+    return {"placement": placed, "fixed_solver": solved, "planning": times}
+
+
+def _print_curve(title: str, ours: Sequence[Point], others: Sequence[Point]) -> None:
+    chosen = {"makespan": front(ours, "imbalance"), "others": front(others, "imbalance")}
+    rows = [_row(point) for points in chosen.values() for point in points]
+    _print_rows(title, rows)
+
+
+def _row(point: Point) -> dict[str, Any]:
+    setting = point.setting
+    words = [f"{name} {value}" for name, value in setting.items() if name != "max_delay" or not value]
+    return {
+        "packer": point.packer,
+        "setting": ", ".join(words),
+        "token_delay": point.delay,
+        "longest": point.longest_delay,
+        "imbalance": point.imbalance,
+        "pipeline_cost": point.pipeline_cost,
+        "tokens_per_step_cv": point.tokens_per_step_cv,
+    }
+
+
+def _print_violations(found: Sequence[Violation]) -> None:
+    real = [violation for violation in found if not violation.why]
+    console.print(
+        f"[bold]makespan is worse at the same delay in {len(real)} points[/bold], and in {len(found)} counting"
+    )
+    console.print("sequential's, which cuts documents, and those within 0.3% of perfectly balanced micro-batches")
+    rows = [
+        {
+            "corpus": violation.corpus,
+            "cost": violation.cost,
+            "other": violation.point.packer,
+            "token_delay": violation.point.delay,
+            "its": getattr(violation.point, violation.cost),
+            "makespan's": violation.reached,
+            "but": violation.why,
+        }
+        for violation in found
+    ]
+    if rows:
+        _print_rows("Not covered", rows)
+
+
+def _print_rows(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title=title, title_justify="left")
+    for name, value in rows[0].items():
+        table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""What packers make of documents, as points in (delay, cost), and whether one set of points covers another.
+
+A point is one setting of one packer on one corpus. Cost is the imbalance degree or the pipeline cost: simulated step
+seconds over those of a perfectly balanced step, after assignment to ranks and order in the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.segments import Segment
+from wlb.packing import make_packer
+from wlb.packing.tuning import search, trade_off
+from wlb.simulate.compare import MethodResult, compare_packer
+from wlb.simulate.pipeline_cost import Cluster
+from wlb.workload import Workload
+
+DELAY_PRICES = (0.02, 0.035, 0.05, 0.1, 0.2, 0.4, 1.0, 4.0)
+LOOKAHEADS = (0.0, 0.5)
+TOKEN_SPREADS = (0.25, 0.75)
+LENGTH_FACTORS = (1.25, 1.5, 2.0)
+COSTS = ("imbalance", "pipeline_cost")
+MAX_DELAY = 8  # of both packers
+
+_NOISE = 5e-4  # differences that mean nothing in a cost, and in steps of delay
+
+
+@dataclass(frozen=True)
+class Point:
+    """``length_factor`` is L_max in windows; ``setting`` the other options of the packer."""
+
+    packer: str
+    length_factor: float
+    setting: dict[str, Any]
+    delay: float
+    longest_delay: int
+    imbalance: float
+    pipeline_cost: float
+    tokens_per_step_cv: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Corpus:
+    """The documents of one corpus, and the cluster that trains them."""
+
+    def __init__(self, lengths: NDArray[np.int64], cluster: Cluster, workload: Workload) -> None:
+        self.lengths = lengths
+        self.cluster = cluster
+        self.workload = workload
+        self._documents = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
+
+    def point(self, packer: str, length_factor: float = 1.0, **setting: Any) -> Point:
+        """Pack the corpus once."""
+        grows = packer in ("variable_length", "makespan")
+        options = setting | {"max_length_factor": length_factor} if grows else setting
+        planner = make_packer(
+            packer,
+            micro_batches=self.cluster.micro_batches,
+            context_window=self.cluster.context_window,
+            workload=self.workload,
+            **options,
+        )
+        row = compare_packer(packer, planner, self._documents, self.cluster, self.workload)
+        return _point(row, length_factor, setting)
+
+    def tuned(self, length_factor: float) -> list[tuple[int, ...]]:
+        """The outlier thresholds on the trade-off curve of ``variable_length``, by its own search."""
+        trials = search(
+            self.lengths,
+            micro_batches=self.cluster.micro_batches,
+            context_window=self.cluster.context_window,
+            workload=self.workload,
+            factors=[length_factor],
+            max_delay=MAX_DELAY,
+        )
+        return [trial.outlier_thresholds for trial in trade_off(trials)]
+
+
+def _point(row: MethodResult, length_factor: float, setting: dict[str, Any]) -> Point:
+    return Point(
+        row.method,
+        length_factor,
+        setting,
+        row.mean_token_delay,
+        row.longest_delay,
+        row.imbalance_degree,
+        row.pipeline_cost_arranged,
+        row.tokens_per_step_cv,
+    )
+
+
+def makespan_points(corpus: Corpus, length_factor: float) -> list[Point]:
+    """The settings of the trade-off curve, and those in which nothing waits."""
+    points = []
+    for lookahead, spread in product(LOOKAHEADS, TOKEN_SPREADS):
+        setting = {"lookahead": lookahead, "token_spread": spread}
+        points.append(corpus.point("makespan", length_factor, max_delay=0, **setting))
+        points += [
+            corpus.point("makespan", length_factor, max_delay=MAX_DELAY, delay_price=price, **setting)
+            for price in DELAY_PRICES
+        ]
+    return points
+
+
+def other_points(corpus: Corpus, length_factor: float, thresholds: Iterable[tuple[int, ...]]) -> list[Point]:
+    """``sequential``, and ``variable_length`` with each of ``thresholds``."""
+    return [corpus.point("sequential")] + [
+        corpus.point("variable_length", length_factor, outlier_thresholds=queues, max_delay=MAX_DELAY)
+        for queues in thresholds
+    ]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A point of another packer that no point of ``makespan`` covers, with the least cost at no more delay.
+
+    ``why`` names the two cases in which that says little: the other packer cuts documents, so it does less work; or
+    ``makespan`` costs no more than perfectly balanced micro-batches, which is no bound: a pipeline is faster with light
+    micro-batches at its ends.
+    """
+
+    corpus: str
+    cost: str
+    point: Point
+    reached: float
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def violations(corpus: str, ours: Sequence[Point], others: Iterable[Point]) -> Iterator[Violation]:
+    """Where a point of ``others`` has less cost than every one of ``ours`` with no more delay."""
+    for point, cost in product(others, COSTS):
+        reached = min((getattr(p, cost) for p in ours if p.delay <= point.delay + _NOISE), default=float("inf"))
+        if reached > getattr(point, cost) + _NOISE:
+            cuts = "cuts documents" if point.packer == "sequential" else ""
+            yield Violation(corpus, cost, point, reached, "within 0.3% of balance" if reached < 1.003 else cuts)
+
+
+def front(points: Iterable[Point], cost: str) -> list[Point]:
+    """The points that no other beats in both delay and ``cost``, by rising delay."""
+    result: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.delay, getattr(p, cost))):
+        if not result or getattr(point, cost) < getattr(result[-1], cost):
+            result.append(point)
+    return result
