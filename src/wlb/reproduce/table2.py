@@ -13,6 +13,7 @@ from wlb.reproduce import paper
 from wlb.reproduce.charts import grouped_bars
 from wlb.reproduce.documents import corpus, cut_by_loader
 from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
+from wlb.reproduce.systems import NO_BOUND
 from wlb.simulate.compare import Cluster, MethodResult, compare_packer, packer_for
 from wlb.simulate.named_jobs import PAPER_JOBS
 from wlb.workload import make_workload
@@ -91,6 +92,7 @@ def _result(name: str, pieces: list[int], steps: int, workload: Workload) -> Met
             workload=workload,
             outlier_thresholds=default_thresholds(_CLUSTER.context_window, int(argument)),
             early_release=False,
+            max_delay=NO_BOUND,
         )
     else:
         packer = packer_for(name, _CLUSTER, workload, solver_seconds=_SOLVER_SECONDS)
