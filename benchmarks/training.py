@@ -36,8 +36,8 @@ from training_prediction import plan_steps, predicted_seconds
 
 from wlb.config import PRESETS
 from wlb.config_file import load_config
+from wlb.packing.phases import micro_batch_seconds
 from wlb.packing.plan import StepPlan
-from wlb.simulate.pipeline_cost import micro_batch_seconds
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,7 +182,7 @@ def _job_of(layout: str, preset: str, arguments: argparse.Namespace, store: Path
         tokens,
         _median_seconds(rows),
         predicted_seconds(plans, config, profile),
-        sum(float(micro_batch_seconds(plan, profile.workload()).sum()) for plan in plans),
+        sum(float(micro_batch_seconds(plan.ranks, profile.workload()).sum()) for plan in plans),
         sum(plan.imbalance for plan in plans) / len(plans),
     )
 

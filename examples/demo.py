@@ -31,11 +31,11 @@ from wlb.config_file import load_config
 from wlb.documents.document_order import DocumentStream
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
-from wlb.packing.pipeline_order import PipelineShape
+from wlb.packing.phases import micro_batch_seconds
+from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, IMBALANCED, pyplot_without_display, save
 from wlb.simulate import pipeline_makespan
-from wlb.simulate.pipeline_cost import micro_batch_seconds
 from wlb.training.job import transformer_config, vocab_size
 from wlb.training.planner import StepPlanner
 from wlb.workload import make_workload
@@ -127,7 +127,9 @@ def measure(name: str, config: JobConfig) -> Measured:
     for index in counted:
         assert plans[index].tokens == rows[index]["tokens"], "the plan is the one that was trained"
     stages = config.parallel.pp
-    work = [micro_batch_seconds(plans[index], workload)[:, 0] / stages for index in counted]  # (phase, micro-batches)
+    work = [
+        micro_batch_seconds(plans[index].ranks, workload)[:, 0] / stages for index in counted
+    ]  # (phase, micro-batches)
     predicted = [pipeline_makespan("1f1b", [forward] * stages, [backward] * stages) for forward, backward in work]
     return Measured(
         name,
@@ -144,7 +146,7 @@ def plan_steps(config: JobConfig, store: TokenStore, workload: Workload, steps: 
     """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
     stream = DocumentStream(store.lengths, config.data)
     packer = packer_from_config(config.packing, config.data.context_window, workload)
-    pipeline = PipelineShape(config.parallel.schedule, config.parallel.pp)
+    pipeline = Pipeline(config.parallel.schedule, config.parallel.pp, workload)
     planner = StepPlanner(stream, packer, config.packing, config.parallel.dp, pipeline, one_epoch=False)
     return [planned.plan for planned in islice(planner, steps)]
 

@@ -11,7 +11,7 @@ from tests.simulate.jobs import WINDOW, documents, job
 from wlb.config import DataConfig
 from wlb.documents.document_order import DocumentStream
 from wlb.packing import packer_from_config
-from wlb.packing.pipeline_order import PipelineShape
+from wlb.packing.pipeline_order import Pipeline
 from wlb.simulate import SimulatedJob, simulate, simulate_steps
 from wlb.simulate.run import planned_steps
 
@@ -27,7 +27,7 @@ def test_plans_are_those_of_the_trainer(preset, order):
     simulated = job(preset, pp=2, dp=2, packing={"order": order})
     packer = packer_from_config(simulated.packing, WINDOW, simulated.packing_prices)
     stream = DocumentStream(LENGTHS, simulated.data)
-    pipeline = PipelineShape("1f1b", pp=2)
+    pipeline = Pipeline("1f1b", pp=2, workload=simulated.workload)
     trainer = planner.StepPlanner(stream, packer, simulated.packing, simulated.dp, pipeline, one_epoch=False)
     count = 2 * int(LENGTHS.sum()) // (WINDOW * simulated.packing.micro_batches)  # into the third epoch
     assert [*islice(planned_steps(simulated, LENGTHS), count)] == [step.plan for step in islice(trainer, count)]

@@ -17,6 +17,7 @@ from tests.training.jobs import VOCABULARY, job, write_store
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.packing import packer_from_config
+from wlb.packing.pipeline_order import Pipeline
 from wlb.training.batch import IGNORE_LABEL
 from wlb.training.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.planner import PlannedStep, StepPlanner
@@ -42,7 +43,15 @@ def open_loader(
     config = job(folder, **(changes or {}))
     packer = packer_from_config(config.packing, config.data.context_window, WORKLOAD)
     store = TokenStore.open(config.data.store)
-    return StepLoader(store, config, packer, vocab_size=config.model.vocab_size or VOCABULARY, share=share, state=state)
+    return StepLoader(
+        store,
+        config,
+        packer,
+        Pipeline("1f1b", 1, WORKLOAD),
+        vocab_size=config.model.vocab_size or VOCABULARY,
+        share=share,
+        state=state,
+    )
 
 
 def same_step(left: LoadedStep, right: LoadedStep) -> bool:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from wlb.config import DataConfig, PackingConfig
 from wlb.documents.document_order import DocumentStream, shuffled
 from wlb.packing import packer_from_config
-from wlb.packing.pipeline_order import PipelineShape
+from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
 from wlb.training.planner import PlannedStep, StepPlanner
 from wlb.workload import make_workload
@@ -37,7 +37,7 @@ def planner_of(
         packer_from_config(config, window_tokens, WORKLOAD),
         config,
         dp,
-        PipelineShape("1f1b", pp=2),
+        Pipeline("1f1b", pp=2, workload=WORKLOAD),
         one_epoch=one_epoch,
     )
 

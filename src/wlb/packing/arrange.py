@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Literal
 
 from wlb.errors import UserError
-from wlb.packing.pipeline_order import PipelineShape, in_fastest_order
+from wlb.packing.pipeline_order import Pipeline, in_fastest_order
 from wlb.packing.plan import MicroBatch, StepPlan
 
 Assignment = Literal["arrival", "balanced"]
@@ -30,7 +30,7 @@ def arrange(
     *,
     assignment: Assignment = "balanced",
     order: Order = "pipeline",
-    pipeline: PipelineShape | None = None,
+    pipeline: Pipeline | None = None,
 ) -> StepPlan:
     """Deal the micro-batches of ``plan`` to ``dp`` ranks, the same number to each, and order each rank's.
 

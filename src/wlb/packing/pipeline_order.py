@@ -7,8 +7,9 @@ best of a few rules. Then, as a step takes as long as its slowest rank, that ran
 once, orders that rise to a peak and fall again, one for every place of the peak, and the present order with two
 micro-batches swapped; the best one is taken until none is better or another rank has become the slowest.
 
-A plan knows one number of a micro-batch, its workload: a third of it is taken for the forward, two for the backward,
-equal on all stages. Prices are compared, sorted and added element by element only, so all machines choose alike.
+The stages share a micro-batch's workload equally. How much of it is the forward, the workload model says: attention and
+the rest have different shares, and where workloads are balanced that difference decides. Prices are compared, sorted
+and added element by element or in a fixed order, so all machines choose alike.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from itertools import combinations, permutations
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.packing.phases import micro_batch_seconds
 from wlb.packing.plan import MicroBatch
 from wlb.schedules.makespan import pipeline_makespans
+from wlb.workload.base import Workload
 
 _ROUNDS = 8
 _ROUND_OPERATIONS = 2**19  # that a round may price: a few milliseconds, and 4 MB in each of a few arrays
-_EVEN = 1e-3  # of the heaviest micro-batch: between micro-batches this close, no order is worth a search
+_EVEN = 1e-3  # of the heaviest micro-batch: where micro-batches are this close, no order is worth a search
 _GAIN = 1e-4  # of the makespan: a round that gains less is the last
 _ALL_ORDERS_UP_TO = 4  # micro-batches
 
@@ -35,11 +38,12 @@ Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineShape:
-    """A schedule of ``wlb.schedules``, its pipeline ranks, and the stages that each of them holds."""
+class Pipeline:
+    """A schedule of ``wlb.schedules``, its pipeline ranks, the stages that each of them holds, and a step's prices."""
 
     schedule: str
     pp: int
+    workload: Workload
     virtual_pp: int = 1
 
     @property
@@ -52,58 +56,69 @@ class PipelineShape:
         return "1f1b" if self.schedule == "interleaved_1f1b" and self.virtual_pp == 1 else self.schedule
 
 
-def in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: PipelineShape) -> list[list[MicroBatch]]:
+def in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: Pipeline) -> list[list[MicroBatch]]:
     """``ranks``, of equally many micro-batches, each in the order in which the pipeline is fastest, as far as tried.
 
     No rank is slower than as given, rising, falling, or rising and then falling, up to 0.1%.
     """
-    workloads = np.array([[micro_batch.workload for micro_batch in rank] for rank in ranks], dtype=np.float64)
-    if pipeline.pp == 1 or np.all(workloads.max(axis=1) - workloads.min(axis=1) <= _EVEN * workloads.max(axis=1)):
+    if pipeline.pp == 1:
         return [list(rank) for rank in ranks]
-    orders, seconds = _best_rule(workloads, pipeline)
+    seconds = _phase_seconds(ranks, pipeline.workload)
+    if np.all(np.ptp(seconds, axis=2) <= _EVEN * seconds.max(axis=2)):
+        return [list(rank) for rank in ranks]
+    orders, makespans = _best_rule(seconds, pipeline)
     for _ in range(_ROUNDS):
-        slowest = int(seconds.argmax())
-        order, taken = _best_of_round(workloads[slowest], orders[slowest], pipeline)
-        if taken >= (1 - _GAIN) * seconds[slowest]:
+        slowest = int(makespans.argmax())
+        order, makespan = _best_of_round(seconds[:, slowest], orders[slowest], pipeline)
+        if makespan >= (1 - _GAIN) * makespans[slowest]:
             break
-        orders[slowest], seconds[slowest] = order, taken
+        orders[slowest], makespans[slowest] = order, makespan
     return [[rank[index] for index in order] for rank, order in zip(ranks, orders.tolist(), strict=True)]
 
 
-def _best_rule(workloads: Seconds, pipeline: PipelineShape) -> tuple[Indices, Seconds]:
+def _phase_seconds(ranks: Sequence[Sequence[MicroBatch]], workload: Workload) -> Seconds:
+    """Forward and backward of every micro-batch, shape (2, ranks, micro-batches), which add up to its workload."""
+    seconds = micro_batch_seconds(ranks, workload)
+    total = np.array([[micro_batch.workload for micro_batch in rank] for rank in ranks])
+    share = np.divide(seconds[0], seconds[0] + seconds[1], out=np.zeros_like(total), where=seconds[1] > 0)
+    return np.stack([share * total, (1 - share) * total])
+
+
+def _best_rule(seconds: Seconds, pipeline: Pipeline) -> tuple[Indices, Seconds]:
     """Orders (ranks, micro-batches), the first of the best for each rank, and their makespans (ranks,)."""
-    ranks, micro_batches = workloads.shape
-    as_given = np.broadcast_to(np.arange(micro_batches), workloads.shape)
-    falling = _falling(workloads)
+    _, ranks, micro_batches = seconds.shape
+    as_given = np.broadcast_to(np.arange(micro_batches), (ranks, micro_batches))
+    falling = _falling(seconds)
     rising = falling[:, ::-1]
     rising_then_falling = np.concatenate([rising[:, ::2], falling[:, micro_batches % 2 :: 2]], axis=1)
     orders = np.stack([as_given, rising_then_falling, falling, rising], axis=1)
-    makespans = _makespans(np.take_along_axis(workloads[:, None], orders, axis=2), pipeline)
+    makespans = _makespans(np.take_along_axis(seconds[:, :, None], orders[None], axis=3), pipeline)
     best = makespans.argmin(axis=1)
     rows = np.arange(ranks)
     return orders[rows, best], makespans[rows, best]
 
 
-def _best_of_round(workloads: Seconds, order: Indices, pipeline: PipelineShape) -> tuple[Indices, float]:
-    """The best order near ``order`` or with a peak, and its makespan; ``workloads`` has shape (micro-batches,)."""
-    count = len(workloads)
+def _best_of_round(seconds: Seconds, order: Indices, pipeline: Pipeline) -> tuple[Indices, float]:
+    """The best order near ``order`` or with a peak, and its makespan; ``seconds`` has shape (2, micro-batches)."""
+    count = len(order)
     most = max(2, _ROUND_OPERATIONS // (2 * pipeline.stages * count))
-    peaks = _falling(workloads)[_peaks(count, most // 2)]
+    peaks = _falling(seconds)[_peaks(count, most // 2)]
     orders = np.concatenate([peaks, order[_swaps(count, most - len(peaks))]])
-    makespans = _makespans(workloads[orders], pipeline)
+    makespans = _makespans(seconds[:, orders], pipeline)
     best = int(makespans.argmin())
     return orders[best], float(makespans[best])
 
 
-def _makespans(workloads: Seconds, pipeline: PipelineShape) -> Seconds:
-    """Shape (...) from (..., micro-batches), in units of a third of a stage's share of the workload."""
-    shape = (*workloads.shape[:-1], pipeline.stages, workloads.shape[-1])
-    forward = np.broadcast_to(workloads[..., None, :], shape)
-    return pipeline_makespans(pipeline.schedule_run, forward, 2 * forward, pipeline.virtual_pp)
+def _makespans(seconds: Seconds, pipeline: Pipeline) -> Seconds:
+    """Seconds of shape (...) from forward and backward, all stages, (2, ..., micro-batches)."""
+    shape = (*seconds.shape[:-1], pipeline.stages, seconds.shape[-1])
+    forward, backward = np.broadcast_to(seconds[..., None, :] / pipeline.stages, shape)
+    return pipeline_makespans(pipeline.schedule_run, forward, backward, pipeline.virtual_pp)
 
 
-def _falling(workloads: Seconds) -> Indices:
-    return np.argsort(-workloads, axis=-1, kind="stable")
+def _falling(seconds: Seconds) -> Indices:
+    """Micro-batches from the heaviest to the lightest, forward and backward together."""
+    return np.argsort(-seconds.sum(axis=0), axis=-1, kind="stable")
 
 
 @lru_cache(maxsize=16)

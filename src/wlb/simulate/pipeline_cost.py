@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.arrange import Assignment, Order, arrange
-from wlb.packing.pipeline_order import PipelineShape
+from wlb.packing.phases import micro_batch_seconds
+from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
 from wlb.schedules.makespan import pipeline_makespans
 from wlb.workload.base import Workload
@@ -65,11 +66,11 @@ class PipelineCost:
         return self._work_seconds / (stages * self.seconds) if self.seconds else 0.0
 
     def _arrange(self, plan: StepPlan) -> StepPlan:
-        pipeline = PipelineShape(self._cluster.schedule, self._cluster.pp)
+        pipeline = Pipeline(self._cluster.schedule, self._cluster.pp, self._workload)
         return arrange(plan, self._cluster.dp, assignment=self._assignment, order=self._order, pipeline=pipeline)
 
     def _price(self, plans: Sequence[StepPlan]) -> None:
-        seconds = np.stack([micro_batch_seconds(plan, self._workload) for plan in plans])
+        seconds = np.stack([micro_batch_seconds(plan.ranks, self._workload) for plan in plans])
         mean = seconds.mean(axis=(2, 3), keepdims=True)
         self.seconds += float(self._makespans(seconds).max(axis=1).sum())
         self._balanced_seconds += float(self._makespans(np.broadcast_to(mean, seconds.shape)).max(axis=1).sum())
@@ -80,21 +81,6 @@ class PipelineCost:
         stages = self._cluster.pp
         staged = np.repeat(seconds[:, :, :, None, :] / stages, stages, axis=3)
         return pipeline_makespans(self._cluster.schedule, staged[:, 0], staged[:, 1])
-
-
-def micro_batch_seconds(plan: StepPlan, workload: Workload) -> NDArray[np.float64]:
-    """Predicted seconds of all layers, shape (2, dp, micro-batches per rank): forward, then backward."""
-    micro_batches = plan.micro_batches
-    lengths = np.array([length for m in micro_batches for length in m.lengths], np.int64)
-    counts = [len(m.segments) for m in micro_batches]
-    owner = np.repeat(np.arange(len(micro_batches)), counts)
-    tokens = np.bincount(owner, lengths, len(micro_batches))
-    rows = [
-        np.bincount(owner, workload.attention_seconds(lengths, phase), len(micro_batches))
-        + workload.linear_seconds(tokens, phase)
-        for phase in ("forward", "backward")
-    ]
-    return np.array(rows).reshape(2, len(plan.ranks), -1)
 
 
 def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from wlb.documents.document_order import DocumentStream
 from wlb.packing import packer_from_config
 from wlb.packing.arrange import arrange
-from wlb.packing.pipeline_order import PipelineShape
+from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
@@ -76,7 +76,7 @@ def planned_steps(job: SimulatedJob, lengths: NDArray[np.int64]) -> Iterator[Ste
     Raises ``UserError`` where the documents leave nothing to train on.
     """
     packing = job.packing
-    pipeline = PipelineShape(job.schedule, job.pp, job.virtual_pp)
+    pipeline = Pipeline(job.schedule, job.pp, job.workload, job.virtual_pp)
     stream = DocumentStream(lengths, job.data)
     packer = packer_from_config(packing, job.context_window, job.packing_prices)
     while True:

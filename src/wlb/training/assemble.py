@@ -9,6 +9,7 @@ import torch
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.packing import packer_from_config
+from wlb.packing.pipeline_order import Pipeline
 from wlb.sharding.document_prices import packing_prices
 from wlb.training.loader import RankShare, StepLoader
 from wlb.training.model import Transformer, TransformerConfig
@@ -65,6 +66,12 @@ def assemble_loader(
             context_window=config.data.context_window,
         ),
     )
+    pipeline = Pipeline(
+        parallel.schedule,
+        parallel.pp,
+        make_workload(shape, hardware_preset(hardware), tp=parallel.tp, cp=parallel.cp),
+        parallel.virtual_pp,
+    )
     share = RankShare(
         dp_rank=mesh.rank("dp"),
         cp_rank=mesh.rank("cp"),
@@ -73,5 +80,5 @@ def assemble_loader(
         strategy=config.sharding.strategy,
         workload=make_workload(shape, hardware, tp=parallel.tp),
     )
-    loader = StepLoader(store, config, packer, vocab_size=shape.vocab_size, share=share, state=state)
+    loader = StepLoader(store, config, packer, pipeline, vocab_size=shape.vocab_size, share=share, state=state)
     return loader, share

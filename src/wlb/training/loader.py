@@ -18,7 +18,7 @@ from wlb.config import JobConfig
 from wlb.documents.document_order import DocumentStream, EpochSummary, finished_documents
 from wlb.documents.token_store import TokenStore
 from wlb.packing.base import Packer
-from wlb.packing.pipeline_order import PipelineShape
+from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import make_shard_plan
 from wlb.training.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
@@ -92,6 +92,7 @@ class StepLoader(Iterator[LoadedStep]):
         store: TokenStore,
         config: JobConfig,
         packer: Packer,
+        pipeline: Pipeline,
         *,
         vocab_size: int,
         share: RankShare | None = None,
@@ -104,10 +105,8 @@ class StepLoader(Iterator[LoadedStep]):
         self._truncated_to = config.data.context_window if config.data.overlong == "truncate" else None
         stream = DocumentStream(store.lengths, config.data)
         self.epoch_summary: EpochSummary = stream.summary
-        parallel = config.parallel
-        pipeline = PipelineShape(parallel.schedule, parallel.pp, parallel.virtual_pp)
         planner = StepPlanner(
-            stream, packer, config.packing, parallel.dp, pipeline, one_epoch=config.training.steps is None
+            stream, packer, config.packing, config.parallel.dp, pipeline, one_epoch=config.training.steps is None
         )
         self.changed_data: str | None = None
         if state is not None:

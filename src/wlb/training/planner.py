@@ -20,7 +20,7 @@ from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.packing.arrange import arrange
 from wlb.packing.base import Packer, held_segments
-from wlb.packing.pipeline_order import PipelineShape
+from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
 
 _DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
@@ -51,7 +51,7 @@ class StepPlanner(Iterator[PlannedStep]):
         packer: Packer,
         packing: PackingConfig,
         dp: int,
-        pipeline: PipelineShape,
+        pipeline: Pipeline,
         *,
         one_epoch: bool,
     ) -> None:
