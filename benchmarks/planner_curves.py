@@ -21,7 +21,7 @@ from wlb.simulate.compare import MethodResult, compare_packer
 from wlb.simulate.pipeline_cost import Cluster
 from wlb.workload import Workload
 
-DELAY_PRICES = (0.02, 0.035, 0.05, 0.1, 0.2, 0.4, 1.0, 4.0)
+DELAY_PRICES = (0.02, 0.035, 0.05, 0.1, 0.2, 0.4, 1.0, 1.5, 4.0)
 LOOKAHEADS = (0.0, 0.5)
 TOKEN_SPREADS = (0.25, 0.75)
 LENGTH_FACTORS = (1.25, 1.5, 2.0)
