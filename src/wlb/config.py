@@ -181,7 +181,7 @@ class PackingConfig(Section):
         "balanced", description="How micro-batches are dealt to data-parallel ranks: in turn, or heaviest first"
     )
     order: Literal["arrival", "pipeline", "makespan"] = Field(
-        "pipeline",
+        "makespan",
         description="Order of micro-batches inside a rank: as packed, heavy in the middle, or searched for the order "
         "that parallel.schedule runs fastest",
     )

@@ -133,6 +133,9 @@ def test_pipeline_order_is_faster_on_average(pp, micro_batches):
 @given(steps(), pipelines())
 def test_no_rank_is_slower_in_makespan_order_than_by_any_rule(dp_and_plan, pipeline):
     dp, plan = dp_and_plan
+    # Equal workloads may differ in their forwards, and then a rule is as many orders as there are ways to sort them.
+    different = [replace(m, workload=m.workload * (1 + 1e-6 * i)) for i, m in enumerate(plan.micro_batches)]
+    plan = replace(plan, ranks=(tuple(different),))
     searched = arrange(plan, dp, order="makespan", pipeline=pipeline)
     assert arrange(plan, dp, order="makespan", pipeline=pipeline) == searched
     rules = [arrange(plan, dp, order=order) for order in ("arrival", "pipeline")]

@@ -118,7 +118,7 @@ def test_the_state_is_that_of_the_last_step_handed_out(folder, steps):
     ("changes", "named"),
     [
         ({"data": {"seed": 1}}, "data.seed = 0, this job has 1"),
-        ({"packing": {"method": "sequential"}}, "packing.method = 'variable_length'"),
+        ({"packing": {"method": "sequential"}}, "packing.method = 'makespan'"),
         ({"data": {"seed": 1, "overlong": "drop"}}, r"data.overlong = 'split', .* 'drop' \(1 more settings differ\)"),
     ],
 )
@@ -157,7 +157,7 @@ def test_other_settings_on_purpose_lose_and_repeat_no_document(folder):
     with open_loader(folder, changes, state=state) as changed:
         assert changed.changed_data is not None
         assert "data.seed was 0 and is 9" in changed.changed_data
-        assert "packing.method was 'variable_length' and is 'sequential'" in changed.changed_data
+        assert "packing.method was 'makespan' and is 'sequential'" in changed.changed_data
         kept = waiting.totals()["pending_documents"]
         assert kept > 0
         assert changed.changed_data.endswith(f"; {kept} waiting documents are carried over")
