@@ -10,7 +10,7 @@ import numpy as np
 from wlb.report.plots import pyplot_without_display, save
 
 QUOTED = "#b8bfc7"
-COLOURS = ("#c2571a", "#6a7fb5", "#1b7f5c", "#0b3d2e", "#a3496f", "#8a7a2b")
+COLOURS = ("#c2571a", "#6a7fb5", "#1b7f5c", "#d4a017", "#a3496f", "#8a7a2b")
 
 
 def grouped_bars(
