@@ -16,6 +16,7 @@ _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 # The systems that WLB-LLM (OSDI '25, section 7.1) compares, and ours: what a preset sets where a job does not. They
 # differ in these two sections only. The paper says nothing of dealing to ranks and order; it gets the usual ones.
 _AS_PACKED = {"assignment": "arrival", "order": "arrival"}
+NO_BOUND = 2**31 - 1  # steps: in the paper a document waits until its queue is full
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "plain-4d": {"packing": {"method": "sequential", **_AS_PACKED}, "sharding": {"strategy": "per_sequence"}},
     "fixed-4d": {
@@ -23,7 +24,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "sharding": {"strategy": "per_document"},
     },
     "wlb-llm": {
-        "packing": {"method": "variable_length", "early_release": False, **_AS_PACKED},
+        "packing": {"method": "variable_length", "early_release": False, "max_delay": NO_BOUND, **_AS_PACKED},
         "sharding": {"strategy": "adaptive"},
     },
     "best": {},

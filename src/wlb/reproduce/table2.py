@@ -6,6 +6,7 @@ import importlib.util
 from functools import partial
 from typing import Any, NamedTuple
 
+from wlb.config import NO_BOUND
 from wlb.documents.segments import Segment
 from wlb.packing import make_packer
 from wlb.packing.variable_length import default_thresholds
@@ -13,7 +14,6 @@ from wlb.reproduce import paper
 from wlb.reproduce.charts import grouped_bars
 from wlb.reproduce.documents import corpus, cut_by_loader
 from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
-from wlb.reproduce.systems import NO_BOUND
 from wlb.simulate.compare import Cluster, MethodResult, compare_packer, packer_for
 from wlb.simulate.named_jobs import PAPER_JOBS
 from wlb.workload import make_workload

@@ -39,7 +39,11 @@ _LEARNING_RATE = 2e-3
 # delayed or put in another order, and the gradient is that of one document at a time (tests/training/
 # test_steps_equivalence.py).
 METHODS: dict[str, dict[str, Any]] = {
-    "unpacked": {"packing.outlier_thresholds": [], "packing.max_length_factor": MICRO_BATCHES + 1.0},
+    "unpacked": {
+        "packing.method": "variable_length",
+        "packing.outlier_thresholds": [],
+        "packing.max_length_factor": MICRO_BATCHES + 1.0,
+    },
     "sequential": {"preset": "plain-4d"},
     "fixed_greedy:1": {"preset": "fixed-4d"},
     "fixed_greedy:8": {"preset": "fixed-4d", "packing.window": 8},
