@@ -6,7 +6,7 @@ import numpy as np
 
 from wlb.config import PRESETS
 from wlb.reproduce.experiment import Documents, Settings
-from wlb.reproduce.systems import NO_BOUND, Bench
+from wlb.reproduce.systems import Bench
 from wlb.simulate.named_jobs import PAPER_JOBS
 
 
