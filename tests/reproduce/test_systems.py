@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from wlb.config import PRESETS
+from wlb.config import NO_BOUND, PRESETS
 from wlb.reproduce.experiment import Documents, Settings
 from wlb.reproduce.systems import Bench
 from wlb.simulate.named_jobs import PAPER_JOBS
