@@ -121,6 +121,20 @@ def test_the_mean_step_is_a_global_batch(stream):
         assert trained + (run.starts[taken] - trained) >= end  # what was due by now was taken in
 
 
+@pytest.mark.parametrize("factor", [1.5, 4.0])
+@pytest.mark.parametrize("lookahead", [0.0, 0.5])
+@pytest.mark.parametrize("shortest", [1, 1000])
+def test_documents_longer_than_the_window_are_planned_alike_in_any_chunks(factor, lookahead, shortest):
+    """A global batch of them may be fewer documents than micro-batches."""
+    lengths = np.random.default_rng(0).integers(shortest, int(1000 * factor), 100, endpoint=True).tolist()
+    options = {"max_length_factor": factor, "lookahead": lookahead, "workload": WORKLOADS["7b"]}
+    at_once, one_by_one = (make_packer("makespan", micro_batches=4, context_window=1000, **options) for _ in range(2))
+    plans = [plan for document in enumerate(lengths) for plan in one_by_one.plan([document])]
+    assert plans == at_once.plan(enumerate(lengths))
+    assert all(micro_batch.segments for plan in plans for micro_batch in plan.micro_batches)
+    assert one_by_one.drain() == at_once.drain()
+
+
 @pytest.mark.parametrize("shape", ADVERSARIAL)
 @pytest.mark.parametrize("factor", [1.0, 1.5, 2.0])
 @pytest.mark.parametrize("micro_batches", [1, 4])

@@ -96,6 +96,8 @@ class MakespanPacker(PoolingPacker):
         self._ahead_tokens = state["ahead_tokens"]
 
     def _tokens_wanted(self) -> int:
+        if len(self._held) + len(self._carried) + len(self._arrived) < self.micro_batches:
+            return self._arrived_tokens + 1  # more than there are: documents longer than the window may be too few
         whole_step = self.global_batch_tokens - self._carried_tokens - _tokens(self._held)
         return max(self._tokens_due() + self._lookahead_tokens, whole_step)
 
