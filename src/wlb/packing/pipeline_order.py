@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, permutations
+from itertools import islice, permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,7 +141,8 @@ def _peak_at(place: float, count: int) -> Indices:
 @lru_cache(maxsize=16)
 def _swaps(count: int, most: int) -> Indices:
     """At most ``most`` orders of ``count`` in which two have changed places, neighbours before distant ones."""
-    pairs = sorted(combinations(range(count), 2), key=lambda pair: pair[1] - pair[0])[:most]
+    by_distance = ((first, first + distance) for distance in range(1, count) for first in range(count - distance))
+    pairs = list(islice(by_distance, most))
     orders = np.tile(np.arange(count), (len(pairs), 1))
     for row, (first, second) in zip(orders, pairs, strict=True):
         row[first], row[second] = second, first

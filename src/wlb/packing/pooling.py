@@ -20,7 +20,7 @@ from wlb.workload.base import DocumentPrices
 
 
 class PoolingPacker(Packer):
-    """Base of ``fixed_greedy``, ``fixed_solver`` and ``variable_length``.
+    """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``makespan``.
 
     ``capacity`` is the most tokens of a micro-batch, ``window`` the global batches planned together.
     """

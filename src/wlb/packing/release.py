@@ -160,7 +160,7 @@ def _appraise(released: Released, pool: StepPool, prices: Prices) -> Choice:
 
 
 class _Filling(NamedTuple):
-    """Micro-batches after pouring: up to how many seconds, heaviest over mean, and tokens."""
+    """Micro-batches after pouring: up to how many seconds, heaviest over mean, tokens, and due ones left to wait."""
 
     limit: float
     imbalance: float
