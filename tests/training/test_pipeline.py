@@ -122,3 +122,23 @@ def _debug_run() -> float:
 
 def test_torch_debugging_does_not_mistake_lengths_for_errors() -> None:
     assert run_ranks(2, _debug_run)[1] > 0
+
+
+def _gathers_before_embedding() -> tuple[int, int]:
+    """Of the second step on this rank: gathers that start before the first embedding, and all."""
+    parallel = ParallelConfig(pp=2, dp=2)
+    mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
+    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=torch.float32, device=device, seed=0)
+    runner = PipelineRunner(stages, parallel, mesh, 2, dtype=torch.float32, device=device)
+    runner.run_step(_batches(MICRO_BATCHES[:2]), LOSS_TOKENS)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        runner.run_step(_batches(MICRO_BATCHES[:2]), LOSS_TOKENS)
+    events = profiler.events() or ()
+    embedding = min((e.time_range.start for e in events if e.name == "aten::embedding"), default=float("inf"))
+    gathers = [event.time_range.start for event in events if event.name == "c10d::_allgather_base_"]
+    return sum(start < embedding for start in gathers), len(gathers)
+
+
+def test_a_pipeline_rank_gathers_all_its_weights_before_its_first_forward() -> None:
+    for early, gathers in run_ranks(4, _gathers_before_embedding)[:2]:  # the ranks of the first stage
+        assert early == gathers == 3  # two blocks, and the rest of the stage
