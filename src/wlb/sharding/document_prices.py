@@ -4,8 +4,10 @@ W_a + W_l says what a document costs a group that shares it evenly and exchanges
 whole on one rank under hybrid sharding and exchanges nothing, while a long one is cut, and where ranks are far apart
 its keys and values take longer than the attention that hides them. So documents are probed: micro-batches with one
 document each, among short ones, are sharded and priced as a group (``wlb.sharding.latency``), and what the document
-adds, over W_a + W_l, is the correction for its length. Between probes it is interpolated. Micro-batches that are even
-by these prices are even when they run.
+adds, over W_a + W_l, is the correction for its length. Between probes it is interpolated.
+
+Micro-batches that are even by these prices are closer to even when they run than by W_a + W_l. In large groups they are
+not quite even: what is added depends on what is there, as one exchange hides behind the attention of several documents.
 """
 
 from __future__ import annotations
