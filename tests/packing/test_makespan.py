@@ -207,6 +207,20 @@ def test_a_drain_balances_what_can_be_balanced():
     assert max(plan.imbalance for plan in packer.drain()) < 1.02
 
 
+@pytest.mark.parametrize("kept", [0, 3, 5])
+def test_steps_that_are_taken_back_are_due_again(kept):
+    """What is taken in and not trained is then all ahead of the steps that were kept, but for what these trained."""
+    packer = make_packer("makespan", micro_batches=4, context_window=4096, workload=make_workload("7b"))
+    plans = packer.plan(sample_lengths(1500, 4096).tolist())
+    packer.take_back(plans[kept:])
+    state = packer.state_dict()
+    planned_ahead = sum(row[2] for row in state["carried"] + state["waiting"])
+    trained = sum(plan.tokens for plan in plans[:kept])
+    assert state["ahead_tokens"] == planned_ahead + trained - kept * packer.global_batch_tokens
+    again = packer.plan(())
+    assert len(again) == pytest.approx(len(plans) - kept, abs=1)
+
+
 SCRIPT = """
 import hashlib, json
 from wlb.documents.synthetic import sample_lengths

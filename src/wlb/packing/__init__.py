@@ -14,6 +14,7 @@ from wlb.packing.base import Packer
 from wlb.packing.fixed_greedy import FixedGreedyPacker
 from wlb.packing.fixed_solver import FixedSolverPacker
 from wlb.packing.makespan import MakespanPacker
+from wlb.packing.pooling import PoolingPacker
 from wlb.packing.sequential import SequentialPacker
 from wlb.packing.variable_length import VariableLengthPacker
 from wlb.workload.base import DocumentPrices
@@ -47,20 +48,9 @@ def make_packer(
 
 def packer_from_config(config: PackingConfig, context_window: int, workload: DocumentPrices) -> Packer:
     """The packer that a job's ``[packing]`` section describes, in which ``max_length_factor`` is no longer "auto"."""
-    options: dict[str, Any] = {}
-    if config.method != "sequential" and config.max_delay is not None:
-        options["max_delay"] = config.max_delay
-    if config.method in ("fixed_greedy", "fixed_solver"):
-        options["window"] = config.window
+    options = settings_in_use(config)
     if config.method == "fixed_solver":
         options["node_limit"] = config.solver_nodes
-    if config.has_length_factor:
-        options["max_length_factor"] = config.max_length_factor
-    if config.method == "variable_length":
-        options["outlier_thresholds"] = config.outlier_thresholds
-        options["early_release"] = config.early_release
-    if config.method == "makespan":
-        options |= {name: getattr(config, name) for name in ("delay_price", "lookahead", "token_spread")}
     return make_packer(
         config.method,
         micro_batches=config.micro_batches,
@@ -68,3 +58,21 @@ def packer_from_config(config: PackingConfig, context_window: int, workload: Doc
         workload=workload,
         **options,
     )
+
+
+def settings_in_use(config: PackingConfig) -> dict[str, Any]:
+    """The settings that decide which document ``config.method`` trains when: what it has no use for is left out."""
+    names: list[str] = []
+    if config.has_length_factor:
+        names.append("max_length_factor")
+    if config.method == "variable_length":
+        names += ["outlier_thresholds", "early_release"]
+    if config.method == "makespan":
+        names += ["delay_price", "lookahead", "token_spread"]
+    if config.method in ("fixed_greedy", "fixed_solver"):
+        names.append("window")
+    settings = {name: getattr(config, name) for name in names}
+    packer = PACKERS[config.method]
+    if issubclass(packer, PoolingPacker):
+        settings["max_delay"] = packer.default_max_delay if config.max_delay is None else config.max_delay
+    return settings

@@ -46,7 +46,7 @@ class MakespanPacker(PoolingPacker):
 
     name = "makespan"
     _room_setting = "packing.max_length_factor"
-    _default_max_delay: ClassVar[int] = 8
+    default_max_delay: ClassVar[int] = 8
     _least_max_delay: ClassVar[int] = 0
 
     def __init__(
@@ -94,6 +94,10 @@ class MakespanPacker(PoolingPacker):
         super()._restore(state)
         self._held = self._from_state(state["waiting"])
         self._ahead_tokens = state["ahead_tokens"]
+
+    def take_back(self, plans: Sequence[StepPlan]) -> None:
+        super().take_back(plans)
+        self._ahead_tokens += len(plans) * self.global_batch_tokens - sum(plan.tokens for plan in plans)
 
     def _tokens_wanted(self) -> int:
         if len(self._held) + len(self._carried) + len(self._arrived) < self.micro_batches:

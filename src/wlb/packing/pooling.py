@@ -25,7 +25,7 @@ class PoolingPacker(Packer):
     ``capacity`` is the most tokens of a micro-batch, ``window`` the global batches planned together.
     """
 
-    _default_max_delay: ClassVar[int] = 16
+    default_max_delay: ClassVar[int] = 16
     _least_max_delay: ClassVar[int] = 1
 
     def __init__(
@@ -42,7 +42,7 @@ class PoolingPacker(Packer):
         require_positive("packing.window", window)
         self.capacity = capacity
         self.window = window
-        self.max_delay = self._default_max_delay if max_delay is None else max_delay
+        self.max_delay = self.default_max_delay if max_delay is None else max_delay
         if self.max_delay < self._least_max_delay:
             raise UserError(
                 f"packing.max_delay = {max_delay} must be at least {self._least_max_delay} with {self.name}"

@@ -12,26 +12,24 @@ from typing import Any
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
+from wlb.packing import settings_in_use
 
 STORE = "token store"
-
-# Another number of micro-batches packs the same documents in the same order; the rest deals micro-batches to ranks and
-# bounds a search.
-_FREE_PACKING_SETTINGS = {"micro_batches", "assignment", "order", "solver_nodes"}
 
 
 def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
     """What a loader state is valid for: the data, and every setting that decides which document trains when.
 
-    Parallel sizes, micro-batches, the model and the dealing of micro-batches to ranks are absent: they may change.
+    Parallel sizes, micro-batches, the model, the dealing of micro-batches to ranks and settings that the packing method
+    has no use for are absent: they may change.
     """
     data = config.data.model_dump(mode="json", exclude={"store"})
-    packing = config.packing.model_dump(mode="json", exclude=_FREE_PACKING_SETTINGS)
+    packing = {"method": config.packing.method, **settings_in_use(config.packing)}
     return {
         STORE: store.identity,
         "tokenizer": store.tokenizer_identity,
         **{f"data.{key}": value for key, value in data.items()},
-        **{f"packing.{key}": value for key, value in packing.items()},
+        **{f"packing.{key}": list(value) if isinstance(value, tuple) else value for key, value in packing.items()},
     }
 
 

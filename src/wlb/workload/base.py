@@ -15,7 +15,7 @@ class DocumentPrices(Protocol):
     """What packing asks: prices that add up over the documents of a micro-batch."""
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
-        """Forward and backward of each document; shape of ``lengths`` (tokens)."""
+        """Forward and backward of each document, over 0; shape of ``lengths`` (tokens)."""
         ...
 
 
