@@ -19,6 +19,7 @@ from wlb.sharding.plan import Table
 from wlb.workload.base import Workload
 
 _CUTS = 128  # places between which the cut of a document is interpolated
+_PLACES = np.arange(_CUTS + 1)
 
 Row = tuple[int, int, int]
 Share = tuple[int, float]  # rank and seconds
@@ -40,7 +41,7 @@ def fill_ranks(
     segments = sorted(cut, key=lambda segment: (-int(lengths[segment]), segment))
     sizes = lengths[segments]
     seconds = workload.attention_seconds(sizes) + token_seconds * sizes
-    left = space.copy()
+    left: list[int] = space.tolist()
     ranks: list[int] = []
     rows: list[Row] = []
     for segment, shares in zip(segments, _pour(seconds, sizes, load_seconds, space), strict=True):
@@ -89,7 +90,7 @@ def _gaps(seconds: float, loads: NDArray[np.float64], most: NDArray[np.float64])
 
 
 def _cut(
-    length: int, shares: list[Share], space: NDArray[np.int64], token_seconds: float, workload: Workload
+    length: int, shares: list[Share], space: list[int], token_seconds: float, workload: Workload
 ) -> list[tuple[int, int, int]]:
     """Pieces (rank, start, stop) of one document: the largest share takes the tail, the others nested pairs."""
     outer, _ = max(shares, key=lambda share: share[1])
@@ -97,10 +98,10 @@ def _cut(
     if not inner:
         return [(outer, 0, length)]
     inner_seconds = sum(seconds for _, seconds in inner)
-    most = max(0, min(int(space[rank] * (inner_seconds / seconds)) for rank, seconds in inner))
-    stops = np.arange(_CUTS + 1) * length // _CUTS
+    most = max(0, min([int(space[rank] * (inner_seconds / seconds)) for rank, seconds in inner]))
+    stops = _PLACES * length // _CUTS
     starts = np.maximum(stops - most, 0)
-    until_stop, until_start = workload.attention_seconds(np.stack([stops, starts]))
+    until_stop, until_start = workload.attention_seconds(np.array((stops, starts)))
     stop = round(float(np.interp(inner_seconds, until_stop - until_start + token_seconds * (stops - starts), stops)))
     start = max(stop - most, 0)
     pieces = [(outer, 0, start), (outer, stop, length)]

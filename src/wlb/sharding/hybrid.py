@@ -10,7 +10,7 @@ level cuts less and balances less; several are tried.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,10 +96,10 @@ def _deal(
         while heap and load_tokens[heap[0][1]] + sizes[segment] > room:
             full.append(heappop(heap))
         if heap and heap[0][0] + prices[segment] <= level:
-            load, rank = heappop(heap)
+            load, rank = heap[0]
             owners[segment] = rank
             load_tokens[rank] += sizes[segment]
-            heappush(heap, (load + prices[segment], rank))
+            heapreplace(heap, (load + prices[segment], rank))
         elif heap:
             next_level = min(next_level, heap[0][0] + prices[segment])
         for entry in full:

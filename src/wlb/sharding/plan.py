@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,8 @@ def split_by_rank(ranks: NDArray[np.int64], table: Table, cp_size: int) -> tuple
     last = np.append(first[1:], len(table)) - 1
     merged = np.stack([table[first, 0], table[first, 1], table[last, 2]], axis=1)
     merged.setflags(write=False)  # plans are shared by whoever asks for them again
-    return tuple(np.split(merged, np.searchsorted(ranks[first], np.arange(1, cp_size))))
+    bounds = np.searchsorted(ranks[first], np.arange(cp_size + 1)).tolist()
+    return tuple([merged[start:stop] for start, stop in pairwise(bounds)])
 
 
 def _triangle(length: NDArray[np.int64]) -> NDArray[np.int64]:
