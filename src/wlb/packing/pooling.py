@@ -45,7 +45,8 @@ class PoolingPacker(Packer):
         self.max_delay = self.default_max_delay if max_delay is None else max_delay
         if self.max_delay < self._least_max_delay:
             raise UserError(
-                f"packing.max_delay = {max_delay} must be at least {self._least_max_delay} with {self.name}"
+                f"packing.max_delay = {max_delay} must be at least {self._least_max_delay} with {self.name}; "
+                "makespan takes 0, which lets no document wait"
             )
         self._carried: list[Pending] = []
         self._carried_tokens = 0
