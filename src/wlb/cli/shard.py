@@ -91,7 +91,7 @@ def _table(results: list[StrategyResult], title: str) -> Table:
     table = Table(
         title=title,
         caption="means over micro-batches; imbalance: largest over mean rank\n"
-        "slowest rank: predicted, forward and backward\n"
+        "group: predicted seconds, forward and backward, ranks waiting for each other in every layer\n"
         "K/V gathered: tokens whose keys and values another rank attends",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -102,7 +102,7 @@ def _table(results: list[StrategyResult], title: str) -> Table:
         "latency\nimbalance",
         "token\nimbalance",
         "K/V\ngathered",
-        "slowest\nrank, s",
+        "group,\nseconds",
         "over\nbest",
         "planning\nms",
         "chosen\nper document",
