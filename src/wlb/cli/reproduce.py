@@ -70,7 +70,7 @@ def reproduce(
 
             settings = Settings(lengths, steps, seed, seeds, profile, out, show)
             began = time.perf_counter()
-            report = EXPERIMENTS[chosen].run(settings)
+            report = EXPERIMENTS[chosen](settings)
             report.draw(out / f"{chosen}.png")
         document = {"experiment": chosen, **report.to_json(), "run_seconds": round(time.perf_counter() - began, 1)}
         (out / f"{chosen}.json").write_text(json_module.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -79,12 +79,3 @@ class Report:
             "findings": [finding._asdict() for finding in self.findings],
             "notes": list(self.notes),
         }
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """``shows`` names the paper's table or figure."""
-
-    name: str
-    shows: str
-    run: Callable[[Settings], Report]

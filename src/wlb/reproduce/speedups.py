@@ -140,7 +140,7 @@ def findings(rows: dict[str, Row]) -> list[Finding]:
             ", ".join(f"{window // 1024}K {value:.3f}" for window, value in windows.items()),
         ),
         Finding(
-            "balancing within fixed lengths gains little (paper: 1.03)",
+            f"balancing within fixed lengths gains little (paper: {paper.FIXED_4D_SPEEDUP})",
             float(np.mean([row.fixed for row in rows.values()])) < 1 + (float(np.mean([*models.values()])) - 1) / 2,
             f"Fixed-4D {np.mean([row.fixed for row in rows.values()]):.3f}, "
             f"WLB-LLM {np.mean([row.wlb for row in rows.values()]):.3f}",
