@@ -93,14 +93,17 @@ class _Walk:
     def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
         """Walk through a step: forwards and backwards, then the optimizer."""
         parallel = self.settings.parallel
-        mine = sum(
-            unit.weights for stage in range(self.rank, parallel.stages, parallel.pp) for unit in self._units(stage, 1)
-        )
-        shard = -(-mine // self.shards) * self.settings.master_bytes
+        mine = {stage: self._units(stage, 1) for stage in range(self.rank, parallel.stages, parallel.pp)}
+        weights = sum(unit.weights for units in mine.values() for unit in units)
+        shard = -(-weights // self.shards) * self.settings.master_bytes
         self.held["weights"] = shard
         self.held["optimizer"] = 2 * shard
         self.held["checkpoint"] = 3 * shard if self.settings.checkpoint_copy else 0
         self.held["batches"] = sum(self.rows) * _BATCH_BYTES
+        if parallel.pp > 1:  # all from the start of the step on
+            for stage, units in mine.items():
+                for index, unit in enumerate(units):
+                    self._gather(stage, index, unit)
         for stage, micro_batch, backward, _ in operations:
             if backward:
                 self._backward(stage, micro_batch)
