@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from wlb.sharding.plan import ShardPlan, split_by_rank
+from wlb.sharding.pieces import merged, rank_tables
+from wlb.sharding.plan import ShardPlan
 
 
 def random_plan(lengths: Sequence[int], cp_size: int, owners: int, seed: int) -> ShardPlan:
@@ -19,4 +20,4 @@ def random_plan(lengths: Sequence[int], cp_size: int, owners: int, seed: int) ->
         rows += [(segment, start, stop) for start, stop in pairwise(cuts)]
     table = np.array(rows, dtype=np.int64)
     ranks = cp_size - 1 - random.integers(0, owners, len(table))
-    return ShardPlan("random", tuple(lengths), split_by_rank(ranks, table, cp_size))
+    return ShardPlan("random", tuple(lengths), rank_tables(merged(ranks, *table.T), cp_size))

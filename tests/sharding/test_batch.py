@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sharding.micro_batches import sampled_micro_batches
-from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
-from wlb.sharding.batch import MicroBatches, shard_many
+from wlb.sharding import STRATEGIES, MicroBatches, make_shard_plan, shard_latency, shard_many
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality
 from wlb.workload import make_workload

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from wlb.sharding.batch import MicroBatches, shard_many
+from wlb.sharding import MicroBatches, shard_many
 from wlb.sharding.document_prices import sharded_prices
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality

@@ -1,6 +1,7 @@
-"""A micro-batch in, a ``ShardPlan`` out: which context-parallel rank computes attention for which tokens.
+"""Micro-batches in, ``ShardPlan``s out: which context-parallel rank computes attention for which tokens.
 
-A new strategy is one new file and one line in ``STRATEGIES``.
+A strategy shards many micro-batches at once, so that those who simulate thousands of steps pay for a few NumPy
+operations; ``make_shard_plan`` is a batch of one. A new strategy is one new file and one line in ``STRATEGIES``.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.sharding.adaptive import adaptive_pieces
-from wlb.sharding.hybrid import hybrid_pieces
+from wlb.sharding.adaptive import adaptive
+from wlb.sharding.hybrid import hybrid
 from wlb.sharding.latency import ShardLatency, shard_latency
-from wlb.sharding.per_document import per_document_pieces
-from wlb.sharding.per_sequence import per_sequence_pieces
-from wlb.sharding.plan import ShardPlan, Table
+from wlb.sharding.pieces import MicroBatches, Pieces, rank_tables
+from wlb.sharding.plan import ShardPlan
+from wlb.sharding.static import per_document, per_sequence
 from wlb.workload import Workload, make_workload
 
-__all__ = ["STRATEGIES", "ShardLatency", "ShardPlan", "make_shard_plan", "shard_latency"]
+__all__ = ["STRATEGIES", "MicroBatches", "ShardLatency", "ShardPlan", "make_shard_plan", "shard_latency", "shard_many"]
 
-STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, Workload], tuple[Table, ...]]] = {
-    "per_sequence": lambda lengths, cp_size, workload: per_sequence_pieces(lengths, cp_size),
-    "per_document": lambda lengths, cp_size, workload: per_document_pieces(lengths, cp_size),
-    "adaptive": adaptive_pieces,
-    "hybrid": hybrid_pieces,
+STRATEGIES: dict[str, Callable[[MicroBatches, int, Workload], Pieces]] = {
+    "per_sequence": per_sequence,
+    "per_document": per_document,
+    "adaptive": adaptive,
+    "hybrid": hybrid,
 }
 
 
@@ -44,13 +45,19 @@ def make_shard_plan(
     ``UserError`` for an unknown strategy, a ``cp_size`` below 1, no documents, and lengths that are not whole numbers
     of at least 1.
     """
+    lengths = _checked(document_lengths)
+    micro_batch = MicroBatches(lengths, np.array([len(lengths)]))
+    pieces = shard_many(micro_batch, cp_size, strategy, workload or _default_workload())
+    return ShardPlan(strategy, tuple(lengths.tolist()), rank_tables(pieces, cp_size))
+
+
+def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Workload) -> Pieces:
+    """The pieces that ``make_shard_plan`` makes of each micro-batch; arguments and errors as there."""
     if strategy not in STRATEGIES:
         raise UserError(f"sharding strategy {strategy!r} is unknown; choose from {', '.join(STRATEGIES)}")
     if cp_size < 1:
         raise UserError(f"cp_size = {cp_size} is not a group size; it must be at least 1")
-    lengths = _checked(document_lengths)
-    pieces = STRATEGIES[strategy](lengths, cp_size, workload or _default_workload())
-    return ShardPlan(strategy, tuple(lengths.tolist()), pieces)
+    return STRATEGIES[strategy](micro_batches, cp_size, workload)
 
 
 def _checked(document_lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -6,29 +6,28 @@ per-sequence sharding does the opposite. Which one wins is decided for every mic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb.sharding.latency import Candidate, priced
-from wlb.sharding.per_document import per_document_pieces
-from wlb.sharding.per_sequence import per_sequence_pieces
-from wlb.sharding.plan import Table
+from wlb.sharding.candidates import Candidates, Prices, joined, one_each, pieces_of_plans, price
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces
+from wlb.sharding.static import per_document, per_sequence
 from wlb.workload.base import Workload
 
 
-def adaptive_pieces(lengths: NDArray[np.int64], cp_size: int, workload: Workload) -> tuple[Table, ...]:
+def adaptive(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
     """Per-document sharding, unless per-sequence sharding makes the group faster."""
-    choices = adaptive_choices(lengths, cp_size)
-    return fastest(priced(choices, [len(lengths)] * len(choices), workload)).pieces
+    candidates = joined(static_candidates(micro_batches, cp_size), micro_batches, cp_size)
+    prices = price(candidates, micro_batches, cp_size, workload)
+    return pieces_of_plans(faster_static(prices, micro_batches), candidates, micro_batches, cp_size)
 
 
-def adaptive_choices(lengths: NDArray[np.int64], cp_size: int) -> list[tuple[Table, ...]]:
-    """The plans that ``adaptive_pieces`` chooses from."""
-    return [per_document_pieces(lengths, cp_size), per_sequence_pieces(lengths, cp_size)]
+def static_candidates(micro_batches: MicroBatches, cp_size: int) -> list[Candidates]:
+    """The plans that ``adaptive`` chooses from: per-document ones, then per-sequence ones."""
+    return [one_each(make(micro_batches, cp_size), micro_batches) for make in (per_document, per_sequence)]
 
 
-def fastest(candidates: Sequence[Candidate]) -> Candidate:
-    """The first of those whose group is fastest."""
-    return min(candidates, key=lambda candidate: candidate.slowest_seconds)
+def faster_static(prices: Prices, micro_batches: MicroBatches) -> Integers:
+    """The plan that ``adaptive`` chooses for each micro-batch, where ``static_candidates`` come first."""
+    count = len(micro_batches.counts)
+    by_document, by_sequence = prices.seconds[:count], prices.seconds[count : 2 * count]
+    return np.arange(count) + count * (by_sequence < by_document)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.config import PackingConfig, ShardingConfig
-from wlb.sharding.batch import MicroBatches, shard_many
+from wlb.sharding import MicroBatches, shard_many
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality
 from wlb.workload import Hardware, ModelShape, Workload, make_workload

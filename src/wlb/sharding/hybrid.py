@@ -9,16 +9,17 @@ level cuts less and balances less; several are tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.adaptive import adaptive_choices, fastest
+from wlb.sharding.adaptive import faster_static, static_candidates
+from wlb.sharding.candidates import Candidates, Prices, joined, pieces_of_plans, price
 from wlb.sharding.filling import fill_ranks
-from wlb.sharding.latency import Candidate, priced
-from wlb.sharding.plan import Table, split_by_rank
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged
+from wlb.sharding.plan import Table
 from wlb.workload.base import Workload
 
 MEMORY_FACTOR = 1.25  # tokens a rank may hold, over its even share
@@ -29,30 +30,58 @@ LEVELS = (1.0, 1.02, 1.04, 1.08)  # of seconds, over perfectly even ranks
 EVEN_TOKENS = 1.01
 
 
-def hybrid_pieces(lengths: NDArray[np.int64], cp_size: int, workload: Workload) -> tuple[Table, ...]:
+def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
     """Cut as few documents as make the group fastest.
 
     No rank holds more than ``MEMORY_FACTOR`` times its even share of the tokens, rounded up.
     """
-    plans = [*adaptive_choices(lengths, cp_size), *hybrid_choices(lengths, cp_size, workload)]
-    per_document, per_sequence, *others = priced(plans, [len(lengths)] * len(plans), workload)
-    return hybrid_choice(fastest([per_document, per_sequence]), others).pieces
+    levelled = _levelled_candidates(micro_batches, cp_size, workload)
+    candidates = joined([*static_candidates(micro_batches, cp_size), levelled], micro_batches, cp_size)
+    prices = price(candidates, micro_batches, cp_size, workload)
+    chosen = _choose(faster_static(prices, micro_batches), levelled.micro_batch, prices)
+    return pieces_of_plans(chosen, candidates, micro_batches, cp_size)
 
 
-def hybrid_choice(adaptive: Candidate, others: Sequence[Candidate]) -> Candidate:
-    """Of ``others``, priced ``hybrid_choices``, and adaptive sharding the one to take.
+def _choose(adaptive: Integers, of_levelled: Integers, prices: Prices) -> Integers:
+    """Of each micro-batch's ``adaptive`` plan and its levelled ones, the last of ``prices``, the one to take.
 
     Of those within ``TOLERANCE`` of the fastest that is the one that gathers the fewest tokens, because gathered keys
     and values also cost memory, and bandwidth that others would use; never one slower than adaptive sharding.
     """
-    candidates = [adaptive, *others]
-    limit = min((1 + TOLERANCE) * fastest(candidates).slowest_seconds, adaptive.slowest_seconds)
-    near = [candidate for candidate in candidates if candidate.slowest_seconds <= limit]
-    return min(near, key=lambda candidate: (candidate.gathered_tokens, candidate.slowest_seconds))
+    plans = np.concatenate([adaptive, np.arange(len(of_levelled)) + len(prices.seconds) - len(of_levelled)])
+    micro_batch = np.concatenate([np.arange(len(adaptive)), of_levelled])
+    seconds, gathered = prices.seconds[plans], prices.gathered[plans]
+    fastest = np.full(len(adaptive), np.inf)
+    np.minimum.at(fastest, micro_batch, seconds)
+    limit = np.minimum((1 + TOLERANCE) * fastest, prices.seconds[adaptive])
+    best_first = np.lexsort((seconds, gathered, seconds > limit[micro_batch], micro_batch))
+    _, first = np.unique(micro_batch[best_first], return_index=True)
+    return plans[best_first][first]
 
 
-def hybrid_choices(lengths: NDArray[np.int64], cp_size: int, workload: Workload) -> Iterator[tuple[Table, ...]]:
-    """Plans for every level that makes another one, with uneven tokens; and for the lowest with even ones."""
+def _levelled_candidates(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Candidates:
+    """The levelled plans of every micro-batch."""
+    of_plans: list[int] = []
+    lanes, tables, segments = [], [], 0
+    for index, lengths in enumerate(np.split(micro_batches.sizes, micro_batches.first[1:])):
+        for ranks, table in _levelled(lengths, cp_size, workload):
+            lanes.append(ranks + len(of_plans) * cp_size)
+            tables.append(table + np.array([segments, 0, 0]))
+            of_plans.append(index)
+            segments += len(lengths)
+    if not of_plans:
+        nothing = np.empty(0, np.int64)
+        return Candidates(nothing, Pieces(nothing, nothing, nothing, nothing))
+    lane, (segment, start, stop) = np.concatenate(lanes), np.concatenate(tables).T
+    order = np.lexsort((start, segment))
+    return Candidates(np.array(of_plans), merged(lane[order], segment[order], start[order], stop[order]))
+
+
+def _levelled(lengths: Integers, cp_size: int, workload: Workload) -> Iterator[tuple[Integers, Table]]:
+    """Ranks and pieces (segment, start, stop), empty ones among them, for every level that makes another plan.
+
+    With uneven tokens; and for the lowest level with even ones.
+    """
     total = int(lengths.sum())
     token_seconds = float(workload.linear_seconds(total)) / total
     seconds = workload.attention_seconds(lengths) + token_seconds * lengths
@@ -73,7 +102,7 @@ def hybrid_choices(lengths: NDArray[np.int64], cp_size: int, workload: Workload)
                 filled = fill_ranks(cut.tolist(), lengths, load_seconds, space, token_seconds, workload)
                 ranks, rows = np.concatenate([filled[0], ranks]), np.concatenate([filled[1], rows])
             if np.bincount(ranks, rows[:, 2] - rows[:, 1]).max() <= most_tokens:
-                yield split_by_rank(ranks, rows, cp_size)
+                yield ranks, rows
             if len(cut) == 0:
                 break  # a higher level is only less even
 

@@ -7,16 +7,14 @@ for each other (``wlb.sharding.group``), and by that strategies choose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.sharding.group import RankSeconds, backward_seconds, forward_seconds
-from wlb.sharding.pieces import Locality, Pieces, locality, stacked
-from wlb.sharding.plan import ShardPlan, Table
+from wlb.sharding.pieces import Locality, Pieces, locality, pieces_of
+from wlb.sharding.plan import ShardPlan
 from wlb.workload.base import Phase, Workload
 from wlb.workload.kv_gather import EXCHANGES
 
@@ -44,18 +42,10 @@ class ShardLatency:
         return float(self.ranks.max() / self.ranks.mean())
 
 
-class Candidate(NamedTuple):
-    """Pieces of every rank, and what they cost."""
-
-    slowest_seconds: float
-    gathered_tokens: int
-    pieces: tuple[Table, ...]
-
-
 def shard_latency(plan: ShardPlan, workload: Workload) -> ShardLatency:
     """Price ``plan`` with the ``workload`` of one GPU without context parallelism (``cp`` = 1)."""
     segments, cp_size = len(plan.segment_lengths), plan.cp_size
-    pieces = stacked([plan.pieces], [segments])
+    pieces = pieces_of(plan)
     where = locality(pieces, segments, 1, cp_size)
     forward, backward = (_attention(pieces, where, workload, phase)[0] for phase in _PHASES)
     return ShardLatency(
@@ -65,16 +55,6 @@ def shard_latency(plan: ShardPlan, workload: Workload) -> ShardLatency:
         gathered_tokens=int(where.gathered_tokens[0]),
         slowest=float(group_seconds(pieces, where, workload)[0]),
     )
-
-
-def priced(plans: Sequence[tuple[Table, ...]], segments: Sequence[int], workload: Workload) -> list[Candidate]:
-    """What ``plans`` cost, each the pieces of its ranks, for micro-batches of ``segments`` segments each."""
-    if not plans:
-        return []
-    pieces = stacked(plans, segments)
-    where = locality(pieces, sum(segments), len(plans), len(plans[0]))
-    seconds = group_seconds(pieces, where, workload).tolist()
-    return [*map(Candidate, seconds, where.gathered_tokens.tolist(), plans)]
 
 
 def group_seconds(pieces: Pieces, where: Locality, workload: Workload) -> NDArray[np.float64]:

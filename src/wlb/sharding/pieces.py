@@ -6,16 +6,28 @@ operations however many they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.plan import Table, keeps_received
+from wlb.sharding.plan import ShardPlan, Table, keeps_received, owners
 
 _FAR = np.int64(2**40)  # beyond every start of a piece
 Integers = NDArray[np.int64]
+
+
+class MicroBatches(NamedTuple):
+    """Segments of many micro-batches, one after another; none of them is empty."""
+
+    sizes: Integers  # tokens of every segment
+    counts: Integers  # segments of every micro-batch
+
+    @property
+    def first(self) -> Integers:
+        """The first segment of every micro-batch."""
+        return np.cumsum(self.counts) - self.counts
 
 
 class Pieces(NamedTuple):
@@ -40,15 +52,30 @@ class Locality(NamedTuple):
     kept: NDArray[np.bool_]  # whether the ranks of every plan keep what they receive until the backward
 
 
-def stacked(plans: Sequence[tuple[Table, ...]], segments: Sequence[int]) -> Pieces:
-    """The pieces of ``plans``, for micro-batches of ``segments`` segments each."""
-    tables = [table for plan in plans for table in plan]
-    lane = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
-    first = np.cumsum(segments) - segments
-    local, start, stop = np.concatenate(tables).T
-    segment = local + first[lane // len(plans[0])]
+def merged(lane: Integers, segment: Integers, start: Integers, stop: Integers) -> Pieces:
+    """Pieces from columns in order of segment and start: drops empty ones, joins those that continue each other."""
+    keep = stop > start
+    lane, segment, start, stop = (column[keep] for column in (lane, segment, start, stop))
+    continues = (lane[1:] == lane[:-1]) & (segment[1:] == segment[:-1])
+    first = np.flatnonzero(np.concatenate([[True], ~continues]))
+    last = np.append(first[1:], len(lane)) - 1
+    return Pieces(lane[first], segment[first], start[first], stop[last])
+
+
+def pieces_of(plan: ShardPlan) -> Pieces:
+    """The pieces of one plan."""
+    segment, start, stop = np.concatenate(plan.pieces).T
     order = np.lexsort((start, segment))
-    return Pieces(lane[order], segment[order], start[order], stop[order])
+    return Pieces(owners(plan.pieces)[order], segment[order], start[order], stop[order])
+
+
+def rank_tables(pieces: Pieces, cp_size: int) -> tuple[Table, ...]:
+    """The pieces of one plan by rank, as ``ShardPlan`` holds them."""
+    order = np.argsort(pieces.lane, kind="stable")
+    table = np.stack([pieces.segment, pieces.start, pieces.stop], axis=1)[order]
+    table.setflags(write=False)  # plans are shared by whoever asks for them again
+    bounds = np.searchsorted(pieces.lane[order], np.arange(cp_size + 1)).tolist()
+    return tuple([table[start:stop] for start, stop in pairwise(bounds)])
 
 
 def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Locality:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -152,24 +151,6 @@ def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(starts - ends + lengths, lengths)
-
-
-def split_by_rank(ranks: NDArray[np.int64], table: Table, cp_size: int) -> tuple[Table, ...]:
-    """``table``'s rows (segment, start, stop) by rank, in packed order, without empty pieces.
-
-    Neighbouring pieces of a rank that continue each other become one. Ranks without tokens get shape (0, 3).
-    """
-    keep = table[:, 2] > table[:, 1]
-    ranks, table = ranks[keep], table[keep]
-    order = np.lexsort((table[:, 1], table[:, 0], ranks))
-    ranks, table = ranks[order], table[order]
-    continues = (ranks[1:] == ranks[:-1]) & (table[1:, 0] == table[:-1, 0]) & (table[1:, 1] == table[:-1, 2])
-    first = np.flatnonzero(np.concatenate([[True], ~continues]))
-    last = np.append(first[1:], len(table)) - 1
-    merged = np.stack([table[first, 0], table[first, 1], table[last, 2]], axis=1)
-    merged.setflags(write=False)  # plans are shared by whoever asks for them again
-    bounds = np.searchsorted(ranks[first], np.arange(cp_size + 1)).tolist()
-    return tuple([merged[start:stop] for start, stop in pairwise(bounds)])
 
 
 def _triangle(length: NDArray[np.int64]) -> NDArray[np.int64]:

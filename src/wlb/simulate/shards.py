@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.batch import MicroBatches, shard_many
+from wlb.sharding import MicroBatches, shard_many
 from wlb.sharding.pieces import Pieces, locality
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.job import SimulatedJob

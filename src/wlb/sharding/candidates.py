@@ -1,0 +1,67 @@
+"""Several ways to shard every micro-batch, priced together, and the pieces of those that are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.sharding.latency import group_seconds
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces, locality
+from wlb.workload.base import Workload
+
+
+class Candidates(NamedTuple):
+    """Plans of micro-batches, any number of each; lanes and segments of ``pieces`` count over all plans."""
+
+    micro_batch: Integers  # of every plan
+    pieces: Pieces
+
+
+class Prices(NamedTuple):
+    """What plans cost; arrays of shape (plans,)."""
+
+    seconds: NDArray[np.float64]  # of the group, forward and backward over all layers
+    gathered: Integers  # tokens whose keys and values another rank attends
+
+
+def one_each(pieces: Pieces, micro_batches: MicroBatches) -> Candidates:
+    """One plan for every micro-batch, in order."""
+    return Candidates(np.arange(len(micro_batches.counts)), pieces)
+
+
+def joined(candidates: Sequence[Candidates], micro_batches: MicroBatches, cp_size: int) -> Candidates:
+    """All ``candidates`` as one, in order."""
+    columns, plans, segments = [], 0, 0
+    for micro_batch, pieces in candidates:
+        lane, segment, start, stop = pieces
+        columns.append((lane + plans * cp_size, segment + segments, start, stop))
+        plans += len(micro_batch)
+        segments += int(micro_batches.counts[micro_batch].sum())
+    together = Pieces(*map(np.concatenate, zip(*columns, strict=True)))
+    return Candidates(np.concatenate([micro_batch for micro_batch, _ in candidates]), together)
+
+
+def price(candidates: Candidates, micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Prices:
+    """Price every plan with the ``workload`` of one GPU without context parallelism."""
+    plans = len(candidates.micro_batch)
+    segments = int(micro_batches.counts[candidates.micro_batch].sum())
+    where = locality(candidates.pieces, segments, plans, cp_size)
+    return Prices(group_seconds(candidates.pieces, where, workload), where.gathered_tokens)
+
+
+def pieces_of_plans(chosen: Integers, candidates: Candidates, micro_batches: MicroBatches, cp_size: int) -> Pieces:
+    """The pieces of one plan for each micro-batch, ``chosen[i]`` for the i-th."""
+    counts = micro_batches.counts[candidates.micro_batch]
+    to_micro_batch = np.full(len(counts), -1)
+    to_micro_batch[chosen] = np.arange(len(chosen))
+    to_segment = micro_batches.first[candidates.micro_batch] - (np.cumsum(counts) - counts)
+    lane, segment, start, stop = candidates.pieces
+    plan, rank = np.divmod(lane, cp_size)
+    keep = np.flatnonzero(to_micro_batch[plan] >= 0)
+    plan = plan[keep]
+    lane, segment = to_micro_batch[plan] * cp_size + rank[keep], segment[keep] + to_segment[plan]
+    order = np.argsort(segment, kind="stable")  # those of one segment are in order already
+    return Pieces(lane[order], segment[order], start[keep][order], stop[keep][order])
