@@ -172,3 +172,16 @@ def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys
         writer.add([])
     with pytest.raises(UserError, match="holds only empty documents"):
         read_lengths(tmp_path / "void")
+
+
+@pytest.mark.parametrize("source", [".", "/", "", "..", "folder"])
+def test_directories_are_no_lengths(source, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is a directory; name a"):
+        read_lengths(source)
+
+
+def test_names_that_no_file_can_have():
+    with pytest.raises(UserError, match="cannot be read: File name too long"):
+        read_lengths("a" * 5000)

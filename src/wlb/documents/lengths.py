@@ -35,9 +35,9 @@ def read_lengths(source: str | Path) -> NDArray[np.int64]:
         return _synthetic(str(source))
     path = Path(source)
     read = _READERS.get(path.suffix)
-    if read is None or (not path.exists() and index_path(path).exists()):
-        read, path = _from_index, _index_of(path)
     try:
+        if read is None or (not path.exists() and index_path(path).exists()):
+            read, path = _from_index, _index_of(path)
         lengths, where = read(path)
     except FileNotFoundError:
         raise UserError(f"lengths {path} does not exist") from None
@@ -63,6 +63,8 @@ def _index_of(path: Path) -> Path:
         return path
     if index_path(path).exists():
         return index_path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; name a file of lengths or a token store in it")
     if path.is_file():
         raise UserError(f"{path} is of no known kind; lengths come from {', '.join(_READERS)} or a token store prefix")
     raise UserError(f"neither {path} nor a token store {index_path(path)} exists")
