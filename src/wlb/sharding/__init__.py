@@ -44,13 +44,18 @@ def make_shard_plan(
     ``UserError`` for an unknown strategy, a ``cp_size`` below 1, no documents, and lengths that are not whole numbers
     of at least 1.
     """
-    if strategy not in STRATEGIES:
-        raise UserError(f"sharding strategy {strategy!r} is unknown; choose from {', '.join(STRATEGIES)}")
+    check_strategy(strategy)
     if cp_size < 1:
         raise UserError(f"cp_size = {cp_size} is not a group size; it must be at least 1")
     lengths = _checked(document_lengths)
     pieces = STRATEGIES[strategy](lengths, cp_size, workload or _default_workload())
     return ShardPlan(strategy, tuple(lengths.tolist()), pieces)
+
+
+def check_strategy(name: str) -> None:
+    """Raise ``UserError`` for a strategy that is not in ``STRATEGIES``."""
+    if name not in STRATEGIES:
+        raise UserError(f"sharding strategy {name!r} is unknown; choose from {', '.join(STRATEGIES)}")
 
 
 def _checked(document_lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

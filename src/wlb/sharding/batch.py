@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.sharding import check_strategy
 from wlb.sharding.hybrid import hybrid_choice, hybrid_choices
 from wlb.sharding.latency import Candidate, group_seconds, priced
 from wlb.sharding.per_document import chunk_table
@@ -33,7 +34,11 @@ class MicroBatches(NamedTuple):
 
 
 def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Workload) -> Pieces:
-    """The pieces that ``make_shard_plan`` makes of each micro-batch; arguments as there."""
+    """The pieces that ``make_shard_plan`` makes of each micro-batch; arguments as there.
+
+    Raises ``UserError`` for an unknown strategy.
+    """
+    check_strategy(strategy)
     if strategy == "per_document":
         return _per_document(micro_batches, cp_size)
     if strategy == "per_sequence":
