@@ -62,12 +62,19 @@ def test_npy_of_any_integer_type(tmp_path, dtype):
 def test_synthetic_source():
     np.testing.assert_array_equal(read_lengths("synthetic:100:4096:3"), sample_lengths(100, 4096, 3))
     np.testing.assert_array_equal(read_lengths("synthetic:100:4096"), sample_lengths(100, 4096, 0))
+    np.testing.assert_array_equal(read_lengths("synthetic:100:4k:3"), sample_lengths(100, 4096, 3))
 
 
 @pytest.mark.parametrize("bad", ["synthetic:", "synthetic:10", "synthetic:a:b", "synthetic:1:2:3:4", "synthetic:-1:5"])
 def test_malformed_synthetic_source(bad):
     with pytest.raises(UserError, match="synthetic:DOCUMENTS:WINDOW"):
         read_lengths(bad)
+
+
+@pytest.mark.parametrize("window", ["0", "4X", "4096M"])
+def test_synthetic_windows_are_tokens(window):
+    with pytest.raises(UserError, match=f"'{window}' is no number of tokens"):
+        read_lengths(f"synthetic:10:{window}")
 
 
 @pytest.mark.parametrize(
