@@ -58,7 +58,8 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 def _first_problem(error: ValidationError) -> str:
     problems = error.errors()
-    first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")  # a typo explains what is missing
+    # A typo explains what is missing; of a union's alternatives, the one that fits deepest was meant.
+    first = min(problems, key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
     # A union adds the name of its alternative: "literal['auto']", "constrained-float".
     parts = [part for part in first["loc"] if isinstance(part, str) and "[" not in part]
     where = ".".join(part for part in parts if not part.startswith("constrained-"))

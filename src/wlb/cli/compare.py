@@ -27,7 +27,10 @@ _ANY_WIDTH = 1000  # of a terminal that is wide enough
 
 def compare(
     lengths: options.Lengths,
-    context_window: Annotated[int | None, typer.Option(min=1, help="Tokens attention may span.")] = None,
+    context_window: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", parser=options.tokens, help="Tokens attention may span, such as 128K."),
+    ] = None,
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks.")
     ] = None,
@@ -52,7 +55,10 @@ def compare(
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Take the lengths as prompts; simulate a serving system's prefill.")
     ] = False,
-    token_budget: Annotated[int | None, typer.Option(min=1, help="--prefill: tokens of a rank in one pass.")] = None,
+    token_budget: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", parser=options.tokens, help="--prefill: tokens of a rank in one pass."),
+    ] = None,
     chunked: Annotated[
         bool, typer.Option("--chunked/--whole", help="--prefill: cut prompts into chunks, or not.")
     ] = True,
@@ -74,7 +80,7 @@ def compare(
 
     With --prefill the lengths are prompts, batched by count, tokens, workload or workload:shortest.
 
-    Example: wlb compare synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
+    Example: wlb compare synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
     from wlb.simulate.compare import DEFAULT_METHODS, Cluster, comparison_json, documents_for, packer_for

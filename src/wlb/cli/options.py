@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.errors import UserError
+from wlb.token_count import parse_tokens
 
 if TYPE_CHECKING:
     from wlb.workload.base import Workload
@@ -22,7 +23,20 @@ Lengths = Annotated[
         "or synthetic:DOCUMENTS:WINDOW:SEED."
     ),
 ]
-ContextWindow = Annotated[int, typer.Option("--context-window", min=1, help="Tokens attention may span.")]
+
+
+def tokens(value: str | int) -> int:
+    """A number of tokens on the command line, for Typer, which also gives it defaults."""
+    try:
+        return parse_tokens(str(value))
+    except UserError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+ContextWindow = Annotated[
+    int,
+    typer.Option("--context-window", metavar="TOKENS", parser=tokens, help="Tokens attention may span, such as 128K."),
+]
 MicroBatches = Annotated[
     int, typer.Option("--micro-batches", min=1, help="Micro-batches of a step, over all data-parallel ranks.")
 ]

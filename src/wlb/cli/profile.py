@@ -47,7 +47,10 @@ def profile(
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Measure one of so many tensor-parallel ranks.")] = 1,
     max_length: Annotated[
-        int | None, typer.Option(help="Longest document, in tokens; default 4,096 on cpu, 131,072 on cuda.")
+        int | None,
+        typer.Option(
+            metavar="TOKENS", parser=options.tokens, help="Longest document; default 4,096 on cpu, 131,072 on cuda."
+        ),
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Compute type; default float32 on cpu, bfloat16 on cuda.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,

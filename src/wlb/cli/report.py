@@ -32,7 +32,9 @@ def report(
     parallel: Annotated[
         str, typer.Option(help="Sizes of the job, as dp=4,pp=4,cp=2,tp=8; also virtual_pp=N and schedule=NAME.")
     ] = "dp=1,pp=4,cp=2,tp=8",
-    context_window: Annotated[int, typer.Option(min=1, help="Tokens attention may span.")] = 131_072,
+    context_window: Annotated[
+        int, typer.Option(metavar="TOKENS", parser=options.tokens, help="Tokens attention may span, such as 128K.")
+    ] = 131_072,
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks; default: dp x pp.")
     ] = None,
@@ -42,7 +44,7 @@ def report(
 ) -> None:
     """Write a report as one HTML file that works offline: what imbalance costs, where, and what to set.
 
-    Example: wlb report synthetic:20000:131072:0 --model 7b --parallel dp=4,pp=4,cp=2,tp=8 --out report.html
+    Example: wlb report synthetic:20000:128K:0 --model 7b --parallel dp=4,pp=4,cp=2,tp=8 --out report.html
     """
     from wlb.report.page import write_page
     from wlb.report.run_directory import is_run_directory

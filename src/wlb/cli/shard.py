@@ -39,7 +39,7 @@ def shard(
     Packs the documents sequentially, shares sampled micro-batches among context-parallel ranks with every strategy and
     prints how even the ranks are and what must be gathered.
 
-    Example: wlb shard synthetic:20000:131072:0 --context-window 131072 --cp 8
+    Example: wlb shard synthetic:20000:128K:0 --context-window 128K --cp 8
     """
     from wlb.documents.lengths import read_lengths
     from wlb.sharding import STRATEGIES

@@ -68,8 +68,16 @@ def simulate(
     search: Annotated[bool, typer.Option("--search", help="Look for the fastest layout and packing.")] = False,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs, for --search.")] = None,
     model: options.Model = "7b",
-    context_window: Annotated[int, typer.Option("--context-window", min=1, help="Tokens, for --search.")] = 131_072,
-    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=1, help="Global batch, for --search.")] = 2**24,
+    context_window: Annotated[
+        int,
+        typer.Option("--context-window", metavar="TOKENS", parser=options.tokens, help="For --search, such as 128K."),
+    ] = 131_072,
+    batch_tokens: Annotated[
+        int,
+        typer.Option(
+            "--batch-tokens", metavar="TOKENS", parser=options.tokens, help="Global batch, for --search, such as 16M."
+        ),
+    ] = 2**24,
     json: options.Json = False,
 ) -> None:
     """Simulate steps of a job on any number of GPUs, and say where their time goes.

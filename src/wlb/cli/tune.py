@@ -50,7 +50,7 @@ def tune(
     default: sequential) and beside makespan, which has no thresholds, with the same L_max. Recommended is makespan
     where it is within the bound on token delay and no more than 1% slower at equal work.
 
-    Example: wlb tune synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
+    Example: wlb tune synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
