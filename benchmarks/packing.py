@@ -37,6 +37,7 @@ from rich.table import Table
 from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
+from wlb.packing.base import PackingTask
 from wlb.packing.tuning import documents_filling, search
 from wlb.workload import make_workload
 
@@ -133,7 +134,7 @@ def _solver_rows(options: argparse.Namespace, lengths: NDArray[np.int64], settin
     """fixed_solver on the first steps only, with a limit on the seconds of each."""
     tokens = options.solver_steps * setting.global_batch_tokens
     first = lengths[: documents_filling(lengths, tokens)]
-    method = OurMethod("fixed_solver", {"time_limit": options.time_limit})
+    method = OurMethod("fixed_solver", {"solver_seconds": options.time_limit})
     greedy = OurMethod("fixed_greedy")
     label = f"fixed_solver, window 1, {options.time_limit:g} s, first {options.solver_steps} steps"
     return balance({"fixed_greedy, window 1, same steps": greedy, label: method}, first, setting, 1)
@@ -147,12 +148,8 @@ def _tuned_rows(options: argparse.Namespace, lengths: NDArray[np.int64], setting
         ("tuned on these lengths", lengths, lengths),
         ("tuned on the first half, packing the second", lengths[:half], lengths[half:]),
     ):
-        best = search(
-            searched,
-            micro_batches=setting.micro_batches,
-            context_window=setting.context_window,
-            workload=setting.workload,
-        )[0]
+        task = PackingTask(setting.micro_batches, setting.context_window, setting.workload)
+        best = search(searched, task)[0]
         row = balance({f"variable_length, {label}": tuned_method(best)}, packed, setting, options.turns)[0]
         row["outlier_thresholds"] = list(best.outlier_thresholds)
         row["max_length_factor"] = best.max_length_factor

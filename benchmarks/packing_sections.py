@@ -25,7 +25,7 @@ from wlb.packing import make_packer
 from wlb.packing.base import Packer
 from wlb.packing.exact import solve
 from wlb.packing.tuning import documents_filling
-from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR
+from wlb.packing.variable_length import VariableLengthOptions
 
 Row = dict[str, Any]
 
@@ -104,7 +104,7 @@ def oracle(lengths: NDArray[np.int64], setting: Setting, steps: int, time_limit:
     The program starts from the greedy placement and runs at most ``time_limit`` seconds of wall time a step.
     """
     plans = _packer(setting).plan(lengths.tolist())
-    capacity = int(DEFAULT_MAX_LENGTH_FACTOR * setting.context_window)
+    capacity = VariableLengthOptions().most_tokens(setting.context_window)
     chosen = np.unique(np.linspace(0, len(plans) - 1, steps).astype(int))
     over_best, over_bound, gaps = [], [], []
     for index in chosen:
@@ -168,7 +168,7 @@ def memory(lengths: NDArray[np.int64], setting: Setting, step_counts: Sequence[i
     return rows
 
 
-def _packer(setting: Setting) -> Packer:
+def _packer(setting: Setting) -> Packer[Any]:
     return make_packer(
         "variable_length",
         micro_batches=setting.micro_batches,

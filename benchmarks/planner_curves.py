@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
 from wlb.packing import make_packer
+from wlb.packing.base import PackingTask
 from wlb.packing.tuning import search, trade_off
+from wlb.packing.variable_length import VariableLengthOptions
 from wlb.simulate.compare import MethodResult, compare_packer
 from wlb.simulate.pipeline_cost import Cluster
 from wlb.workload import Workload
@@ -75,11 +77,9 @@ class Corpus:
         """The outlier thresholds on the trade-off curve of ``variable_length``, by its own search."""
         trials = search(
             self.lengths,
-            micro_batches=self.cluster.micro_batches,
-            context_window=self.cluster.context_window,
-            workload=self.workload,
+            PackingTask(self.cluster.micro_batches, self.cluster.context_window, self.workload),
+            VariableLengthOptions(max_delay=MAX_DELAY),
             factors=[length_factor],
-            max_delay=MAX_DELAY,
         )
         return [trial.outlier_thresholds for trial in trade_off(trials)]
 

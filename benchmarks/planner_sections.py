@@ -54,7 +54,7 @@ def placement(lengths: NDArray[np.int64], cluster: Cluster, workload: Workload, 
 
 def fixed_solver(corpus: Corpus, time_limit: float) -> list[Point]:
     """The integer program for fixed-length packing, and ``makespan`` on the same documents."""
-    return [corpus.point("fixed_solver", time_limit=time_limit), corpus.point("makespan", _FACTOR)]
+    return [corpus.point("fixed_solver", solver_seconds=time_limit), corpus.point("makespan", _FACTOR)]
 
 
 def planning_times(lengths: NDArray[np.int64], clusters: Sequence[Cluster], workload: Workload) -> list[Row]:

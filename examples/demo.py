@@ -30,7 +30,6 @@ from wlb.config import JobConfig
 from wlb.config_file import load_config
 from wlb.documents.document_order import DocumentStream
 from wlb.documents.token_store import TokenStore
-from wlb.packing import packer_from_config
 from wlb.packing.phases import micro_batch_seconds
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
@@ -145,7 +144,7 @@ def measure(name: str, config: JobConfig) -> Measured:
 def plan_steps(config: JobConfig, store: TokenStore, workload: Workload, steps: int) -> list[StepPlan]:
     """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
     stream = DocumentStream(store.lengths, config.data)
-    packer = packer_from_config(config.packing, config.data.context_window, workload)
+    packer = config.packing.packer(config.data.context_window, workload)
     pipeline = Pipeline(config.parallel.schedule, config.parallel.pp, workload)
     planner = StepPlanner(stream, packer, config.packing, config.parallel.dp, pipeline, one_epoch=False)
     return [planned.plan for planned in islice(planner, steps)]

@@ -67,8 +67,8 @@ def _section(name: str, definition: dict[str, Any], schema: dict[str, Any]) -> s
     lines = [f"## [{name}]\n", f"{definition['description']}\n"]
     lines += ["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
     required = definition.get("required", ())
-    for key, entry in definition["properties"].items():
-        default = "required" if key in required else _default(entry.get("default"))
+    for key, entry in sorted(definition["properties"].items(), key=lambda item: "defaults" in item[1]):
+        default = "required" if key in required else _default(entry)
         lines.append(f"| `{key}` | {_type(entry, schema)} | {default} | {entry.get('description', '')} |")
     nested = [
         _section(f"{name}.{key}", _definition(option, schema), schema)
@@ -84,7 +84,18 @@ def _definition(entry: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]
     return definition
 
 
-def _default(value: object) -> str:
+def _default(entry: dict[str, Any]) -> str:
+    """The default; of a packer's option, that of each packer which has it."""
+    by_packer: dict[str, Any] = entry.get("defaults", {})
+    if not by_packer:
+        return _value(entry.get("default"))
+    packers_with: dict[str, list[str]] = {}
+    for packer, value in by_packer.items():
+        packers_with.setdefault(_value(value), []).append(packer)
+    return "; ".join(f"{value} ({', '.join(packers)})".strip() for value, packers in packers_with.items())
+
+
+def _value(value: object) -> str:
     return "" if value is None else f"`{json.dumps(value)}`"
 
 

@@ -7,11 +7,16 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
+from pydantic.fields import FieldInfo
 
-from wlb.token_count import MOST_TOKENS, parse_tokens
+from wlb.packing import PACKERS, checked_name
+from wlb.packing.base import Packer, PackingTask
+from wlb.packing.options import LengthFactorOptions, PackerOptions
+from wlb.settings import NonNegativeInt, PositiveInt, Section, Tokens
+from wlb.workload.base import DocumentPrices
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
@@ -41,26 +46,8 @@ def _check_path(path: object) -> object:
     return path
 
 
-def _tokens(value: object) -> object:
-    return parse_tokens(value) if isinstance(value, str) else value
-
-
-# Strict: true is no number of processes. The bounds are those of the int32 and int64 that the numbers end up in.
-PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
-Tokens = Annotated[
-    int,
-    Field(ge=1, le=MOST_TOKENS, strict=True, json_schema_extra={"format": "tokens"}),
-    BeforeValidator(_tokens),  # "128K" and "1M" too
-]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are refused, values do not change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RopeScalingConfig(Section):
@@ -150,45 +137,36 @@ class ParallelConfig(Section):
         return self
 
 
-class PackingConfig(Section):
-    """How documents become micro-batches."""
+def _option_fields() -> dict[str, Any]:
+    """A field for every option of any packer; None is the packer's own default."""
+    by_option: dict[str, dict[str, FieldInfo]] = {}
+    for name, packer in PACKERS.items():
+        for option, field in packer.options_class.model_fields.items():
+            if not field.exclude:  # what is excluded is no setting of a job, as plans must not depend on it
+                by_option.setdefault(option, {})[name] = field
+    fields: dict[str, Any] = {}
+    for option, of_packers in by_option.items():
+        first = next(iter(of_packers.values()))
+        kind: Any = Annotated[first.annotation, *first.metadata] if first.metadata else first.annotation
+        defaults = {name: field.default for name, field in of_packers.items()}
+        described = Field(None, description=first.description, json_schema_extra={"defaults": defaults})
+        fields[option] = (kind | None, described)
+    return fields
 
-    method: Literal["sequential", "fixed_greedy", "fixed_solver", "variable_length", "makespan"] = Field(
-        "makespan", description="Packer"
+
+if TYPE_CHECKING:
+    _PackerSettings = Section
+else:
+    _PackerSettings = create_model("_PackerSettings", __base__=Section, **_option_fields())
+
+
+class PackingConfig(_PackerSettings):
+    """How documents become micro-batches: sizes, the packer, and its options. Options of other packers are ignored."""
+
+    method: Annotated[str, AfterValidator(checked_name)] = Field(
+        "makespan", description="Packer", json_schema_extra={"enum": [*PACKERS]}
     )
     micro_batches: PositiveInt = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
-    max_length_factor: Annotated[float, Field(ge=1, le=1000)] | Literal["auto"] = Field(
-        1.5,
-        description="L_max, the most tokens of a micro-batch, in context windows (variable_length, makespan); auto is "
-        "the most that memory allows, up to 4",
-    )
-    outlier_thresholds: Literal["auto"] | tuple[Tokens, ...] = Field(
-        "auto", description="Lengths from which documents wait in an outlier queue (variable_length)"
-    )
-    max_delay: NonNegativeInt | None = Field(
-        None,
-        description="Planning rounds (steps, or windows) after which a waiting document goes first; default: 8 for "
-        "makespan, where 0 lets none wait, and 16 for the others",
-    )
-    delay_price: float = Field(
-        0.05,
-        ge=0,
-        le=100,
-        description="Imbalance that a step of waiting is worth, for a global batch of tokens (makespan)",
-    )
-    lookahead: float = Field(
-        0.5, ge=0, le=1, description="Part of the next global batch that a step may train early (makespan)"
-    )
-    token_spread: float = Field(
-        0.75, ge=0, le=1, description="Global batches by which a step may be longer or shorter than one (makespan)"
-    )
-    early_release: bool = Field(
-        True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
-    )
-    window: PositiveInt = Field(1, description="Global batches packed together (fixed_*)")
-    solver_nodes: PositiveInt = Field(
-        1000, description="Branch-and-bound nodes of one solve (fixed_solver); every rank searches the same ones"
-    )
     assignment: Literal["arrival", "balanced"] = Field(
         "balanced", description="How micro-batches are dealt to data-parallel ranks: in turn, or heaviest first"
     )
@@ -199,9 +177,41 @@ class PackingConfig(Section):
     )
 
     @property
+    def options(self) -> PackerOptions:
+        """The options of ``method``, with its defaults for those that are not set."""
+        options_class = PACKERS[self.method].options_class
+        given = {name: getattr(self, name, None) for name in options_class.model_fields}
+        return options_class(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def length_factor(self) -> float | Literal["auto"]:
+        """L_max in context windows."""
+        options = self.options
+        return options.max_length_factor if isinstance(options, LengthFactorOptions) else 1.0
+
+    @property
     def has_length_factor(self) -> bool:
         """Whether micro-batches may be of up to L_max tokens, and not of the context window."""
-        return self.method in ("variable_length", "makespan")
+        return isinstance(self.options, LengthFactorOptions)
+
+    def with_length_factor(self, factor: float) -> PackingConfig:
+        """The same with another L_max, where the packer has one."""
+        return self.model_copy(update={"max_length_factor": factor}) if self.has_length_factor else self
+
+    def in_use(self) -> dict[str, Any]:
+        """The settings as JSON, without options of other packers."""
+        own = self.model_dump(mode="json", include={"method", "micro_batches", "assignment", "order"})
+        return own | self.options.model_dump(mode="json")
+
+    def packer(self, context_window: int, workload: DocumentPrices) -> Packer[Any]:
+        """The packer that this section describes, in which ``max_length_factor`` is no longer "auto"."""
+        task = PackingTask(self.micro_batches, context_window, workload)
+        return PACKERS[self.method](task, self.options)
+
+    @model_validator(mode="after")
+    def _check(self) -> PackingConfig:
+        self.options  # noqa: B018  # a value may be right for another packer only
+        return self
 
 
 class ShardingConfig(Section):
@@ -357,10 +367,4 @@ class JobConfig(Section):
                 f"interleaved 1F1B runs micro-batches in rounds of parallel.pp = {self.parallel.pp}; "
                 f"packing.micro_batches / parallel.dp = {per_rank} must be a multiple of it"
             )
-        for threshold in self.packing.outlier_thresholds if self.packing.outlier_thresholds != "auto" else ():
-            if threshold > self.data.context_window:
-                raise ValueError(
-                    f"packing.outlier_thresholds has {threshold}, over data.context_window = "
-                    f"{self.data.context_window}: no document could reach it"
-                )
         return self

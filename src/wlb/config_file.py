@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from wlb.config import JobConfig
 from wlb.errors import UserError
+from wlb.settings import main_problem
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
@@ -57,9 +58,7 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 
 
 def _first_problem(error: ValidationError) -> str:
-    problems = error.errors()
-    # A typo explains what is missing; of a union's alternatives, the one that fits deepest was meant.
-    first = min(problems, key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
+    first = main_problem(error)
     # A union adds the name of its alternative: "literal['auto']", "constrained-float".
     parts = [part for part in first["loc"] if isinstance(part, str) and "[" not in part]
     where = ".".join(part for part in parts if not part.startswith("constrained-"))
@@ -72,7 +71,7 @@ def _first_problem(error: ValidationError) -> str:
         what = f"this is a section; write [{where}] and its settings below"
     value = first["input"]
     shown = f" (got {value!r})" if where and not isinstance(value, dict) else ""
-    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+    more = f"; and {error.error_count() - 1} more" if error.error_count() > 1 else ""
     return f"{where + ': ' if where else ''}{what}{shown}{more}"
 
 

@@ -71,7 +71,7 @@ def packings(draw: Any, /, methods: Sequence[str] = METHODS, auto: bool = True, 
     if method.startswith("fixed"):
         options["window"] = draw(st.integers(1, 4 if method == "fixed_greedy" else 2))
     if method == "fixed_solver":
-        options["node_limit"] = 5
+        options["solver_nodes"] = 5
     if method == "makespan":
         options["max_delay"] = draw(st.integers(0, 8))
         options["delay_price"] = draw(st.sampled_from([0.0, 0.1, 3.0]))

@@ -9,11 +9,17 @@ from tests.packing.streams import SETTINGS, WORKLOADS, through_json
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.packing import make_packer, tuning
+from wlb.packing.base import PackingTask
 from wlb.packing.tuning import ThresholdTuner, Trial, search, trade_off, try_setting
+from wlb.packing.variable_length import VariableLengthOptions
 
-SETTING = {"micro_batches": 4, "context_window": 256, "workload": WORKLOADS["7b"]}
+TASK = PackingTask(4, 256, WORKLOADS["7b"])
 HEAVY = sample_lengths(4000, 256, seed=1, tail_share=0.3).tolist()
 LIGHT = [length % 16 + 1 for length in HEAVY]
+
+
+def options_of(trial):
+    return VariableLengthOptions(outlier_thresholds=trial.outlier_thresholds, max_length_factor=trial.max_length_factor)
 
 
 def beats(one, other):
@@ -27,7 +33,7 @@ def test_the_first_trial_is_the_best_within_the_bound(seed, max_token_delay, que
     progress = []
     trials = search(
         lengths,
-        **SETTING,
+        TASK,
         factors=[1.0, 1.5],
         max_token_delay=max_token_delay,
         queues=queues,
@@ -46,9 +52,9 @@ def test_the_first_trial_is_the_best_within_the_bound(seed, max_token_delay, que
 
 def test_finalists_pack_the_whole_sample(monkeypatch):
     monkeypatch.setattr(tuning, "_SCREENING_STEPS", 6)
-    trials = search(HEAVY, **SETTING, factors=[1.5])
+    trials = search(HEAVY, TASK, factors=[1.5])
     for trial in trials:
-        assert trial == try_setting(np.array(HEAVY), trial.outlier_thresholds, trial.max_length_factor, **SETTING)
+        assert trial == try_setting(np.array(HEAVY), TASK, options_of(trial))
     settings = {(trial.outlier_thresholds, trial.max_length_factor) for trial in trials}
     assert tuning._FINALISTS <= len(settings) == len(trials) < 67
     assert ((), 1.5) in settings  # no queue, no delay: the curve starts there
@@ -70,22 +76,22 @@ def test_the_trade_off_is_the_pareto_front(points):
 
 def test_trials_keep_to_the_bound_on_delay():
     for max_delay in (1, 3):
-        trials = search(HEAVY, **SETTING, factors=[2.0], queues=1, max_delay=max_delay)
+        trials = search(HEAVY, TASK, VariableLengthOptions(max_delay=max_delay), factors=[2.0], queues=1)
         assert max(trial.longest_delay for trial in trials) == max_delay
 
 
 def test_lengths_that_fill_no_step_are_refused():
     with pytest.raises(UserError, match="300 tokens fill no step of 4 micro-batches x 256 tokens; give more") as error:
-        search([100, 200], **SETTING)
+        search([100, 200], TASK)
     assert "\n" not in str(error.value)
 
 
 def test_lengths_over_the_window_count_as_one_window():
-    assert search([1000, 30] * 20, **SETTING, queues=1) == search([256, 30] * 20, **SETTING, queues=1)
+    assert search([1000, 30] * 20, TASK, queues=1) == search([256, 30] * 20, TASK, queues=1)
 
 
 def tuner():
-    return ThresholdTuner(4, 256, WORKLOADS["7b"], 1.5, early_release=True, max_delay=16)
+    return ThresholdTuner(TASK, VariableLengthOptions())
 
 
 def chosen(one, lengths, at_once):
@@ -117,7 +123,7 @@ def test_thresholds_do_not_depend_on_how_documents_arrive(monkeypatch):
     lengths = HEAVY[:600] + LIGHT[:1200] + HEAVY[600:900]
     outcomes = []
     for at_once in (1, 13, len(lengths)):
-        packer = make_packer("variable_length", outlier_thresholds="auto", **SETTING)
+        packer = make_packer("variable_length", outlier_thresholds="auto", **TASK._asdict())
         plans = [
             plan for start in range(0, len(lengths), at_once) for plan in packer.plan(lengths[start : start + at_once])
         ]

@@ -41,7 +41,7 @@ def test_a_configuration_becomes_the_job_it_describes():
 def test_the_length_factor_is_what_memory_allows():
     config = configuration(model={"name": "550m"}, packing={"max_length_factor": "auto"})
     simulated = SimulatedJob.from_config(config)
-    assert 1 <= float(simulated.packing.max_length_factor) <= 4
+    assert 1 <= float(simulated.packing.length_factor) <= 4
     assert predicted_memory(simulated).total <= usable_bytes(simulated)
     with pytest.raises(UserError, match="over the usable"):
         SimulatedJob.from_config(config, replace(H100, memory_bytes=1e9))

@@ -10,7 +10,6 @@ import pytest
 from tests.simulate.jobs import WINDOW, documents, job
 from wlb.config import DataConfig
 from wlb.documents.document_order import DocumentStream
-from wlb.packing import packer_from_config
 from wlb.packing.pipeline_order import Pipeline
 from wlb.simulate import SimulatedJob, simulate, simulate_steps
 from wlb.simulate.run import planned_steps
@@ -25,7 +24,7 @@ LENGTHS = documents(300)
 def test_plans_are_those_of_the_trainer(preset, order):
     planner = pytest.importorskip("wlb.training.planner")
     simulated = job(preset, pp=2, dp=2, packing={"order": order})
-    packer = packer_from_config(simulated.packing, WINDOW, simulated.packing_prices)
+    packer = simulated.packing.packer(WINDOW, simulated.packing_prices)
     stream = DocumentStream(LENGTHS, simulated.data)
     pipeline = Pipeline("1f1b", pp=2, workload=simulated.workload)
     trainer = planner.StepPlanner(stream, packer, simulated.packing, simulated.dp, pipeline, one_epoch=False)

@@ -31,7 +31,6 @@ from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS
 from wlb.config import PRESETS, JobConfig, ParallelConfig
 from wlb.documents.segments import Segment
-from wlb.packing import packer_from_config
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.batch import labelled_tokens, make_batch
@@ -104,7 +103,7 @@ def _job(preset: str, **packing: object) -> JobConfig:
 
 def _largest_step(job: JobConfig, documents: RandomDocuments) -> StepPlan:
     """A step of few tokens may have gradients that are zero but for rounding."""
-    packer = packer_from_config(job.packing, CONTEXT_WINDOW, make_workload("tiny"))
+    packer = job.packing.packer(CONTEXT_WINDOW, make_workload("tiny"))
     plans = packer.plan(int(length) for length in documents.lengths) + packer.drain()
     return max(plans, key=lambda plan: plan.tokens)
 

@@ -16,7 +16,6 @@ import torch
 from tests.training.jobs import VOCABULARY, job, write_store
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
-from wlb.packing import packer_from_config
 from wlb.packing.pipeline_order import Pipeline
 from wlb.training.batch import IGNORE_LABEL
 from wlb.training.loader import LoadedStep, RankShare, StepLoader
@@ -41,7 +40,7 @@ def open_loader(
     state: dict[str, Any] | None = None,
 ) -> StepLoader:
     config = job(folder, **(changes or {}))
-    packer = packer_from_config(config.packing, config.data.context_window, WORKLOAD)
+    packer = config.packing.packer(config.data.context_window, WORKLOAD)
     store = TokenStore.open(config.data.store)
     return StepLoader(
         store,

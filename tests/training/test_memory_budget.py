@@ -46,16 +46,16 @@ def test_auto_fills_the_memory_there_is(tmp_path):
     config = auto_job(tmp_path)
     between = (needed_gib(config, 2 * WINDOW) + needed_gib(config, 3 * WINDOW)) / 2
     decided = decide(auto_job(tmp_path, between))
-    assert 2 <= float(decided.packing.max_length_factor) < 3
+    assert 2 <= float(decided.packing.length_factor) < 3
     assert needed_gib(config, longest_micro_batch(decided)) <= between
 
 
 def test_auto_is_bounded_where_memory_is_not(tmp_path):
-    assert decide(auto_job(tmp_path)).packing.max_length_factor == LARGEST_AUTO_FACTOR
+    assert decide(auto_job(tmp_path)).packing.length_factor == LARGEST_AUTO_FACTOR
 
 
 def test_a_job_that_continues_keeps_its_length(tmp_path):
-    assert decide(auto_job(tmp_path), {"packing.max_length_factor": 1.25}).packing.max_length_factor == 1.25
+    assert decide(auto_job(tmp_path), {"packing.length_factor": 1.25}).packing.length_factor == 1.25
 
 
 @pytest.mark.parametrize("factor", ["auto", 2.0])
@@ -69,7 +69,7 @@ def test_a_job_that_does_not_fit_is_refused_with_numbers(tmp_path, factor):
         "optimizer",
         "activations",
         "0.0001 GiB of training.memory_gib",
-        "packing.max_length_factor",
+        "packing.length_factor",
     ):
         assert part in message
     assert f"micro-batches of {WINDOW if factor == 'auto' else 2 * WINDOW} tokens" in message
@@ -92,7 +92,7 @@ def _agree(folder: Path) -> float:
     config = auto_job(folder)
     less = needed_gib(config, 2 * WINDOW)
     mine = decide(auto_job(folder, less if dist.get_rank() else None))
-    return float(with_agreed_factor(mine).packing.max_length_factor)
+    return float(with_agreed_factor(mine).packing.length_factor)
 
 
 def test_ranks_agree_on_the_least(tmp_path):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from wlb.config import DataConfig, PackingConfig
 from wlb.documents.document_order import DocumentStream, shuffled
-from wlb.packing import packer_from_config
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
 from wlb.training.planner import PlannedStep, StepPlanner
@@ -34,7 +33,7 @@ def planner_of(
     )
     return StepPlanner(
         DocumentStream(np.array(lengths, dtype=np.int64), data),
-        packer_from_config(config, window_tokens, WORKLOAD),
+        config.packer(window_tokens, WORKLOAD),
         config,
         dp,
         Pipeline("1f1b", pp=2, workload=WORKLOAD),

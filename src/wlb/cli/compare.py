@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -174,7 +174,7 @@ def title_of(cluster: Cluster, priced_by: dict[str, str | int]) -> str:
 
 
 def compare_with_progress(
-    name: str, packer: Packer, documents: Sequence[Segment], cluster: Cluster, workload: Workload, bar: Progress
+    name: str, packer: Packer[Any], documents: Sequence[Segment], cluster: Cluster, workload: Workload, bar: Progress
 ) -> MethodResult:
     """One row of the comparison, with a bar of its own."""
     from wlb.simulate.compare import compare_packer

@@ -107,6 +107,6 @@ def _described(result: SimulationResult) -> dict[str, Any]:
     return result.to_json() | {
         "parallel": layout,
         "activation_checkpointing": job.activation_checkpointing,
-        "packing": job.packing.model_dump(),
+        "packing": job.packing.in_use(),
         "sharding": job.sharding.model_dump(),
     }

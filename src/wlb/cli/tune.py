@@ -53,8 +53,9 @@ def tune(
     Example: wlb tune synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
+    from wlb.packing.base import PackingTask
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
-    from wlb.packing.variable_length import VariableLengthPacker
+    from wlb.packing.variable_length import VariableLengthOptions
     from wlb.simulate.compare import Cluster, comparison_json, documents_for, packer_for
 
     check_dealing(micro_batches, dp)
@@ -66,20 +67,18 @@ def tune(
         task = bar.add_task("trying settings")
         trials = search(
             [document.length for document in documents],
-            micro_batches=micro_batches,
-            context_window=context_window,
-            workload=workload,
+            PackingTask(micro_batches, context_window, workload),
+            VariableLengthOptions() if max_delay is None else VariableLengthOptions(max_delay=max_delay),
             factors=factors,
             max_token_delay=max_token_delay,
-            max_delay=max_delay,
             on_trial=lambda done, total: bar.update(task, completed=done, total=total),
         )
         best, curve = trials[0], trade_off(trials)
         packers = {name: packer_for(name, cluster, workload) for name in options.method_names(methods, ["sequential"])}
-        packers[_TUNED] = VariableLengthPacker(
-            micro_batches=micro_batches,
-            context_window=context_window,
-            workload=workload,
+        packers[_TUNED] = packer_for(
+            "variable_length",
+            cluster,
+            workload,
             max_length_factor=best.max_length_factor,
             outlier_thresholds=best.outlier_thresholds,
             max_delay=max_delay,

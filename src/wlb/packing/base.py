@@ -14,13 +14,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, count, repeat
 from operator import index as plain_integer
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from wlb.documents.overlong import POLICIES
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.packing.options import PackerOptions
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload.base import DocumentPrices
 
@@ -42,20 +43,38 @@ class Pending(NamedTuple):
     segment: Segment
 
 
-class Packer(ABC):
+class PackingTask(NamedTuple):
+    """What every packer is asked for: N micro-batches a step, over all data-parallel ranks, about one window each.
+
+    ``context_window`` is in tokens; ``workload`` prices documents.
+    """
+
+    micro_batches: int
+    context_window: int
+    workload: DocumentPrices
+
+
+Options = TypeVar("Options", bound=PackerOptions)
+
+
+class Packer(ABC, Generic[Options]):
     """Turns a stream of documents into ``StepPlan``s of ``micro_batches`` micro-batches each.
 
-    ``micro_batches`` is N, counted over all data-parallel ranks; ``context_window`` is in tokens; ``workload``
-    prices documents. A global batch is N x ``context_window`` tokens, the mean size of a step.
+    A global batch is ``micro_batches`` context windows, the mean size of a step. A packer has a name, a class of
+    options, and says how many tokens it waits for and what it makes of them.
     """
 
     name: ClassVar[str]
+    options_class: ClassVar[type[PackerOptions]] = PackerOptions
+    prices_sharding: ClassVar[bool] = False  # whether prices are to know what sharding a document costs
     _cuts_documents: ClassVar[bool] = False  # so that they may be of any length
 
-    def __init__(self, *, micro_batches: int, context_window: int, workload: DocumentPrices) -> None:
-        self.micro_batches = positive_integer("micro_batches", micro_batches)
-        self.context_window = positive_integer("context_window", context_window)
-        self.workload = workload
+    def __init__(self, task: PackingTask, options: Options) -> None:
+        self.micro_batches = positive_integer("micro_batches", task.micro_batches)
+        self.context_window = positive_integer("context_window", task.context_window)
+        self.workload = task.workload
+        self.options = options
+        self.capacity = options.most_tokens(self.context_window)  # the most tokens of a micro-batch
         self._step = 0
         self._documents_seen = 0
         self._arrived: deque[Segment] = deque()
@@ -64,11 +83,6 @@ class Packer(ABC):
     @property
     def global_batch_tokens(self) -> int:
         return self.micro_batches * self.context_window
-
-    @property
-    def capacity(self) -> int:
-        """The most tokens of a micro-batch."""
-        return self.context_window
 
     def plan(self, arrivals: Iterable[Arrival]) -> list[StepPlan]:
         """Take documents in and return every step that is now complete, in order.

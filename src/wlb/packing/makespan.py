@@ -16,68 +16,59 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import Any, ClassVar
+from typing import Any
+
+from pydantic import Field
 
 from wlb.documents.segments import Segment
-from wlb.errors import UserError
-from wlb.packing.base import Pending
+from wlb.packing.base import PackingTask, Pending
 from wlb.packing.greedy import OpenMicroBatches, longest_first
+from wlb.packing.options import LengthFactorOptions
 from wlb.packing.plan import StepPlan
 from wlb.packing.pooling import PoolingPacker, split_at, to_state
 from wlb.packing.release import Fluid, Outlier, Prices, StepPool, choose
-from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR, check_length_factor
-from wlb.workload.base import DocumentPrices
-
-DEFAULT_DELAY_PRICE = 0.05
-DEFAULT_LOOKAHEAD = 0.5
-DEFAULT_TOKEN_SPREAD = 0.75
+from wlb.settings import NonNegativeInt
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
 
 
-class MakespanPacker(PoolingPacker):
+class MakespanOptions(LengthFactorOptions):
+    """Options of ``makespan``.
+
+    With a ``delay_price`` of 0.05, a document of a fifth of the global batch waits a step to save 1% of the heaviest
+    micro-batch.
+    """
+
+    least_max_delay = 0
+
+    max_delay: NonNegativeInt = Field(
+        8, description="Steps after which a waiting document is trained whatever it costs; 0 lets none wait"
+    )
+    delay_price: float = Field(
+        0.05, ge=0, le=100, description="Imbalance that a step of waiting is worth, for a global batch of tokens"
+    )
+    lookahead: float = Field(0.5, ge=0, le=1, description="Part of the next global batch that a step may train early")
+    token_spread: float = Field(
+        0.75, ge=0, le=1, description="Global batches by which a step may be longer or shorter than one"
+    )
+
+
+class MakespanPacker(PoolingPacker[MakespanOptions]):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
-    ``delay_price`` is the imbalance that one more step of waiting is worth, for a global batch of tokens: with 0.05, a
-    document of a fifth of the global batch waits a step to save 1% of the heaviest micro-batch. ``lookahead`` is the
-    part of the next global batch that a step may train early. A step trains between 1 - ``token_spread`` and 1 +
-    ``token_spread`` global batches, except where documents that may wait no longer make more; the mean is one.
+    A step trains between 1 - ``token_spread`` and 1 + ``token_spread`` global batches, except where documents that may
+    wait no longer make more; the mean is one.
     """
 
     name = "makespan"
-    default_max_delay: ClassVar[int] = 8
-    _least_max_delay: ClassVar[int] = 0
+    options_class = MakespanOptions
+    prices_sharding = True
 
-    def __init__(
-        self,
-        *,
-        micro_batches: int,
-        context_window: int,
-        workload: DocumentPrices,
-        max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
-        max_delay: int | None = None,
-        delay_price: float = DEFAULT_DELAY_PRICE,
-        lookahead: float = DEFAULT_LOOKAHEAD,
-        token_spread: float = DEFAULT_TOKEN_SPREAD,
-    ) -> None:
-        check_length_factor(max_length_factor)
-        for name, value, most in (
-            ("delay_price", delay_price, 100),
-            ("lookahead", lookahead, 1),
-            ("token_spread", token_spread, 1),
-        ):
-            if not 0 <= value <= most:
-                raise UserError(f"{name} = {value} must be between 0 and {most}")
-        super().__init__(
-            micro_batches=micro_batches,
-            context_window=context_window,
-            workload=workload,
-            capacity=int(max_length_factor * context_window),
-            max_delay=max_delay,
-        )
-        self._prices = Prices(delay=delay_price)
-        self._lookahead_tokens = int(lookahead * self.global_batch_tokens)
-        self._spread_tokens = int(token_spread * self.global_batch_tokens)
+    def __init__(self, task: PackingTask, options: MakespanOptions) -> None:
+        super().__init__(task, options)
+        self._prices = Prices(delay=options.delay_price)
+        self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
+        self._spread_tokens = int(options.token_spread * self.global_batch_tokens)
         self._outlier_tokens = max(1, self.context_window // _OUTLIER_SHARE)
         self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
         self._ahead_tokens = 0  # taken in that were not due by the last step

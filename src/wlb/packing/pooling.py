@@ -9,50 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 from wlb.documents.segments import Segment
-from wlb.errors import UserError
-from wlb.packing.base import Packer, Pending, positive_integer
+from wlb.packing.base import Packer, PackingTask, Pending
 from wlb.packing.greedy import OpenMicroBatches, longest_first
+from wlb.packing.options import DelayOptions
 from wlb.packing.plan import StepPlan
-from wlb.workload.base import DocumentPrices
+
+Options = TypeVar("Options", bound=DelayOptions)
 
 
-class PoolingPacker(Packer):
-    """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``makespan``.
+class PoolingPacker(Packer[Options]):
+    """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``makespan``."""
 
-    ``capacity`` is the most tokens of a micro-batch, ``window`` the global batches planned together.
-    """
+    options_class = DelayOptions
+    window = 1  # global batches planned together
 
-    default_max_delay: ClassVar[int] = 16
-    _least_max_delay: ClassVar[int] = 1
-
-    def __init__(
-        self,
-        *,
-        micro_batches: int,
-        context_window: int,
-        workload: DocumentPrices,
-        capacity: int,
-        window: int = 1,
-        max_delay: int | None = None,
-    ) -> None:
-        super().__init__(micro_batches=micro_batches, context_window=context_window, workload=workload)
-        self._capacity = capacity
-        self.window = positive_integer("window", window)
-        self.max_delay = self.default_max_delay if max_delay is None else max_delay
-        if self.max_delay < self._least_max_delay:
-            raise UserError(
-                f"max_delay = {max_delay} must be at least {self._least_max_delay} with {self.name}; "
-                "makespan takes 0, which lets no document wait"
-            )
+    def __init__(self, task: PackingTask, options: Options) -> None:
+        super().__init__(task, options)
+        self.max_delay = options.max_delay
         self._carried: list[Pending] = []
         self._carried_tokens = 0
-
-    @property
-    def capacity(self) -> int:
-        return self._capacity
 
     @property
     def pending(self) -> list[Segment]:

@@ -12,10 +12,11 @@ from itertools import islice
 
 from wlb.documents.segments import Segment
 from wlb.packing.base import Packer
+from wlb.packing.options import PackerOptions
 from wlb.packing.plan import MicroBatch, StepPlan
 
 
-class SequentialPacker(Packer):
+class SequentialPacker(Packer[PackerOptions]):
     """Micro-batches of exactly ``context_window`` tokens; the last step of an epoch is cut evenly instead."""
 
     name = "sequential"

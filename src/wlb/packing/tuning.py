@@ -1,7 +1,7 @@
 """Choosing outlier thresholds and L_max: try them on a sample of the lengths, keep the best trade-off.
 
 Every candidate packs the same sample; what counts is the imbalance degree reached under a bound on the mean token
-delay. ``search`` does this for the command line. ``ThresholdTuner`` does it inside a running packer, for
+delay. ``search`` does this for the command line. ``TunedVariableLengthPacker`` does it while it packs, with
 ``outlier_thresholds = "auto"``: once enough documents have been seen, and again whenever their distribution has moved.
 """
 
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
+from wlb.packing.base import PackingTask, Pending
 from wlb.packing.statistics import PackingStatistics
-from wlb.packing.variable_length import VariableLengthPacker
-from wlb.workload.base import DocumentPrices
+from wlb.packing.variable_length import VariableLengthOptions, VariableLengthPacker
 
 DEFAULT_MAX_TOKEN_DELAY = 0.35
 MAX_LENGTH_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
@@ -45,15 +45,12 @@ class Trial:
 
 def search(
     lengths: ArrayLike,
+    task: PackingTask,
+    options: VariableLengthOptions | None = None,
     *,
-    micro_batches: int,
-    context_window: int,
-    workload: DocumentPrices,
     factors: Sequence[float] = MAX_LENGTH_FACTORS,
     max_token_delay: float = DEFAULT_MAX_TOKEN_DELAY,
     queues: int = 2,
-    early_release: bool = True,
-    max_delay: int | None = None,
     on_trial: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Trial]:
     """Try every pair of thresholds (and one, and none) with every factor; best trial first.
@@ -61,9 +58,11 @@ def search(
     Trials within ``max_token_delay`` (mean steps a token waits) come first, by imbalance degree; the others follow by
     delay. ``lengths`` are document lengths in tokens, in arrival order, those over the window counted as one window;
     all candidates pack the first part of them, then the best and those on the trade-off curve pack all and are
-    returned. ``on_trial(done, total)`` reports the progress of either round. Raises ``UserError`` where the lengths
-    fill no step.
+    returned. ``options`` has what the trials do not vary. ``on_trial(done, total)`` reports the progress of either
+    round. Raises ``UserError`` where the lengths fill no step.
     """
+    options = options or VariableLengthOptions()
+    micro_batches, context_window = task.micro_batches, task.context_window
     sample = np.minimum(np.asarray(lengths, np.int64), context_window)
     steps_available = int(sample.sum()) // (micro_batches * context_window)
     if steps_available < 1:
@@ -77,18 +76,8 @@ def search(
     def run(settings: Sequence[tuple[tuple[int, ...], float]], part: NDArray[np.int64]) -> list[Trial]:
         trials = []
         for done, (thresholds, factor) in enumerate(settings, 1):
-            trials.append(
-                try_setting(
-                    part,
-                    thresholds,
-                    factor,
-                    micro_batches=micro_batches,
-                    context_window=context_window,
-                    workload=workload,
-                    early_release=early_release,
-                    max_delay=max_delay,
-                )
-            )
+            tried = {"outlier_thresholds": thresholds, "max_length_factor": factor}
+            trials.append(try_setting(part, task, options.model_copy(update=tried)))
             on_trial(done, len(settings))
         return sorted(trials, key=lambda trial: _preference(trial, max_token_delay))
 
@@ -101,32 +90,15 @@ def search(
     return run([*finalists], sample)
 
 
-def try_setting(
-    lengths: NDArray[np.int64],
-    outlier_thresholds: tuple[int, ...],
-    max_length_factor: float,
-    *,
-    micro_batches: int,
-    context_window: int,
-    workload: DocumentPrices,
-    early_release: bool = True,
-    max_delay: int | None = None,
-) -> Trial:
-    """Pack ``lengths`` once with the given setting."""
-    packer = VariableLengthPacker(
-        micro_batches=micro_batches,
-        context_window=context_window,
-        workload=workload,
-        max_length_factor=max_length_factor,
-        outlier_thresholds=outlier_thresholds,
-        early_release=early_release,
-        max_delay=max_delay,
-    )
+def try_setting(lengths: NDArray[np.int64], task: PackingTask, options: VariableLengthOptions) -> Trial:
+    """Pack ``lengths`` once with ``options``, which name thresholds and factor."""
+    packer = VariableLengthPacker(task, options)
     statistics = PackingStatistics()
     statistics.add(packer.plan(lengths.tolist()))
+    assert options.max_length_factor != "auto"
     return Trial(
-        outlier_thresholds,
-        max_length_factor,
+        packer.outlier_thresholds,
+        options.max_length_factor,
         statistics.imbalance_degree,
         statistics.mean_token_delay,
         statistics.longest_delay,
@@ -172,22 +144,9 @@ class ThresholdTuner:
     _SAMPLE_STEPS = 48
     _DRIFT = 0.1
 
-    def __init__(
-        self,
-        micro_batches: int,
-        context_window: int,
-        workload: DocumentPrices,
-        max_length_factor: float,
-        *,
-        early_release: bool,
-        max_delay: int | None,
-    ) -> None:
-        self._micro_batches = min(micro_batches, self._MICRO_BATCHES)
-        self._context_window = context_window
-        self._workload = workload
-        self._max_length_factor = max_length_factor
-        self._early_release = early_release
-        self._max_delay = max_delay
+    def __init__(self, task: PackingTask, options: VariableLengthOptions) -> None:
+        self._task = task._replace(micro_batches=min(task.micro_batches, self._MICRO_BATCHES))
+        self._options = options
         self._sample: list[int] = []
         self._sample_tokens = 0
         self._tuned_shares: list[float] | None = None
@@ -196,7 +155,7 @@ class ThresholdTuner:
         """Take in the lengths of fresh documents; returns new thresholds when it is time to change them."""
         self._sample += lengths
         self._sample_tokens += sum(lengths)
-        if self._sample_tokens < self._SAMPLE_STEPS * self._micro_batches * self._context_window:
+        if self._sample_tokens < self._SAMPLE_STEPS * self._task.micro_batches * self._task.context_window:
             return None
         shares = self._token_shares()
         moved = (
@@ -208,15 +167,8 @@ class ThresholdTuner:
         if not moved:
             return None
         self._tuned_shares = shares
-        return search(
-            sample,
-            micro_batches=self._micro_batches,
-            context_window=self._context_window,
-            workload=self._workload,
-            factors=[self._max_length_factor],
-            early_release=self._early_release,
-            max_delay=self._max_delay,
-        )[0].outlier_thresholds
+        factor = self._options.most_tokens(self._task.context_window) / self._task.context_window
+        return search(sample, self._task, self._options, factors=[factor])[0].outlier_thresholds
 
     def state_dict(self) -> dict[str, Any]:
         return {"sample": list(self._sample), "tuned_shares": self._tuned_shares}
@@ -233,3 +185,30 @@ class ThresholdTuner:
         octave = np.frexp(lengths.astype(np.float64))[1]
         shares = np.bincount(octave, lengths, minlength=64) / lengths.sum()
         return [float(share) for share in shares]
+
+
+class TunedVariableLengthPacker(VariableLengthPacker):
+    """``variable_length`` as ``make_packer`` makes it: with "auto", thresholds follow the documents seen."""
+
+    def __init__(self, task: PackingTask, options: VariableLengthOptions) -> None:
+        super().__init__(task, options)
+        self._tuner = ThresholdTuner(task, options) if options.outlier_thresholds == "auto" else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "tuner": self._tuner.state_dict() if self._tuner else None,
+            "outlier_thresholds": list(self.outlier_thresholds),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if self._tuner is not None:
+            self._tuner.load_state_dict(state["tuner"])
+            self.outlier_thresholds = tuple(state["outlier_thresholds"])
+        super()._restore(state)
+
+    def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
+        thresholds = self._tuner.observe([item.length for item in fresh]) if self._tuner else None
+        if thresholds is not None:
+            self._use(thresholds)
+        return super()._admit(fresh)

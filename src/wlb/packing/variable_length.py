@@ -16,21 +16,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing.base import Pending
+from wlb.packing.base import PackingTask, Pending
 from wlb.packing.greedy import OpenMicroBatches, longest_first
+from wlb.packing.options import LengthFactorOptions, whole_number
 from wlb.packing.pooling import PoolingPacker, to_state
-from wlb.workload.base import DocumentPrices
-
-if TYPE_CHECKING:
-    from wlb.packing.tuning import ThresholdTuner
-
-DEFAULT_MAX_LENGTH_FACTOR = 1.5
+from wlb.settings import Tokens
 
 
 def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
@@ -41,52 +38,51 @@ def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
     return tuple(sorted({max(1, context_window * share // 16) for share in sixteenths[queues]}))
 
 
-class VariableLengthPacker(PoolingPacker):
+class VariableLengthOptions(LengthFactorOptions):
+    """Options of ``variable_length``."""
+
+    outlier_thresholds: Literal["auto"] | tuple[Tokens, ...] | None = Field(
+        None,
+        description="Lengths from which documents wait in an outlier queue; auto finds them from the documents seen; "
+        "default: 3/16 and 9/16 of the context window",
+    )
+    early_release: bool = Field(
+        True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
+    )
+
+    @field_validator("outlier_thresholds")
+    @classmethod
+    def _rising(cls, thresholds: Literal["auto"] | tuple[int, ...] | None) -> Literal["auto"] | tuple[int, ...] | None:
+        if isinstance(thresholds, tuple) and any(low >= high for low, high in pairwise(thresholds)):
+            raise ValueError("thresholds must rise")
+        return thresholds
+
+    @classmethod
+    def from_argument(cls, argument: str, context_window: int) -> dict[str, object]:
+        """``auto``, ``paper`` (Algorithm 1 without early release) or a number of outlier queues."""
+        if argument == "auto":
+            return {"outlier_thresholds": "auto"}
+        if argument == "paper":
+            return {"early_release": False}
+        return {"outlier_thresholds": default_thresholds(context_window, whole_number(argument))}
+
+
+class VariableLengthPacker(PoolingPacker[VariableLengthOptions]):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
-    ``outlier_thresholds`` are lengths in tokens, one queue each; "auto" finds them from the documents seen and
-    follows the distribution when it drifts (``wlb.packing.tuning``).
+    Thresholds stay as they are; ``wlb.packing.tuning.TunedVariableLengthPacker`` knows "auto".
     """
 
     name = "variable_length"
+    options_class = VariableLengthOptions
 
-    def __init__(
-        self,
-        *,
-        micro_batches: int,
-        context_window: int,
-        workload: DocumentPrices,
-        max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
-        outlier_thresholds: Literal["auto"] | Sequence[int] | None = None,
-        max_delay: int | None = None,
-        early_release: bool = True,
-    ) -> None:
-        check_length_factor(max_length_factor)
-        super().__init__(
-            micro_batches=micro_batches,
-            context_window=context_window,
-            workload=workload,
-            capacity=int(max_length_factor * context_window),
-            max_delay=max_delay,
+    def __init__(self, task: PackingTask, options: VariableLengthOptions) -> None:
+        super().__init__(task, options)
+        thresholds = options.outlier_thresholds
+        self.outlier_thresholds = (
+            thresholds if isinstance(thresholds, tuple) else default_thresholds(self.context_window)
         )
-        self.early_release = early_release
-        self._tuner: ThresholdTuner | None = None
-        thresholds = default_thresholds(self.context_window)
-        if outlier_thresholds == "auto":
-            from wlb.packing.tuning import ThresholdTuner  # tuning runs this packer on samples
-
-            self._tuner = ThresholdTuner(
-                micro_batches,
-                context_window,
-                workload,
-                max_length_factor,
-                early_release=early_release,
-                max_delay=max_delay,
-            )
-        elif outlier_thresholds is not None:
-            thresholds = _checked(tuple(int(threshold) for threshold in outlier_thresholds))
-        self.outlier_thresholds = thresholds
-        self._queues: list[deque[Pending]] = [deque() for _ in thresholds]
+        self._queues: list[deque[Pending]] = [deque() for _ in self.outlier_thresholds]
 
     @property
     def pending(self) -> list[Segment]:
@@ -96,20 +92,13 @@ class VariableLengthPacker(PoolingPacker):
         return {
             **super().state_dict(),
             "waiting": to_state(item for queue in self._queues for item in queue),
-            "tuner": self._tuner.state_dict() if self._tuner else None,
-            "outlier_thresholds": list(self.outlier_thresholds),
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         super()._restore(state)
-        if self._tuner is not None:
-            self._tuner.load_state_dict(state["tuner"])
-            self.outlier_thresholds = tuple(state["outlier_thresholds"])
         self._fill_queues(self._from_state(state["waiting"]))
 
     def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
-        if self._tuner is not None:
-            self._use(self._tuner.observe([item.length for item in fresh]))
         outlier = self.outlier_thresholds[0] if self.outlier_thresholds else self.capacity + 1
         now: list[Pending] = []
         for item in fresh:
@@ -118,7 +107,7 @@ class VariableLengthPacker(PoolingPacker):
             else:
                 self._queues[bisect_right(self.outlier_thresholds, item[0]) - 1].append(item)
         older = self._carried + self._released()
-        if self.early_release:
+        if self.options.early_release:
             older += self._released_early(now + older)
         return now, older + self._released_oldest(self.micro_batches - len(now) - len(older))
 
@@ -172,11 +161,10 @@ class VariableLengthPacker(PoolingPacker):
         self._fill_queues([])
         return held
 
-    def _use(self, thresholds: tuple[int, ...] | None) -> None:
-        """Change to ``thresholds``, where they are not None; waiting documents change queue accordingly."""
-        if thresholds is not None:
-            self.outlier_thresholds = thresholds
-            self._fill_queues([item for queue in self._queues for item in queue])
+    def _use(self, thresholds: tuple[int, ...]) -> None:
+        """Change to ``thresholds``; waiting documents change queue accordingly."""
+        self.outlier_thresholds = thresholds
+        self._fill_queues([item for queue in self._queues for item in queue])
 
     def _fill_queues(self, items: list[Pending]) -> None:
         """Queue ``items`` by the present thresholds, oldest first; items below all of them are carried over."""
@@ -187,15 +175,3 @@ class VariableLengthPacker(PoolingPacker):
             (below if level < 0 else self._queues[level]).append(item)
         if below:
             self._carry(self._carried + below)
-
-
-def check_length_factor(factor: float) -> None:
-    """Raise ``UserError`` where no micro-batch could be of ``factor`` context windows."""
-    if isinstance(factor, str) or not 1 <= factor < math.inf:
-        raise UserError(f"max_length_factor = {factor} must be a number of at least 1")
-
-
-def _checked(thresholds: tuple[int, ...]) -> tuple[int, ...]:
-    if min(thresholds, default=1) < 1 or any(low >= high for low, high in pairwise(thresholds)):
-        raise UserError(f"outlier_thresholds = {list(thresholds)} must be rising lengths of at least 1 token")
-    return thresholds

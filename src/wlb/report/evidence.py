@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from wlb.config import PRESETS
 from wlb.documents.segments import Segment
-from wlb.packing import packer_from_config
 from wlb.report.gain import Gain, gain
 from wlb.report.system_steps import SystemSteps, simulate_system
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
@@ -67,7 +66,7 @@ class Evidence:
     @property
     def recommended(self) -> TriedLength:
         """The L_max that ``best`` is simulated with."""
-        return next(one for one in self.tried if one.max_length_factor == self.job.packing.max_length_factor)
+        return next(one for one in self.tried if one.max_length_factor == self.job.packing.length_factor)
 
     @cached_property
     def gains(self) -> dict[str, Gain]:
@@ -101,7 +100,7 @@ def gather_evidence(
         if name != BEST:
             on_progress(f"simulating {name}")
             other = job(name)
-            factor = min(float(other.packing.max_length_factor), room or 1.0)
+            factor = min(float(other.packing.length_factor), room or 1.0)
             systems[name] = simulate_system(_settled(other, checkpointing, factor), lengths, steps)
     candidates = []
     for factor in LENGTH_FACTORS:
@@ -140,13 +139,13 @@ def fast_with_least_delay(candidates: Sequence[SystemSteps]) -> SystemSteps:
 
 
 def _settled(job: SimulatedJob, checkpointing: Checkpointing, max_length_factor: float) -> SimulatedJob:
-    packing = job.packing.model_copy(update={"max_length_factor": max_length_factor})
+    packing = job.packing.with_length_factor(max_length_factor)
     return replace(job, activation_checkpointing=checkpointing, packing=packing)
 
 
 def _tried(system: SystemSteps, speed: float) -> TriedLength:
     return TriedLength(
-        float(system.job.packing.max_length_factor),
+        float(system.job.packing.length_factor),
         speed,
         system.token_delay,
         predicted_memory(system.job).total,
@@ -157,9 +156,9 @@ def _pack(method: str, documents: Sequence[Segment], cluster: Cluster, best: Sim
     """``method`` by itself; the recommended one too packs by W_a + W_l here, so that all are judged by one price."""
     workload = best.workload
     if method == RECOMMENDED:
-        packer = packer_from_config(best.packing, best.context_window, workload)
+        packer = best.packing.packer(best.context_window, workload)
     else:
-        factor = float(best.packing.max_length_factor)
+        factor = float(best.packing.length_factor)
         packer = packer_for(method, cluster, workload, max_length_factor=factor)
     return compare_packer(method, packer, documents, cluster, workload)
 

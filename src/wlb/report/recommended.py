@@ -19,7 +19,7 @@ def recommended_config(job: SimulatedJob, model: str, source: str, store: str | 
         "parallel": {"dp": job.dp, "pp": job.pp, "cp": job.cp, "tp": job.tp},
         "packing": {
             "micro_batches": packing.micro_batches,
-            "max_length_factor": float(packing.max_length_factor),
+            "max_length_factor": float(packing.length_factor),
         },
     }
     if job.virtual_pp > 1 or job.schedule != "1f1b":

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
-from wlb.packing.variable_length import default_thresholds
 from wlb.reproduce.documents import cut_by_loader
 from wlb.reproduce.experiment import Documents, Settings
 from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job
@@ -16,10 +15,9 @@ from wlb.simulate.named_jobs import NamedJob
 # micro-batches as pipeline ranks (section 7.1). Assumed: two chunks.
 CHUNKS = 2
 SCHEDULE = {"schedule": "interleaved_1f1b", "virtual_pp": CHUNKS}
-_QUEUES = 2  # of outliers, which the paper settles on (Table 2). Assumed: their thresholds
 ASSUMED = (
     f"interleaved 1F1B as in the paper, {CHUNKS} chunks on each rank (assumed); H100 preset; L_max 1.5 windows; "
-    f"WLB-LLM with {_QUEUES} outlier queues as in the paper, whose thresholds are assumed"
+    f"WLB-LLM with 2 outlier queues as in the paper, whose thresholds are assumed"
 )
 Treatment = Literal["cut", "whole"]
 
@@ -51,9 +49,6 @@ class Bench:
 
     def job(self, preset: str, **settings: Any) -> SimulatedJob:
         job = self._job
-        if preset == "wlb-llm":
-            thresholds = default_thresholds(job.context_window, _QUEUES)
-            settings = settings | {"packing": {"outlier_thresholds": thresholds} | settings.get("packing", {})}
         layout: dict[str, Any] = {"tp": job.tp, "cp": job.cp, "pp": job.pp, "dp": job.dp} | SCHEDULE
         simulated = simulated_job(job.model, job.context_window, preset, **(layout | settings))
         order = {"shuffle": False} if self._cut else {"seed": self._seed}

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from wlb.config import NO_BOUND
 from wlb.documents.segments import Segment
-from wlb.packing import make_packer
-from wlb.packing.variable_length import default_thresholds
 from wlb.reproduce import paper
 from wlb.reproduce.charts import grouped_bars
 from wlb.reproduce.documents import corpus, cut_by_loader
@@ -83,20 +81,14 @@ def run(settings: Settings) -> Report:
 def _result(name: str, pieces: list[int], steps: int, workload: Workload) -> MethodResult:
     if name.startswith("fixed_solver"):
         steps = min(steps, _SOLVER_STEPS)
-    family, _, argument = name.partition(":")
-    if family == "variable_length" and argument != "auto":
-        packer = make_packer(
-            family,
-            micro_batches=_CLUSTER.micro_batches,
-            context_window=_CLUSTER.context_window,
-            workload=workload,
-            outlier_thresholds=default_thresholds(_CLUSTER.context_window, int(argument)),
-            early_release=False,
-            max_delay=NO_BOUND,
-        )
-    else:
-        packer = packer_for(name, _CLUSTER, workload, solver_seconds=_SOLVER_SECONDS)
+    as_published = {"early_release": False, "max_delay": NO_BOUND} if _is_published(name) else {}
+    packer = packer_for(name, _CLUSTER, workload, solver_seconds=_SOLVER_SECONDS, **as_published)
     return compare_packer(name, packer, _filling(pieces, steps), _CLUSTER, workload)
+
+
+def _is_published(name: str) -> bool:
+    """Whether ``name`` is Algorithm 1 with queues of fixed thresholds, as the paper evaluates it."""
+    return name.startswith("variable_length:") and name != "variable_length:auto"
 
 
 def _filling(pieces: list[int], steps: int) -> list[Segment]:

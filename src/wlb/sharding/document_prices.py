@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.config import PackingConfig, ShardingConfig
+from wlb.packing import PACKERS
 from wlb.sharding import MicroBatches, shard_many
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality
@@ -82,8 +83,8 @@ def packing_prices(
     cp: int,
     context_window: int,
 ) -> DocumentPrices:
-    """The prices by which a job packs: what sharding really costs for ``makespan``, W_a + W_l for the others."""
-    if packing.method == "makespan":
+    """The prices by which a job packs: with what sharding really costs, where the packer asks for it, or W_a + W_l."""
+    if PACKERS[packing.method].prices_sharding:
         return sharded_prices(shape, hardware, tp, cp, sharding.strategy, context_window)
     return make_workload(shape, hardware, tp=tp, cp=cp)
 

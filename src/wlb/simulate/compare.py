@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing import PACKERS, make_packer
+from wlb.packing import PACKERS, checked_name, make_packer
 from wlb.packing.base import Packer
-from wlb.packing.fixed_solver import FixedSolverPacker
+from wlb.packing.fixed import FixedSolverPacker
 from wlb.packing.plan import StepPlan
 from wlb.packing.statistics import PackingStatistics
 from wlb.packing.tuning import documents_filling
-from wlb.packing.variable_length import DEFAULT_MAX_LENGTH_FACTOR, default_thresholds
 from wlb.simulate.pipeline_cost import Cluster, PipelineCost, in_groups
 from wlb.workload.base import Workload
 from wlb.workload.flops import attended_pairs
@@ -93,40 +92,21 @@ def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
     return [row.to_json() | {"speed_at_equal_work": row.speed_at_equal_work(results[0])} for row in results]
 
 
-def packer_for(
-    method: str,
-    cluster: Cluster,
-    workload: Workload,
-    *,
-    max_length_factor: float = DEFAULT_MAX_LENGTH_FACTOR,
-    max_delay: int | None = None,
-    solver_seconds: float = 10.0,
-) -> Packer:
-    """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``.
+def packer_for(method: str, cluster: Cluster, workload: Workload, **overrides: object) -> Packer[Any]:
+    """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``; ARGUMENT stands for options of that packer.
 
-    The argument of ``fixed_*`` is the number of global batches packed together. That of ``variable_length`` is a number
-    of outlier queues, ``auto`` (thresholds tuned as documents arrive) or ``paper`` (Algorithm 1 without early release).
+    ``overrides`` are options for packers that have them; None leaves an option as it is. Raises ``UserError`` for an
+    unknown method, and for an argument that it does not take.
     """
-    name, _, argument = method.partition(":")
-    options: dict[str, Any] = {}
-    if name in PACKERS and name != "sequential" and max_delay is not None:
-        options["max_delay"] = max_delay
-    if name in ("fixed_greedy", "fixed_solver"):
-        options["window"] = _whole_number(method, argument or "1")
-    if name == "fixed_solver":
-        options["time_limit"] = solver_seconds
-    if name in ("variable_length", "makespan"):
-        options["max_length_factor"] = max_length_factor
-    if name == "variable_length":
-        if argument == "auto":
-            options["outlier_thresholds"] = "auto"
-        elif argument == "paper":
-            options["early_release"] = False
-        elif argument:
-            queues = _whole_number(method, argument)
-            options["outlier_thresholds"] = default_thresholds(cluster.context_window, queues)
-    elif argument and name in PACKERS and "window" not in options:
-        raise UserError(f"method {method!r}: {name} takes no argument")
+    name, separator, argument = method.partition(":")
+    options_class = PACKERS[checked_name(name)].options_class
+    known = options_class.model_fields
+    options = {option: value for option, value in overrides.items() if option in known and value is not None}
+    try:
+        if separator:
+            options |= options_class.from_argument(argument, cluster.context_window)
+    except UserError as error:
+        raise UserError(f"method {method!r}: {error}") from None
     return make_packer(
         name,
         micro_batches=cluster.micro_batches,
@@ -138,7 +118,7 @@ def packer_for(
 
 def compare_packer(
     method: str,
-    packer: Packer,
+    packer: Packer[Any],
     documents: Sequence[Segment],
     cluster: Cluster,
     workload: Workload,
@@ -240,9 +220,3 @@ class _TokenLedger:
         for document, _, length in documents:
             self._tokens[document] = self._tokens.get(document, 0) - length
         return sum(tokens == 0 for tokens in self._tokens.values())
-
-
-def _whole_number(method: str, text: str) -> int:
-    if not text.isdecimal():
-        raise UserError(f"method {method!r}: {text!r} is not a whole number")
-    return int(text)

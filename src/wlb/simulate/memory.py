@@ -30,7 +30,7 @@ def longest_micro_batch(job: SimulatedJob) -> int:
     """Most tokens of a micro-batch: L_max, or the window where all have its length."""
     if not job.packing.has_length_factor:
         return job.context_window
-    return int(float(job.packing.max_length_factor) * job.context_window)
+    return int(float(job.packing.length_factor) * job.context_window)
 
 
 def with_length_factor(job: SimulatedJob) -> SimulatedJob:
@@ -38,16 +38,16 @@ def with_length_factor(job: SimulatedJob) -> SimulatedJob:
 
     Raises ``UserError`` where they do not hold one window.
     """
-    if not job.packing.has_length_factor or job.packing.max_length_factor != "auto":
+    if not job.packing.has_length_factor or job.packing.length_factor != "auto":
         return job
     factor = largest_length_factor(memory_settings(job), job.context_window, usable_bytes(job))
     if factor is None:
-        smallest = replace(job, packing=job.packing.model_copy(update={"max_length_factor": 1.0}))
+        smallest = replace(job, packing=job.packing.with_length_factor(1.0))
         raise UserError(
             f"micro-batches of {job.context_window} tokens need {gib(predicted_memory(smallest).total)} GiB a GPU, "
             f"over the usable {gib(usable_bytes(job))}; raise parallel.cp, tp, pp or dp, or lower data.context_window"
         )
-    return replace(job, packing=job.packing.model_copy(update={"max_length_factor": factor}))
+    return replace(job, packing=job.packing.with_length_factor(factor))
 
 
 def memory_settings(job: SimulatedJob) -> MemorySettings:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.document_order import DocumentStream
-from wlb.packing import packer_from_config
 from wlb.packing.arrange import arrange
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
@@ -78,7 +77,7 @@ def planned_steps(job: SimulatedJob, lengths: NDArray[np.int64]) -> Iterator[Ste
     packing = job.packing
     pipeline = Pipeline(job.schedule, job.pp, job.workload, job.virtual_pp)
     stream = DocumentStream(lengths, job.data)
-    packer = packer_from_config(packing, job.context_window, job.packing_prices)
+    packer = packing.packer(job.context_window, job.packing_prices)
     while True:
         if stream.epoch_is_over:
             stream.next_epoch()

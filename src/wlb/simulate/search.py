@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from wlb.config import PRESETS, PackingConfig, ShardingConfig
 from wlb.errors import UserError
-from wlb.packing.variable_length import default_thresholds
 from wlb.simulate.job import SimulatedJob, replicate_kv_heads, simulated_job
 from wlb.simulate.memory import predicted_memory, usable_bytes
 from wlb.simulate.run import SimulationResult, simulate
@@ -28,7 +27,6 @@ from wlb.workload.memory import gib
 
 LENGTH_FACTORS = (1.0, 1.5, 2.0)
 _SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not fit
-_QUEUES = 2  # of wlb-llm, with preset thresholds: tuning them for every candidate would take longest of all
 _SYSTEMS = ("fixed-4d", "wlb-llm", "best")
 _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
@@ -132,7 +130,7 @@ def layout_of(job: SimulatedJob) -> str:
 def packing_of(job: SimulatedJob) -> str:
     """Packing and sharding in one line."""
     packing = job.packing
-    factor = f", L_max {packing.max_length_factor:g}" if packing.has_length_factor else ""
+    factor = f", L_max {packing.length_factor:g}" if packing.has_length_factor else ""
     own = "" if packing.assignment == "arrival" else ", arranged"
     return f"{packing.method}{factor}{own}, {job.sharding.strategy}"
 
@@ -207,7 +205,7 @@ def _fitted(job: SimulatedJob) -> SimulatedJob | None:
 
 
 def _with_factor(job: SimulatedJob, factor: float) -> SimulatedJob:
-    return replace(job, packing=job.packing.model_copy(update={"max_length_factor": factor}))
+    return replace(job, packing=job.packing.with_length_factor(factor))
 
 
 def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
@@ -222,8 +220,5 @@ def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
 
 def _packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
     settings = PRESETS[system]
-    packing = PackingConfig(micro_batches=job.packing.micro_batches, **settings.get("packing", {}))
-    if packing.method == "variable_length":
-        thresholds = default_thresholds(job.context_window, _QUEUES)
-        packing = packing.model_copy(update={"outlier_thresholds": thresholds})
+    packing = PackingConfig.model_validate({"micro_batches": job.packing.micro_batches, **settings.get("packing", {})})
     return replace(job, packing=packing, sharding=ShardingConfig(**settings.get("sharding", {})))

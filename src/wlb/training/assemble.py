@@ -8,7 +8,6 @@ import torch
 
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
-from wlb.packing import packer_from_config
 from wlb.packing.pipeline_order import Pipeline
 from wlb.sharding.document_prices import packing_prices
 from wlb.training.loader import RankShare, StepLoader
@@ -53,8 +52,7 @@ def assemble_loader(
     Micro-batches are priced for the tp x cp GPUs that run one, shards for one of the cp.
     """
     shape, parallel = model.shape, config.parallel
-    packer = packer_from_config(
-        config.packing,
+    packer = config.packing.packer(
         config.data.context_window,
         packing_prices(
             config.packing,

@@ -12,7 +12,6 @@ from typing import Any
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
-from wlb.packing import settings_in_use
 
 STORE = "token store"
 
@@ -24,12 +23,12 @@ def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
     has no use for are absent: they may change.
     """
     data = config.data.model_dump(mode="json", exclude={"store"})
-    packing = {"method": config.packing.method, **settings_in_use(config.packing)}
+    packing = {"method": config.packing.method, **config.packing.options.model_dump(mode="json")}
     return {
         STORE: store.identity,
         "tokenizer": store.tokenizer_identity,
         **{f"data.{key}": value for key, value in data.items()},
-        **{f"packing.{key}": list(value) if isinstance(value, tuple) else value for key, value in packing.items()},
+        **{f"packing.{key}": value for key, value in packing.items()},
     }
 
 

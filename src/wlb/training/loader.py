@@ -91,7 +91,7 @@ class StepLoader(Iterator[LoadedStep]):
         self,
         store: TokenStore,
         config: JobConfig,
-        packer: Packer,
+        packer: Packer[Any],
         pipeline: Pipeline,
         *,
         vocab_size: int,

@@ -51,7 +51,7 @@ def within_memory(
     settings = memory_settings(config, model, device_type)
     limit = memory_limit(config, device_type, local_processes)
     window = config.data.context_window
-    factor = config.packing.max_length_factor
+    factor = config.packing.length_factor
     if factor == "auto":
         saved = (saved_identity or {}).get(FACTOR)
         largest = largest_length_factor(settings, window, limit.number_of_bytes)
@@ -66,7 +66,7 @@ def longest_micro_batch(config: JobConfig) -> int:
     window = config.data.context_window
     if not config.packing.has_length_factor:
         return window
-    return int(float(config.packing.max_length_factor) * window)
+    return int(float(config.packing.length_factor) * window)
 
 
 def with_agreed_factor(config: JobConfig) -> JobConfig:
@@ -74,11 +74,11 @@ def with_agreed_factor(config: JobConfig) -> JobConfig:
 
     Machines may differ in memory, and ranks must plan alike.
     """
-    return _with_factor(config, min(gathered(float(config.packing.max_length_factor))))
+    return _with_factor(config, min(gathered(float(config.packing.length_factor))))
 
 
 def _with_factor(config: JobConfig, factor: float) -> JobConfig:
-    packing = config.packing.model_copy(update={"max_length_factor": factor})
+    packing = config.packing.with_length_factor(factor)
     return config.model_copy(update={"packing": packing})
 
 

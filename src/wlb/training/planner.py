@@ -48,7 +48,7 @@ class StepPlanner(Iterator[PlannedStep]):
     def __init__(
         self,
         stream: DocumentStream,
-        packer: Packer,
+        packer: Packer[Any],
         packing: PackingConfig,
         dp: int,
         pipeline: Pipeline,

@@ -1,0 +1,69 @@
+"""Options of packers: a frozen class for each, which ``make_packer``, the configuration, ``wlb compare`` and docs read.
+
+A packer's options are keyword arguments of ``make_packer`` and keys of the section [packing]. An option of several
+packers means the same in all of them and has one type; its default may differ.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from wlb.errors import UserError
+from wlb.settings import NonNegativeInt, Section
+
+
+class PackerOptions(Section):
+    """Base of all options; a packer without any has this class."""
+
+    @classmethod
+    def from_argument(cls, argument: str, context_window: int) -> dict[str, object]:
+        """The options that ARGUMENT of ``NAME:ARGUMENT`` stands for in ``wlb compare``.
+
+        Raises ``UserError`` where it stands for none.
+        """
+        raise UserError(f"the method takes no argument, {argument!r} was given")
+
+    def most_tokens(self, context_window: int) -> int:
+        """L_max: the most tokens of a micro-batch."""
+        return context_window
+
+
+class DelayOptions(PackerOptions):
+    """Of packers in which a document may wait."""
+
+    least_max_delay: ClassVar[int] = 1  # 0 where no document needs to wait
+
+    max_delay: NonNegativeInt = Field(
+        16, description="Planning rounds (steps, or windows) after which a waiting document goes first"
+    )
+
+    @field_validator("max_delay")
+    @classmethod
+    def _long_enough(cls, max_delay: int) -> int:
+        if max_delay < cls.least_max_delay:
+            raise ValueError(f"must be at least {cls.least_max_delay} here; makespan takes 0 and lets no document wait")
+        return max_delay
+
+
+class LengthFactorOptions(DelayOptions):
+    """Of packers whose micro-batches may be longer than the context window."""
+
+    max_length_factor: Annotated[float, Field(ge=1, le=1000)] | Literal["auto"] = Field(
+        1.5,
+        description="L_max, the most tokens of a micro-batch, in context windows; auto is the most that memory allows, "
+        "up to 4, in a job that is trained or simulated",
+    )
+
+    def most_tokens(self, context_window: int) -> int:
+        if self.max_length_factor == "auto":
+            raise UserError("max_length_factor = 'auto' is decided by a job's memory; give a number of context windows")
+        return int(self.max_length_factor * context_window)
+
+
+def whole_number(argument: str) -> int:
+    """``argument`` as a number. Raises ``UserError`` where it is none."""
+    if not argument.isdecimal():
+        raise UserError(f"{argument!r} is not a whole number")
+    return int(argument)

@@ -1,0 +1,44 @@
+"""What sections of a configuration and options of packers are made of: strict types, frozen classes.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from wlb.token_count import MOST_TOKENS, parse_tokens
+
+
+def _plain_integer(value: object) -> object:
+    """NumPy's integers as Python's; everything else as it is."""
+    return index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
+
+
+def _tokens(value: object) -> object:
+    return parse_tokens(value) if isinstance(value, str) else _plain_integer(value)
+
+
+# Strict: true is no number of processes. The bounds are those of the int32 and int64 that the numbers end up in.
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True), BeforeValidator(_plain_integer)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True), BeforeValidator(_plain_integer)]
+Tokens = Annotated[
+    int,
+    Field(ge=1, le=MOST_TOKENS, strict=True, json_schema_extra={"format": "tokens"}),
+    BeforeValidator(_tokens),  # "128K" and "1M" too
+]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def main_problem(error: ValidationError) -> ErrorDetails:
+    """The one to tell of: a typo, which explains what is missing, or of a union the alternative that fits deepest."""
+    return min(error.errors(), key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
