@@ -32,11 +32,12 @@ class StepMetrics:
     """One line of steps.jsonl; steps count from 1.
 
     ``loss`` is the mean over the step's labelled tokens and ``grad_norm`` the global norm before clipping.
-    ``documents`` counts, and ``document_ids`` lists, the documents whose last token the step trained: over an epoch
-    each document appears once, however it was split. ``token_delay`` is the mean steps a token waited since it
-    arrived, ``pending_documents`` wait still. ``step_seconds`` includes ``data_wait_seconds``; ``planning_seconds``
-    were spent in another thread. ``mfu`` is the model FLOPs utilisation of ``model_flops``, ``imbalance`` that of
-    ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that are slow still.
+    ``documents`` counts, and ``document_ids`` lists, the documents that the step finished: no part of them waits any
+    more, so over an epoch each document appears once, however it was split. ``token_delay`` is the mean steps a token
+    waited since it arrived; of ``pending_documents`` a part still waits. ``step_seconds`` includes
+    ``data_wait_seconds``; ``planning_seconds`` were spent in another thread. ``mfu`` is the model FLOPs utilisation of
+    ``model_flops``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
+    are slow still.
     """
 
     step: int
