@@ -209,7 +209,7 @@ class Trainer:
         seconds: float,
         observation: Observation,
     ) -> StepMetrics:
-        tokens = loaded.plan.tokens
+        tokens, listed = loaded.plan.tokens, self.config.metrics.document_ids
         return StepMetrics(
             step=self.step,
             loss=loss,
@@ -227,7 +227,8 @@ class Trainer:
             mfu=observation.mfu,
             imbalance=observation.imbalance,
             slow_ranks=observation.slow_ranks,
-            document_ids=loaded.documents if self.config.metrics.document_ids else None,
+            document_ids=loaded.documents if listed else None,
+            segments=tuple(sorted(loaded.plan.segments)) if listed == "segments" else None,
         )
 
     def _evaluate(self, *, last: bool = False) -> bool:
