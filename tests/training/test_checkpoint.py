@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 import threading
@@ -29,6 +31,7 @@ from wlb.training.checkpoint_files import (
     start_writing,
     write_manifest,
 )
+from wlb.training.failures import TrainingError
 from wlb.training.resuming import agreed_checkpoint, newest_checkpoint
 from wlb.training.trainer import Trainer
 
@@ -301,6 +304,43 @@ def _save_while_weights_change(directory: Path) -> None:
 
 def test_a_checkpoint_holds_what_was_trained_when_it_was_saved(tmp_path):
     run_ranks(1, _save_while_weights_change, tmp_path / "checkpoints", seconds=60.0)
+
+
+def _continue_beside_a_damaged_one(directory: Path) -> tuple[str | None, list[str], list[str]]:
+    """Of three checkpoints the newest is damaged; what the next job says is the newest when it can write none, and what
+    there is before and after it has written."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    writing, continuing = (
+        Checkpointer(CheckpointConfig(dir=directory, keep=keep), [model], [optimizer], "alone") for keep in (9, 1)
+    )
+    for step in (1, 2, 6):
+        writing.save(Progress(step, {}))
+        writing.finish()
+    damage(checkpoint_path(directory, 6), "flipped")
+    continuing.load(checkpoint_path(directory, 2))
+    continuing.delete_outdated()
+    before = [path.name for path in complete_checkpoints(directory)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_module, "publish", _full_disk)
+        continuing.save(Progress(3, {}))
+        with pytest.raises(TrainingError, match="No space left"):
+            continuing.finish()
+    failure = continuing._failure
+    continuing.save(Progress(7, {}))
+    continuing.finish()
+    return failure and failure.newest, before, [path.name for path in complete_checkpoints(directory)]
+
+
+def _full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_damaged_checkpoint_does_not_count_as_one_to_fall_back_on(tmp_path):
+    ((newest, before, after),) = run_ranks(1, _continue_beside_a_damaged_one, tmp_path, seconds=60.0)
+    assert newest == "step-00000002"
+    assert before == ["step-00000002", "step-00000006"]  # keep is 1 now, so there is room before anything is written
+    assert after == ["step-00000007"]
 
 
 def _agreed_with_damage(directory: Path) -> str | None:

@@ -41,11 +41,14 @@ from wlb.training.checkpoint_files import (
     Manifest,
     Progress,
     checkpoint_path,
-    complete_checkpoints,
+    delete_outdated,
     hidden_path,
+    is_whole,
+    named_checkpoints,
     publish,
     read_manifest,
     start_writing,
+    step_of,
 )
 from wlb.training.checkpoint_storage import ChecksummedWriter, ConfinedReader
 from wlb.training.console import say
@@ -57,7 +60,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per par
 
 @dataclass(frozen=True)
 class _Failure:
-    """A checkpoint that could not be written, and the name of the newest complete one, if there is any."""
+    """A checkpoint that could not be written, and the name of the newest good one, if there is any."""
 
     problem: str
     newest: str | None
@@ -77,6 +80,7 @@ class Checkpointer:
         self._config = config
         self._stages = stages
         self._optimizers = optimizers
+        self._good: list[Path] = []  # those up to the one the job continues from, and its own; others are damaged
         self._writing: InBackground[_Failure | None] | None = None
         self._failure: _Failure | None = None
         if self.enabled:
@@ -94,15 +98,15 @@ class Checkpointer:
     def save(self, progress: Progress) -> None:
         """Begin to write the checkpoint of ``progress.step``, after the one before it; older than ``keep`` are deleted.
 
-        Returns when the job may train on. The first checkpoint of a directory is waited for, so that a job that can
-        write none stops at once. A failure is told on stderr, on rank 0, and training goes on, as long as a complete
-        checkpoint exists; otherwise raises ``TrainingError``, at the latest in the next ``save`` or ``finish``.
+        Returns when the job may train on. The first checkpoint of a job is waited for, so that a job that can write
+        none stops at once. A failure is told on stderr, on rank 0, and training goes on, as long as a good checkpoint
+        exists; otherwise raises ``TrainingError``, at the latest in the next ``save`` or ``finish``.
         """
         directory = self._config.dir
         assert directory is not None, "saving needs checkpoint.dir"
         self._wait()
         tensors = self._tensors() | _rng_state(self._place)
-        wait = not (self._config.asynchronous and complete_checkpoints(directory))
+        wait = not (self._config.asynchronous and self._good)
         copy = tensors if wait else self._stager.stage(tensors)
         assert isinstance(copy, dict), "the stager does not return before the copy is made"
         self._writing = InBackground(partial(self._write, directory, copy, progress), "wlb-checkpoint")
@@ -136,7 +140,13 @@ class Checkpointer:
             groups = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
             set_optimizer_state_dict(stage, optimizer, groups | _pick(state, _moments(stage, optimizer)), options=_FLAT)
         _set_rng_state({name: state[name] for name in rng})
+        self._good = [older for older in named_checkpoints(path.parent) if step_of(older) <= step_of(path)]
         return progress
+
+    def delete_outdated(self) -> None:
+        """Delete all but the newest ``keep`` checkpoints: for a job that continues with a lower ``keep``."""
+        if dist.get_rank() == 0:
+            delete_outdated(self._good, self._config.keep)
 
     def _tensors(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
@@ -165,11 +175,12 @@ class Checkpointer:
             or self._problem_of_any_rank(self._publishing(checkpoint, progress, writer.files))
         )
         if problem is None:
+            self._good.append(checkpoint)
+            self.delete_outdated()
             return None
         if dist.get_rank() == 0:
             shutil.rmtree(hidden_path(checkpoint), ignore_errors=True)
-        complete = [path.name for path in complete_checkpoints(directory)]
-        (newest, *_) = gathered(complete[-1] if complete else None, self._group)
+        (newest, *_) = gathered(next((p.name for p in reversed(self._good) if is_whole(p)), None), self._group)
         text = f"the checkpoint of step {progress.step} could not be written to {directory}: {problem}"
         if newest is not None and dist.get_rank() == 0:
             say(f"wlb: warning: {text}; the newest one is still {newest}")
@@ -179,7 +190,7 @@ class Checkpointer:
         files: dict[str, FileRecord] = {}
         for records in gathered(written, self._group):
             files |= records
-        return _on_rank_0(lambda: publish(checkpoint, Manifest(progress, files), self._config.keep))
+        return _on_rank_0(lambda: publish(checkpoint, Manifest(progress, files)))
 
     def _problem_of_any_rank(self, work: Callable[[], object]) -> str | None:
         """Do ``work`` on every rank; what went wrong on one, or None."""

@@ -105,6 +105,7 @@ class Trainer:
         state = progress.loader if progress else None
         self.loader, share = assemble_loader(config, store, model, mesh, hardware_name(device), state)
         self._trained = self.loader.state_dict()
+        self.checkpointer.delete_outdated()  # first of all that writes: the disk may be full
         self.non_finite = NonFiniteSteps(config.training, mesh.rank("dp"))
         names = rank_names(device)
         self.metrics = self.observer = None
