@@ -41,7 +41,7 @@ def write_checkpoint(directory: Path, step: int) -> Path:
     for name, content in FILES.items():
         (hidden_path(checkpoint) / name).write_bytes(content)
     records = {name: FileRecord(len(content), zlib.crc32(content)) for name, content in FILES.items()}
-    publish(checkpoint, Manifest(Progress(step, {"identity": {"data.seed": 1}}), records))
+    publish(checkpoint, Manifest(Progress(step, {"identity": {"data.seed": 1}}), {"heads": 2}, records))
     return checkpoint
 
 
@@ -49,6 +49,7 @@ def test_what_was_written_is_whole(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 3)
     assert find_damage(checkpoint, contents=True) is None
     assert read_manifest(checkpoint).progress == Progress(3, {"identity": {"data.seed": 1}})
+    assert read_manifest(checkpoint).model == {"heads": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
@@ -105,7 +106,7 @@ def test_readers_share_the_files(tmp_path):
     assert sorted(map(str, noticed)) == sorted(f"its {name} is missing" for name in FILES)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\0\0\0", '{"format": 3}', '{"step": 3}', "9" * 5000])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\0\0\0", '{"format": 4}', '{"step": 3}', "9" * 5000])
 def test_a_garbage_manifest_is_named(content, tmp_path):
     checkpoint = write_checkpoint(tmp_path, 3)
     (checkpoint / MANIFEST).write_text(content)
@@ -123,11 +124,11 @@ def test_a_manifest_is_missing_or_unreadable(tmp_path):
     assert find_damage(checkpoint, contents=False) == "its manifest.json cannot be read: it is no regular file"
 
 
-@pytest.mark.parametrize("written", [2, 4, "3", None])
+@pytest.mark.parametrize("written", [3, 5, "4", None])
 def test_another_version_is_refused_rather_than_passed_over(tmp_path, written):
     checkpoint = write_checkpoint(tmp_path, 3)
     (checkpoint / MANIFEST).write_text(json.dumps({"format": written, "step": 3, "loader": {}}))
-    with pytest.raises(UserError, match=rf"step-00000003 has format {written!r}, this version reads 3; continue with"):
+    with pytest.raises(UserError, match=rf"step-00000003 has format {written!r}, this version reads 4; continue with"):
         find_damage(checkpoint, contents=False)
 
 
@@ -136,7 +137,7 @@ def test_names_that_leave_the_checkpoint_are_refused(tmp_path, name):
     assert not is_plain_name(name)
     if isinstance(name, str):
         checkpoint = write_checkpoint(tmp_path, 3)
-        write_manifest(checkpoint, Manifest(Progress(3, {}), {name: FileRecord(0, 0)}))
+        write_manifest(checkpoint, Manifest(Progress(3, {}), {}, {name: FileRecord(0, 0)}))
         with pytest.raises(DamagedCheckpoint, match="which is no file of the checkpoint"):
             read_manifest(checkpoint)
 

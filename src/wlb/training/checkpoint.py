@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from wlb.config import CheckpointConfig
-from wlb.errors import UserError
 from wlb.training.agreement import gathered
 from wlb.training.background import InBackground
 from wlb.training.checkpoint_files import (
@@ -53,6 +52,8 @@ from wlb.training.checkpoint_files import (
 from wlb.training.checkpoint_storage import ChecksummedWriter, ConfinedReader
 from wlb.training.console import say
 from wlb.training.failures import TrainingError
+from wlb.training.model import TransformerConfig
+from wlb.training.same_model import RANDOM_STATES, check_model, check_tensors, model_record
 
 _LONGEST_WRITE = timedelta(hours=1)  # of one rank while the others wait, in the background
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded
@@ -69,14 +70,21 @@ class _Failure:
 class Checkpointer:
     """Saves the stages of this rank with their optimizers into ``config.dir``; every rank calls every method.
 
-    ``optimizers[i]`` belongs to ``stages[i]``. Parameters of different stages have different names. ``place`` names the
-    random generators of this rank: a rank of another layout gets them back if it has the same place.
+    ``stages`` are parts of ``model``, ``optimizers[i]`` belongs to ``stages[i]``. Parameters of different stages have
+    different names. ``place`` names the random generators of this rank: a rank of another layout gets them back if it
+    has the same place.
     """
 
     def __init__(
-        self, config: CheckpointConfig, stages: Sequence[nn.Module], optimizers: Sequence[Optimizer], place: str
+        self,
+        config: CheckpointConfig,
+        model: TransformerConfig,
+        stages: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        place: str,
     ) -> None:
         self._place = place
+        self._model = model
         self._config = config
         self._stages = stages
         self._optimizers = optimizers
@@ -124,13 +132,13 @@ class Checkpointer:
 
         Raises ``UserError`` for the checkpoint of another model.
         """
-        progress = read_manifest(path).progress
+        manifest = read_manifest(path)
+        check_model(path, manifest.model, self._model)
         reader = ConfinedReader(path)
-        saved = reader.read_metadata().state_dict_metadata
+        saved = reader.tensors()
+        check_tensors(path, saved, self._model)
         rng = {name: state for name, state in _rng_state(self._place).items() if name in saved}
-        tensors = self._tensors()
-        _check_same_model(path, tensors, saved)
-        state = tensors | rng
+        state = self._tensors() | rng
         try:
             dcp.load(state, storage_reader=reader)
         except CheckpointException as error:  # which is no Exception
@@ -141,7 +149,7 @@ class Checkpointer:
             set_optimizer_state_dict(stage, optimizer, groups | _pick(state, _moments(stage, optimizer)), options=_FLAT)
         _set_rng_state({name: state[name] for name in rng})
         self._good = [older for older in named_checkpoints(path.parent) if step_of(older) <= step_of(path)]
-        return progress
+        return manifest.progress
 
     def delete_outdated(self) -> None:
         """Delete all but the newest ``keep`` checkpoints: for a job that continues with a lower ``keep``."""
@@ -190,7 +198,7 @@ class Checkpointer:
         files: dict[str, FileRecord] = {}
         for records in gathered(written, self._group):
             files |= records
-        return _on_rank_0(lambda: publish(checkpoint, Manifest(progress, files)))
+        return _on_rank_0(lambda: publish(checkpoint, Manifest(progress, model_record(self._model), files)))
 
     def _problem_of_any_rank(self, work: Callable[[], object]) -> str | None:
         """Do ``work`` on every rank; what went wrong on one, or None."""
@@ -234,17 +242,6 @@ def _make_stager() -> DefaultStager:
     )
 
 
-def _check_same_model(path: Path, tensors: dict[str, Any], saved: dict[str, Any]) -> None:
-    for name, tensor in tensors.items():
-        if name not in saved:
-            raise UserError(f"checkpoint {path} has no {name}: it holds another model; correct [model]")
-        if isinstance(tensor, Tensor) and tensor.shape != saved[name].size:
-            raise UserError(
-                f"checkpoint {path} has {name} of shape {tuple(saved[name].size)}, this model {tuple(tensor.shape)}; "
-                "correct [model]"
-            )
-
-
 def _moments(stage: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state by parameter name, without its settings: those are the configuration's, also on resume."""
     state = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
@@ -256,15 +253,15 @@ def _pick(tensors: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rng_state(place: str) -> dict[str, Tensor]:
-    states = {f"rng.cpu.{place}": torch.get_rng_state()}
+    states = {f"{RANDOM_STATES}cpu.{place}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states[f"rng.cuda.{place}"] = torch.cuda.get_rng_state()
+        states[f"{RANDOM_STATES}cuda.{place}"] = torch.cuda.get_rng_state()
     return states
 
 
 def _set_rng_state(states: dict[str, Tensor]) -> None:
     for name, state in states.items():
-        if name.startswith("rng.cuda"):
+        if name.startswith(f"{RANDOM_STATES}cuda."):
             torch.cuda.set_rng_state(state)
         else:
             torch.set_rng_state(state)

@@ -1,10 +1,10 @@
 """What a checkpoint is on disk, and whether one can be trusted.
 
 A checkpoint is a directory ``step-00000100`` with the files that ``torch.distributed.checkpoint`` wrote and
-``manifest.json``: the step, the loader's state, and size and CRC-32 of every file, under a CRC-32 of its own. The
-manifest is written last, under a hidden name that is then changed, so a directory of that name was once complete;
-``find_damage`` says whether it still is. CRC-32 finds accidents (a full disk, a torn copy, flipped bits), at several
-GB/s, and does not try to find intent: nothing read from a checkpoint is executed (``checkpoint_storage``).
+``manifest.json``: the step, the loader's state, the model, and size and CRC-32 of every file, under a CRC-32 of its
+own. The manifest is written last, under a hidden name that is then changed, so a directory of that name was once
+complete; ``find_damage`` says whether it still is. CRC-32 finds accidents (a full disk, a torn copy, flipped bits), at
+several GB/s, and does not try to find intent: nothing read from a checkpoint is executed (``checkpoint_storage``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from wlb.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 HIDDEN = ".writing-"
 _PREFIX = "step-"
@@ -47,9 +47,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself; ``files`` are all its files but the manifest, by name."""
+    """What a checkpoint says about itself.
+
+    ``model`` is what ``same_model.model_record`` makes of the model that it holds; ``files`` are all its files but the
+    manifest, by name.
+    """
 
     progress: Progress
+    model: Mapping[str, Any]
     files: Mapping[str, FileRecord]
 
 
@@ -117,7 +122,13 @@ def delete_outdated(good: Sequence[Path], keep: int) -> None:
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write the manifest into ``path``, and all of that directory to the disk."""
     progress = manifest.progress
-    content = {"format": FORMAT, "step": progress.step, "loader": progress.loader, "files": dict(manifest.files)}
+    content = {
+        "format": FORMAT,
+        "step": progress.step,
+        "loader": progress.loader,
+        "model": dict(manifest.model),
+        "files": dict(manifest.files),
+    }
     with (path / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(json.dumps({**content, "crc32": _crc32_of(content)}))
         file.flush()
@@ -150,7 +161,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     files = {name: FileRecord(*record) for name, record in content["files"].items()}
     if foreign := [name for name in files if not is_plain_name(name)]:
         raise DamagedCheckpoint(f"its {MANIFEST} names {foreign[0]!r}, which is no file of the checkpoint")
-    return Manifest(Progress(content["step"], content["loader"]), files)
+    return Manifest(Progress(content["step"], content["loader"]), content["model"], files)
 
 
 def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0, 1)) -> str | None:

@@ -23,7 +23,7 @@ class Restarts:
         self._config = config.checkpoint
         resumes = config.checkpoint.dir is not None and config.checkpoint.resume
         self._most = config.training.max_restarts if resumes else 0
-        self._started_from = 0  # the step of the checkpoint; of the first start it does not matter: no restart is used
+        self._started_from = 0  # step of the checkpoint; unknown of the first start, which has used no restart
         self.left = self._most
         self.refusal: str | None = None
 

@@ -97,7 +97,7 @@ class Trainer:
         self.runner = PipelineRunner(
             self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device, clock=self.monitor.clock
         )
-        self.checkpointer = Checkpointer(config.checkpoint, self.stages, self.optimizers, place_of(mesh))
+        self.checkpointer = Checkpointer(config.checkpoint, model, self.stages, self.optimizers, place_of(mesh))
         if newest is None and pretrained is not None:
             load_weights(pretrained, self.stages)
         progress = self.checkpointer.load(newest) if newest else None
