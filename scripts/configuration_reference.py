@@ -105,7 +105,7 @@ def _type(entry: dict[str, Any], schema: dict[str, Any]) -> str:
     if "anyOf" in entry:
         return " or ".join(text for option in entry["anyOf"] if (text := _type(option, schema)))
     if "enum" in entry:
-        return ", ".join(f'`"{value}"`' for value in entry["enum"])
+        return ", ".join(f"`{json.dumps(value)}`" for value in entry["enum"])
     if "const" in entry:
         return f'`"{entry["const"]}"`'
     if entry.get("type") == "null":

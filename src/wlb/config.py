@@ -291,7 +291,10 @@ class MetricsConfig(Section):
     """What the job writes about itself."""
 
     dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
-    document_ids: bool = Field(False, description="List the documents of every step in steps.jsonl")
+    document_ids: Literal[False, True, "segments"] = Field(
+        False,
+        description="List the documents of every step in steps.jsonl; segments lists also every piece that was trained",
+    )
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
     diagnose_every: PositiveInt = Field(
         50, description="Steps between diagnoses of imbalance, each over as many; on CUDA also between measurements"

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.training.jobs import write_config, write_store
+from tests.training.jobs import VOCABULARY, write_config, write_store
 from wlb.cli import app
+from wlb.config_file import load_config
 from wlb.training.checkpoint_files import Manifest, Progress, write_manifest
+from wlb.training.job import transformer_config
+from wlb.training.same_model import model_record
 
 
 @pytest.fixture
@@ -84,8 +87,9 @@ def test_a_directory_that_cannot_be_written(folder, section, capsys, monkeypatch
 def test_checkpoints_of_another_job(folder, capsys, monkeypatch):
     other = folder / "checkpoints" / "step-00000010"
     other.mkdir(parents=True)
-    write_manifest(other, Manifest(Progress(10, {"identity": {}}), {}))
     config = str(write_config(folder, checkpoint={"dir": str(folder / "checkpoints")}))
+    model = model_record(transformer_config(load_config(Path(config)).model, VOCABULARY))
+    write_manifest(other, Manifest(Progress(10, {"identity": {}}), model, {}))
     assert "written with token store = None, this job has" in error_of(capsys, monkeypatch, config)
     checkpoint = {"dir": str(folder / "checkpoints"), "resume": False}
     assert "already holds step-00000010" in error_of(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.config import DataConfig
-from wlb.documents.document_order import DocumentStream, finished_documents, shuffled
+from wlb.documents.document_order import DocumentStream, shuffled
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 
@@ -109,20 +109,6 @@ def test_epochs_and_seeds_differ_in_order():
     assert other.take(50) != first
     stream.next_epoch()
     assert [s.document - 50 for s in stream.take(50)] != [s.document for s in first]
-
-
-@settings(deadline=None)
-@given(some_lengths, st.sampled_from(["split", "truncate", "drop"]), st.integers(1, 5))
-def test_every_trained_document_finishes_in_exactly_one_step(lengths, overlong, steps):
-    kept = [i for i, length in enumerate(lengths) if length and (overlong != "drop" or length <= WINDOW)]
-    if not kept:
-        return
-    segments = read_epoch(stream_of(lengths, overlong=overlong), 8)
-    limit = WINDOW if overlong == "truncate" else None
-    parts = [segments[i::steps] for i in range(steps)]
-    array = np.array(lengths, dtype=np.int64)
-    finished = [d for part in parts for d in finished_documents(part, array, limit)]
-    assert sorted(finished) == kept
 
 
 def test_refuses_data_without_anything_to_train():

@@ -13,7 +13,6 @@ from wlb.errors import UserError
 from wlb.simulate import SimulatedJob, simulated_job
 from wlb.simulate.memory import predicted_memory, usable_bytes
 from wlb.simulate.named_jobs import NAMED_JOBS, named_job
-from wlb.simulate.topology import group_link
 from wlb.workload import hardware_preset, model_shape
 
 H100 = hardware_preset("h100")
@@ -61,13 +60,6 @@ def test_the_large_one_has_8192_gpus():
 
 def test_key_value_heads_are_replicated_where_ranks_are_more():
     assert simulated_job("70b", WINDOW, tp=16).shape.kv_heads == 16
-
-
-def test_groups_use_the_wires_between_them():
-    assert group_link(H100, 8, 1).bandwidth == H100.node_bandwidth
-    assert group_link(H100, 2, 8).bandwidth == H100.network_bandwidth
-    assert group_link(H100, 4, 4).bandwidth == 2 * H100.network_bandwidth  # two of its ranks on each node
-    assert group_link(H100, 16, 1).bandwidth == 8 * H100.network_bandwidth
 
 
 @pytest.mark.parametrize(

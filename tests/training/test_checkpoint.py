@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import shutil
 import sys
 import threading
@@ -12,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, write_store
-from wlb.config import CheckpointConfig, JobConfig
+from wlb.config import CheckpointConfig, JobConfig, TrainingConfig
 from wlb.errors import UserError
 from wlb.training import checkpoint as checkpoint_module
 from wlb.training.checkpoint import Checkpointer
@@ -29,8 +32,13 @@ from wlb.training.checkpoint_files import (
     start_writing,
     write_manifest,
 )
+from wlb.training.failures import TrainingError
+from wlb.training.model import Transformer, TransformerConfig
+from wlb.training.optimizer import build_optimizer
+from wlb.training.preflight import check_job
 from wlb.training.resuming import agreed_checkpoint, newest_checkpoint
 from wlb.training.trainer import Trainer
+from wlb.workload import ModelShape
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2},
@@ -124,10 +132,31 @@ def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tm
     assert [row["grad_norm"] for row in actual] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-9)
 
 
-def test_another_model_is_refused(straight, tmp_path):
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"layers": 2}, "layers 4 -> 2"),
+        ({"heads": 1, "kv_heads": 1, "head_dim": 8}, "heads 2 -> 1, kv_heads 2 -> 1;"),
+        ({"tied_embeddings": True}, "tied_embeddings false -> true"),
+        ({"rope_theta": 100.0}, "rope_theta 500000.0 -> 100.0"),
+        ({"rope_scaling": {"factor": 2.0}}, 'rope_scaling null -> {"factor": 2.0, '),
+        ({"norm_eps": 0.1}, "norm_eps 1e-05 -> 0.1"),
+        ({"vocab_size": 68}, "vocab_size 67 -> 68"),
+    ],
+)
+def test_another_model_is_refused_before_anything_starts(straight, model, named):
+    config = configure(straight["pp"], LAYOUTS["dp"], **model)
+    with pytest.raises(
+        UserError, match=rf"step-00000006 holds another model than the configuration: {re.escape(named)}"
+    ):
+        check_job(config, 1)
+
+
+def test_ranks_refuse_another_model(straight, tmp_path):
+    """Half of it, all of whose tensors are in the checkpoint."""
     folder = stopped_after_three(straight["pp"], tmp_path)
-    with pytest.raises(RankFailure, match=r"correct \[model\]"):
-        train(configure(folder, LAYOUTS["pp"], ffn_hidden=20))
+    with pytest.raises(RankFailure, match="step-00000003 holds another model than the configuration: layers 4 -> 2;"):
+        train(configure(folder, LAYOUTS["pp"], layers=2))
 
 
 @pytest.mark.parametrize("steps", [6, 4])
@@ -139,15 +168,17 @@ def test_a_finished_job_has_nothing_left_to_do(straight, steps, tmp_path):
 
 
 def _settings_after_resuming(config: JobConfig) -> set[tuple[float, tuple[float, float]]]:
-    (optimizer,) = Trainer(config, torch.device("cpu")).optimizers
+    trainer = Trainer(config, torch.device("cpu"))
+    (optimizer,) = trainer.optimizers
+    assert {parameter.dtype for stage in trainer.stages for parameter in stage.parameters()} == {torch.float32}
     assert all(state["step"] == 6 for state in optimizer.state.values())
     return {(group["weight_decay"], group["betas"]) for group in optimizer.param_groups}
 
 
-def test_the_configuration_decides_the_optimizers_settings(straight, tmp_path):
+def test_the_configuration_decides_the_settings_of_training(straight, tmp_path):
     shutil.copytree(straight["pp"], tmp_path, dirs_exist_ok=True)
     config = configure(tmp_path, LAYOUTS["pp"])
-    changed = config.training.model_copy(update={"weight_decay": 0.25, "betas": (0.8, 0.9)})
+    changed = config.training.model_copy(update={"weight_decay": 0.25, "betas": (0.8, 0.9), "dtype": "float32"})
     changed_config = config.model_copy(update={"training": changed})
     for found in run_ranks(2, _settings_after_resuming, changed_config, seconds=60.0):
         assert found == {(0.25, (0.8, 0.9)), (0.0, (0.8, 0.9))}
@@ -213,7 +244,7 @@ def fake_checkpoint(directory: Path, step: int, complete: bool = True) -> None:
     path = directory / f"step-{step:08d}"
     path.mkdir(parents=True)
     if complete:
-        write_manifest(path, Manifest(Progress(step, {"identity": {}}), {}))
+        write_manifest(path, Manifest(Progress(step, {"identity": {}}), {}, {}))
 
 
 def test_the_newest_complete_checkpoint_counts(tmp_path):
@@ -268,11 +299,19 @@ def test_ranks_that_see_different_checkpoints_stop_together(first, second, tmp_p
     )
 
 
+def checkpointers(directory: Path, *keep: int) -> tuple[list[Checkpointer], Tensor]:
+    """One for each ``checkpoint.keep``, all of the same small model, and one of its weights."""
+    config = TransformerConfig(ModelShape(8, 1, 2, 1, 4, 8, 5))
+    model = Transformer(config)
+    assert model.embedding is not None
+    optimizers = [build_optimizer(model, TrainingConfig())]
+    made = [Checkpointer(CheckpointConfig(dir=directory, keep=n), config, [model], optimizers, "alone") for n in keep]
+    return made, model.embedding.weight
+
+
 def _save_while_weights_change(directory: Path) -> None:
     """Saves twice with nothing written until weights have changed, and reads both checkpoints back."""
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    checkpointer = Checkpointer(CheckpointConfig(dir=directory, keep=9), [model], [optimizer], "alone")
+    (checkpointer,), weight = checkpointers(directory, 9)
     checkpointer.save(Progress(1, {}))  # the first one is waited for
     may_write = threading.Event()
 
@@ -282,18 +321,18 @@ def _save_while_weights_change(directory: Path) -> None:
 
     def restored(step: int) -> Tensor:
         checkpointer.load(checkpoint_path(directory, step))
-        return model.weight.detach().clone()
+        return weight.detach().clone()
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(checkpoint_module, "start_writing", waiting)
-        model.weight.fill_(2.0)
+        weight.fill_(2.0)
         checkpointer.save(Progress(2, {}))
-        model.weight.fill_(3.0)  # the thread has not begun to write
+        weight.fill_(3.0)  # the thread has not begun to write
         assert [path.name for path in complete_checkpoints(directory)] == ["step-00000001"]
         threading.Timer(0.2, may_write.set).start()
         checkpointer.save(Progress(3, {}))  # waits for the one before it
         assert complete_checkpoints(directory)[1].name == "step-00000002"
-        model.weight.fill_(4.0)
+        weight.fill_(4.0)
         checkpointer.finish()
     assert (restored(2) == 2.0).all()
     assert (restored(3) == 3.0).all()
@@ -301,6 +340,40 @@ def _save_while_weights_change(directory: Path) -> None:
 
 def test_a_checkpoint_holds_what_was_trained_when_it_was_saved(tmp_path):
     run_ranks(1, _save_while_weights_change, tmp_path / "checkpoints", seconds=60.0)
+
+
+def _continue_beside_a_damaged_one(directory: Path) -> tuple[str | None, list[str], list[str]]:
+    """Of three checkpoints the newest is damaged; what the next job says is the newest when it can write none, and what
+    there is before and after it has written."""
+    (writing, continuing), _ = checkpointers(directory, 9, 1)
+    for step in (1, 2, 6):
+        writing.save(Progress(step, {}))
+        writing.finish()
+    damage(checkpoint_path(directory, 6), "flipped")
+    continuing.load(checkpoint_path(directory, 2))
+    continuing.delete_outdated()
+    before = [path.name for path in complete_checkpoints(directory)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_module, "publish", _full_disk)
+        continuing.save(Progress(3, {}))
+        with pytest.raises(TrainingError, match="No space left"):
+            continuing.finish()
+    assert continuing._failure is not None
+    newest = continuing._failure.newest
+    continuing.save(Progress(7, {}))
+    continuing.finish()
+    return newest, before, [path.name for path in complete_checkpoints(directory)]
+
+
+def _full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_damaged_checkpoint_does_not_count_as_one_to_fall_back_on(tmp_path):
+    ((newest, before, after),) = run_ranks(1, _continue_beside_a_damaged_one, tmp_path, seconds=60.0)
+    assert newest == "step-00000002"
+    assert before == ["step-00000002", "step-00000006"]  # keep is 1 now, so there is room before anything is written
+    assert after == ["step-00000007"]
 
 
 def _agreed_with_damage(directory: Path) -> str | None:

@@ -21,6 +21,7 @@ from wlb.training.checkpoint_files import (
     Progress,
     checkpoint_path,
     complete_checkpoints,
+    delete_outdated,
     find_damage,
     hidden_path,
     is_plain_name,
@@ -34,13 +35,13 @@ from wlb.training.checkpoint_files import (
 FILES = {"__0_0.distcp": b"weights" * 100, "__1_0.distcp": b"moments" * 90, ".metadata": b"names"}
 
 
-def write_checkpoint(directory: Path, step: int, keep: int = 9) -> Path:
+def write_checkpoint(directory: Path, step: int) -> Path:
     checkpoint = checkpoint_path(directory, step)
     start_writing(checkpoint)
     for name, content in FILES.items():
         (hidden_path(checkpoint) / name).write_bytes(content)
     records = {name: FileRecord(len(content), zlib.crc32(content)) for name, content in FILES.items()}
-    publish(checkpoint, Manifest(Progress(step, {"identity": {"data.seed": 1}}), records), keep)
+    publish(checkpoint, Manifest(Progress(step, {"identity": {"data.seed": 1}}), {"heads": 2}, records))
     return checkpoint
 
 
@@ -48,6 +49,7 @@ def test_what_was_written_is_whole(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 3)
     assert find_damage(checkpoint, contents=True) is None
     assert read_manifest(checkpoint).progress == Progress(3, {"identity": {"data.seed": 1}})
+    assert read_manifest(checkpoint).model == {"heads": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
@@ -104,7 +106,7 @@ def test_readers_share_the_files(tmp_path):
     assert sorted(map(str, noticed)) == sorted(f"its {name} is missing" for name in FILES)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\0\0\0", '{"format": 3}', '{"step": 3}', "9" * 5000])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "\0\0\0", '{"format": 4}', '{"step": 3}', "9" * 5000])
 def test_a_garbage_manifest_is_named(content, tmp_path):
     checkpoint = write_checkpoint(tmp_path, 3)
     (checkpoint / MANIFEST).write_text(content)
@@ -122,11 +124,11 @@ def test_a_manifest_is_missing_or_unreadable(tmp_path):
     assert find_damage(checkpoint, contents=False) == "its manifest.json cannot be read: it is no regular file"
 
 
-@pytest.mark.parametrize("written", [2, 4, "3", None])
+@pytest.mark.parametrize("written", [3, 5, "4", None])
 def test_another_version_is_refused_rather_than_passed_over(tmp_path, written):
     checkpoint = write_checkpoint(tmp_path, 3)
     (checkpoint / MANIFEST).write_text(json.dumps({"format": written, "step": 3, "loader": {}}))
-    with pytest.raises(UserError, match=rf"step-00000003 has format {written!r}, this version reads 3; continue with"):
+    with pytest.raises(UserError, match=rf"step-00000003 has format {written!r}, this version reads 4; continue with"):
         find_damage(checkpoint, contents=False)
 
 
@@ -135,7 +137,7 @@ def test_names_that_leave_the_checkpoint_are_refused(tmp_path, name):
     assert not is_plain_name(name)
     if isinstance(name, str):
         checkpoint = write_checkpoint(tmp_path, 3)
-        write_manifest(checkpoint, Manifest(Progress(3, {}), {name: FileRecord(0, 0)}))
+        write_manifest(checkpoint, Manifest(Progress(3, {}), {}, {name: FileRecord(0, 0)}))
         with pytest.raises(DamagedCheckpoint, match="which is no file of the checkpoint"):
             read_manifest(checkpoint)
 
@@ -145,22 +147,32 @@ def names(directory: Path) -> list[int]:
 
 
 def test_only_the_newest_are_kept(tmp_path):
-    for step in (3, 6, 9):
-        write_checkpoint(tmp_path, step, keep=2)
+    written = [write_checkpoint(tmp_path, step) for step in (3, 6, 9)]
+    delete_outdated(written, keep=2)
     assert names(tmp_path) == [6, 9]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000006", "step-00000009"]
 
 
-def test_a_damaged_newer_one_does_not_count_and_is_replaced_in_its_turn(tmp_path):
-    write_checkpoint(tmp_path, 6)
-    damaged = write_checkpoint(tmp_path, 12)
-    (damaged / ".metadata").unlink()
-    write_checkpoint(tmp_path, 9, keep=1)  # continued from 6
-    assert names(tmp_path) == [9, 12]
-    assert find_damage(checkpoint_path(tmp_path, 9), contents=True) is None
-    write_checkpoint(tmp_path, 12, keep=1)
-    assert names(tmp_path) == [12]
-    assert find_damage(damaged, contents=True) is None
+@pytest.mark.parametrize(("keep", "left"), [(1, [9, 12]), (2, [3, 6, 9, 12]), (3, [1, 3, 6, 9, 12])])
+def test_damaged_ones_do_not_count_and_are_deleted_when_they_are_outdated(tmp_path, keep, left):
+    """A file of step 1 is missing; in 6 and 12, which the job passed over, only the contents are damaged."""
+    one, three, _, nine, _ = (write_checkpoint(tmp_path, step) for step in (1, 3, 6, 9, 12))
+    (one / ".metadata").unlink()
+    delete_outdated([one, three, nine], keep)
+    assert names(tmp_path) == left
+
+
+def test_one_of_another_version_is_no_good_one(tmp_path):
+    old, new = (write_checkpoint(tmp_path, step) for step in (1, 3))
+    (old / MANIFEST).write_text(json.dumps({"format": 2}))
+    delete_outdated([old, new], keep=2)
+    assert names(tmp_path) == [1, 3]
+
+
+def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path):
+    (write_checkpoint(tmp_path, 12) / ".metadata").unlink()
+    assert find_damage(write_checkpoint(tmp_path, 12), contents=True) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000012"]
 
 
 def test_steps_are_in_order_beyond_eight_digits(tmp_path):

@@ -43,7 +43,7 @@ def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "step-00000003"
     writer = ChecksummedWriter(path)
     dcp.save(dict(STATE), storage_writer=writer, no_dist=True)
-    write_manifest(path, Manifest(Progress(3, {}), writer.files))
+    write_manifest(path, Manifest(Progress(3, {}), {}, writer.files))
     return path
 
 

@@ -100,7 +100,14 @@ def _check_refusals(config: Path, folder: Path, capsys, monkeypatch) -> None:
     new = ("--out", folder / "new")
     assert "holds no checkpoint of step 1; it has 2, 3" in said(*new, "--step", 1)
     assert "holds no checkpoint" in said(*new, "--set", f"checkpoint.dir={folder}")
-    assert "the configuration" in said(*new, "--set", "model.tied_embeddings=false")
+    assert "another model than the configuration: tied_embeddings true -> false;" in said(
+        *new, "--set", "model.tied_embeddings=false"
+    )
+    both = said(*new, "--set", "model.rope_theta=100", "--set", "model.norm_eps=0.1")
+    assert re.search(
+        r"another model than the configuration: rope_theta \S+ -> 100\.0, norm_eps 1e-05 -> 0\.1; correct \[model\]",
+        both,
+    )
     newest = folder / "checkpoints" / "step-00000003"
     data = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(data.read_bytes())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from wlb.config import MetricsConfig
+from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.training.failures import TrainingError
 from wlb.training.metrics import MetricsWriter, StepMetrics, live_line
@@ -66,9 +67,13 @@ def test_a_line_holds_the_metrics_as_soon_as_it_is_written(tmp_path):
         "tokens": 100,
         "documents": 3,
     }
+    assert "segments" not in row
     writer.write(replace(ROW, step=2, document_ids=None))
-    assert "document_ids" not in json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[1])
+    writer.write(replace(ROW, step=3, segments=(Segment(4, 0, 60), Segment(9, 128, 40))))
     writer.close()
+    _, without, audited = map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines())
+    assert not {"document_ids", "segments"} & without.keys()
+    assert audited["segments"] == [[4, 0, 60], [9, 128, 40]]
 
 
 def test_a_resumed_job_continues_after_its_checkpoint(tmp_path, capsys):

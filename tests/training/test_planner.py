@@ -25,9 +25,18 @@ METHODS = ("sequential", "fixed_greedy", "variable_length")
 
 
 def planner_of(
-    lengths: list[int], method: str, *, one_epoch: bool, dp: int = 1, window_tokens: int = WINDOW, **packing: Any
+    lengths: list[int],
+    method: str,
+    *,
+    one_epoch: bool,
+    dp: int = 1,
+    window_tokens: int = WINDOW,
+    overlong: str = "split",
+    **packing: Any,
 ) -> StepPlanner:
-    data = DataConfig.model_validate({"store": "unused", "context_window": window_tokens, "seed": 4})
+    data = DataConfig.model_validate(
+        {"store": "unused", "context_window": window_tokens, "seed": 4, "overlong": overlong}
+    )
     config = PackingConfig.model_validate(
         {"method": method, "micro_batches": 4, "outlier_thresholds": [8, 16], **packing}
     )
@@ -76,6 +85,7 @@ def test_resumes_after_any_step(method, one_epoch, lengths, stop, window):
     again = list(islice(resumed, 8 if before else stop + 8))
     assert [s.plan for s in again] == [s.plan for s in (after if before else before + after)]
     assert [s.state for s in again] == [s.state for s in (after if before else before + after)]
+    assert [s.documents for s in again] == [s.documents for s in (after if before else before + after)]
 
 
 def test_a_resumed_plan_may_be_dealt_to_other_ranks():
@@ -96,6 +106,21 @@ def test_the_next_epoch_follows_without_draining():
     trained = tokens_of(steps)
     assert set(trained.values()) == {1}
     assert {(document, token) for document in range(500) for token in range(5)} <= trained.keys()
+
+
+@pytest.mark.parametrize("method", [*METHODS, "makespan"])
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=80), overlong=st.sampled_from(["split", "truncate"]))
+def test_a_document_is_finished_when_all_of_its_pieces_are_trained(method, lengths, overlong):
+    """Packers hold long pieces back while they train the short one at the document's end."""
+    planner = planner_of(lengths, method, one_epoch=True, overlong=overlong)
+    left = [min(length, WINDOW) if overlong == "truncate" else length for length in lengths]
+    for step in planner:
+        for document, _, length in step.plan.segments:
+            left[document] -= length
+        trained = {segment.document for segment in step.plan.segments}
+        assert step.documents == tuple(sorted(document for document in trained if not left[document]))
+        assert step.pending_documents == step.state["stream"]["cursor"] - left.count(0)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -13,7 +13,8 @@ import pytest
 from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import SECONDS, free_port, process, ranks_of, said, steps_written, wait_until
 from tests.training.soak import soak
-from tests.training.test_checkpoint import fake_checkpoint
+from tests.training.test_checkpoint import damage, fake_checkpoint
+from tests.training.test_checkpoint_files import write_checkpoint
 from wlb.config import JobConfig
 from wlb.training.restarts import Restarts
 
@@ -38,16 +39,37 @@ def test_restarts_are_counted_between_checkpoints(tmp_path):
     assert restarts.left == 1
     assert restarts.take()
     assert restarts.take() is None
-    assert restarts.used_up
+    assert restarts.refusal == "there was no newer checkpoint since the last restart, and no restart is left"
     fake_checkpoint(tmp_path, 20)
     assert restarts.take() == "checkpoint step-00000020"
+
+
+@pytest.mark.parametrize("damaged", ["flipped", "truncated", "manifest.json"])
+def test_a_damaged_newest_checkpoint_is_neither_named_nor_progress(tmp_path, damaged):
+    """Newer ones than the job continues from are progress, also where they are older than the damaged one."""
+    write_checkpoint(tmp_path, 10)
+    damage(write_checkpoint(tmp_path, 30), damaged)
+    restarts = Restarts(configure(tmp_path, most=1))
+    for step in (10, 12, 14):
+        write_checkpoint(tmp_path, step)
+        assert restarts.take() == f"checkpoint step-{step:08d}"
+    damage(tmp_path / "step-00000014", damaged)
+    assert restarts.take() is None
+
+
+def test_without_a_usable_checkpoint_the_job_is_not_restarted(tmp_path):
+    restarts = Restarts(configure(tmp_path))
+    damage(write_checkpoint(tmp_path, 10), "truncated")
+    assert restarts.take() is None
+    assert restarts.refusal is not None
+    assert "none of the 1 checkpoints" in restarts.refusal
 
 
 @pytest.mark.parametrize(("most", "resume"), [(0, True), (2, False)])
 def test_a_job_that_may_not_continue_is_not_restarted(tmp_path, most, resume):
     restarts = Restarts(configure(tmp_path, most, resume))
     assert restarts.take() is None
-    assert not restarts.used_up
+    assert restarts.refusal is None
 
 
 def test_a_job_without_checkpoints_is_not_restarted():

@@ -77,11 +77,18 @@ def test_every_layout_trains_the_same(tmp_path, store):
 
 def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
     config = configure(tmp_path, store, {"pp": 2}, steps=None)
-    summary = run_ranks(2, _train, config, seconds=60.0)[0]
+    audited = config.metrics.model_copy(update={"document_ids": "segments"})
+    summary = run_ranks(2, _train, config.model_copy(update={"metrics": audited}), seconds=60.0)[0]
     rows = read_steps(tmp_path)
     documents = [document for row in rows for document in row["document_ids"]]
     opened = TokenStore.open(store)
     assert sorted(documents) == list(range(len(opened)))
+    pieces = sorted(tuple(piece) for row in rows for piece in row["segments"])
+    assert pieces == [
+        (document, start, min(WINDOW, length - start))
+        for document, length in enumerate(opened.lengths.tolist())
+        for start in range(0, length, WINDOW)
+    ]
     assert (summary["tokens"], summary["documents"], summary["steps"]) == (opened.tokens, len(opened), len(rows))
     _, report = split_overlong([Segment(i, 0, n) for i, n in enumerate(opened.lengths.tolist())], WINDOW)
     assert report.documents > 0

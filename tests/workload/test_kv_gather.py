@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from wlb.workload import HARDWARE, make_workload, model_shape
+from wlb.workload.links import group_link
 
 
 def test_nothing_to_receive_costs_nothing():
@@ -16,7 +17,7 @@ def test_nothing_to_receive_costs_nothing():
 def test_gathering_everything_is_what_context_parallel_prices_contain(tp, cp):
     # make_workload(cp=...) prices balanced shards: a share of everything, and K and V of all other ranks' tokens.
     tokens = 65_536
-    no_tp_traffic = replace(HARDWARE["h100"], node_latency=0.0, network_latency=0.0)
+    no_tp_traffic = replace(HARDWARE["h100"], node_latency=0.0, network_latency=0.0, step_latency=0.0)
     alone, group = (make_workload("70b", no_tp_traffic, tp=tp, cp=size) for size in (1, cp))
     tp_seconds = (
         0.0
@@ -29,11 +30,11 @@ def test_gathering_everything_is_what_context_parallel_prices_contain(tp, cp):
 
 
 def test_bytes_follow_the_shape_and_latency_is_paid_in_every_layer():
-    hardware = HARDWARE["h100"]
+    inside = group_link(HARDWARE["h100"], "all_to_all", 4, stride=2)
     shape = replace(model_shape("llama3-8b"), layers=3)
     seconds = make_workload(shape, tp=2).kv_gather_seconds(1000, 4)
     sent = 1000 * 2 * 8 * 128 / 2 * 2  # tokens x (K, V) x heads x head_dim / tp x bytes
-    assert float(seconds) == pytest.approx(2 * 3 * (hardware.node_latency + sent / hardware.node_bandwidth))
+    assert float(seconds) == pytest.approx(2 * 3 * (inside.latency + sent / inside.bandwidth))
     assert make_workload(shape, tp=2).kv_gather_seconds(1000, 8) > 2 * seconds, "across nodes"
 
 

@@ -7,7 +7,6 @@ whole history, ``epoch * documents in the store + index in the store``; an id is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -127,18 +126,3 @@ def shuffled(documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """
     drawn = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(documents)
     return np.argsort(drawn, kind="stable")
-
-
-def finished_documents(segments: Iterable[Segment], lengths: NDArray[np.int64], truncated_to: int | None) -> list[int]:
-    """Ids of the documents whose last trained token is in ``segments``, ascending.
-
-    ``lengths`` are tokens per document of the store; ``truncated_to`` is where ``data.overlong = "truncate"`` cuts,
-    None for other policies. Over an epoch every trained document is in the result of exactly one step, however it
-    was split.
-    """
-    rows = np.asarray([*segments], dtype=np.int64).reshape(-1, 3)
-    ends = lengths[rows[:, 0] % len(lengths)]
-    if truncated_to is not None:
-        ends = np.minimum(ends, truncated_to)
-    finished: list[int] = np.sort(rows[rows[:, 1] + rows[:, 2] == ends, 0]).tolist()
-    return finished

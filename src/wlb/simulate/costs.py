@@ -2,7 +2,7 @@
 
 Computing is priced without any links: by the analytic model of a single GPU, or by a measured profile, divided by the
 tensor-parallel size. Everything that communicates is priced apart, from message sizes and the links of
-``wlb.simulate.topology``, so that nothing is counted twice. Tokens are those of one context-parallel rank; seconds are
+``wlb.workload.links``, so that nothing is counted twice. Tokens are those of one context-parallel rank; seconds are
 of all layers unless said otherwise, forward and backward apart.
 """
 
@@ -17,11 +17,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.schedules.operations import stages_of_rank
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.topology import group_link, shard_bytes
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import Seconds
 from wlb.workload.kv_gather import EXCHANGES
 from wlb.workload.layer_split import split_layers
+from wlb.workload.links import group_link, shard_bytes
 
 Direction = Literal["forward", "backward"]
 
@@ -75,7 +75,7 @@ class JobCosts:
         """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""
         job = self.job
         stride = job.tp * job.cp * job.dp
-        link = group_link(job.hardware, job.pp, stride)
+        link = group_link(job.hardware, "point_to_point", job.pp, stride)
         token_bytes = job.shape.hidden * job.hardware.bytes_per_value / job.tp
         return link.seconds(np.asarray(tokens) * token_bytes)
 
@@ -117,7 +117,7 @@ class JobCosts:
         """Clipping and AdamW on each pipeline rank's shards; shape (pp,)."""
         job = self.job
         weights = self._by_rank(self.stage_blocks * self._block_weights + self._root_weights) / (job.dp * job.cp)
-        norm = 0.0 if job.gpus == 1 else group_link(job.hardware, job.gpus, 1).latency
+        norm = 0.0 if job.gpus == 1 else group_link(job.hardware, "point_to_point", job.gpus, 1).latency
         return weights * _OPTIMIZER_VALUES * _MASTER_BYTES / job.hardware.memory_bandwidth + norm
 
     def _linear(self, tokens: ArrayLike, direction: Direction) -> Seconds:
@@ -160,7 +160,8 @@ class JobCosts:
     def _over_shards(self, whole_bytes: float) -> float:
         job = self.job
         ranks = job.dp * job.cp
-        return float(group_link(job.hardware, ranks, job.tp).seconds(shard_bytes(whole_bytes, ranks)))
+        link = group_link(job.hardware, "all_gather", ranks, stride=job.tp)
+        return float(link.seconds(shard_bytes(whole_bytes, ranks)))
 
     def _by_rank(self, of_stage: NDArray[np.float64]) -> NDArray[np.float64]:
         job = self.job

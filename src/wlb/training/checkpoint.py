@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from wlb.config import CheckpointConfig
-from wlb.errors import UserError
 from wlb.training.agreement import gathered
 from wlb.training.background import InBackground
 from wlb.training.checkpoint_files import (
@@ -41,15 +40,20 @@ from wlb.training.checkpoint_files import (
     Manifest,
     Progress,
     checkpoint_path,
-    complete_checkpoints,
+    delete_outdated,
     hidden_path,
+    is_whole,
+    named_checkpoints,
     publish,
     read_manifest,
     start_writing,
+    step_of,
 )
 from wlb.training.checkpoint_storage import ChecksummedWriter, ConfinedReader
 from wlb.training.console import say
 from wlb.training.failures import TrainingError
+from wlb.training.model import TransformerConfig
+from wlb.training.same_model import RANDOM_STATES, check_model, check_tensors, model_record
 
 _LONGEST_WRITE = timedelta(hours=1)  # of one rank while the others wait, in the background
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded
@@ -57,7 +61,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per par
 
 @dataclass(frozen=True)
 class _Failure:
-    """A checkpoint that could not be written, and the name of the newest complete one, if there is any."""
+    """A checkpoint that could not be written, and the name of the newest good one, if there is any."""
 
     problem: str
     newest: str | None
@@ -66,17 +70,25 @@ class _Failure:
 class Checkpointer:
     """Saves the stages of this rank with their optimizers into ``config.dir``; every rank calls every method.
 
-    ``optimizers[i]`` belongs to ``stages[i]``. Parameters of different stages have different names. ``place`` names the
-    random generators of this rank: a rank of another layout gets them back if it has the same place.
+    ``stages`` are parts of ``model``, ``optimizers[i]`` belongs to ``stages[i]``. Parameters of different stages have
+    different names. ``place`` names the random generators of this rank: a rank of another layout gets them back if it
+    has the same place.
     """
 
     def __init__(
-        self, config: CheckpointConfig, stages: Sequence[nn.Module], optimizers: Sequence[Optimizer], place: str
+        self,
+        config: CheckpointConfig,
+        model: TransformerConfig,
+        stages: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        place: str,
     ) -> None:
         self._place = place
+        self._model = model
         self._config = config
         self._stages = stages
         self._optimizers = optimizers
+        self._good: list[Path] = []  # those up to the one the job continues from, and its own; others are damaged
         self._writing: InBackground[_Failure | None] | None = None
         self._failure: _Failure | None = None
         if self.enabled:
@@ -94,15 +106,15 @@ class Checkpointer:
     def save(self, progress: Progress) -> None:
         """Begin to write the checkpoint of ``progress.step``, after the one before it; older than ``keep`` are deleted.
 
-        Returns when the job may train on. The first checkpoint of a directory is waited for, so that a job that can
-        write none stops at once. A failure is told on stderr, on rank 0, and training goes on, as long as a complete
-        checkpoint exists; otherwise raises ``TrainingError``, at the latest in the next ``save`` or ``finish``.
+        Returns when the job may train on. The first checkpoint of a job is waited for, so that a job that can write
+        none stops at once. A failure is told on stderr, on rank 0, and training goes on, as long as a good checkpoint
+        exists; otherwise raises ``TrainingError``, at the latest in the next ``save`` or ``finish``.
         """
         directory = self._config.dir
         assert directory is not None, "saving needs checkpoint.dir"
         self._wait()
         tensors = self._tensors() | _rng_state(self._place)
-        wait = not (self._config.asynchronous and complete_checkpoints(directory))
+        wait = not (self._config.asynchronous and self._good)
         copy = tensors if wait else self._stager.stage(tensors)
         assert isinstance(copy, dict), "the stager does not return before the copy is made"
         self._writing = InBackground(partial(self._write, directory, copy, progress), "wlb-checkpoint")
@@ -120,13 +132,13 @@ class Checkpointer:
 
         Raises ``UserError`` for the checkpoint of another model.
         """
-        progress = read_manifest(path).progress
+        manifest = read_manifest(path)
+        check_model(path, manifest.model, self._model)
         reader = ConfinedReader(path)
-        saved = reader.read_metadata().state_dict_metadata
+        saved = reader.tensors()
+        check_tensors(path, saved, self._model)
         rng = {name: state for name, state in _rng_state(self._place).items() if name in saved}
-        tensors = self._tensors()
-        _check_same_model(path, tensors, saved)
-        state = tensors | rng
+        state = self._tensors() | rng
         try:
             dcp.load(state, storage_reader=reader)
         except CheckpointException as error:  # which is no Exception
@@ -136,7 +148,13 @@ class Checkpointer:
             groups = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
             set_optimizer_state_dict(stage, optimizer, groups | _pick(state, _moments(stage, optimizer)), options=_FLAT)
         _set_rng_state({name: state[name] for name in rng})
-        return progress
+        self._good = [older for older in named_checkpoints(path.parent) if step_of(older) <= step_of(path)]
+        return manifest.progress
+
+    def delete_outdated(self) -> None:
+        """Delete all but the newest ``keep`` checkpoints: for a job that continues with a lower ``keep``."""
+        if dist.get_rank() == 0:
+            delete_outdated(self._good, self._config.keep)
 
     def _tensors(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
@@ -165,11 +183,12 @@ class Checkpointer:
             or self._problem_of_any_rank(self._publishing(checkpoint, progress, writer.files))
         )
         if problem is None:
+            self._good.append(checkpoint)
+            self.delete_outdated()
             return None
         if dist.get_rank() == 0:
             shutil.rmtree(hidden_path(checkpoint), ignore_errors=True)
-        complete = [path.name for path in complete_checkpoints(directory)]
-        (newest, *_) = gathered(complete[-1] if complete else None, self._group)
+        (newest, *_) = gathered(next((p.name for p in reversed(self._good) if is_whole(p)), None), self._group)
         text = f"the checkpoint of step {progress.step} could not be written to {directory}: {problem}"
         if newest is not None and dist.get_rank() == 0:
             say(f"wlb: warning: {text}; the newest one is still {newest}")
@@ -179,7 +198,7 @@ class Checkpointer:
         files: dict[str, FileRecord] = {}
         for records in gathered(written, self._group):
             files |= records
-        return _on_rank_0(lambda: publish(checkpoint, Manifest(progress, files), self._config.keep))
+        return _on_rank_0(lambda: publish(checkpoint, Manifest(progress, model_record(self._model), files)))
 
     def _problem_of_any_rank(self, work: Callable[[], object]) -> str | None:
         """Do ``work`` on every rank; what went wrong on one, or None."""
@@ -223,17 +242,6 @@ def _make_stager() -> DefaultStager:
     )
 
 
-def _check_same_model(path: Path, tensors: dict[str, Any], saved: dict[str, Any]) -> None:
-    for name, tensor in tensors.items():
-        if name not in saved:
-            raise UserError(f"checkpoint {path} has no {name}: it holds another model; correct [model]")
-        if isinstance(tensor, Tensor) and tensor.shape != saved[name].size:
-            raise UserError(
-                f"checkpoint {path} has {name} of shape {tuple(saved[name].size)}, this model {tuple(tensor.shape)}; "
-                "correct [model]"
-            )
-
-
 def _moments(stage: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state by parameter name, without its settings: those are the configuration's, also on resume."""
     state = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
@@ -245,15 +253,15 @@ def _pick(tensors: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rng_state(place: str) -> dict[str, Tensor]:
-    states = {f"rng.cpu.{place}": torch.get_rng_state()}
+    states = {f"{RANDOM_STATES}cpu.{place}": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states[f"rng.cuda.{place}"] = torch.cuda.get_rng_state()
+        states[f"{RANDOM_STATES}cuda.{place}"] = torch.cuda.get_rng_state()
     return states
 
 
 def _set_rng_state(states: dict[str, Tensor]) -> None:
     for name, state in states.items():
-        if name.startswith("rng.cuda"):
+        if name.startswith(f"{RANDOM_STATES}cuda."):
             torch.cuda.set_rng_state(state)
         else:
             torch.set_rng_state(state)

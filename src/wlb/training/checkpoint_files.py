@@ -1,10 +1,10 @@
 """What a checkpoint is on disk, and whether one can be trusted.
 
 A checkpoint is a directory ``step-00000100`` with the files that ``torch.distributed.checkpoint`` wrote and
-``manifest.json``: the step, the loader's state, and size and CRC-32 of every file, under a CRC-32 of its own. The
-manifest is written last, under a hidden name that is then changed, so a directory of that name was once complete;
-``find_damage`` says whether it still is. CRC-32 finds accidents (a full disk, a torn copy, flipped bits), at several
-GB/s, and does not try to find intent: nothing read from a checkpoint is executed (``checkpoint_storage``).
+``manifest.json``: the step, the loader's state, the model, and size and CRC-32 of every file, under a CRC-32 of its
+own. The manifest is written last, under a hidden name that is then changed, so a directory of that name was once
+complete; ``find_damage`` says whether it still is. CRC-32 finds accidents (a full disk, a torn copy, flipped bits), at
+several GB/s, and does not try to find intent: nothing read from a checkpoint is executed (``checkpoint_storage``).
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from wlb.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 HIDDEN = ".writing-"
 _PREFIX = "step-"
@@ -45,9 +47,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself; ``files`` are all its files but the manifest, by name."""
+    """What a checkpoint says about itself.
+
+    ``model`` is what ``same_model.model_record`` makes of the model that it holds; ``files`` are all its files but the
+    manifest, by name.
+    """
 
     progress: Progress
+    model: Mapping[str, Any]
     files: Mapping[str, FileRecord]
 
 
@@ -86,27 +93,42 @@ def start_writing(checkpoint: Path) -> None:
     hidden_path(checkpoint).mkdir(parents=True)
 
 
-def publish(checkpoint: Path, manifest: Manifest, keep: int) -> None:
-    """Complete ``checkpoint`` with its manifest, give it its name, and delete all but the newest ``keep`` up to it.
-
-    Newer ones can only be damaged, as the job did not continue from them: they are left to be looked at, except
-    for one of this very step.
-    """
+def publish(checkpoint: Path, manifest: Manifest) -> None:
+    """Complete ``checkpoint`` with its manifest and give it its name, in place of a damaged one of this very step."""
     hidden = hidden_path(checkpoint)
     write_manifest(hidden, manifest)
     if checkpoint.exists():
         _delete(checkpoint)
     os.replace(hidden, checkpoint)
     _sync_directory(checkpoint.parent)
-    complete = complete_checkpoints(checkpoint.parent)
-    for outdated in complete[: complete.index(checkpoint) + 1][:-keep]:
-        _delete(outdated)
+
+
+def delete_outdated(good: Sequence[Path], keep: int) -> None:
+    """Delete the checkpoints that are older than the newest ``keep`` of ``good``, which are in order.
+
+    Of ``good`` those count that are still whole, so at least ``keep`` of them remain, or all. What else there is in the
+    directory is damaged: it does not count, and is left to be looked at until it is as old as that.
+    """
+    whole = [checkpoint for checkpoint in good if is_whole(checkpoint)]
+    if len(whole) < keep:
+        return
+    oldest = whole[-keep]
+    for outdated in complete_checkpoints(oldest.parent):
+        if step_of(outdated) < step_of(oldest):
+            with suppress(OSError):  # no reason not to write another one; a disk that fills up says so itself
+                _delete(outdated)
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write the manifest into ``path``, and all of that directory to the disk."""
     progress = manifest.progress
-    content = {"format": FORMAT, "step": progress.step, "loader": progress.loader, "files": dict(manifest.files)}
+    content = {
+        "format": FORMAT,
+        "step": progress.step,
+        "loader": progress.loader,
+        "model": dict(manifest.model),
+        "files": dict(manifest.files),
+    }
     with (path / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(json.dumps({**content, "crc32": _crc32_of(content)}))
         file.flush()
@@ -139,7 +161,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     files = {name: FileRecord(*record) for name, record in content["files"].items()}
     if foreign := [name for name in files if not is_plain_name(name)]:
         raise DamagedCheckpoint(f"its {MANIFEST} names {foreign[0]!r}, which is no file of the checkpoint")
-    return Manifest(Progress(content["step"], content["loader"]), files)
+    return Manifest(Progress(content["step"], content["loader"]), content["model"], files)
 
 
 def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0, 1)) -> str | None:
@@ -155,10 +177,18 @@ def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0
     except DamagedCheckpoint as damage:
         return str(damage)
     first, readers = share
-    for name in sorted(files)[first::readers]:
-        if problem := _damage_of(checkpoint / name, files[name], contents):
-            return f"its {name} {problem}"
-    return None
+    names = sorted(files)[first::readers]
+    with ThreadPoolExecutor() as pool:  # one process may have to read what hundreds of ranks have written
+        problems = pool.map(lambda name: _damage_of(checkpoint / name, files[name], contents), names)
+        return next((f"its {name} {problem}" for name, problem in zip(names, problems, strict=True) if problem), None)
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Whether ``checkpoint`` is one of this version with all its files in full; checksums are not compared."""
+    try:
+        return find_damage(checkpoint, contents=False) is None
+    except UserError:
+        return False
 
 
 def is_plain_name(name: object) -> bool:

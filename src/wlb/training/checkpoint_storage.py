@@ -91,6 +91,10 @@ class ConfinedReader(FileSystemReader):
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """What the checkpoint holds, by name."""
+        return cast(dict[str, TensorStorageMetadata], self.read_metadata().state_dict_metadata)  # ``_checked``
+
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:

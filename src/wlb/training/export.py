@@ -1,7 +1,7 @@
 """From a checkpoint to a Hugging Face directory, in one process without a process group.
 
-The configuration of the job says what the model computes, the checkpoint holds the weights in full precision under
-names that do not depend on the layout. Every file of the checkpoint is compared with its checksum first.
+The checkpoint holds the weights in full precision under names that do not depend on the layout. The configuration must
+describe the model that the checkpoint was written with, and every file of it is compared with its checksum first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from wlb.config import CheckpointConfig, JobConfig
 from wlb.documents.store_writer import tokenizer_path
@@ -25,10 +24,18 @@ from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.huggingface.config import read_config_json
 from wlb.integrations.huggingface.export import Companions, export_model, refuse_existing
-from wlb.training.checkpoint_files import checkpoint_path, find_damage, named_checkpoints, step_of
+from wlb.training.checkpoint_files import (
+    DamagedCheckpoint,
+    checkpoint_path,
+    find_damage,
+    named_checkpoints,
+    read_manifest,
+    step_of,
+)
 from wlb.training.checkpoint_storage import ConfinedReader
 from wlb.training.job import transformer_config
 from wlb.training.model import Transformer
+from wlb.training.same_model import check_model, check_tensors
 
 # What lies beside the weights of a published model and stays true of a trained one.
 _KEPT_FILES = (
@@ -43,7 +50,6 @@ _KEPT_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
-_EMBEDDING = "embedding.weight"
 
 
 @dataclass(frozen=True)
@@ -63,20 +69,16 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
     """
     refuse_existing(out)
     checkpoint = _chosen(config.checkpoint, step)
-    saved = ConfinedReader(checkpoint).read_metadata().state_dict_metadata
-    held = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
-    if _EMBEDDING not in held:
-        raise UserError(f"checkpoint {checkpoint} has no {_EMBEDDING}: it is of another program")
-    model = transformer_config(config.model, held[_EMBEDDING].size[0])
+    try:
+        recorded = read_manifest(checkpoint).model
+    except DamagedCheckpoint as damage:  # it was whole a moment ago
+        raise _deleted(checkpoint, damage) from damage
+    model = transformer_config(config.model, config.model.vocab_size or recorded["vocab_size"])
+    check_model(checkpoint, recorded, model)
+    held = ConfinedReader(checkpoint).tensors()
+    check_tensors(checkpoint, held, model)
     with torch.device("meta"):
-        parameters = dict(Transformer(model).named_parameters())
-    for name, parameter in parameters.items():
-        shape = tuple(held[name].size) if name in held else None
-        if shape != tuple(parameter.shape):
-            raise UserError(
-                f"checkpoint {checkpoint} has {name} of shape {shape}, the configuration {tuple(parameter.shape)}; "
-                "give the configuration that the job was started with"
-            )
+        parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         empty = {name: torch.empty(held[name].size, dtype=held[name].properties.dtype) for name in names}
@@ -86,7 +88,7 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
     longest = max(config.data.context_window, companions.config.get("max_position_embeddings", 0))
     export_model(model, read, out, dtype=dtype, longest=longest, companions=companions)
     tokenizer = tuple(name for name in (*companions.copies, *companions.texts) if name != "generation_config.json")
-    return Exported(checkpoint, step_of(checkpoint), sum(p.numel() for p in parameters.values()), tokenizer)
+    return Exported(checkpoint, step_of(checkpoint), parameters, tokenizer)
 
 
 def _chosen(config: CheckpointConfig, step: int | None) -> Path:
@@ -112,8 +114,12 @@ def _read(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", "torch.distributed is")  # not initialised: there is one process
             dcp.load(tensors, storage_reader=ConfinedReader(checkpoint), no_dist=True)
     except (OSError, CheckpointException) as error:
-        raise UserError(f"checkpoint {checkpoint} cannot be read: {error}; was it deleted by its job?") from error
+        raise _deleted(checkpoint, error) from error
     return tensors
+
+
+def _deleted(checkpoint: Path, error: BaseException) -> UserError:
+    return UserError(f"checkpoint {checkpoint} cannot be read: {error}; was it deleted by its job?")
 
 
 def _companions(config: JobConfig) -> Companions:

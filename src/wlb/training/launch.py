@@ -98,8 +98,8 @@ def _run_ranks(config: JobConfig, arguments: Sequence[str]) -> Ending | None:
 def _tell(ending: Ending, restarts: Restarts) -> None:
     if not ending.text:
         return
-    if ending.restart and restarts.used_up:
-        say(f"{ending.text}; there was no newer checkpoint since the last restart, and no restart is left")
+    if ending.restart and restarts.refusal:
+        say(f"{ending.text}; {restarts.refusal}")
     elif ending.restart:
         say(f"{ending.text}. Run the same command to continue from the newest checkpoint, if there is one")
     else:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wlb.config import JobConfig
-from wlb.documents.document_order import DocumentStream, EpochSummary, finished_documents
+from wlb.documents.document_order import DocumentStream, EpochSummary
 from wlb.documents.token_store import TokenStore
 from wlb.packing.base import Packer
 from wlb.packing.pipeline_order import Pipeline
@@ -33,9 +33,9 @@ from wlb.workload.base import Workload
 class LoadedStep:
     """One step, ready to train: ``batches`` are this rank's shares of its micro-batches, in pipeline order.
 
-    ``plan`` covers all ranks and ``loss_tokens`` counts their labelled tokens; ``documents`` are the ids of those whose
-    last token is in the step. ``fingerprint`` is equal where plans are equal, ``shard_fingerprint`` where the shard
-    plans of all batches are. ``wait_seconds`` is how long training stood still for this step.
+    ``plan`` covers all ranks and ``loss_tokens`` counts their labelled tokens; ``documents`` are the ids of those
+    that the step finishes (see ``PlannedStep``). ``fingerprint`` is equal where plans are equal, ``shard_fingerprint``
+    where the shard plans of all batches are. ``wait_seconds`` is how long training stood still for this step.
     """
 
     plan: StepPlan
@@ -73,7 +73,6 @@ class _ReadStep:
     planned: PlannedStep
     batches: tuple[ShardedBatch, ...]
     loss_tokens: int
-    documents: tuple[int, ...]
     fingerprint: int
     shard_fingerprint: int
 
@@ -102,7 +101,6 @@ class StepLoader(Iterator[LoadedStep]):
         self._vocab_size = vocab_size
         self._share = share or RankShare()
         self._identity = data_identity(store, config)
-        self._truncated_to = config.data.context_window if config.data.overlong == "truncate" else None
         stream = DocumentStream(store.lengths, config.data)
         self.epoch_summary: EpochSummary = stream.summary
         planner = StepPlanner(
@@ -130,7 +128,7 @@ class StepLoader(Iterator[LoadedStep]):
             plan=step.planned.plan,
             batches=step.batches,
             loss_tokens=step.loss_tokens,
-            documents=step.documents,
+            documents=step.planned.documents,
             fingerprint=step.fingerprint,
             shard_fingerprint=step.shard_fingerprint,
             planning_seconds=step.planned.planning_seconds,
@@ -144,7 +142,7 @@ class StepLoader(Iterator[LoadedStep]):
     def totals(self) -> dict[str, Any]:
         """What became of the documents taken in, from the job's first step to the last one handed out.
 
-        ``overlong`` has the fields of ``OverlongReport``; ``pending_documents`` are not trained to their end yet.
+        ``overlong`` has the fields of ``OverlongReport``; of ``pending_documents`` a part still waits.
         """
         return {"overlong": self._state["stream"]["overlong"], "pending_documents": self._pending_documents}
 
@@ -166,13 +164,12 @@ class StepLoader(Iterator[LoadedStep]):
         return self._share.of(batch)
 
     def _read(self, planned: PlannedStep) -> _ReadStep:
-        plan, lengths = planned.plan, self._store.lengths
+        plan = planned.plan
         batches = tuple(map(self._batch, plan.ranks[self._share.dp_rank]))
         return _ReadStep(
             planned=planned,
             batches=batches,
-            loss_tokens=labelled_tokens(plan, lengths),
-            documents=tuple(finished_documents(plan.segments, lengths, self._truncated_to)),
+            loss_tokens=labelled_tokens(plan, self._store.lengths),
             fingerprint=_fingerprint((plan.step, [[part.segments for part in rank] for rank in plan.ranks])),
             shard_fingerprint=_fingerprint([[table.tolist() for table in b.shard_plan.pieces] for b in batches]),
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.config import MetricsConfig
+from wlb.documents.segments import Segment
 from wlb.errors import UserError, require
 from wlb.training.console import end_progress, say, show_progress
 from wlb.training.failures import TrainingError
@@ -23,7 +24,7 @@ from wlb.training.held_out import Evaluation
 from wlb.training.imbalance import Imbalance
 from wlb.training.step_lines import continue_file, last_step_in
 
-_NOT_PLOTTED = {"step", "document_ids", "slow_ranks"}
+_NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks"}
 _SHORT = {"micro_batches": "mb"}  # in the live line
 
 
@@ -32,11 +33,12 @@ class StepMetrics:
     """One line of steps.jsonl; steps count from 1.
 
     ``loss`` is the mean over the step's labelled tokens and ``grad_norm`` the global norm before clipping.
-    ``documents`` counts, and ``document_ids`` lists, the documents whose last token the step trained: over an epoch
-    each document appears once, however it was split. ``token_delay`` is the mean steps a token waited since it
-    arrived, ``pending_documents`` wait still. ``step_seconds`` includes ``data_wait_seconds``; ``planning_seconds``
-    were spent in another thread. ``mfu`` is the model FLOPs utilisation of ``model_flops``, ``imbalance`` that of
-    ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that are slow still.
+    ``documents`` counts, and ``document_ids`` lists, the documents that the step finished: no part of them waits any
+    more, so over an epoch each document appears once, however it was split. ``token_delay`` is the mean steps a token
+    waited since it arrived; of ``pending_documents`` a part still waits. ``step_seconds`` includes
+    ``data_wait_seconds``; ``planning_seconds`` were spent in another thread. ``mfu`` is the model FLOPs utilisation of
+    ``model_flops``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
+    are slow still. ``segments`` are all that the step trained, in the order of documents.
     """
 
     step: int
@@ -56,6 +58,7 @@ class StepMetrics:
     imbalance: Imbalance
     slow_ranks: tuple[int, ...]
     document_ids: tuple[int, ...] | None = None
+    segments: tuple[Segment, ...] | None = None
 
     @property
     def skipped(self) -> bool:
@@ -65,8 +68,9 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """The row of steps.jsonl; what is not finite is null, as JSON has no word for it."""
         row = asdict(self)
-        if self.document_ids is None:
-            del row["document_ids"]
+        for name in ("document_ids", "segments"):
+            if row[name] is None:
+                del row[name]
         if self.skipped:
             row["skipped"] = True
             row |= {name: None for name in ("loss", "grad_norm") if not math.isfinite(row[name])}

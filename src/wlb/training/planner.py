@@ -30,12 +30,15 @@ _DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few e
 class PlannedStep:
     """A step dealt to data-parallel ranks, the seconds spent on it and the planner's state after it.
 
-    ``pending_documents`` counts the documents taken in of which a part is yet to be planned or handed out.
+    ``documents`` are the ids of those that the step finishes, ascending: no part of them waits any more. Over an epoch
+    each document is finished once, however it was split. ``pending_documents`` counts the documents taken in of which
+    a part is yet to be planned or handed out.
     """
 
     plan: StepPlan
     planning_seconds: float
     state: dict[str, Any]
+    documents: tuple[int, ...]
     pending_documents: int
 
 
@@ -77,13 +80,16 @@ class StepPlanner(Iterator[PlannedStep]):
             order=self._packing.order,
             pipeline=self._pipeline,
         )
+        # All pieces of a document are taken in together, so what does not wait has been trained.
+        waiting = self._waiting_documents()
+        finished = {segment.document for segment in plan.segments} - waiting
         state = self.state_dict()
-        return PlannedStep(arranged, time.perf_counter() - started, state, self.pending_documents)
+        return PlannedStep(arranged, time.perf_counter() - started, state, tuple(sorted(finished)), len(waiting))
 
     @property
     def pending_documents(self) -> int:
         """Documents taken in of which a part waits in the packer or in steps not returned yet."""
-        return len(self._held.union(segment.document for plan in self._emitted for segment in plan.segments))
+        return len(self._waiting_documents())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last plan returned, as JSON-serialisable data."""
@@ -126,6 +132,9 @@ class StepPlanner(Iterator[PlannedStep]):
         self._packer.begin_with([], step=_next_step_of(state))
         self._remember_packer()
         return len({segment.document for segment in _waiting_in(state)})
+
+    def _waiting_documents(self) -> set[int]:
+        return self._held.union(segment.document for plan in self._emitted for segment in plan.segments)
 
     def _could_have_packed(self, plan: StepPlan) -> bool:
         fits = all(micro_batch.tokens <= self._packer.capacity for micro_batch in plan.micro_batches)

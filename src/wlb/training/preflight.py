@@ -18,6 +18,7 @@ from wlb.training.memory_budget import within_memory
 from wlb.training.parallelize import check_layout
 from wlb.training.pretrained import check_weights
 from wlb.training.resuming import newest_checkpoint
+from wlb.training.same_model import check_model
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,11 @@ def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
     if config.checkpoint.dir is not None:
         _check_writable("checkpoint.dir", config.checkpoint.dir)
     newest = newest_checkpoint(config.checkpoint)
-    saved = read_manifest(newest).progress.loader if newest is not None else None
+    saved = None
+    if newest is not None:
+        manifest = read_manifest(newest)
+        check_model(newest, manifest.model, model)
+        saved = manifest.progress.loader
     config = within_memory(config, model, device, local_processes, saved["identity"] if saved else None)
     if newest is None and config.model.pretrained is not None:
         check_weights(config.model.pretrained, model)

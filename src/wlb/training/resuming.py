@@ -19,13 +19,13 @@ from wlb.training.checkpoint_files import find_damage, named_checkpoints
 from wlb.training.console import say
 
 
-def newest_checkpoint(config: CheckpointConfig) -> Path | None:
-    """The newest checkpoint whose manifest and file sizes are right, as one process sees it; None for a new job.
+def newest_checkpoint(config: CheckpointConfig, *, contents: bool = False) -> Path | None:
+    """The newest checkpoint that is whole, as one process sees it; None for a new job.
 
-    Raises ``UserError`` where a job that may not resume would write among another job's checkpoints, and where there
-    are checkpoints and none can be used.
+    Manifests and file sizes are looked at, with ``contents`` checksums too. Raises ``UserError`` where a job that may
+    not resume would write among another job's checkpoints, and where there are checkpoints and none can be used.
     """
-    return _first_whole(_candidates(config), lambda path: find_damage(path, contents=False), lambda _: None)
+    return _first_whole(_candidates(config), lambda path: find_damage(path, contents=contents), lambda _: None)
 
 
 def agreed_checkpoint(config: CheckpointConfig) -> Path | None:

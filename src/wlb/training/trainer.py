@@ -97,7 +97,7 @@ class Trainer:
         self.runner = PipelineRunner(
             self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device, clock=self.monitor.clock
         )
-        self.checkpointer = Checkpointer(config.checkpoint, self.stages, self.optimizers, place_of(mesh))
+        self.checkpointer = Checkpointer(config.checkpoint, model, self.stages, self.optimizers, place_of(mesh))
         if newest is None and pretrained is not None:
             load_weights(pretrained, self.stages)
         progress = self.checkpointer.load(newest) if newest else None
@@ -105,6 +105,7 @@ class Trainer:
         state = progress.loader if progress else None
         self.loader, share = assemble_loader(config, store, model, mesh, hardware_name(device), state)
         self._trained = self.loader.state_dict()
+        self.checkpointer.delete_outdated()  # first of all that writes: the disk may be full
         self.non_finite = NonFiniteSteps(config.training, mesh.rank("dp"))
         names = rank_names(device)
         self.metrics = self.observer = None
@@ -209,7 +210,7 @@ class Trainer:
         seconds: float,
         observation: Observation,
     ) -> StepMetrics:
-        tokens = loaded.plan.tokens
+        tokens, listed = loaded.plan.tokens, self.config.metrics.document_ids
         return StepMetrics(
             step=self.step,
             loss=loss,
@@ -227,7 +228,8 @@ class Trainer:
             mfu=observation.mfu,
             imbalance=observation.imbalance,
             slow_ranks=observation.slow_ranks,
-            document_ids=loaded.documents if self.config.metrics.document_ids else None,
+            document_ids=loaded.documents if listed else None,
+            segments=tuple(sorted(loaded.plan.segments)) if listed == "segments" else None,
         )
 
     def _evaluate(self, *, last: bool = False) -> bool:

@@ -26,6 +26,7 @@ from wlb.workload.flops import (
 )
 from wlb.workload.hardware import Hardware
 from wlb.workload.kv_gather import KvGather
+from wlb.workload.links import group_link, shard_bytes
 from wlb.workload.model_shapes import ModelShape
 
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
@@ -135,18 +136,19 @@ def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tup
     """Seconds for each token, and for each micro-batch, of the collectives of one forward (or backward).
 
     Every block gathers and reduce-scatters the residual stream twice over tp (sequence parallelism, arXiv
-    2205.05198) and moves K and V once over cp: gathered in the forward, their gradients reduce-scattered in
-    the backward. A backward's collectives are the forward's, mirrored.
+    2205.05198) and exchanges K and V once over cp, every rank receiving all others'. A backward's collectives are the
+    forward's, mirrored.
     """
+    tp_link = group_link(hardware, "all_gather", tp, stride=1)
+    cp_link = group_link(hardware, "all_to_all", cp, stride=tp)
     tp_values = 4.0 * shape.hidden / cp
     cp_values = 2.0 * shape.kv_heads * shape.head_dim / tp
     per_token = fixed = 0.0
-    for values, calls, size, reach in ((tp_values, 4, tp, tp), (cp_values, 1, cp, tp * cp)):
+    for values, calls, size, link in ((tp_values, 4, tp, tp_link), (cp_values, 1, cp, cp_link)):
         if size == 1:
             continue
-        bandwidth, latency = hardware.link(reach)
-        per_token += shape.layers * values * hardware.bytes_per_value * (size - 1) / size / bandwidth
-        fixed += shape.layers * calls * latency
+        per_token += shard_bytes(shape.layers * values * hardware.bytes_per_value, size) / link.bandwidth
+        fixed += shape.layers * calls * link.latency
     return per_token, fixed
 
 

@@ -17,8 +17,7 @@ class Hardware:
     """Achieved rates of one GPU (or CPU core) and of the links around it.
 
     Attention over a document of d tokens runs at ``attention_*_flops * d / (d + attention_half_length)``: short
-    documents fill the kernel's tiles badly. A collective that moves n bytes through every GPU takes
-    ``latency + n / bandwidth``.
+    documents fill the kernel's tiles badly. ``wlb.workload.links`` says what a process group makes of the links' rates.
     """
 
     peak_flops: float  # FLOP/s, dense, in the training type
@@ -28,18 +27,13 @@ class Hardware:
     attention_half_length: float  # tokens at which half of that is reached
     memory_bandwidth: float  # bytes/s of element-wise kernels
     node_size: int  # GPUs joined by the fast links
-    node_bandwidth: float  # bytes/s of bus bandwidth inside a node
+    node_bandwidth: float  # bytes/s that each GPU receives inside a node
     node_latency: float  # seconds
-    network_bandwidth: float  # bytes/s of each GPU between nodes
+    network_bandwidth: float  # bytes/s of each GPU's adapter between nodes
     network_latency: float  # seconds
+    step_latency: float  # seconds more for each rank that a ring passes, or peer of an all-to-all
     bytes_per_value: int  # of an activation
     memory_bytes: float  # of one GPU
-
-    def link(self, gpus: int) -> tuple[float, float]:
-        """Bandwidth (bytes/s) and latency (seconds) of a collective whose group reaches over ``gpus`` GPUs."""
-        if gpus <= self.node_size:
-            return self.node_bandwidth, self.node_latency
-        return self.network_bandwidth, self.network_latency
 
 
 # Quoted: best-shape bf16 GEMM of 268 TFLOP/s on A100 SXM (86% of peak) and 794 on H100/H200 SXM (80%), S. Bekman,
@@ -47,9 +41,8 @@ class Hardware:
 _A100_GEMM_EFFICIENCY = 0.82 * 268 / 312
 _HOPPER_GEMM_EFFICIENCY = 0.82 * 794 / 989
 
-# Assumed: element-wise kernels reach 85% of the memory bandwidth, a collective 80% of its network adapter.
+# Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
-_NETWORK_EFFICIENCY = 0.80
 
 # Fitted to measured H100 causal attention, 64 query heads x 128, lengths 64 to 64K, 1 to 8-fold split heads:
 # seconds = FLOPs / rate * (1 + half_length / d) + 24 us for each launch; error 5% (root mean square), 2.3% from
@@ -60,14 +53,20 @@ _ATTENTION_HALF_LENGTH = 906.0
 # backward speed figure); taken as the rate at unbounded length.
 _HOPPER_ATTENTION_BACKWARD = 322e12
 
-# Derived from measured all-gathers over 8 H200 (bus bandwidth 112 GB/s at 8 MB, 300 at 64 MB, 365 above 1 GB):
-# latency + bytes / bandwidth with these two meets all three within 5%. Hopper's NVLink is quoted at 450 GB/s each
-# way, of which this is 82%; assumed: reduce-scatter is as fast, and A100 reaches the same share of its 300 GB/s.
-_NODE_LATENCY = 45e-6
-_HOPPER_NODE_BANDWIDTH = 370e9
-_A100_NODE_BANDWIDTH = 0.82 * 300e9
-# Assumed.
+# Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,
+# reduce-scatter and all-to-all in a node of 4 and 8, over 10 nodes with 1, 2, 4 and 8 GPUs of each, and between 2 nodes
+# (github.com/xxrjun/nccl-tests-cluster, example-cluster01; github.com/waynehacking8/nccl-collectives-bench;
+# github.com/NVIDIA/nccl issue 1357). Errors by size are in docs/workload.md: within 15% but for those named there.
+# Quoted by NCCL's maintainers: 370 GB/s over NVLink 4 (nccl-tests issue 212), 48 to 49 over an adapter (issue 267).
+_HOPPER_NODE_BANDWIDTH = 345e9
+_HOPPER_NETWORK_BANDWIDTH = 47e9
+_NODE_LATENCY = 15e-6
 _NETWORK_LATENCY = 60e-6
+_STEP_LATENCY = 4e-6
+# Derived: the same shares of links of 300 GB/s and 200 Gb/s. Quoted: 230 GB/s over NVLink 3 (nccl-tests issue 149), 24
+# over an adapter (119), 192 over a node's eight (nccl issue 812). Assumed: H100's latencies.
+_A100_NODE_BANDWIDTH = _HOPPER_NODE_BANDWIDTH * 300 / 450
+_A100_NETWORK_BANDWIDTH = _HOPPER_NETWORK_BANDWIDTH * 200 / 400
 
 _H100 = Hardware(
     peak_flops=989e12,  # quoted: NVIDIA H100 SXM data sheet, bf16 dense
@@ -79,8 +78,9 @@ _H100 = Hardware(
     node_size=8,
     node_bandwidth=_HOPPER_NODE_BANDWIDTH,
     node_latency=_NODE_LATENCY,
-    network_bandwidth=_NETWORK_EFFICIENCY * 50e9,  # quoted: DGX H100, one 400 Gb/s adapter for each GPU
+    network_bandwidth=_HOPPER_NETWORK_BANDWIDTH,
     network_latency=_NETWORK_LATENCY,
+    step_latency=_STEP_LATENCY,
     bytes_per_value=2,
     memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
 )
@@ -97,8 +97,9 @@ HARDWARE: dict[str, Hardware] = {
         node_size=8,
         node_bandwidth=_A100_NODE_BANDWIDTH,
         node_latency=_NODE_LATENCY,
-        network_bandwidth=_NETWORK_EFFICIENCY * 25e9,  # quoted: DGX A100, one 200 Gb/s adapter for each GPU
+        network_bandwidth=_A100_NETWORK_BANDWIDTH,
         network_latency=_NETWORK_LATENCY,
+        step_latency=_STEP_LATENCY,
         bytes_per_value=2,
         memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
     ),
@@ -121,6 +122,7 @@ HARDWARE: dict[str, Hardware] = {
         node_latency=100e-6,
         network_bandwidth=1.7e9,
         network_latency=100e-6,
+        step_latency=0.0,
         bytes_per_value=4,
         memory_bytes=4e9,  # assumed
     ),

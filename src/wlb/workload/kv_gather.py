@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 
 from wlb.workload.base import Phase, Seconds
 from wlb.workload.hardware import Hardware
+from wlb.workload.links import group_link
 from wlb.workload.model_shapes import ModelShape
 
 EXCHANGES = 2  # of keys and values, and of their gradients, that are priced together
@@ -39,11 +40,8 @@ class KvGather:
 
     def seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
         """Forward and backward, all layers, of receiving (or sending) ``tokens`` tokens in a group of ``cp_size``."""
-        bandwidth, latency = self.hardware.link(self.tp * cp_size)
-        count = np.asarray(tokens, dtype=np.float64)
-        return np.where(
-            count > 0, EXCHANGES * self.shape.layers * (latency + count * self._token_bytes / bandwidth), 0.0
-        )
+        link = group_link(self.hardware, "all_to_all", cp_size, stride=self.tp)
+        return EXCHANGES * self.shape.layers * link.seconds(np.asarray(tokens) * self._token_bytes)
 
     def copy_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """All layers, of a rank that sends ``tokens`` tokens and receives as many."""
