@@ -29,15 +29,17 @@ def arrange(
     dp: int,
     *,
     assignment: Assignment = "balanced",
-    order: Order = "pipeline",
+    order: Order | None = None,
     pipeline: Pipeline | None = None,
 ) -> StepPlan:
     """Deal the micro-batches of ``plan`` to ``dp`` ranks, the same number to each, and order each rank's.
 
-    ``order = "makespan"`` asks for the ``pipeline`` that they run on; the other orders do not look at it.
+    ``order`` is by default "makespan" where the ``pipeline`` that they run on is given, and "pipeline" where it is not.
+    ``order = "makespan"`` asks for it; the other orders do not look at it.
     Raises ``UserError`` where the number of micro-batches is not a multiple of ``dp``.
     """
     micro_batches = plan.micro_batches
+    order = order or ("pipeline" if pipeline is None else "makespan")
     if dp < 1 or len(micro_batches) % dp:
         raise UserError(f"{len(micro_batches)} micro-batches cannot be dealt evenly to {dp} data-parallel ranks")
     ranks = [list(micro_batches[rank::dp]) for rank in range(dp)]

@@ -43,6 +43,10 @@ class PoolingPacker(Packer[Options]):
         super()._restore(state)
         self._carry(self._from_state(state["carried"]))
 
+    def _precedence(self, items: list[Pending]) -> list[Pending]:
+        """``items`` in the order in which they are placed."""
+        return longest_first(items)
+
     def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
         """The same documents over the same micro-batches, where a subclass knows a better placement."""
         return filled
@@ -56,17 +60,17 @@ class PoolingPacker(Packer[Options]):
 
     def _next_steps(self) -> list[StepPlan]:
         fresh, older = self._admit(self._take_fresh())
-        return self._plan_window(longest_first(older + fresh), self.window)
+        return self._plan_window(self._precedence(older + fresh), self.window)
 
     def _last_steps(self) -> list[StepPlan]:
         fresh = self._price(self._take(self._arrived_tokens), self._step)
-        self._carry(longest_first(self._everything_held() + fresh))
+        self._carry(self._precedence(self._everything_held() + fresh))
         steps: list[StepPlan] = []
         while self._carried:
             batches = min(self.window, math.ceil(self._carried_tokens / self.global_batch_tokens))
             now, later = split_at(self._carried, batches * self.global_batch_tokens)
             steps += self._plan_window(now, batches)
-            self._carry(longest_first(self._carried + later))
+            self._carry(self._precedence(self._carried + later))
         return steps
 
     def _everything_held(self) -> list[Pending]:

@@ -60,7 +60,7 @@ class RankShare:
     cp_rank: int = 0
     cp_size: int = 1
     tp_size: int = 1
-    strategy: str = "per_document"
+    strategy: str = "hybrid"
     workload: Workload | None = None
 
     def of(self, batch: TokenBatch) -> ShardedBatch:

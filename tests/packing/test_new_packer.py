@@ -1,0 +1,53 @@
+"""The packer that CONTRIBUTING shows is one class: registered, it is a packer like the others."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.packing.streams import SETTINGS, WORKLOADS, check_plans, document_lengths, plan_all, whole_documents
+from wlb.config import PackingConfig
+from wlb.packing import PACKERS, make_packer
+from wlb.packing.base import Packer
+from wlb.simulate.compare import packer_for
+from wlb.simulate.pipeline_cost import Cluster
+
+CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
+
+
+@pytest.fixture(autouse=True)
+def shown_packer(monkeypatch: pytest.MonkeyPatch) -> type[Packer[Any]]:
+    (code,) = re.findall(r"```python\n(.*?)```", CONTRIBUTING.read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    packer: type[Packer[Any]] = names["ShortestFirstPacker"]
+    monkeypatch.setitem(PACKERS, packer.name, packer)
+    return packer
+
+
+@given(st.data())
+@SETTINGS
+def test_it_keeps_what_every_packer_keeps(data):
+    options = {
+        "micro_batches": data.draw(st.integers(1, 5)),
+        "context_window": data.draw(st.integers(8, 64)),
+        "workload": WORKLOADS["square"],
+        "max_delay": data.draw(st.integers(1, 3)),
+    }
+    lengths = data.draw(document_lengths(options["context_window"]))
+    plans = plan_all(make_packer("shortest_first", **options), lengths)
+    check_plans(plans, "shortest_first", options, whole_documents(lengths))
+
+
+def test_configurations_and_compare_know_it(shown_packer):
+    section = PackingConfig.model_validate({"method": "shortest_first", "max_delay": 3})
+    packer = section.packer(64, WORKLOADS["7b"])
+    assert isinstance(packer, shown_packer)
+    assert packer.max_delay == 3
+    compared = packer_for("shortest_first", Cluster(4, 64, 1, 1), WORKLOADS["7b"], max_delay=5, max_length_factor=2.0)
+    assert compared.options.model_dump() == {"max_delay": 5}
