@@ -82,7 +82,7 @@ def _latency(job: SimulatedJob, bench: Bench, steps: int) -> Latency:
 
 
 def _of_step(plan: StepPlan, costs: JobCosts) -> tuple[Array, Array, Array, NDArray[np.int64]]:
-    step = Steps([plan], costs)
+    step = Steps.of([plan], costs)
     results = step.results()
     attention = (step.shards.attention_forward + step.shards.attention_backward).sum(axis=2)  # (1, dp, cp)
     by_rank = costs.stage_shares[:, None, None] * attention[:, None]

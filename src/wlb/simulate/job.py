@@ -13,7 +13,7 @@ from typing import Any
 
 from wlb.config import PRESETS, DataConfig, JobConfig, ModelConfig, PackingConfig, ShardingConfig
 from wlb.errors import UserError
-from wlb.schedules.operations import rank_operations
+from wlb.schedules.operations import rank_operations, stages_of_rank
 from wlb.sharding.document_prices import packing_prices
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
 from wlb.workload.base import DocumentPrices
@@ -83,6 +83,11 @@ class SimulatedJob:
     @property
     def stages(self) -> int:
         return self.pp * self.virtual_pp
+
+    @property
+    def rank_stages(self) -> list[list[int]]:
+        """The stages of every pipeline rank."""
+        return [list(stages_of_rank(self.schedule, rank, self.pp, self.virtual_pp)) for rank in range(self.pp)]
 
     @property
     def context_window(self) -> int:
