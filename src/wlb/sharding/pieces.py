@@ -114,7 +114,7 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
     held = np.bincount(holding, size, segments * cp_size)[holding[last]]
     received = stop[last] - held
 
-    # Ranks with a later piece: those of the segment, less those whose last piece came already, less the piece's own.
+    # A piece goes to the ranks whose last piece of the segment is still to come, but for its own.
     is_last = np.zeros(len(lane), np.bool_)
     is_last[last] = True
     ranks_until = np.cumsum(np.bincount(segment[last], minlength=segments))  # of this segment and those before it
