@@ -31,7 +31,7 @@ class SimulatedJob:
     ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
     happens to overlong ones; its store is not opened. ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A
     measured ``profile``, of one tensor-parallel rank, replaces the hardware's prices of computing; links stay the
-    hardware's.
+    hardware's. ``prices`` are what the job packs by, where that is not what the trainer takes.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -49,6 +49,7 @@ class SimulatedJob:
     schedule: str = "1f1b"
     activation_checkpointing: Checkpointing = "none"
     profile: WorkloadProfile | None = None
+    prices: DocumentPrices | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp", "dp", "virtual_pp"):
@@ -104,8 +105,8 @@ class SimulatedJob:
 
     @property
     def packing_prices(self) -> DocumentPrices:
-        """The prices by which the trainer packs this job."""
-        return packing_prices(
+        """The prices by which this job packs."""
+        return self.prices or packing_prices(
             self.packing,
             self.sharding,
             self.shape,
