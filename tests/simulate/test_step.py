@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from wlb.simulate.run import planned_steps
 from wlb.simulate.step import Steps
 from wlb.simulate.timeline import timeline
 
-LAYOUTS = [
+LAYOUTS: list[dict[str, Any]] = [
     {"pp": 4, "cp": 2, "dp": 2, "tp": 2},
     {"pp": 1, "cp": 2, "dp": 4, "micro_batches": 3},
     {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "cp": 4, "micro_batches": 4},

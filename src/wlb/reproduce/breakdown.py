@@ -13,15 +13,14 @@ from typing import Any, Literal, NamedTuple
 from wlb.reproduce import paper
 from wlb.reproduce.charts import grouped_bars
 from wlb.reproduce.documents import corpus
-from wlb.reproduce.experiment import Column, Documents, Finding, Report, Settings, Table
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
 from wlb.reproduce.systems import ASSUMED, Bench, speedup
-from wlb.simulate import SimulatedJob, simulate
-from wlb.simulate.named_jobs import PAPER_JOBS, NamedJob
+from wlb.simulate import SimulatedJob
+from wlb.simulate.named_jobs import PAPER_JOBS
 
 _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]
-_WIDE = _JOB._replace(dp=4)
-_WIDE_MICRO_BATCHES = 16
+_WIDE = _JOB._replace(dp=4, micro_batches=16)
 _WIDE_SHARE = 4  # of the steps, each of which has 16 times as many documents
 
 
@@ -32,12 +31,12 @@ class Variant(NamedTuple):
     changed: dict[str, Any]
     prices: Literal["own", "best's", "W_a + W_l"] = "own"
 
-    def job(self, bench: Bench, **layout: Any) -> SimulatedJob:
-        job = bench.job(self.preset, **layout, **self.changed)
+    def job(self, bench: Bench) -> SimulatedJob:
+        job = bench.job(self.preset, **self.changed)
         if self.prices == "own":
             return job
-        prices = bench.job("best", **layout).packing_prices if self.prices == "best's" else job.workload
-        return replace(job, prices=prices)
+        prices = bench.job("best").packing_prices if self.prices == "best's" else job.workload
+        return replace(job, packed_by=prices)
 
 
 def _ours(sharding: str = "adaptive", **packing: Any) -> Variant:
@@ -80,10 +79,10 @@ def run(settings: Settings) -> Report:
     documents = corpus(settings)
     steps = settings.steps or _STEPS
     quoted = [paper.BREAKDOWN.get(name) for name in ONE_BY_ONE]
-    narrow = _speedups(_JOB, documents, steps, settings)
-    wide = _speedups(_WIDE, documents, max(1, steps // _WIDE_SHARE), settings, micro_batches=_WIDE_MICRO_BATCHES)
+    narrow = _speedups(Bench(_JOB, documents, steps, settings), settings)
+    wide = _speedups(Bench(_WIDE, documents, max(1, steps // _WIDE_SHARE), settings), settings)
     names = [*ONE_BY_ONE]
-    wide_name = f"dp {_WIDE.dp}, {_WIDE_MICRO_BATCHES} micro-batches a rank"
+    wide_name = f"dp {_WIDE.dp}, {_WIDE.micro_batches} micro-batches a rank"
     return Report(
         title="What each remedy gives, 7B-128K (paper: Figure 13)",
         documents=documents.source,
@@ -124,12 +123,12 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _speedups(job: NamedJob, documents: Documents, steps: int, settings: Settings, **layout: Any) -> dict[str, float]:
-    bench = Bench(job, documents, steps, settings)
+def _speedups(bench: Bench, settings: Settings) -> dict[str, float]:
     results = {}
     for name, variant in (ONE_BY_ONE | LEFT_OUT).items():
+        job = variant.job(bench)
         settings.on_progress(f"{name}, dp {job.dp}")
-        results[name] = simulate(variant.job(bench, **layout), bench.lengths, steps)
+        results[name] = bench.simulate(job)
     plain = results["Plain-4D"]
     return {name: speedup(result, plain) for name, result in results.items()}
 

@@ -31,7 +31,8 @@ class SimulatedJob:
     ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
     happens to overlong ones; its store is not opened. ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A
     measured ``profile``, of one tensor-parallel rank, replaces the hardware's prices of computing; links stay the
-    hardware's. ``prices`` are what the job packs by, where that is not what the trainer takes.
+    hardware's. ``packed_by`` are the prices that it packs by, if not
+    the trainer's.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -49,7 +50,7 @@ class SimulatedJob:
     schedule: str = "1f1b"
     activation_checkpointing: Checkpointing = "none"
     profile: WorkloadProfile | None = None
-    prices: DocumentPrices | None = None
+    packed_by: DocumentPrices | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp", "dp", "virtual_pp"):
@@ -106,7 +107,7 @@ class SimulatedJob:
     @property
     def packing_prices(self) -> DocumentPrices:
         """The prices by which this job packs."""
-        return self.prices or packing_prices(
+        return self.packed_by or packing_prices(
             self.packing,
             self.sharding,
             self.shape,
