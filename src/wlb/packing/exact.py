@@ -68,11 +68,11 @@ def solve(
         largest = _largest(assignment, price, micro_batches)
         fullest = _largest(assignment, lengths, micro_batches)  # the solver keeps to capacity within a tolerance
         if largest < best.largest_seconds and fullest <= capacity:
-            return replace(best, assignment=assignment, largest_seconds=largest)
+            return replace(best, assignment=assignment.astype(np.int64), largest_seconds=largest)
     return best
 
 
-def _largest(assignment: NDArray[np.int64], values: ArrayLike, micro_batches: int) -> float:
+def _largest(assignment: NDArray[np.integer], values: ArrayLike, micro_batches: int) -> float:
     """The most that a micro-batch holds of ``values``, one for each document."""
     return float(np.bincount(assignment, values, micro_batches).max())
 
@@ -84,7 +84,7 @@ def _branch_and_bound(
     capacity: int,
     known: ExactPacking,
     options: dict[str, float | None],
-) -> tuple[NDArray[np.int64] | None, float]:
+) -> tuple[NDArray[np.intp] | None, float]:
     """The assignment that HiGHS finds, if any, and its lower bound in seconds; ``known`` is where it starts from.
 
     Columns: x[i, j] = document i is in micro-batch j, document-major, then the largest load. Prices are scaled to a
@@ -113,9 +113,8 @@ def _branch_and_bound(
             options={name: value for name, value in options.items() if value is not None},
         )
     bound = 0.0 if result.mip_dual_bound is None else float(result.mip_dual_bound / scale)
-    if result.x is None:
-        return None, bound
-    return result.x[:-1].reshape(documents, micro_batches).argmax(1).astype(np.int64), bound
+    found = None if result.x is None else result.x[:-1].reshape(documents, micro_batches).argmax(1)
+    return found, bound
 
 
 _stdout_in_use = Lock()
