@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from tests.training.jobs import write_config, write_store
 from tests.training.processes import SECONDS, ranks
 from wlb.training.watchdog import Report, describe_hang
-from wlb.training.whereabouts import stack_of, whereabouts_of
 
 LIMIT = 3.0
 
@@ -57,17 +55,3 @@ def test_the_verdict_puts_those_who_are_missing_first():
 def test_many_ranks_are_abbreviated():
     line = describe_hang({}, 64, 5.0)
     assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 48 more do not answer" in line
-
-
-def test_a_thread_that_stands_still_is_told_from_one_that_moves():
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait, daemon=True)
-    thread.start()
-    assert thread.ident is not None
-    first = stack_of(thread.ident)
-    assert first == stack_of(thread.ident)
-    assert not whereabouts_of(thread.ident).waiting
-    assert whereabouts_of(thread.ident).place.startswith("wait (")
-    release.set()
-    thread.join()
-    assert stack_of(thread.ident) == ()

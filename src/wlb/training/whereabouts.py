@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import FrameType
 from typing import NamedTuple
 
-_TORCH_DISTRIBUTED = "/torch/distributed/"
-_WRITES_FILES = "/torch/distributed/checkpoint/"  # its collectives are calls into distributed_c10d like any others
-_OURS = "/wlb/"
-_OUR_WAITS = ("/wlb/attention/exchange.py",)
-_WRAPPERS = ("/torch/distributed/c10d_logger.py", "/torch/_ops.py", "/torch/utils/_contextlib.py")
+import torch
+
+_OURS = f"{Path(__file__).parents[1]}/"  # the package's own directory: the checkout around it may be called wlb as well
+_OUR_WAITS = f"{_OURS}attention/exchange.py"
+_TORCH = f"{Path(torch.__file__).parent}/"
+_TORCH_DISTRIBUTED = f"{_TORCH}distributed/"
+_WRITES_FILES = f"{_TORCH_DISTRIBUTED}checkpoint/"  # its collectives are calls into distributed_c10d like any others
+_WRAPPERS = {f"{_TORCH}{name}" for name in ("distributed/c10d_logger.py", "_ops.py", "utils/_contextlib.py")}
 _FILE_PARTS_SHOWN = 3
 
 Stack = tuple[tuple[int, int], ...]
@@ -37,13 +40,13 @@ def stack_of(thread: int) -> Stack:
 
 def whereabouts_of(thread: int) -> Whereabouts:
     """What ``thread`` is doing, in words."""
-    frames = [frame for frame in _frames(thread) if not _file(frame).endswith(_WRAPPERS)]
+    frames = [frame for frame in _frames(thread) if _file(frame) not in _WRAPPERS]
     if not frames:
         return Whereabouts(False, "nowhere: its main thread has ended")
     innermost = frames[0]
-    ours = next((frame for frame in frames if _OURS in _file(frame)), None)
+    ours = next((frame for frame in frames if _file(frame).startswith(_OURS)), None)
     file = _file(innermost)
-    if file.endswith(_OUR_WAITS) or (_TORCH_DISTRIBUTED in file and _WRITES_FILES not in file):
+    if file == _OUR_WAITS or (file.startswith(_TORCH_DISTRIBUTED) and not file.startswith(_WRITES_FILES)):
         called_from = f", called from {_place(ours)}" if ours not in (None, innermost) else ""
         return Whereabouts(True, f"{_place(innermost)}{called_from}")
     inside = f", inside {_place(ours)}" if ours not in (None, innermost) else ""
@@ -58,7 +61,7 @@ def _frames(thread: int) -> Iterator[FrameType]:
 
 
 def _file(frame: FrameType) -> str:
-    return frame.f_code.co_filename.replace("\\", "/")
+    return frame.f_code.co_filename
 
 
 def _place(frame: FrameType | None) -> str:
