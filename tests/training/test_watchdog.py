@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.training.jobs import write_config, write_store
 from tests.training.processes import SECONDS, ranks
-from wlb.training.watchdog import Report, describe_hang
+from wlb.training.failures import HungError, TrainingError
+from wlb.training.watchdog import Pulse, Report, describe_hang, time_outs_are_hangs
 
 LIMIT = 3.0
 
@@ -55,3 +61,36 @@ def test_the_verdict_puts_those_who_are_missing_first():
 def test_many_ranks_are_abbreviated():
     line = describe_hang({}, 64, 5.0)
     assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 and 48 more do not answer" in line
+
+
+def wait_for_a_rank() -> None:
+    store, limit = dist.HashStore(), timedelta(seconds=SECONDS)
+    with ThreadPoolExecutor(2) as pool:
+        rank, _ = pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2))
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(milliseconds=10)
+    rank.allreduce([torch.zeros(1)], options).wait()  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
+def wait_for_the_store() -> None:
+    dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).wait(["verdict"], timedelta(milliseconds=10))
+
+
+@pytest.mark.parametrize("wait", [wait_for_a_rank, wait_for_the_store])
+def test_a_backend_that_gives_up_waiting_has_found_a_hang(wait):
+    pulse = Pulse()
+    pulse.begin(7)
+    verdict = f"no progress for 3 s (training.timeout_seconds): rank 0 waited in {wait.__name__} (tests/training/"
+    with pytest.raises(HungError) as raised, time_outs_are_hangs(LIMIT, pulse):
+        wait()
+    assert str(raised.value).startswith(verdict)
+    assert re.search(r", step 7: (Timed out waiting|wait timeout after) 10ms", str(raised.value))
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("Connection closed by peer"), TrainingError("timed out"), TimeoutError()]
+)
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error)) as raised, time_outs_are_hangs(LIMIT, Pulse()):
+        raise error
+    assert raised.value is error

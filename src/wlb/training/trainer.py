@@ -45,7 +45,7 @@ from wlb.training.pretrained import load_weights
 from wlb.training.resuming import agreed_checkpoint
 from wlb.training.seeds import place_of, seed_this_rank
 from wlb.training.termination import Termination
-from wlb.training.watchdog import Pulse, watched
+from wlb.training.watchdog import Pulse, time_outs_are_hangs, watched
 
 
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
@@ -56,8 +56,9 @@ def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     pulse = Pulse()
-    with joined_job(config) as device, ExitStack() as held:
-        held.enter_context(watched(config.training.timeout_seconds, pulse))
+    limit = config.training.timeout_seconds
+    with time_outs_are_hangs(limit, pulse), joined_job(config) as device, ExitStack() as held:
+        held.enter_context(watched(limit, pulse))
         checked = on_every_rank(lambda: check_job(config, local_processes))
         config = with_agreed_factor(checked.config)
         on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)

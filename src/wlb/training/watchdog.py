@@ -5,7 +5,8 @@ and then. When that has stood in one collective for ``training.timeout_seconds``
 key-value store that the ranks met in; the threads of all ranks then write down there what their main threads are
 doing, and one puts the answers together: who waits, who does something else, and who does not answer at all, because
 it is stopped or its machine is gone. All ranks leave with that one line. The backends' own time limit is
-a little longer and remains for what this cannot see.
+a little longer and remains for what this cannot see: ranks that do not hang but were all suspended, for one. What a
+backend says then becomes one line as well.
 
 A rank that computes, compiles or writes a checkpoint does not raise the alarm, however long it takes; one that
 waits for it in a collective does. Training itself pays one addition per micro-batch.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +27,17 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from wlb.training.agreement import gathered
-from wlb.training.failures import HungError, leave
-from wlb.training.whereabouts import Stack, stack_of, whereabouts_of
+from wlb.training.failures import HungError, TrainingError, leave
+from wlb.training.whereabouts import Stack, place_of_error, stack_of, whereabouts_of
 
 _LONGEST_LOOK_SECONDS = 5.0  # between two looks at the main thread
 _LOOKS_PER_LIMIT = 20
 _ANSWER_SECONDS = 3.0  # beyond two looks, for ranks to answer an alarm
 _STORE_SECONDS = 10.0  # in which a healthy store answers anything
 _RANKS_NAMED = 16  # of one kind, in the message
+# As gloo, its sockets, NCCL and the store put it in torch 2.11 to 2.13; none has a type of its own for it.
+_TIMED_OUT = re.compile(r"\btim(ed|ing) out\b|\btimeout\b", re.IGNORECASE)
+_ORIGIN = re.compile(r"^\[\S+:\d+\] ")  # in front of what gloo says: the line of its source
 
 
 def backend_timeout(limit_seconds: float) -> timedelta:
@@ -182,6 +187,26 @@ def watched(limit_seconds: float, pulse: Pulse) -> Iterator[None]:
         watchdog.give_way()
         raise
     watchdog.close()
+
+
+@contextmanager
+def time_outs_are_hangs(limit_seconds: float, pulse: Pulse) -> Iterator[None]:
+    """Raise ``HungError`` where a backend, or the store, gives up to wait for other ranks inside the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, TrainingError) or not _TIMED_OUT.search(str(error)):
+            raise
+        raise HungError(describe_time_out(error, pulse.step, limit_seconds)) from error
+
+
+def describe_time_out(error: RuntimeError, step: int, limit_seconds: float) -> str:
+    """One line: where this rank waited, and what the backend said when it gave up."""
+    said = _ORIGIN.sub("", str(error).splitlines()[0])
+    return (
+        f"no progress for {limit_seconds:g} s (training.timeout_seconds): rank {os.environ.get('RANK', '0')} waited in "
+        f"{place_of_error(error)}, step {step}: {said}; ranks were suspended, or cannot reach each other"
+    )
 
 
 def describe_hang(reports: Mapping[int, Report], world_size: int, limit_seconds: float) -> str:

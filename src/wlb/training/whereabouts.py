@@ -8,6 +8,7 @@ wait for a transfer; the frame of ours that called it says what for.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from types import FrameType
@@ -40,9 +41,18 @@ def stack_of(thread: int) -> Stack:
 
 def whereabouts_of(thread: int) -> Whereabouts:
     """What ``thread`` is doing, in words."""
-    frames = [frame for frame in _frames(thread) if _file(frame) not in _WRAPPERS]
-    if not frames:
-        return Whereabouts(False, "nowhere: its main thread has ended")
+    frames = list(_frames(thread))
+    return _whereabouts(frames) if frames else Whereabouts(False, "nowhere: its main thread has ended")
+
+
+def place_of_error(error: BaseException) -> str:
+    """Where ``error`` was raised, in the same words."""
+    return _whereabouts([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]).place
+
+
+def _whereabouts(frames: list[FrameType]) -> Whereabouts:
+    """``frames`` in words; the innermost comes first."""
+    frames = [frame for frame in frames if _file(frame) not in _WRAPPERS] or frames
     innermost = frames[0]
     ours = next((frame for frame in frames if _file(frame).startswith(_OURS)), None)
     file = _file(innermost)
