@@ -1,21 +1,29 @@
-"""Lines on stderr while a job runs: a progress line that is rewritten on a terminal, plain lines elsewhere."""
+"""Lines on stderr while a job runs: a progress line that is rewritten on a terminal, plain lines elsewhere.
+
+Training goes on without a console. Lines are lost where the reader of a pipe has ended, a terminal was closed, or the
+disk of a log is full; in the last case only until there is room again.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from typing import TextIO
 
 _ERASE_LINE = "\r\x1b[K"
+_NOBODY_READS = {errno.EPIPE, errno.EIO}  # a pipe and a terminal without another end
 
 
 def say(line: str) -> None:
     """One line that stays; it takes the place of the progress line, which comes back with the next step."""
-    print(f"{_ERASE_LINE if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
+    _write(f"{_ERASE_LINE if sys.stderr.isatty() else ''}{line}\n")
 
 
 def show_progress(line: str) -> None:
     """Show ``line`` in place of the progress line shown before it."""
     if sys.stderr.isatty():
-        print(f"{_ERASE_LINE}{line}", end="", file=sys.stderr, flush=True)
+        _write(f"{_ERASE_LINE}{line}")
     else:
         say(line)
 
@@ -23,4 +31,29 @@ def show_progress(line: str) -> None:
 def end_progress() -> None:
     """Leave the last progress line where it is."""
     if sys.stderr.isatty():
-        print(file=sys.stderr)
+        _write("\n")
+
+
+def flush() -> None:
+    """Write out what was printed; a process that leaves with ``os._exit`` has to."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _discard(stream)
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError as error:
+        if error.errno in _NOBODY_READS:
+            _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Drop what ``stream`` holds and all that follows, or Python tries again at exit and changes the exit status."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
