@@ -17,7 +17,7 @@ from wlb.training.same_model import model_record
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", _nothing_may_start)
+    monkeypatch.setattr("wlb.training.launch._start", _nothing_may_start)
     write_store(tmp_path / "store", documents=400)
     return tmp_path
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.training.jobs import read_steps, write_config, write_store
-from tests.training.processes import SECONDS, free_port, process, ranks_of, said, steps_written, wait_until
+from tests.training.processes import SECONDS, free_port, is_running, process, ranks_of, said, steps_written, wait_until
 from tests.training.soak import soak
 from tests.training.test_checkpoint import damage, fake_checkpoint
 from tests.training.test_checkpoint_files import write_checkpoint
 from wlb.config import JobConfig
 from wlb.training.restarts import Restarts
+from wlb.training.watchdog import backend_timeout
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_two_nodes.sh"
 
@@ -76,27 +79,42 @@ def test_a_job_without_checkpoints_is_not_restarted():
     assert Restarts(configure(None)).take() is None
 
 
-def test_a_job_that_gets_nowhere_ends(tmp_path):
+def test_a_job_that_is_suspended_starts_again_and_ends_where_it_gets_nowhere(tmp_path):
+    """First all of it stands still, as in a machine that is paused; then one rank does not come back."""
+    limit = 3.0
     write_store(tmp_path / "store")
     config = write_config(
         tmp_path,
         parallel={"dp": 2},
-        training={"steps": 100_000, "max_restarts": 1},
+        training={"steps": 100_000, "max_restarts": 1, "timeout_seconds": limit},
         checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 10_000},
     )
     with process("-m", "wlb", "train", config) as job:
-        for _ in range(2):
-            wait_until(lambda: steps_written(tmp_path) >= 2)
-            ranks = ranks_of(job.pid)
-            (tmp_path / "metrics" / "steps.jsonl").unlink()
-            os.kill(ranks[1], signal.SIGKILL)
-            wait_until(lambda before=ranks: not set(before) & set(ranks_of(job.pid)))  # type: ignore[misc]
+        wait_until(lambda: steps_written(tmp_path) >= 2)
+        suspended = [*reversed(ranks_of(job.pid)), job.pid]
+        for pid in suspended:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.5)  # in which rank 0 comes to a collective, and waits there for rank 1
+        (tmp_path / "metrics" / "steps.jsonl").unlink()
+        time.sleep(backend_timeout(limit).total_seconds())
+        for pid in reversed(suspended):
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.5)  # in which rank 0 finds its time over, before rank 1 can answer
+        wait_until(lambda: steps_written(tmp_path) >= 2)
+        ranks = ranks_of(job.pid)
+        os.kill(ranks[1], signal.SIGSTOP)
         _, err = job.communicate(timeout=SECONDS)
-    assert job.returncode == 1
+    assert job.returncode == 124
     first, last = said(err)
-    assert first.startswith("wlb: rank 1 (process ")
-    assert first.endswith("restarting from the first step, as there is no checkpoint yet, restarts left: 0")
+    assert re.fullmatch(
+        r"wlb: no progress for 3 s \(training.timeout_seconds\): rank 0 waited in \w+ \(.*\), step \d+: "
+        r"Timed out waiting \d+ms for \w+ operation to complete; ranks were suspended, or cannot reach each other; "
+        r"restarting from the first step, as there is no checkpoint yet, restarts left: 0",
+        first,
+    )
+    assert last.startswith("wlb: error: no progress for 3 s (training.timeout_seconds): rank 1 does not answer")
     assert last.endswith("there was no newer checkpoint since the last restart, and no restart is left")
+    assert not any(is_running(rank) for rank in ranks)
 
 
 def test_kills_at_random_moments_change_nothing(tmp_path):

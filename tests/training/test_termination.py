@@ -13,7 +13,7 @@ from tests.training.processes import SECONDS, is_running, process, ranks_of, ste
 from wlb.training import termination as termination_module
 from wlb.training.checkpoint_files import complete_checkpoints, step_of
 from wlb.training.failures import Terminated
-from wlb.training.termination import Termination
+from wlb.training.termination import Termination, signals_to_end
 
 
 @pytest.fixture
@@ -31,15 +31,22 @@ def endless(folder: Path, **training: float) -> Path:
     )
 
 
-@pytest.mark.parametrize(("launcher", "to"), [("wlb", "launcher"), ("wlb", "rank 1"), ("torchrun", "launcher")])
-def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to):
+@pytest.mark.parametrize(
+    ("launcher", "to", "asked"),
+    [
+        ("wlb", "launcher", signal.SIGHUP),  # a terminal that is closed
+        ("wlb", "rank 1", signal.SIGTERM),
+        ("torchrun", "launcher", signal.SIGTERM),
+    ],
+)
+def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to, asked):
     config = endless(folder)
     command = {"wlb": ("-m", "wlb", "train"), "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2")}
     module = ("-m", "wlb.training") if launcher == "torchrun" else ()
     with process(*command[launcher], *module, config) as job:
         wait_until(lambda: steps_written(folder) >= 3)
         ranks = ranks_of(job.pid)
-        os.kill(job.pid if to == "launcher" else ranks[1], signal.SIGTERM)
+        os.kill(job.pid if to == "launcher" else ranks[1], asked)
         _, err = job.communicate(timeout=SECONDS)
     last = read_steps(folder)[-1]["step"]
     lines = [line for line in err.splitlines() if line.startswith("wlb: ")]
@@ -87,4 +94,13 @@ def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
     if grace_seconds is not None:
         termination.allow(grace_seconds)
     with pytest.raises(Terminated, match=message):
-        termination._answer()
+        termination._answer({signal.SIGTERM})
+
+
+def test_a_job_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signals_to_end() == {signal.SIGTERM}
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert signals_to_end() == {signal.SIGTERM, signal.SIGHUP}

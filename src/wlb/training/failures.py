@@ -10,24 +10,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from wlb.errors import UserError
-from wlb.training.console import say
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from wlb.training.console import flush, say
 
 FAILURE_STATUS = 1
 USER_ERROR_STATUS = 2
 HUNG_STATUS = 124  # as timeout(1) has it
 TERMINATED_STATUS = 128 + signal.SIGTERM  # as shells have it
-_SAME_MOMENT_SECONDS = 5  # peers of a killed rank fail at once; a rank that will not stop is killed 30 s later
-_STOPPED_BY_USER = {-signal.SIGINT, -signal.SIGTERM}
 
 
 class TrainingError(RuntimeError):
@@ -55,6 +50,15 @@ class Ending(NamedTuple):
     restart: bool = False
 
 
+class RankFailure(NamedTuple):
+    """A rank that failed: ``status`` as ``subprocess`` has it, what it recorded if it did, and when (Unix time)."""
+
+    pid: int
+    status: int
+    text: str | None
+    time: float
+
+
 def report_failure(error: BaseException) -> int:
     """Hand ``error`` to the launcher, or print it where there is none. Returns the exit status.
 
@@ -67,50 +71,71 @@ def report_failure(error: BaseException) -> int:
         text = f"wlb: error: {error}"
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
-        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": details}}, file)
-    if path is None or (terminated and os.environ.get("RANK", "0") == "0"):
+    recorded = _record(text)
+    if not recorded or (terminated and os.environ.get("RANK", "0") == "0"):
         say(text)
     return _status_of(error)
 
 
 def leave(error: BaseException) -> NoReturn:
     """Report ``error`` and end this process at once, from whichever thread, without waiting for peers."""
-    status = report_failure(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    status = _status_of(error)
+    try:
+        report_failure(error)
+        flush()
+    finally:
+        os._exit(status)
 
 
-def explain_failures(failures: Mapping[int, ProcessFailure]) -> Ending:
-    """What to make of ranks that failed.
+def recorded_failure(pid: int, status: int, path: Path) -> RankFailure:
+    """The failure of process ``pid``, which ended with ``status`` and recorded why in ``path``, if it had the time."""
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        return RankFailure(pid, status, recorded["message"]["message"], path.stat().st_mtime)
+    except (OSError, ValueError):
+        return RankFailure(pid, status, None, time.time())
+
+
+def explain_failures(failures: Mapping[int, RankFailure]) -> Ending:
+    """What to make of ranks that failed by themselves.
 
     A rank that was killed comes first, then one with a user's mistake, then one that found the job hung, then the
-    earliest: ranks that lose a peer fail as well, as a consequence. Ranks that the launcher itself stopped do not
-    count.
+    earliest: ranks that lose a peer fail as well, as a consequence.
     """
-    first = min(failure.timestamp for failure in failures.values())
-    rank = min(failures, key=lambda rank: _precedence(failures[rank], first))
-    failure = failures[rank]
-    if failure.exitcode < 0:
-        cause = f"rank {rank} (process {failure.pid}) was killed by {_name_of(-failure.exitcode)}"
-        text = f"wlb: error: {cause}; all ranks were stopped"
-        return Ending(cause, text, FAILURE_STATUS, restart=failure.exitcode not in _STOPPED_BY_USER)
-    recorded = failure.error_file_data["message"]
-    if isinstance(recorded, str):
-        cause = f"rank {rank} ended with exit status {failure.exitcode}, without a word"
+    rank = min(failures, key=lambda rank: _precedence(failures[rank]))
+    pid, status, text, _ = failures[rank]
+    if status < 0:
+        cause = f"rank {rank} (process {pid}) was killed by {_name_of(-status)}"
+        return Ending(
+            cause,
+            f"wlb: error: {cause}; all ranks were stopped",
+            FAILURE_STATUS,
+            restart=status != -signal.SIGINT,  # which only a user sends
+        )
+    if text is None:
+        cause = f"rank {rank} ended with exit status {status}, without a word"
         return Ending(cause, f"wlb: error: {cause}", FAILURE_STATUS)
-    text = recorded["message"]
     cause = text.splitlines()[-1].removeprefix("wlb: ").removeprefix("error: ")
-    if failure.exitcode == TERMINATED_STATUS:
-        told = 0 in failures and failures[0].exitcode == TERMINATED_STATUS
+    if status == TERMINATED_STATUS:
+        told = 0 in failures and failures[0].status == TERMINATED_STATUS
         return Ending(cause, "" if told else text, TERMINATED_STATUS)
-    if failure.exitcode == FAILURE_STATUS:
+    if status == FAILURE_STATUS:
         text = f"{text}\nwlb: rank {rank} failed as above; all ranks were stopped"
-    return Ending(cause, text, failure.exitcode, restart=failure.exitcode == HUNG_STATUS)
+    return Ending(cause, text, status, restart=status == HUNG_STATUS)
+
+
+def _record(text: str) -> bool:
+    """Write ``text`` where the launcher looks for it; whether there is one and it could be written."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return False
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": text, "extraInfo": details}}, file)
+    except OSError:
+        return False
+    return True
 
 
 def _status_of(error: BaseException) -> int:
@@ -121,17 +146,14 @@ def _status_of(error: BaseException) -> int:
     return HUNG_STATUS if isinstance(error, HungError) else FAILURE_STATUS
 
 
-def _precedence(failure: ProcessFailure, first: int) -> tuple[bool, bool, bool, bool, bool, int]:
-    killed = failure.exitcode < 0
-    by_launcher = killed and (failure.exitcode == -signal.SIGTERM or failure.timestamp - first > _SAME_MOMENT_SECONDS)
-    status = failure.exitcode
+def _precedence(failure: RankFailure) -> tuple[bool, bool, bool, bool, float]:
+    status = failure.status
     return (
-        by_launcher,
-        not killed,
+        status > 0,
         status != USER_ERROR_STATUS,
         status != HUNG_STATUS,
         status != TERMINATED_STATUS,
-        failure.timestamp,
+        failure.time,
     )
 
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from wlb.config_file import load_config
 from wlb.errors import UserError
+from wlb.training.console import flush
 from wlb.training.failures import leave
 from wlb.training.termination import Termination
 
 _WATCH_SECONDS = 0.2
+_CONNECT_SECONDS = 5.0  # to the store of a launcher on this machine
 
 
 def main() -> None:
@@ -29,9 +32,11 @@ def main() -> None:
     termination.listen()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler says on stderr that it starts and stops
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        _end_with(os.getppid(), termination)
+        _end_with_launcher(termination)
     try:
         arguments = _parse()
+        from wlb.config_file import load_config
+
         config = load_config(arguments.config, arguments.set)
         from wlb.training.trainer import train
 
@@ -40,11 +45,12 @@ def main() -> None:
         if arguments.json and summary is not None:
             from wlb.cli.console import emit_json
 
-            emit_json(summary)
+            with suppress(BrokenPipeError):  # the job is done, whether or not anybody reads about it
+                emit_json(summary)
+                sys.stdout.flush()
     except Exception as error:
         leave(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(0)
 
 
@@ -61,11 +67,14 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _end_with(launcher: int, termination: Termination) -> None:
-    """End this process when ``launcher`` is no longer its parent; orphans would go on writing into the run.
+def _end_with_launcher(termination: Termination) -> None:
+    """End this process when its launcher has ended; orphans would go on writing into the run.
 
-    A launcher that dies while ranks save after a SIGTERM (a second one ends it at once) leaves them their grace time.
+    A launcher that dies while ranks save after a SIGTERM leaves them their grace time.
     """
+    launcher = os.getppid()
+    if not _store_answers():  # the launcher died before this line, and the parent is whoever adopts orphans
+        os._exit(1)
 
     def watch() -> None:
         while os.getppid() == launcher or termination.requested:
@@ -73,3 +82,18 @@ def _end_with(launcher: int, termination: Termination) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="wlb-launcher-watch", daemon=True).start()
+
+
+def _store_answers() -> bool:
+    """Whether somebody listens where the launcher does since before it started this rank; True if it holds no store."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shared or os.environ.get("GROUP_RANK", "0") != "0":  # the store is the ranks' own, or on the first machine
+        return True
+    try:
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # not reached in time: the process group will say what is wrong
+        return True
+    return True
