@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -162,7 +163,7 @@ class Script:
         return ending
 
     def _start(self, _: object, __: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
-        record = f"""record() {{ echo '{{"message": {{"message": "'$1'"}}}}' > {error_file}; }}"""
+        record = f"""record() {{ echo '{{"message": {{"message": "'$1'"}}}}' > {quote(str(error_file))}; }}"""
         self.processes.append(
             subprocess.Popen(["sh", "-c", f"{record}; {self._commands[rank]}"], start_new_session=True)
         )
@@ -187,15 +188,17 @@ def test_ranks_that_end_by_themselves_after_another_are_heard(monkeypatch):
 
 
 def test_where_one_rank_is_terminated_the_others_end_in_good_order(monkeypatch, tmp_path):
-    other = f"trap 'record saved; exit 143' TERM; touch {tmp_path}/ready; while :; do sleep 0.1; done"
-    ending = Script(f"until [ -e {tmp_path}/ready ]; do sleep 0.1; done; exit 143", other).run(monkeypatch)
+    ready = quote(str(tmp_path / "ready"))
+    other = f"trap 'record saved; exit 143' TERM; touch {ready}; while :; do sleep 0.1; done"
+    ending = Script(f"until [ -e {ready} ]; do sleep 0.1; done; exit 143", other).run(monkeypatch)
     assert ending is not None
     assert (ending.cause, ending.status, ending.restart) == ("saved", 143, False)
 
 
 def test_ranks_that_pass_over_a_request_to_end_are_killed(monkeypatch, tmp_path):
-    script = Script(f"trap '' TERM; touch {tmp_path}/ready; kill -STOP $$")
-    script.ask_when((tmp_path / "ready").exists)
+    ready = tmp_path / "ready"
+    script = Script(f"trap '' TERM; touch {quote(str(ready))}; kill -STOP $$")
+    script.ask_when(ready.exists)
     ending = script.run(monkeypatch, grace=0.2)
     assert ending is not None
     assert ending.text.startswith("wlb: terminated: not all ranks ended within 0.2 s, and were killed")

@@ -85,9 +85,13 @@ def _end_with_launcher(termination: Termination) -> None:
 
 
 def _store_answers() -> bool:
-    """Whether somebody listens where the launcher does since before it started this rank; True if it holds no store."""
+    """Whether the launcher's store still listens, as it did before this rank was started.
+
+    True also where the launcher has none: with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` the ranks hold the store, and of
+    several machines only the first has it.
+    """
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not shared or os.environ.get("GROUP_RANK", "0") != "0":  # the store is the ranks' own, or on the first machine
+    if not shared or os.environ.get("GROUP_RANK", "0") != "0":
         return True
     try:
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
