@@ -31,8 +31,7 @@ class SimulatedJob:
     ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
     happens to overlong ones; its store is not opened. ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A
     measured ``profile``, of one tensor-parallel rank, replaces the hardware's prices of computing; links stay the
-    hardware's. ``packed_by`` are the prices that it packs by, if not
-    the trainer's.
+    hardware's. ``packed_by`` are the prices that it packs by, if not the trainer's.
 
     Raises ``UserError`` for a layout that cannot run.
     """
