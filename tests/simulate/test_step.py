@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.run import planned_steps
-from wlb.simulate.step import EVERYTHING, Steps
+from wlb.simulate.step import Steps
 from wlb.simulate.timeline import timeline
 
-LAYOUTS = [
+LAYOUTS: list[dict[str, Any]] = [
     {"pp": 4, "cp": 2, "dp": 2, "tp": 2},
     {"pp": 1, "cp": 2, "dp": 4, "micro_batches": 3},
     {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "cp": 4, "micro_batches": 4},
@@ -36,6 +37,15 @@ def test_causes_sum_to_the_step(layout, preset):
     for cause in set(CAUSES) - {"micro-batches", "stages", "bubbles"}:
         assert (results.where[cause] >= -1e-12).all(), cause
     assert (results.gpu_seconds.max(axis=(1, 2, 3)) <= results.seconds).all()
+
+
+def test_every_cause_takes_time_in_some_job():
+    taken = set()
+    for layout in LAYOUTS:
+        simulated = job("plain-4d", **layout)
+        where = simulate_step(next(planned_steps(simulated, documents())), simulated).where
+        taken |= {cause for cause, seconds in where.items() if abs(seconds[0]) > 1e-9}
+    assert taken == set(CAUSES)
 
 
 def test_what_the_job_lacks_costs_nothing():
@@ -82,13 +92,13 @@ def test_groups_take_what_sharding_chooses_by(strategy, cp):
     headless = replace(SHAPE, vocab_size=1)  # which the simulation prices apart
     simulated = simulated_job(headless, WINDOW, "plain-4d", cp=cp, sharding=strategy, micro_batches=4)
     plan = next(planned_steps(simulated, documents()))
-    forward, backward = Steps([plan], JobCosts(simulated))._group_seconds(EVERYTHING)
+    groups = Steps.of([plan], JobCosts(simulated)).groups
     workload = simulated.sharding_workload
     expected = [
         shard_latency(make_shard_plan(m.lengths, cp, strategy, workload=workload), workload).slowest
         for m in plan.micro_batches
     ]
-    np.testing.assert_allclose((forward + backward).ravel(), expected, rtol=1e-3)
+    np.testing.assert_allclose((groups.forward + groups.backward).ravel(), expected, rtol=1e-3)
 
 
 @pytest.mark.parametrize("layout", [{"cp": 2, "pp": 2}, {"cp": 4, "tp": 4, "dp": 2}, {"cp": 8, "tp": 2}])

@@ -12,11 +12,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import require
 
@@ -55,56 +55,66 @@ def solve(
     seconds and ``node_limit`` branch-and-bound nodes. A time limit makes the result depend on the machine's speed, a
     node limit does not.
     """
-    optimize = require("scipy.optimize", "solver")
-    sparse = require("scipy.sparse", "solver")
-    price = np.asarray(seconds, np.float64)
-    first = np.asarray(start, np.int64)
-    first_loads = np.bincount(first, price, micro_batches)
+    require("scipy.optimize", "solver")  # even where the start turns out to be good enough
+    price, first = np.asarray(seconds, np.float64), np.asarray(start, np.int64)
     bound = max(price.sum() / micro_batches, price.max(initial=0.0))
-    unchanged = ExactPacking(first, float(first_loads.max()), float(bound))
-    if unchanged.optimality_gap <= relative_gap:
-        return unchanged
+    best = ExactPacking(first, _largest(first, price, micro_batches), float(bound))
+    if best.optimality_gap <= relative_gap:
+        return best
+    options = {"mip_rel_gap": relative_gap, "time_limit": time_limit, "node_limit": node_limit}
+    assignment, bound = _branch_and_bound(lengths, price, micro_batches, capacity, best, options)
+    best = replace(best, bound_seconds=max(best.bound_seconds, min(bound, best.largest_seconds)))
+    if assignment is not None:
+        largest = _largest(assignment, price, micro_batches)
+        fullest = _largest(assignment, lengths, micro_batches)  # the solver keeps to capacity within a tolerance
+        if largest < best.largest_seconds and fullest <= capacity:
+            return replace(best, assignment=assignment.astype(np.int64), largest_seconds=largest)
+    return best
 
-    # Columns: x[i, j] = document i is in micro-batch j, document-major, then the largest load. Prices are scaled to a
-    # mean micro-batch load of 1, so that the solver's absolute tolerances mean the same for every model.
-    documents = len(lengths)
-    scale = micro_batches / price.sum()
+
+def _largest(assignment: NDArray[np.integer], values: ArrayLike, micro_batches: int) -> float:
+    """The most that a micro-batch holds of ``values``, one for each document."""
+    return float(np.bincount(assignment, values, micro_batches).max())
+
+
+def _branch_and_bound(
+    lengths: Sequence[int],
+    price: NDArray[np.float64],
+    micro_batches: int,
+    capacity: int,
+    known: ExactPacking,
+    options: dict[str, float | None],
+) -> tuple[NDArray[np.intp] | None, float]:
+    """The assignment that HiGHS finds, if any, and its lower bound in seconds; ``known`` is where it starts from.
+
+    Columns: x[i, j] = document i is in micro-batch j, document-major, then the largest load. Prices are scaled to a
+    mean load of 1, so that the solver's absolute tolerances mean the same for every model.
+    """
+    optimize, sparse = require("scipy.optimize", "solver"), require("scipy.sparse", "solver")
+    documents, scale = len(lengths), micro_batches / price.sum()
     of_document = sparse.kron(sparse.eye(documents), np.ones((1, micro_batches)))
-    tokens_of = sparse.kron(np.asarray(lengths, np.float64)[None, :], sparse.eye(micro_batches))
-    load_of = sparse.kron(price[None, :] * scale, sparse.eye(micro_batches))
-    column = sparse.csr_matrix
-    no_column = column((documents, 1))
-    constraints = [
-        optimize.LinearConstraint(sparse.hstack([of_document, no_column]), 1, 1),
-        optimize.LinearConstraint(sparse.hstack([tokens_of, column((micro_batches, 1))]), -np.inf, capacity),
-        optimize.LinearConstraint(sparse.hstack([load_of, -np.ones((micro_batches, 1))]), -np.inf, 0),
-    ]
-    lower, upper = np.zeros(documents * micro_batches + 1), np.ones(documents * micro_batches + 1)
-    _break_symmetry(upper, np.argsort(-price, kind="stable"), micro_batches)
-    lower[-1], upper[-1] = bound * scale, unchanged.largest_seconds * scale
-    options: dict[str, float] = {"mip_rel_gap": relative_gap}
-    if time_limit is not None:
-        options["time_limit"] = time_limit
-    if node_limit is not None:
-        options["node_limit"] = node_limit
+    tokens_of = sparse.kron(np.asarray(lengths, np.float64)[None], sparse.eye(micro_batches))
+    load_of = sparse.kron(price[None] * scale, sparse.eye(micro_batches))
+    rows = sparse.bmat([[of_document, None], [tokens_of, None], [load_of, -np.ones((micro_batches, 1))]])
+    least = np.concatenate([np.ones(documents), np.full(2 * micro_batches, -np.inf)])
+    most = np.concatenate([np.ones(documents), np.full(micro_batches, capacity), np.zeros(micro_batches)])
+    # Micro-batches are interchangeable: the k-th dearest document may use only the first k of them.
+    allowed = np.ones((documents, micro_batches))
+    dearest = np.argsort(-price, kind="stable")[: micro_batches - 1]
+    allowed[dearest] = np.tri(len(dearest), micro_batches)
+    upper = np.append(allowed, known.largest_seconds * scale)
+    is_load = np.arange(upper.size) == upper.size - 1
     with _silent_stdout():
         result = optimize.milp(
-            c=np.append(np.zeros(documents * micro_batches), 1.0),
-            integrality=np.append(np.ones(documents * micro_batches), 0),
-            bounds=optimize.Bounds(lower, upper),
-            constraints=constraints,
-            options=options,
+            c=is_load.astype(np.float64),
+            integrality=~is_load,
+            bounds=optimize.Bounds(is_load * known.bound_seconds * scale, upper),
+            constraints=optimize.LinearConstraint(rows, least, most),
+            options={name: value for name, value in options.items() if value is not None},
         )
-    if result.mip_dual_bound is not None:
-        bound = max(bound, min(result.mip_dual_bound / scale, unchanged.largest_seconds))
-    if result.x is None:
-        return ExactPacking(first, unchanged.largest_seconds, float(bound))
-    assignment = result.x[:-1].reshape(documents, micro_batches).argmax(1).astype(np.int64)
-    largest = float(np.bincount(assignment, price, micro_batches).max())
-    fullest = np.bincount(assignment, lengths, micro_batches).max()  # the solver keeps to capacity within a tolerance
-    if largest >= unchanged.largest_seconds or fullest > capacity:
-        return ExactPacking(first, unchanged.largest_seconds, float(bound))
-    return ExactPacking(assignment, largest, float(bound))
+    bound = 0.0 if result.mip_dual_bound is None else float(result.mip_dual_bound / scale)
+    found = None if result.x is None else result.x[:-1].reshape(documents, micro_batches).argmax(1)
+    return found, bound
 
 
 _stdout_in_use = Lock()
@@ -127,9 +137,3 @@ def _silent_stdout() -> Iterator[None]:
             ctypes.CDLL(None).fflush(None)  # what C still buffers must not come out after the restoration
             os.dup2(original, 1)
             os.close(original)
-
-
-def _break_symmetry(upper: NDArray[np.float64], by_price: NDArray[np.int64], micro_batches: int) -> None:
-    """Micro-batches are interchangeable: the k-th dearest document may use only the first k of them."""
-    for rank, document in enumerate(by_price[: micro_batches - 1]):
-        upper[document * micro_batches + rank + 1 : (document + 1) * micro_batches] = 0

@@ -13,10 +13,9 @@ none wait; then only the look-ahead evens steps out.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
@@ -33,6 +32,23 @@ DEFAULT_LOOKAHEAD = 0.5
 DEFAULT_TOKEN_SPREAD = 0.75
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
+
+
+class _Candidates(NamedTuple):
+    """What a step may train: outliers, dearest first, and short documents, those due by this step and those not."""
+
+    outliers: list[Outlier]
+    due: list[Pending]
+    early: list[Pending]
+
+
+class _Chosen(NamedTuple):
+    """``items`` are for this step, short ones within ``limit`` seconds; ``spare`` may fill it up, ``left`` waits."""
+
+    items: list[Pending]
+    limit: float
+    spare: list[Pending]
+    left: list[Outlier]
 
 
 class MakespanPacker(PoolingPacker):
@@ -78,7 +94,8 @@ class MakespanPacker(PoolingPacker):
         )
         self._prices = Prices(delay=delay_price)
         self._lookahead_tokens = int(lookahead * self.global_batch_tokens)
-        self._spread_tokens = int(token_spread * self.global_batch_tokens)
+        spread = int(token_spread * self.global_batch_tokens)
+        self._least_tokens, self._most_tokens = self.global_batch_tokens - spread, self.global_batch_tokens + spread
         self._outlier_tokens = max(1, self.context_window // _OUTLIER_SHARE)
         self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
         self._ahead_tokens = 0  # taken in that were not due by the last step
@@ -147,72 +164,69 @@ class MakespanPacker(PoolingPacker):
 
     def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
         """A step of what is ``due``, but for what the search holds back, and of what helps of ``early``."""
-        short_due, short_early = (
-            [item for item in items if item.length < self._outlier_tokens] for items in (due, early)
-        )
-        outliers = self._outliers(due, due_now=True, last=last) + self._outliers(early, due_now=False, last=last)
-        outliers.sort(key=lambda outlier: (-outlier.seconds, outlier.due))  # of equals, hold those not due
-        pool = self._step_pool(outliers, short_due, short_early, due_tokens=_tokens(due))
-        choice = choose(pool, self._prices)
-        required = [outlier.item for outlier in compress(outliers, choice.released)] + short_due
-        not_released = [outlier for outlier, now in zip(outliers, choice.released, strict=True) if not now]
-        self._held = [outlier.item for outlier in not_released if outlier.due]
-        later = [outlier.item for outlier in not_released if not outlier.due]
-        tokens, ahead = _tokens(required), deque(short_early)
-        while ahead and (len(required) < self.micro_batches or tokens < pool.aim):
-            required.append(ahead.popleft())
-            tokens += required[-1].length
-        filled, unfit, over_limit = self._filled(longest_first(required), choice.limit)
+        candidates = self._candidates(due, early, last=last)
+        chosen = self._choose(candidates, due_tokens=_tokens(due))
+        filled, unfit, over_limit = self._place_chosen(chosen)
+        now, later = split_at(chosen.spare, max(0, self._most_tokens - sum(filled.tokens)))
+        spare = filled.place_within(now, max(filled.seconds)) + later
+        self._held = [outlier.item for outlier in chosen.left if outlier.due]
         self._held += [item for item in over_limit if item.arrived <= self._step]
-        later += [item for item in over_limit if item.arrived > self._step]
-        self._carry(unfit + later + _top_up(filled, ahead, pool.most))
+        put_off = [outlier.item for outlier in chosen.left if not outlier.due]
+        put_off += [item for item in over_limit if item.arrived > self._step]
+        self._carry(unfit + put_off + spare)
         return self._emit_filled(filled)
 
-    def _outliers(self, items: list[Pending], *, due_now: bool, last: bool) -> list[Outlier]:
-        return [
-            Outlier(item.length, item.seconds, due_now, due_now and (last or self._overdue(item)), item)
+    def _candidates(self, due: list[Pending], early: list[Pending], *, last: bool) -> _Candidates:
+        outliers = [
+            Outlier(item.length, item.seconds, is_due, is_due and (last or self._overdue(item)), item)
+            for items, is_due in ((due, True), (early, False))
             for item in items
             if item.length >= self._outlier_tokens
         ]
+        outliers.sort(key=lambda outlier: (-outlier.seconds, outlier.due))  # of equals, hold those not due
+        short = ([item for item in items if item.length < self._outlier_tokens] for items in (due, early))
+        return _Candidates(outliers, *short)
 
-    def _step_pool(
-        self, outliers: list[Outlier], short_due: list[Pending], short_early: list[Pending], *, due_tokens: int
-    ) -> StepPool:
-        batch = self.global_batch_tokens
-        return StepPool(
+    def _choose(self, candidates: _Candidates, *, due_tokens: int) -> _Chosen:
+        """What the search releases, all short documents that are due, and of the others as many as the step needs."""
+        outliers, due, early = candidates
+        pool = StepPool(
             outliers=outliers,
-            due_fluid=_fluid(short_due),
-            early_fluid=_fluid(short_early),
-            short_documents=len(short_due) + len(short_early),
+            due_fluid=_fluid(due),
+            early_fluid=_fluid(early),
+            short_documents=len(due) + len(early),
             micro_batches=self.micro_batches,
             capacity=self.capacity,
-            least=batch - self._spread_tokens,
-            aim=min(max(due_tokens, batch - self._spread_tokens), batch),
-            most=batch + self._spread_tokens,
-            batch=batch,
+            least=self._least_tokens,
+            aim=min(max(due_tokens, self._least_tokens), self.global_batch_tokens),
+            most=self._most_tokens,
+            batch=self.global_batch_tokens,
             fluid_may_wait=self.max_delay > 0,
         )
+        choice = choose(pool, self._prices)
+        left = [outlier for outlier, released in zip(outliers, choice.released, strict=True) if not released]
+        now = [outlier.item for outlier in compress(outliers, choice.released)] + due
+        tokens, taken = _tokens(now), 0
+        while taken < len(early) and (len(now) + taken < self.micro_batches or tokens < pool.aim):
+            tokens += early[taken].length
+            taken += 1
+        return _Chosen(now + early[:taken], choice.limit, early[taken:], left)
 
-    def _filled(self, items: list[Pending], limit: float) -> tuple[OpenMicroBatches, list[Pending], list[Pending]]:
-        """``items`` placed; those for which there is no room, and short ones that would go over ``limit`` seconds."""
-        for order in (items, self._overdue_first(items)):
+    def _place_chosen(self, chosen: _Chosen) -> tuple[OpenMicroBatches, list[Pending], list[Pending]]:
+        """Micro-batches; what has no room in them, and short documents that would take them over the limit."""
+
+        def may_wait(item: Pending) -> bool:
+            return chosen.limit < math.inf and item.length < self._outlier_tokens and not self._overdue(item)
+
+        items = chosen.items
+        for ordered in (longest_first, self._overdue_first):
+            items = ordered(items)
             filled = OpenMicroBatches(self.micro_batches, self.capacity)
-            soft = [item for item in order if self._may_wait(item, limit)]
-            firm = [item for item in order if not self._may_wait(item, limit)]
-            unfit = filled.place_within(firm, math.inf)
-            over_limit = filled.place_within(soft, limit)
+            unfit = filled.place_within([item for item in items if not may_wait(item)], math.inf)
+            over_limit = filled.place_within([item for item in items if may_wait(item)], chosen.limit)
             if not any(self._overdue(item) for item in unfit):
                 break
         return filled, unfit, over_limit
-
-    def _may_wait(self, item: Pending, limit: float) -> bool:
-        return limit < math.inf and item.length < self._outlier_tokens and not self._overdue(item)
-
-
-def _top_up(filled: OpenMicroBatches, items: Sequence[Pending], most: int) -> list[Pending]:
-    """Place of ``items`` what makes no micro-batch heavier than the heaviest, up to ``most`` tokens; what is left."""
-    now, later = split_at(list(items), max(0, most - sum(filled.tokens)))
-    return filled.place_within(now, max(filled.seconds)) + later
 
 
 def _fluid(items: list[Pending]) -> Fluid:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from wlb.report.markup import Markup
 from wlb.report.svg import WIDTH, Scale, box, figure, left_axis, legend, line, text
 from wlb.sharding.plan import ShardPlan
+from wlb.workload.flops import attended_pairs
 
 _NAMED_DOCUMENTS = 5
 
@@ -45,8 +46,8 @@ def attended_areas(plan: ShardPlan) -> NDArray[np.float64]:
     """Query-key pairs of every rank in every document over those of the mean rank; shape (cp, documents)."""
     area = np.zeros((plan.cp_size, len(plan.segment_lengths)))
     for rank, table in enumerate(plan.pieces):
-        _, start, stop = table.astype(np.float64).T
-        np.add.at(area[rank], table[:, 0], (stop * (stop + 1) - start * (start + 1)) / 2)
+        segment, start, stop = table.T
+        np.add.at(area[rank], segment, attended_pairs(stop) - attended_pairs(start))
     relative: NDArray[np.float64] = area / (area.sum() / plan.cp_size)
     return relative
 

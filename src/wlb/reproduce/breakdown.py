@@ -6,37 +6,45 @@ so the same job is shown once more with four data-parallel ranks and four times 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from wlb.reproduce import paper
 from wlb.reproduce.charts import grouped_bars
 from wlb.reproduce.documents import corpus
-from wlb.reproduce.experiment import Column, Documents, Finding, Report, Settings, Table
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
 from wlb.reproduce.systems import ASSUMED, Bench, speedup
-from wlb.sharding.document_prices import sharded_prices
-from wlb.simulate import SimulatedJob, simulate
-from wlb.simulate.named_jobs import PAPER_JOBS, NamedJob
-from wlb.workload.base import DocumentPrices
+from wlb.simulate import SimulatedJob
+from wlb.simulate.named_jobs import PAPER_JOBS
 
 _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]
-_WIDE = _JOB._replace(dp=4)
-_WIDE_MICRO_BATCHES = 16
+_WIDE = _JOB._replace(dp=4, micro_batches=16)
 _WIDE_SHARE = 4  # of the steps, each of which has 16 times as many documents
 
 
 class Variant(NamedTuple):
-    """A preset, what replaces its settings, and whether it packs by prices of sharded documents (None: its own)."""
+    """A preset, what replaces its settings, and whose prices it packs by: its own, best's, or W_a + W_l."""
 
     preset: str
     changed: dict[str, Any]
-    sharded_prices: bool | None = None
+    prices: Literal["own", "best's", "W_a + W_l"] = "own"
+
+    def job(self, bench: Bench) -> SimulatedJob:
+        job = bench.job(self.preset, **self.changed)
+        if self.prices == "own":
+            return job
+        prices = bench.job("best").packing_prices if self.prices == "best's" else job.workload
+        return replace(job, packed_by=prices)
 
 
-def _ours(sharding: str = "adaptive", *, sharded_prices: bool = False, **packing: Any) -> Variant:
-    return Variant("best", {"packing": packing, "sharding": sharding}, sharded_prices)
+def _ours(sharding: str = "adaptive", **packing: Any) -> Variant:
+    return Variant("best", {"packing": packing, "sharding": sharding}, "W_a + W_l")
+
+
+def _without(**packing: Any) -> Variant:
+    return Variant("best", {"packing": packing}, "best's")
 
 
 _AS_PACKED: dict[str, Any] = {"assignment": "arrival", "order": "arrival"}
@@ -57,37 +65,24 @@ ONE_BY_ONE = {
 }
 LEFT_OUT = {
     "nothing: best": Variant("best", {}),
-    "release search (variable_length instead)": Variant("best", {"packing": {"method": "variable_length"}}, True),
-    "waiting (max_delay = 0)": _ours("hybrid", sharded_prices=True, max_delay=0),
-    "look-ahead": _ours("hybrid", sharded_prices=True, lookahead=0.0),
-    "assignment": _ours("hybrid", sharded_prices=True, assignment="arrival"),
-    "order": _ours("hybrid", sharded_prices=True, order="arrival"),
-    "hybrid sharding (adaptive instead)": _ours("adaptive", sharded_prices=True),
+    "release search (variable_length instead)": _without(method="variable_length"),
+    "waiting (max_delay = 0)": _without(max_delay=0),
+    "look-ahead": _without(lookahead=0.0),
+    "assignment": _without(assignment="arrival"),
+    "order": _without(order="arrival"),
+    "hybrid sharding (adaptive instead)": Variant("best", {"sharding": "adaptive"}),
     "prices of sharded documents (W_a + W_l instead)": _ours("hybrid"),
 }
-
-
-@dataclass(frozen=True)
-class PricedJob(SimulatedJob):
-    """A job that packs by prices of sharded documents, or by W_a + W_l, whatever its packer takes otherwise."""
-
-    sharded: bool = False
-
-    @property
-    def packing_prices(self) -> DocumentPrices:
-        if not self.sharded:
-            return self.workload
-        return sharded_prices(self.shape, self.hardware, self.tp, self.cp, self.sharding.strategy, self.context_window)
 
 
 def run(settings: Settings) -> Report:
     documents = corpus(settings)
     steps = settings.steps or _STEPS
     quoted = [paper.BREAKDOWN.get(name) for name in ONE_BY_ONE]
-    narrow = _speedups(_JOB, documents, steps, settings)
-    wide = _speedups(_WIDE, documents, max(1, steps // _WIDE_SHARE), settings, micro_batches=_WIDE_MICRO_BATCHES)
+    narrow = _speedups(Bench(_JOB, documents, steps, settings), settings)
+    wide = _speedups(Bench(_WIDE, documents, max(1, steps // _WIDE_SHARE), settings), settings)
     names = [*ONE_BY_ONE]
-    wide_name = f"dp {_WIDE.dp}, {_WIDE_MICRO_BATCHES} micro-batches a rank"
+    wide_name = f"dp {_WIDE.dp}, {_WIDE.micro_batches} micro-batches a rank"
     return Report(
         title="What each remedy gives, 7B-128K (paper: Figure 13)",
         documents=documents.source,
@@ -128,16 +123,12 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _speedups(job: NamedJob, documents: Documents, steps: int, settings: Settings, **layout: Any) -> dict[str, float]:
-    bench = Bench(job, documents, steps, settings)
+def _speedups(bench: Bench, settings: Settings) -> dict[str, float]:
     results = {}
     for name, variant in (ONE_BY_ONE | LEFT_OUT).items():
+        job = variant.job(bench)
         settings.on_progress(f"{name}, dp {job.dp}")
-        varied = bench.job(variant.preset, **layout, **variant.changed)
-        if variant.sharded_prices is not None:
-            same = {field.name: getattr(varied, field.name) for field in fields(SimulatedJob)}
-            varied = PricedJob(**same, sharded=variant.sharded_prices)
-        results[name] = simulate(varied, bench.lengths, steps)
+        results[name] = bench.simulate(job)
     plain = results["Plain-4D"]
     return {name: speedup(result, plain) for name, result in results.items()}
 

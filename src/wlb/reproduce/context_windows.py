@@ -15,9 +15,9 @@ from typing import Any
 from wlb.reproduce import paper
 from wlb.reproduce.charts import lines_over_tokens
 from wlb.reproduce.documents import corpus, grown_corpus
-from wlb.reproduce.experiment import Column, Documents, Finding, Report, Settings, Table
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
 from wlb.reproduce.systems import ASSUMED, Bench, speedup
-from wlb.simulate.named_jobs import PAPER_JOBS, NamedJob
+from wlb.simulate.named_jobs import PAPER_JOBS
 
 _1K = 1024
 WINDOWS = tuple(thousands * _1K for thousands in (32, 64, 96, 128, 160, 256, 512, 1024))
@@ -37,10 +37,10 @@ def run(settings: Settings) -> Report:
         steps = settings.steps or max(_LEAST_STEPS, _TOKENS // (job.pp * window))
         grown: tuple[float | None, ...] = (None, None)
         if settings.lengths is None:
-            grown = _speedups(job, grown_corpus(settings, window), steps, settings)
-        layout = f"{job.tp},{job.cp},{job.pp},{job.dp}"
+            grown = _speedups(Bench(job, grown_corpus(settings, window), steps, settings))
         quoted = paper.CONTEXT_WINDOWS.get(window)
-        rows.append((f"{window // _1K}K", job.gpus, layout, quoted, *_speedups(job, same, steps, settings), *grown))
+        gains = _speedups(Bench(job, same, steps, settings))
+        rows.append((f"{window // _1K}K", job.gpus, job.sizes, quoted, *gains, *grown))
     ratios = [best / wlb for row in rows for wlb, best in (row[4:6], row[6:8]) if wlb is not None]
     slower = [row[0] for row in rows if row[5] <= row[4] or (row[6] is not None and row[7] <= row[6])]
     return Report(
@@ -93,9 +93,8 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _speedups(job: NamedJob, documents: Documents, steps: int, settings: Settings) -> tuple[float, float]:
+def _speedups(bench: Bench) -> tuple[float, float]:
     """Of WLB-LLM and of ours."""
-    bench = Bench(job, documents, steps, settings)
     plain = bench.run("plain-4d")
     return speedup(bench.run("wlb-llm"), plain), speedup(bench.run("best"), plain)
 

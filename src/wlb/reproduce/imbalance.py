@@ -55,7 +55,7 @@ def run(settings: Settings) -> Report:
     found = {}
     for system in SYSTEMS:
         settings.on_progress(f"{system} on {_JOB.gpus:,} GPUs")
-        found[system] = _latency(bench.job(system, **_SCHEDULE), bench, settings.steps or _STEPS)
+        found[system] = _latency(bench.job(system, **_SCHEDULE), bench)
     plain = found["plain-4d"]
     rates = {system: latency.tokens / float(latency.seconds.sum()) for system, latency in found.items()}
     return Report(
@@ -73,16 +73,16 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _latency(job: SimulatedJob, bench: Bench, steps: int) -> Latency:
+def _latency(job: SimulatedJob, bench: Bench) -> Latency:
     costs = JobCosts(job)
-    plans = islice(planned_steps(job, bench.lengths), steps)
+    plans = islice(planned_steps(job, bench.lengths), bench.steps)
     parts = [_of_step(plan, costs) for plan in plans]
     everything, attention, seconds, tokens = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Latency(everything, attention, seconds, int(tokens.sum()))
 
 
 def _of_step(plan: StepPlan, costs: JobCosts) -> tuple[Array, Array, Array, NDArray[np.int64]]:
-    step = Steps([plan], costs)
+    step = Steps.of([plan], costs)
     results = step.results()
     attention = (step.shards.attention_forward + step.shards.attention_backward).sum(axis=2)  # (1, dp, cp)
     by_rank = costs.stage_shares[:, None, None] * attention[:, None]

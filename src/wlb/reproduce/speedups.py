@@ -17,7 +17,7 @@ from wlb.reproduce.charts import grouped_bars
 from wlb.reproduce.documents import corpus
 from wlb.reproduce.experiment import Column, Documents, Finding, Report, Settings, Table
 from wlb.reproduce.systems import ASSUMED, Bench, Treatment, speedup
-from wlb.simulate.named_jobs import PAPER_JOBS, NamedJob
+from wlb.simulate.named_jobs import PAPER_JOBS
 
 _STEPS = 200  # over fewer, tokens/s favour systems in which many long documents still wait at the end
 
@@ -96,7 +96,7 @@ def _table(title: str, rows: dict[str, Row], *, quoted: bool) -> Table:
     )
     told = {"7b-128k": paper.BREAKDOWN["WLB-LLM"]} if quoted else {}
     lines: list[tuple[str | float | None, ...]] = [
-        (name, PAPER_JOBS[name].gpus, _layout(PAPER_JOBS[name]), told.get(name), *row) for name, row in rows.items()
+        (name, PAPER_JOBS[name].gpus, PAPER_JOBS[name].sizes, told.get(name), *row) for name, row in rows.items()
     ]
     means = np.mean([*rows.values()], axis=0).tolist()
     lines.append(("mean", None, None, paper.WLB_LLM_SPEEDUP if quoted else None, *means))
@@ -156,7 +156,3 @@ def findings(rows: dict[str, Row]) -> list[Finding]:
 
 def _with_mean(values: list[float]) -> list[float]:
     return [*values, float(np.mean(values))]
-
-
-def _layout(job: NamedJob) -> str:
-    return f"{job.tp},{job.cp},{job.pp},{job.dp}"

@@ -35,7 +35,7 @@ class Bench:
         self, job: NamedJob, documents: Documents, steps: int, settings: Settings, treatment: Treatment = "cut"
     ) -> None:
         self._job = job
-        self._steps = steps
+        self.steps = steps
         self._cut = treatment == "cut"
         self._seed = settings.seed
         lengths = documents.lengths
@@ -43,7 +43,10 @@ class Bench:
 
     def run(self, preset: str, **settings: Any) -> SimulationResult:
         """Simulate the job under ``preset``; ``settings`` are those of ``simulated_job``."""
-        return simulate(self.job(preset, **settings), self.lengths, self._steps)
+        return self.simulate(self.job(preset, **settings))
+
+    def simulate(self, job: SimulatedJob) -> SimulationResult:
+        return simulate(job, self.lengths, self.steps)
 
     def fastest(self, preset: str, shardings: Iterable[str]) -> SimulationResult:
         """Under the best of several sharding strategies."""
@@ -54,8 +57,7 @@ class Bench:
         if preset == "wlb-llm":
             thresholds = default_thresholds(job.context_window, _QUEUES)
             settings = settings | {"packing": {"outlier_thresholds": thresholds} | settings.get("packing", {})}
-        layout: dict[str, Any] = {"tp": job.tp, "cp": job.cp, "pp": job.pp, "dp": job.dp} | SCHEDULE
-        simulated = simulated_job(job.model, job.context_window, preset, **(layout | settings))
+        simulated = simulated_job(job.model, job.context_window, preset, **(job.layout | SCHEDULE | settings))
         order = {"shuffle": False} if self._cut else {"seed": self._seed}
         return replace(simulated, data=simulated.data.model_copy(update=order))
 

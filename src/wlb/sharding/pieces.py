@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.sharding.plan import ShardPlan, Table, keeps_received, owners
+from wlb.workload.flops import attended_pairs
 
-_FAR = np.int64(2**40)  # beyond every start of a piece
 Integers = NDArray[np.int64]
 
 
@@ -81,40 +81,56 @@ def rank_tables(pieces: Pieces, cp_size: int) -> tuple[Table, ...]:
 def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Locality:
     """Who attends whose keys, in ``plans`` plans with ``segments`` segments together.
 
-    A rank that holds t tokens of a segment attends t (t + 1) / 2 pairs among them, wherever they lie. It receives all
-    other tokens before its last piece; a piece goes to every rank that holds a later one.
+    A rank attends every key of a segment up to the end of its last piece of it, and receives those that it does not
+    hold. A piece goes to every other rank that holds a later one. Of the t tokens that a rank holds of a segment, it
+    attends t (t + 1) / 2 pairs without receiving anything, wherever they lie.
+
+    Two ranks share a segment of 6 tokens, rank 0 has both ends and rank 1 the middle; rank 1 also has a segment of 3:
+
+    >>> pieces = Pieces(*np.array([[0, 0, 0, 2], [1, 0, 2, 4], [0, 0, 4, 6], [1, 1, 0, 3]]).T)
+    >>> found = locality(pieces, segments=2, plans=1, cp_size=2)
+    >>> found.tokens.tolist()
+    [[4, 5]]
+
+    Rank 0 attends keys 0 to 6 and holds 4 of them, so it receives 2, the middle; rank 1 attends keys 0 to 4 and holds
+    2, so it receives 2, the head. The tail and the segment of 3 go to nobody, so 4 tokens travel:
+
+    >>> found.exchanged_tokens.tolist(), found.gathered_tokens.tolist(), found.kept.tolist()
+    ([2], [4], [True])
+
+    Of its 3 + 11 pairs rank 0 attends 4 x 5 / 2 = 10 among its own tokens; rank 1 of its 7 + 6 pairs 3 + 6:
+
+    >>> (found.own_share * [14, 13]).round().tolist()
+    [[10.0, 9.0]]
     """
     lane, segment, start, stop = pieces
-    lanes, size = plans * cp_size, stop - start
-    holding = segment * cp_size + lane % cp_size  # what one rank holds of one segment
-    held = np.bincount(holding, size, segments * cp_size).astype(np.int64)
-    last = np.full(segments * cp_size, -1)
-    last[holding] = np.arange(len(holding))  # pieces stand in order, so the last one is written last
-    holders = np.flatnonzero(last >= 0)
-    last_piece = last[holders]
-    received = start[last_piece] - (held[holders] - size[last_piece])
-    last_starts = np.full(segments * cp_size, -1)
-    last_starts[holders] = start[last_piece]
-    keys = np.sort(last_starts.reshape(-1, cp_size), axis=1) + (np.arange(segments) * _FAR)[:, None]
-    before = np.searchsorted(keys.ravel(), segment * _FAR + start, side="right")
-    is_last = last[holding] == np.arange(len(holding))
-    receivers = (segment + 1) * cp_size - before - ~is_last
+    size = stop - start
 
-    def of_lanes(lane: Integers, values: Integers) -> Integers:
-        return np.bincount(lane, values, lanes).astype(np.int64).reshape(-1, cp_size)
+    # Every rank's last piece of every segment: pieces stand in order, so of several the last one is written last.
+    holding = segment * cp_size + lane % cp_size
+    last_piece = np.full(segments * cp_size, -1)
+    last_piece[holding] = np.arange(len(lane))
+    last = last_piece[last_piece >= 0]
+    held = np.bincount(holding, size, segments * cp_size)[holding[last]]
+    received = stop[last] - held
 
-    tokens = of_lanes(lane, size)
-    own_pairs = of_lanes(lane[last_piece], _triangle(held[holders]))
-    pairs = of_lanes(lane, _triangle(stop) - _triangle(start))
-    most_received = of_lanes(lane[last_piece], received).max(axis=1)
+    # A piece goes to the ranks whose last piece of the segment is still to come, but for its own.
+    is_last = np.zeros(len(lane), np.bool_)
+    is_last[last] = True
+    ranks_until = np.cumsum(np.bincount(segment[last], minlength=segments))  # of this segment and those before it
+    receivers = ranks_until[segment] - np.cumsum(is_last) - ~is_last
+
+    def of_ranks(values: ArrayLike, which: Integers | slice = slice(None)) -> Integers:
+        sums = np.bincount(lane[which], values, plans * cp_size)
+        return sums.astype(np.int64).reshape(plans, cp_size)
+
+    tokens = of_ranks(size)
+    most_received = of_ranks(received, last).max(axis=1)
+    own_pairs, pairs = of_ranks(attended_pairs(held), last), of_ranks(attended_pairs(stop) - attended_pairs(start))
     return Locality(
-        tokens,
-        np.divide(own_pairs, pairs, out=np.ones(pairs.shape), where=pairs > 0),
-        np.maximum(most_received, of_lanes(lane, receivers * size).max(axis=1)),
-        np.bincount(lane // cp_size, np.where(receivers > 0, size, 0), plans).astype(np.int64),
-        keeps_received(most_received, tokens.sum(axis=1), cp_size),
+        tokens=tokens,
+        own_share=np.divide(own_pairs, pairs, out=np.ones(pairs.shape), where=pairs > 0),
+        exchanged_tokens=np.maximum(most_received, of_ranks(receivers * size).max(axis=1)),
+        gathered_tokens=of_ranks(np.where(receivers > 0, size, 0)).sum(axis=1),
+        kept=keeps_received(most_received, tokens.sum(axis=1), cp_size),
     )
-
-
-def _triangle(length: Integers) -> Integers:
-    return length * (length + 1) // 2

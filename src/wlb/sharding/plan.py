@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.workload.flops import attended_pairs
+
 Table = NDArray[np.int64]
 
 
@@ -53,9 +55,8 @@ class ShardPlan:
     @cached_property
     def attended_pairs(self) -> NDArray[np.int64]:
         """Query-key pairs that each rank computes; shape (cp_size,)."""
-        return np.array(
-            [int((_triangle(stop) - _triangle(start)).sum()) for _, start, stop in map(np.transpose, self.pieces)]
-        )
+        pairs = [attended_pairs(stop) - attended_pairs(start) for _, start, stop in map(np.transpose, self.pieces)]
+        return np.array([int(of_rank.sum()) for of_rank in pairs])
 
     @cached_property
     def gathered_segments(self) -> NDArray[np.int64]:
@@ -151,7 +152,3 @@ def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(starts - ends + lengths, lengths)
-
-
-def _triangle(length: NDArray[np.int64]) -> NDArray[np.int64]:
-    return length * (length + 1) // 2

@@ -13,7 +13,7 @@ from typing import Any
 
 from wlb.config import PRESETS, DataConfig, JobConfig, ModelConfig, PackingConfig, ShardingConfig
 from wlb.errors import UserError
-from wlb.schedules.operations import rank_operations
+from wlb.schedules.operations import rank_operations, stages_of_rank
 from wlb.sharding.document_prices import packing_prices
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
 from wlb.workload.base import DocumentPrices
@@ -31,7 +31,7 @@ class SimulatedJob:
     ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
     happens to overlong ones; its store is not opened. ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A
     measured ``profile``, of one tensor-parallel rank, replaces the hardware's prices of computing; links stay the
-    hardware's.
+    hardware's. ``packed_by`` are the prices that it packs by, if not the trainer's.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -49,6 +49,7 @@ class SimulatedJob:
     schedule: str = "1f1b"
     activation_checkpointing: Checkpointing = "none"
     profile: WorkloadProfile | None = None
+    packed_by: DocumentPrices | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp", "dp", "virtual_pp"):
@@ -85,6 +86,11 @@ class SimulatedJob:
         return self.pp * self.virtual_pp
 
     @property
+    def rank_stages(self) -> list[list[int]]:
+        """The stages of every pipeline rank."""
+        return [list(stages_of_rank(self.schedule, rank, self.pp, self.virtual_pp)) for rank in range(self.pp)]
+
+    @property
     def context_window(self) -> int:
         return self.data.context_window
 
@@ -99,8 +105,8 @@ class SimulatedJob:
 
     @property
     def packing_prices(self) -> DocumentPrices:
-        """The prices by which the trainer packs this job."""
-        return packing_prices(
+        """The prices by which this job packs."""
+        return self.packed_by or packing_prices(
             self.packing,
             self.sharding,
             self.shape,

@@ -7,14 +7,14 @@ many micro-batches as there are pipeline ranks.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from wlb.errors import UserError
 from wlb.simulate.job import SimulatedJob, simulated_job
 
 
 class NamedJob(NamedTuple):
-    """A model, a context window in tokens, and a layout."""
+    """A model, a context window in tokens, and a layout; ``micro_batches`` of a rank, by default as many as ``pp``."""
 
     model: str
     context_window: int
@@ -22,6 +22,16 @@ class NamedJob(NamedTuple):
     cp: int
     pp: int
     dp: int
+    micro_batches: int | None = None
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Keywords of ``simulated_job``."""
+        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "micro_batches")}
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.tp},{self.cp},{self.pp},{self.dp}"
 
     @property
     def gpus(self) -> int:
@@ -51,5 +61,4 @@ def named_job(name: str, preset: str = "best", **settings: object) -> SimulatedJ
     if name not in NAMED_JOBS:
         raise UserError(f"unknown job {name!r}; choose one of {', '.join(NAMED_JOBS)}, or give a configuration file")
     job = NAMED_JOBS[name]
-    layout = {"tp": job.tp, "cp": job.cp, "pp": job.pp, "dp": job.dp}
-    return simulated_job(job.model, job.context_window, preset, **(layout | settings))  # type: ignore[arg-type]
+    return simulated_job(job.model, job.context_window, preset, **(job.layout | settings))

@@ -20,9 +20,10 @@ from wlb.packing import packer_from_config
 from wlb.packing.arrange import arrange
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
+from wlb.simulate.attribution import CAUSES
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.step import CAUSES, StepResults, simulate_steps
+from wlb.simulate.step import StepResults, simulate_steps
 from wlb.workload.flops import attended_pairs
 
 _DOCUMENTS_AT_ONCE = 64  # what the trainer's planner takes, so that plans are the same

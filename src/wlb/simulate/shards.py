@@ -27,28 +27,23 @@ class Shards(NamedTuple):
     exchanged: NDArray[np.int64]  # tokens that the busiest rank sends or receives, shape (micro_batches,)
     kept: NDArray[np.bool_]  # whether ranks keep what they receive until the backward, shape (micro_batches,)
 
-    def spread(self, micro_batches: int, present: NDArray[np.int64], cp: int) -> Shards:
+    def spread(self, micro_batches: int, present: NDArray[np.int64]) -> Shards:
         """Those of ``present`` micro-batches, among ``micro_batches``; the others hold nothing."""
 
-        def spread(column: NDArray[Any], width: int) -> NDArray[Any]:
-            everything = np.zeros((micro_batches, width), column.dtype)
-            everything[present] = column.reshape(-1, width)
+        def spread(column: NDArray[Any]) -> NDArray[Any]:
+            everything = np.zeros((micro_batches, *column.shape[1:]), column.dtype)
+            everything[present] = column
             return everything
 
-        *of_ranks, exchanged, kept = self
-        tokens, forward, backward, own_share = (spread(column, cp) for column in of_ranks)
-        return Shards(tokens, forward, backward, own_share, spread(exchanged, 1)[:, 0], spread(kept, 1)[:, 0])
+        return Shards(*map(spread, self))
 
     def reshaped(self, *shape: int) -> Shards:
         """The same with micro-batches arranged in ``shape``."""
-        return Shards(
-            self.tokens.reshape(*shape, -1),
-            self.attention_forward.reshape(*shape, -1),
-            self.attention_backward.reshape(*shape, -1),
-            self.own_share.reshape(*shape, -1),
-            self.exchanged.reshape(*shape),
-            self.kept.reshape(*shape),
-        )
+
+        def arrange(column: NDArray[Any]) -> NDArray[Any]:
+            return column.reshape(*shape, *column.shape[1:])
+
+        return Shards(*map(arrange, self))
 
 
 def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
@@ -62,13 +57,12 @@ def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
     full = np.flatnonzero(counts)
     micro_batches = MicroBatches(sizes, counts[full])
     pieces = _pieces(micro_batches, costs.job)
-    lanes = len(full) * cp
+    where = locality(pieces, len(sizes), len(full), cp)
 
     def attention(direction: Direction) -> NDArray[np.float64]:
         seconds = costs.attention(pieces.start, pieces.stop, direction)
-        return np.bincount(pieces.lane, seconds, lanes).astype(np.float64, copy=False)
+        return np.bincount(pieces.lane, seconds, where.tokens.size).astype(np.float64).reshape(where.tokens.shape)
 
-    where = locality(pieces, len(sizes), len(full), cp)
     shards = Shards(
         where.tokens,
         attention("forward"),
@@ -77,7 +71,7 @@ def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
         where.exchanged_tokens,
         where.kept,
     )
-    return shards.spread(len(lengths), full, cp)
+    return shards.spread(len(lengths), full)
 
 
 def _pieces(micro_batches: MicroBatches, job: SimulatedJob) -> Pieces:

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
-from wlb.schedules.operations import Operation, stages_of_rank
+from wlb.schedules.operations import Operation
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.step import EVERYTHING, Steps
+from wlb.simulate.step import Steps
 
 Array = NDArray[np.float64]
 
@@ -40,12 +40,10 @@ class Timeline:
 
 def timeline(plan: StepPlan, job: SimulatedJob) -> Timeline:
     """The timeline of one step, dealt to the job's data-parallel ranks already."""
-    steps = Steps([plan], JobCosts(job))
-    times = steps.pipelines(EVERYTHING)
-    home = {
-        stage: rank for rank in range(job.pp) for stage in stages_of_rank(job.schedule, rank, job.pp, job.virtual_pp)
-    }
-    reduction = np.broadcast_to(steps.late_reduction(EVERYTHING)[:, 0], (job.pp,))
+    steps = Steps.of([plan], JobCosts(job))
+    times = steps.pipelines
+    home = {stage: rank for rank, stages in enumerate(job.rank_stages) for stage in stages}
+    reduction = steps.late_reduction[:, 0]
     rank_ends = times.rank_ends[:, 0]
     return Timeline(
         job,
@@ -63,6 +61,6 @@ def timeline(plan: StepPlan, job: SimulatedJob) -> Timeline:
 
 
 def _compute(operations: tuple[Operation, ...], steps: Steps) -> Array:
-    forward, backward, weight = (seconds[0] for seconds in steps.compute_seconds())  # (dp, stages, micro-batches, cp)
+    forward, backward, weight = (seconds[0] for seconds in steps.computing)  # (dp, stages, micro-batches, cp)
     of_part = {"whole": backward, "input": backward - weight, "weight": weight}
     return np.stack([(of_part[o.part] if o.backward else forward)[:, o.stage, o.micro_batch] for o in operations])

@@ -1,0 +1,69 @@
+"""What FSDP adds to a step: weights that are gathered before they are used, gradients that are reduced afterwards.
+
+A pipeline rank gathers its weights once, from the start of the step on, and reduces all gradients after its last
+backward. Without a pipeline the first forward gathers them, every backward gathers what its forward freed, and the last
+one also reduces gradients. That goes on a block at a time beside computing, so a block's collective shows as far as it
+takes longer than computing a block does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.simulate.costs import JobCosts
+
+Array = NDArray[np.float64]
+
+
+def with_gathers(costs: JobCosts, forward: Array, backward: Array) -> tuple[Array, Array]:
+    """Seconds of stages in micro-batches, shape (..., stages, micro-batches), once weights have to be gathered."""
+    if costs.job.pp > 1:
+        first = _waiting_for_weights(costs, forward[..., 0])[..., None]
+    else:
+        first = _gathered_a_block_ahead(costs, forward[..., :1])
+        backward = backward + _gathered_a_block_ahead(costs, backward)
+    return np.concatenate([forward[..., :1] + first, forward[..., 1:]], axis=-1), backward
+
+
+def late_reduction(costs: JobCosts, backward: Array) -> Array:
+    """What reducing gradients adds after (or, without a pipeline, to) the last backward; (pp, steps).
+
+    ``backward`` are the seconds of stages in micro-batches, shape (steps, dp, stages, micro-batches).
+    """
+    if costs.job.pp > 1:
+        return np.broadcast_to(costs.rank_reduction[:, None], (costs.job.pp, len(backward)))
+    last = backward[:, :, 0, -1].max(axis=1)  # (steps,)
+    blocks = costs.stage_blocks[0]
+    free = np.maximum(0.0, last / blocks - costs.block_gather)  # of the network, during one block
+    late = costs.root_reduction[0] + costs.block_reduction
+    shown: Array = late + (blocks - 1) * np.maximum(0.0, costs.block_reduction - free)
+    return shown[None]
+
+
+def _gathered_a_block_ahead(costs: JobCosts, seconds: Array) -> Array:
+    """What gathers add to ``seconds`` of stages in micro-batches, shape (..., stages, micro-batches)."""
+    blocks, gather = costs.stage_blocks[:, None], costs.block_gather
+    late: Array = np.maximum(0.0, gather - seconds / blocks)
+    return costs.root_gather[:, None] + gather + (blocks - 1) * late
+
+
+def _waiting_for_weights(costs: JobCosts, forward: Array) -> Array:
+    """What the first micro-batch, of ``forward`` seconds a stage (..., stages), waits on each; the same shape.
+
+    A rank gathers its stages one after another, block by block; the micro-batch comes from stage to stage.
+    """
+    begins = np.zeros(costs.job.stages)  # of a stage's gathers
+    for mine in costs.job.rank_stages:
+        gathers = costs.root_gather[mine] + costs.stage_blocks[mine] * costs.block_gather
+        begins[mine] = np.cumsum(gathers) - gathers
+    first_block = begins + costs.root_gather + costs.block_gather  # when a stage's first block is there, and its last
+    last_block = first_block + (costs.stage_blocks - 1) * costs.block_gather
+    waiting = np.zeros(forward.shape)
+    arrives = np.zeros(forward.shape[:-1])
+    for stage, blocks in enumerate(costs.stage_blocks.tolist()):
+        seconds = forward[..., stage]
+        ends = np.maximum(np.maximum(arrives, first_block[stage]) + seconds, last_block[stage] + seconds / blocks)
+        waiting[..., stage] = ends - arrives - seconds
+        arrives = ends
+    return waiting
