@@ -167,6 +167,7 @@ assert not {"torch", "numpy", "pydantic"} & {*sys.modules}
 assert {*wlb.__all__} <= {*dir(wlb)}
 from wlb import make_packer, arrange, StepPlan, MicroBatch, Segment, make_shard_plan, ShardPlan, make_workload
 assert all(getattr(wlb, name) is not None for name in wlb.__all__)
+import wlb.planning.memory, wlb.simulate
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
