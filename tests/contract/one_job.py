@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -65,6 +65,9 @@ class Case:
     def __repr__(self) -> str:
         given = self.config.model_dump(mode="json", exclude_unset=True)
         return f"Case({given}, lengths={self.documents.lengths.tolist()}, {self.documents.vocab_size}, {self.hardware})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # Hypothesis would print every default of the configuration
 
     @property
     def store(self) -> TokenStore:
