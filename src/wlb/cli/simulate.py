@@ -145,16 +145,18 @@ def _configured_jobs(
     from dataclasses import replace
 
     from wlb.config_file import load_config
+    from wlb.documents.token_store import stored_vocab_size
     from wlb.simulate import SimulatedJob
 
     config = load_config(path, settings)
-    shape = None
+    known: dict[str, Any] = {"vocab_size": stored_vocab_size(config.data.store)}
     if config.model.pretrained is not None:
-        from wlb.integrations.huggingface.config import read_config
+        from wlb.training.pretrained import pretrained_config
 
-        shape = read_config(config.model.pretrained).shape
+        model = pretrained_config(config.model.pretrained, config.model)
+        known = {"shape": model.shape, "tied_embeddings": model.tied_embeddings}
     by_system = {_CONFIGURED: config} | {name: load_config(path, [*settings, f"preset={name}"]) for name in systems}
-    jobs = {name: SimulatedJob.from_config(job, hardware, shape=shape, **measured) for name, job in by_system.items()}
+    jobs = {name: SimulatedJob.from_config(job, hardware, **known, **measured) for name, job in by_system.items()}
     if schedule is not None:
         jobs = {name: replace(job, **_scheduled(schedule)) for name, job in jobs.items()}
     return jobs, lengths or str(config.data.store)
@@ -167,7 +169,7 @@ def _scheduled(schedule: str) -> dict[str, Any]:
 def _lengths(source: str) -> NDArray[np.int64]:
     from wlb.documents.lengths import read_lengths
 
-    return read_lengths(source)
+    return read_lengths(source, keep_empty=True)
 
 
 def _simulate_all(jobs: dict[str, SimulatedJob], lengths: NDArray[np.int64], steps: int) -> dict[str, SimulationResult]:

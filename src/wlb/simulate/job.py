@@ -11,14 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wlb.config import PRESETS, DataConfig, JobConfig, ModelConfig, PackingConfig, ShardingConfig
+from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
 from wlb.errors import UserError
+from wlb.planning.memory import compute_bytes, holds_checkpoint_copy
 from wlb.schedules.operations import rank_operations, stages_of_rank
 from wlb.sharding.document_prices import packing_prices
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
 from wlb.workload.base import DocumentPrices
 from wlb.workload.layer_memory import Checkpointing
 from wlb.workload.layer_split import split_layers
+from wlb.workload.model_shapes import check_divisible, configured_shape
 from wlb.workload.profile import WorkloadProfile
 
 _DATA = DataConfig(store=Path("documents"))
@@ -32,6 +34,8 @@ class SimulatedJob:
     happens to overlong ones; its store is not opened. ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A
     measured ``profile``, of one tensor-parallel rank, replaces the hardware's prices of computing; links stay the
     hardware's. ``packed_by`` are the prices that it packs by, if not the trainer's.
+    hardware's. ``tied_embeddings``, ``compute_bytes`` of a value (default: the hardware's) and ``checkpoint_copy``
+    decide what the job holds in memory and nothing else.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -50,6 +54,9 @@ class SimulatedJob:
     activation_checkpointing: Checkpointing = "none"
     profile: WorkloadProfile | None = None
     packed_by: DocumentPrices | None = None
+    tied_embeddings: bool = False
+    compute_bytes: int | None = None
+    checkpoint_copy: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp", "cp", "pp", "dp", "virtual_pp"):
@@ -63,6 +70,7 @@ class SimulatedJob:
         rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
         split_layers(self.shape, self.stages)
         make_workload(self.shape, self.hardware, self.tp, self.cp)
+        check_divisible(self.shape, self.tp)
         self._check_profile()
 
     def _check_profile(self) -> None:
@@ -128,25 +136,32 @@ class SimulatedJob:
         hardware: str | Hardware = "h100",
         *,
         shape: ModelShape | None = None,
+        tied_embeddings: bool | None = None,
+        vocab_size: int | None = None,
         profile: WorkloadProfile | None = None,
     ) -> SimulatedJob:
-        """The job that ``config`` describes, on ``hardware``; ``shape`` if it is known from elsewhere.
+        """The job that ``config`` describes, on ``hardware``.
 
-        With ``packing.max_length_factor = "auto"`` L_max is what fits the hardware's memory.
+        ``shape`` and ``tied_embeddings`` are those of ``model.pretrained``, or None; ``vocab_size`` is that of the
+        token store, where it is known. With ``packing.max_length_factor = "auto"`` L_max is what fits the hardware's
+        memory.
         """
         from wlb.simulate.memory import with_length_factor
 
-        parallel = config.parallel
+        rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
         return with_length_factor(
             cls(
-                shape=shape or configured_shape(config.model),
-                hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
+                shape=shape or configured_shape(config.model, vocab_size),
+                hardware=rates,
                 packing=config.packing,
                 sharding=config.sharding,
                 data=config.data,
-                **parallel.model_dump(),
+                **config.parallel.model_dump(),
                 activation_checkpointing=config.training.activation_checkpointing,
                 profile=profile,
+                tied_embeddings=config.model.tied_embeddings if tied_embeddings is None else tied_embeddings,
+                compute_bytes=compute_bytes(config.training, rates.device_type),
+                checkpoint_copy=holds_checkpoint_copy(config.checkpoint, rates.device_type),
             )
         )
 
@@ -191,15 +206,4 @@ def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
     """``shape`` as ``tp`` ranks hold it: with fewer key/value heads than ranks, each head stands on several of them."""
     if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
         return replace(shape, kv_heads=tp)
-    return shape
-
-
-def configured_shape(model: ModelConfig) -> ModelShape:
-    """The shape that ``[model]`` names, with what it overrides. Raises ``UserError`` for a directory of weights."""
-    if model.pretrained is not None:
-        raise UserError(f"model.pretrained = {model.pretrained} cannot be simulated; name a preset and its dimensions")
-    given = {name: value for name in ModelShape.__dataclass_fields__ if (value := getattr(model, name)) is not None}
-    shape = replace(model_shape(model.name), **given)
-    if "head_dim" not in given and ("hidden" in given or "heads" in given):
-        shape = replace(shape, head_dim=shape.hidden // shape.heads)
     return shape

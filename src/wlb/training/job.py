@@ -14,12 +14,13 @@ import torch.distributed as dist
 from wlb.config import JobConfig, ModelConfig, TrainingConfig
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
+from wlb.planning.memory import compute_type
 from wlb.system import usable_cores
 from wlb.training.model import TransformerConfig
 from wlb.training.pretrained import pretrained_config
 from wlb.training.rotary import RotaryScaling
 from wlb.training.watchdog import backend_timeout
-from wlb.workload import ModelShape, model_shape
+from wlb.workload.model_shapes import configured_shape
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -95,19 +96,18 @@ def vocab_size(config: JobConfig, store: TokenStore) -> int:
 
     Raises ``UserError`` where there is none of these, or the store needs a larger one.
     """
-    asked, needed, pretrained = config.model.vocab_size, store.vocab_size, config.model.pretrained
+    needed, pretrained = store.vocab_size, config.model.pretrained
     if pretrained is not None:
-        asked = pretrained_config(pretrained, config.model).shape.vocab_size
-        if needed is not None and asked < needed:
+        held = pretrained_config(pretrained, config.model).shape.vocab_size
+        if needed is not None and held < needed:
             raise UserError(
-                f"{pretrained} has a vocabulary of {asked}, below the {needed} of token store {store.prefix}; prepare "
+                f"{pretrained} has a vocabulary of {held}, below the {needed} of token store {store.prefix}; prepare "
                 f"the store with its tokenizer: wlb prepare --tokenizer {pretrained}"
             )
-    if asked is None and needed is None:
+        return held
+    if config.model.vocab_size is None and needed is None:
         raise UserError(f"token store {store.prefix} does not say how large its vocabulary is; set model.vocab_size")
-    if asked is not None and needed is not None and asked < needed:
-        raise UserError(f"model.vocab_size = {asked} is below the {needed} of token store {store.prefix}; raise it")
-    return asked or needed or 0
+    return configured_shape(config.model, needed).vocab_size
 
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
@@ -120,8 +120,7 @@ def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
 
 def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
     """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
-    name = {"cpu": "float32", "cuda": "bfloat16"}[device.type] if config.dtype == "auto" else config.dtype
-    dtype: torch.dtype = getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, compute_type(config, device.type))
     return dtype
 
 
@@ -145,14 +144,8 @@ def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig
     """
     if model.pretrained is not None:
         return pretrained_config(model.pretrained, model)
-    preset = model_shape(model.name)
-    names = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden")
-    given = {name: value for name in names if (value := getattr(model, name)) is not None}
-    shape = replace(preset, **given, vocab_size=vocab_size)
-    if "head_dim" not in given and ("hidden" in given or "heads" in given):
-        shape = replace(shape, head_dim=_head_dim(shape))
     return TransformerConfig(
-        shape,
+        replace(configured_shape(model), vocab_size=vocab_size),
         rope_theta=model.rope_theta,
         norm_eps=model.norm_eps,
         rope_scaling=RotaryScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None,
@@ -167,12 +160,3 @@ def hardware_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     return "a100" if "A100" in torch.cuda.get_device_name(device) else "h100"
-
-
-def _head_dim(shape: ModelShape) -> int:
-    if shape.hidden % (2 * shape.heads):
-        raise UserError(
-            f"model.hidden = {shape.hidden} must be a multiple of 2 x model.heads = {2 * shape.heads}: rotary "
-            "positions pair the dimensions of a head"
-        )
-    return shape.hidden // shape.heads
