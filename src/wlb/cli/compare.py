@@ -22,10 +22,16 @@ if TYPE_CHECKING:
     from wlb.simulate.compare import Cluster, MethodResult
     from wlb.workload.base import Workload
 
+_PREFILL_ONLY = ("token_budget", "chunked", "load", "lock_step", "seed")
+_PACKING_ONLY = (
+    *("context_window", "micro_batches", "max_length_factor", "max_delay", "steps", "overlong", "solver_seconds"),
+    "plot",
+)
 _ANY_WIDTH = 1000  # of a terminal that is wide enough
 
 
 def compare(
+    context: typer.Context,
     lengths: options.Lengths,
     context_window: Annotated[
         int | None,
@@ -43,7 +49,7 @@ def compare(
     profile: options.Profile = None,
     methods: options.Methods = None,
     max_length_factor: Annotated[
-        float, typer.Option(min=1.0, help="L_max of variable_length and makespan, in context windows.")
+        float, typer.Option(min=1.0, max=1000.0, help="L_max of variable_length and makespan, in context windows.")
     ] = 1.5,
     max_delay: options.MaxDelay = None,
     steps: options.Steps = None,
@@ -86,8 +92,10 @@ def compare(
     from wlb.simulate.compare import DEFAULT_METHODS, Cluster, comparison_json, documents_for, packer_for
 
     if prefill:
+        options.refuse_unused(context, _PACKING_ONLY, "has no effect with --prefill, which packs no steps")
         prefill_options = PrefillOptions(checked_budget(token_budget), chunked, load, lock_step, seed)
         compare_prefill(
+            context,
             lengths,
             prefill_options,
             dp=dp,
@@ -101,12 +109,15 @@ def compare(
             json=json,
         )
         return
+    options.refuse_unused(context, _PREFILL_ONLY, "has no effect without --prefill")
     context_window = _given("--context-window", context_window)
     micro_batches = _given("--micro-batches", micro_batches)
     pp = pp or 4
     check_dealing(micro_batches, dp)
+    if plot is not None:
+        options.check_picture(plot)
     cluster = Cluster(micro_batches, context_window, dp, pp)
-    workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
+    workload, priced_by = options.workload_from(context, model, hardware, tp, cp, context_window, profile, pp=pp)
     documents, report = documents_for(read_lengths(lengths), cluster, overlong=overlong, steps=steps)
     results: list[MethodResult] = []
     with progress_bar() as bar:

@@ -14,11 +14,13 @@ from wlb.errors import UserError
 if TYPE_CHECKING:
     from wlb.report.evidence import Evidence
 
+_SIMULATED_ONLY = ("model", "hardware", "parallel", "context_window", "micro_batches", "steps")
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp")
 _SCHEDULES = ("1f1b", "interleaved_1f1b")  # what wlb train runs, and so what can be recommended
 
 
 def report(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -38,7 +40,9 @@ def report(
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks; default: dp x pp.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to simulate, as far as the documents go.")] = 64,
+    steps: Annotated[
+        int, typer.Option(min=1, max=options.MOST_STEPS, help="Steps to simulate, as far as the documents go.")
+    ] = 64,
     before: Annotated[Path | None, typer.Option(help="metrics.dir of an earlier job to compare RUN_DIR with.")] = None,
     json: options.Json = False,
 ) -> None:
@@ -52,6 +56,9 @@ def report(
     options.check_writable(out)
     path = Path(source)
     if is_run_directory(path) or before is not None or path.is_dir():
+        options.refuse_unused(
+            context, _SIMULATED_ONLY, "has no effect on the report of a training run, which is measured"
+        )
         text, summary = _measured(path, before)
     else:
         sizes = parallel_sizes(parallel)

@@ -22,6 +22,8 @@ from wlb.workload import Workload, make_workload
 
 __all__ = ["STRATEGIES", "ShardLatency", "ShardPlan", "make_shard_plan", "shard_latency"]
 
+MOST_RANKS = 512  # of a group that is simulated; shards are priced rank by rank, and groups in use have some dozens
+
 STRATEGIES: dict[str, Callable[[NDArray[np.int64], int, Workload], tuple[Table, ...]]] = {
     "per_sequence": lambda lengths, cp_size, workload: per_sequence_pieces(lengths, cp_size),
     "per_document": lambda lengths, cp_size, workload: per_document_pieces(lengths, cp_size),
@@ -50,6 +52,12 @@ def make_shard_plan(
     lengths = _checked(document_lengths)
     pieces = STRATEGIES[strategy](lengths, cp_size, workload or _default_workload())
     return ShardPlan(strategy, tuple(lengths.tolist()), pieces)
+
+
+def check_group_size(cp: int) -> None:
+    """Raise ``UserError`` for a context-parallel group that is not simulated."""
+    if not 1 <= cp <= MOST_RANKS:
+        raise UserError(f"cp = {cp} is not a group size; it must be from 1 to {MOST_RANKS}")
 
 
 def check_strategy(name: str) -> None:
