@@ -23,7 +23,7 @@ Generated from the schema in `src/wlb/config.py` by `scripts/configuration_refer
 
 A job is a TOML file; `wlb train CONFIG --set section.key=value` changes a setting for one run, `--set preset=NAME` the
 preset. Unknown sections and keys are refused, relative paths are relative to the working directory. Only `data.store`
-has no default.
+has no default. Numbers of tokens are integers, or text with a binary unit: `"128K"` is 131,072 and `"1M"` is 1,048,576.
 """
 
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -103,7 +103,7 @@ def _type(entry: dict[str, Any], schema: dict[str, Any]) -> str:
         items = entry.get("prefixItems")
         return f"{len(items)} of: {_type(items[0], schema)}" if items else f"list of: {_type(entry['items'], schema)}"
     names = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
-    name = "path" if entry.get("format") == "path" else names[entry["type"]]
+    name = entry["format"] if entry.get("format") in ("path", "tokens") else names[entry["type"]]
     bounds = [f"{sign} {entry[key]:g}" for key, sign in BOUNDS.items() if key in entry and entry[key] < LARGEST_SHOWN]
     return " ".join([name, *bounds])
 

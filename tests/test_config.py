@@ -43,6 +43,25 @@ def test_values_out_of_range_are_refused(config, override):
     assert "\n" not in str(refusal.value)
 
 
+def test_tokens_may_have_a_binary_unit(config):
+    job = load_config(
+        config,
+        [
+            "data.context_window=128K",
+            'packing.outlier_thresholds=["24k", 73728]',
+            "evaluation.store=held_out",
+            'evaluation.length_buckets=["1K", "1M"]',
+        ],
+    )
+    assert job.data.context_window == 131072
+    assert job.packing.outlier_thresholds == (24576, 73728)
+    assert job.evaluation.length_buckets == (1024, 1048576)
+    assert '"context_window":131072' in job.model_dump_json()
+    for wrong in ("data.context_window=128KB", 'packing.outlier_thresholds=["128KB"]'):
+        with pytest.raises(UserError, match=r"'128KB' is no number of tokens .* 128K or 1M"):
+            load_config(config, [wrong])
+
+
 def test_values_at_the_limits_are_taken(config):
     job = load_config(config, ["training.betas=[0, 0.999]", "training.timeout_seconds=604800", "checkpoint.dir=c"])
     assert (job.training.betas, job.checkpoint.dir) == ((0.0, 0.999), Path("c"))

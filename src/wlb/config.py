@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from wlb.token_count import MOST_TOKENS, parse_tokens
+
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 # The systems that WLB-LLM (OSDI '25, section 7.1) compares, and ours: what a preset sets where a job does not. They
@@ -39,9 +41,18 @@ def _check_path(path: object) -> object:
     return path
 
 
+def _tokens(value: object) -> object:
+    return parse_tokens(value) if isinstance(value, str) else value
+
+
 # Strict: true is no number of processes. The bounds are those of the int32 and int64 that the numbers end up in.
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+Tokens = Annotated[
+    int,
+    Field(ge=1, le=MOST_TOKENS, strict=True, json_schema_extra={"format": "tokens"}),
+    BeforeValidator(_tokens),  # "128K" and "1M" too
+]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
 
@@ -58,7 +69,7 @@ class RopeScalingConfig(Section):
     factor: float = Field(8.0, ge=1, description="Low frequencies are divided by this")
     low_freq_factor: float = Field(1.0, gt=0, description="Turns over the original context below which they are")
     high_freq_factor: float = Field(4.0, gt=0, description="Turns over the original context above which they are kept")
-    original_max_position_embeddings: PositiveInt = Field(8192, description="The original context, in tokens")
+    original_max_position_embeddings: Tokens = Field(8192, description="The original context, in tokens")
 
     @model_validator(mode="after")
     def _check(self) -> RopeScalingConfig:
@@ -104,7 +115,7 @@ class DataConfig(Section):
     """Which documents, and what happens to those longer than the context window."""
 
     store: NonEmptyPath = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
-    context_window: PositiveInt = Field(4096, description="Longest run of tokens attention may span")
+    context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")
     overlong: Literal["split", "truncate", "drop", "error"] = Field(
         "split", description="What happens to documents longer than the context window"
     )
@@ -151,7 +162,7 @@ class PackingConfig(Section):
         description="L_max, the most tokens of a micro-batch, in context windows (variable_length, makespan); auto is "
         "the most that memory allows, up to 4",
     )
-    outlier_thresholds: Literal["auto"] | tuple[PositiveInt, ...] = Field(
+    outlier_thresholds: Literal["auto"] | tuple[Tokens, ...] = Field(
         "auto", description="Lengths from which documents wait in an outlier queue (variable_length)"
     )
     max_delay: NonNegativeInt | None = Field(
@@ -290,7 +301,7 @@ class EvaluationConfig(Section):
     store: NonEmptyPath | None = Field(None, description="Prefix of a token store of held-out documents")
     every: PositiveInt = Field(100, description="Steps between evaluations; one more follows the last step")
     documents: PositiveInt | None = Field(None, description="Only the first so many documents of the store")
-    length_buckets: Literal["auto"] | tuple[PositiveInt, ...] = Field(
+    length_buckets: Literal["auto"] | tuple[Tokens, ...] = Field(
         "auto",
         description="Document lengths that separate the buckets of the loss; auto: 256, 1024, ... up to context_window",
     )

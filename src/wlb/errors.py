@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 
@@ -13,6 +17,27 @@ class UserError(ValueError):
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or say which extra of ``wlb-llm`` brings it."""
     try:
-        return importlib.import_module(module)
+        with _interrupted_afterwards():
+            return importlib.import_module(module)
     except ImportError as error:
         raise UserError(f"{module.partition('.')[0]} is not installed; run: pip install 'wlb-llm[{extra}]'") from error
+
+
+@contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Raise ``KeyboardInterrupt`` at the end where Ctrl-C came inside.
+
+    When it comes while PyTorch starts NumPy, PyTorch drops the exception and goes on without NumPy.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupts:
+        raise KeyboardInterrupt

@@ -62,12 +62,19 @@ def test_npy_of_any_integer_type(tmp_path, dtype):
 def test_synthetic_source():
     np.testing.assert_array_equal(read_lengths("synthetic:100:4096:3"), sample_lengths(100, 4096, 3))
     np.testing.assert_array_equal(read_lengths("synthetic:100:4096"), sample_lengths(100, 4096, 0))
+    np.testing.assert_array_equal(read_lengths("synthetic:100:4k:3"), sample_lengths(100, 4096, 3))
 
 
 @pytest.mark.parametrize("bad", ["synthetic:", "synthetic:10", "synthetic:a:b", "synthetic:1:2:3:4", "synthetic:-1:5"])
 def test_malformed_synthetic_source(bad):
     with pytest.raises(UserError, match="synthetic:DOCUMENTS:WINDOW"):
         read_lengths(bad)
+
+
+@pytest.mark.parametrize("window", ["0", "4X", "4096M"])
+def test_synthetic_windows_are_tokens(window):
+    with pytest.raises(UserError, match=f"'{window}' is no number of tokens"):
+        read_lengths(f"synthetic:10:{window}")
 
 
 @pytest.mark.parametrize(
@@ -172,3 +179,16 @@ def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys
         writer.add([])
     with pytest.raises(UserError, match="holds only empty documents"):
         read_lengths(tmp_path / "void")
+
+
+@pytest.mark.parametrize("source", [".", "/", "", "..", "folder"])
+def test_directories_are_no_lengths(source, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is a directory; name a"):
+        read_lengths(source)
+
+
+def test_names_that_no_file_can_have():
+    with pytest.raises(UserError, match="cannot be read: File name too long"):
+        read_lengths("a" * 5000)

@@ -57,7 +57,9 @@ def test_nothing_overlong_passes_unchanged(policy):
 
 
 def test_error_names_document_limit_and_remedy():
-    with pytest.raises(UserError, match=r"document 1042 has 9000 tokens, over the context window of 4096; .*split"):
+    with pytest.raises(
+        UserError, match=r"document 1042 has 9000 tokens, over the context window of 4096; .*: split, truncate, drop"
+    ):
         split_overlong([Segment(1, 0, 5), Segment(1042, 0, 9000)], 4096, "error")
 
 

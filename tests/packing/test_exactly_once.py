@@ -133,6 +133,8 @@ def test_numpy_integers_become_plain_ones(method, arrivals):
         ([3, 0], "document 1 has 0 tokens; at least 1"),
         ([3, -4], "document 1 has -4 tokens; at least 1"),
         ([(42, 0)], "document 42 has 0 tokens; at least 1"),
+        ([(3, 5), (-1, 5)], "document -1 starts at token 0; ids and starts must be at least 0"),
+        ([Segment(7, -2, 5)], "document 7 starts at token -2; ids and starts must be at least 0"),
         ([3, 2.0], "document 1 starts at 0 and has 2.0 tokens; .* whole numbers"),
         ([True], "document 0 .* has True tokens; .* whole numbers"),
         ([(7, 2.5)], "document 7 .* has 2.5 tokens; .* whole numbers"),
@@ -151,19 +153,17 @@ def test_impossible_arrivals_are_refused_whole(method, arrivals, message):
     assert packer.state_dict() == before
 
 
-@pytest.mark.parametrize(
-    ("method", "limit", "remedy"),
-    [
-        ("fixed_greedy", 8, "data.context_window"),
-        ("fixed_solver", 8, "data.context_window"),
-        ("variable_length", 12, "packing.max_length_factor"),
-    ],
-)
-def test_documents_longer_than_a_micro_batch_are_refused(method, limit, remedy):
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "sequential"])
+def test_documents_longer_than_the_context_window_are_refused(method):
     packer = make_packer(method, micro_batches=2, context_window=8, workload=WORKLOADS["7b"])
-    packer.plan([limit])
-    with pytest.raises(UserError, match=f"document 1 has {limit + 1} tokens, over the {limit} .*'split'.*{remedy}"):
-        packer.plan([limit + 1])
+    packer.plan([8])
+    before = packer.state_dict()
+    with pytest.raises(UserError, match=r"document 1 has 9 tokens, over the context window of 8; .*split, truncate"):
+        packer.plan([9])
+    assert packer.state_dict() == before
+    pieces, _ = split_overlong([Segment(1, 0, 9)], packer.context_window)
+    plans = packer.plan(pieces) + packer.drain()
+    assert max(segment.length for plan in plans for segment in plan.segments) <= 8
 
 
 def test_sequential_packing_cuts_documents_of_any_length():
@@ -177,15 +177,19 @@ def test_sequential_packing_cuts_documents_of_any_length():
     [
         ("random", {}, "'random' is unknown; choose from sequential, fixed_greedy"),
         ("sequential", {"window": 2}, "'sequential' has no option 'window'; it has none"),
-        ("fixed_greedy", {"window": 0}, "packing.window = 0 must be at least 1"),
-        ("variable_length", {"max_delay": 0}, "packing.max_delay = 0 must be at least 1"),
-        ("variable_length", {"max_length_factor": 0.9}, "packing.max_length_factor = 0.9 must be"),
-        ("variable_length", {"max_length_factor": float("nan")}, "packing.max_length_factor = nan must be"),
-        ("variable_length", {"max_length_factor": float("inf")}, "packing.max_length_factor = inf must be"),
-        ("variable_length", {"outlier_thresholds": (9, 3)}, r"packing.outlier_thresholds = \[9, 3\] must be rising"),
-        ("variable_length", {"outlier_thresholds": (0,)}, r"packing.outlier_thresholds = \[0\] must be rising"),
-        ("variable_length", {"micro_batches": 0}, "packing.micro_batches = 0 must be at least 1"),
-        ("variable_length", {"context_window": 0}, "data.context_window = 0 must be at least 1"),
+        ("fixed_greedy", {"window": 0}, "^window = 0 must be a whole number of at least 1"),
+        ("variable_length", {"max_delay": 0}, "^max_delay = 0 must be at least 1"),
+        ("variable_length", {"max_length_factor": 0.9}, "^max_length_factor = 0.9 must be"),
+        ("variable_length", {"max_length_factor": float("nan")}, "^max_length_factor = nan must be"),
+        ("variable_length", {"max_length_factor": float("inf")}, "^max_length_factor = inf must be"),
+        ("variable_length", {"outlier_thresholds": (9, 3)}, r"^outlier_thresholds = \[9, 3\] must be rising"),
+        ("variable_length", {"outlier_thresholds": (0,)}, r"^outlier_thresholds = \[0\] must be rising"),
+        ("makespan", {"max_length_factor": "auto"}, "^max_length_factor = auto must be"),
+        ("makespan", {"lookahead": 2}, "^lookahead = 2 must be"),
+        ("makespan", {"micro_batches": 2.5}, "^micro_batches = 2.5 must be a whole number"),
+        ("makespan", {"context_window": True}, "^context_window = True must be a whole number"),
+        ("variable_length", {"micro_batches": 0}, "^micro_batches = 0 must be"),
+        ("variable_length", {"context_window": 0}, "^context_window = 0 must be"),
     ],
 )
 def test_impossible_settings_are_refused(method, options, message):

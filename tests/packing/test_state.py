@@ -147,20 +147,19 @@ def test_a_drain_after_shrinking_keeps_to_the_window():
 
 @pytest.mark.parametrize("thresholds", ["auto", (5,), ()])
 def test_a_state_with_documents_that_no_longer_fit_is_refused(thresholds):
-    def packer(factor):
+    def packer(window):
         return make_packer(
             "variable_length",
             micro_batches=6,
-            context_window=8,
+            context_window=window,
             workload=WORKLOADS["7b"],
-            max_length_factor=factor,
             outlier_thresholds=thresholds,
         )
 
-    large = packer(3.0)
+    large = packer(24)
     large.plan([(77, 20), (78, 20)])
-    with pytest.raises(UserError, match=r"document 77 has 20 tokens, over the 8 .*packing.max_length_factor$"):
-        packer(1.0).load_state_dict(through_json(large.state_dict()))
+    with pytest.raises(UserError, match=r"document 77 has 20 tokens, over the context window of 8; .*split_overlong"):
+        packer(8).load_state_dict(through_json(large.state_dict()))
 
 
 @pytest.mark.parametrize("saved", METHODS)
@@ -170,7 +169,7 @@ def test_only_the_same_method_and_format_is_read(saved, loaded):
     state = make_packer(saved, **options).state_dict()
     packer = make_packer(loaded, **options)
     if saved != loaded:
-        with pytest.raises(UserError, match=f"saved by '{saved}' .* packing.method = '{saved}'") as error:
+        with pytest.raises(UserError, match=f"saved by '{saved}' .* a '{saved}' packer") as error:
             packer.load_state_dict(state)
         assert "\n" not in str(error.value)
     for wrong in (state | {"format": 0}, {}):

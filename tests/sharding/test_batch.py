@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sharding.micro_batches import sampled_micro_batches
+from wlb.errors import UserError
 from wlb.sharding import STRATEGIES, MicroBatches, make_shard_plan, shard_latency, shard_many
+from wlb.sharding.document_prices import sharded_prices
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality
-from wlb.workload import make_workload
+from wlb.workload import hardware_preset, make_workload, model_shape
 
 WORKLOAD = make_workload("llama3-8b", "h100", tp=2)
 
@@ -52,3 +54,10 @@ def test_small_micro_batches(micro_batches, cp, strategy):
 @pytest.mark.parametrize("cp", [2, 8])
 def test_windows_of_documents(cp, strategy):
     check(sampled_micro_batches(10), cp, strategy)
+
+
+def test_an_unknown_strategy_is_refused():
+    with pytest.raises(UserError, match="'ring' is unknown; choose from per_sequence, per_document"):
+        shard_many(MicroBatches(np.array([5, 3]), np.array([2])), 2, "ring", WORKLOAD)
+    with pytest.raises(UserError, match="'ring' is unknown"):
+        sharded_prices(model_shape("tiny"), hardware_preset("h100"), 1, 2, "ring", 4096)

@@ -69,3 +69,11 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
 def test_mistakes_are_named_in_one_line(arguments, message):
     with pytest.raises(UserError, match=message):
         search_space(*arguments)
+
+
+def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():
+    with pytest.raises(UserError, match="no layout of 3 GPUs divides a global batch of 16 windows .* another number"):
+        search(search_space(SHAPE, 3, WINDOW, batch_tokens=16 * WINDOW), documents())
+    tiny = replace(SMALL, memory_bytes=1e6)
+    with pytest.raises(UserError, match=r"with 0.* GiB each fits .*tried, the best needs [0-9.]+ GiB\)"):
+        search(search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW), documents())

@@ -31,7 +31,7 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
-_INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+_INTERRUPTED = 130  # what Typer returns after Ctrl-C
 
 # The base of every mistake on the command line; Typer carries its own copy of click from 0.29 on.
 _CommandLineError = cast(
@@ -64,7 +64,10 @@ app.command("diagnose", rich_help_panel="Training")(diagnose.diagnose)
 
 
 def main() -> None:
-    """Run the command line; exits 0 on success, 2 with one line on stderr for a user's mistake."""
+    """Run the command line; exits 0 on success, 2 with one line on stderr for a user's mistake.
+
+    Raises ``KeyboardInterrupt`` on Ctrl-C, which ``wlb.__main__`` answers: it may come before this module is imported.
+    """
     try:
         status = app(standalone_mode=False)
     except (UserError, _CommandLineError) as error:
@@ -73,6 +76,6 @@ def main() -> None:
         sys.exit(2)
     except typer.Abort:
         status = _INTERRUPTED
-    if status == _INTERRUPTED:  # Typer's answer to Ctrl-C
-        print("wlb: interrupted", file=sys.stderr)
+    if status == _INTERRUPTED:
+        raise KeyboardInterrupt
     sys.exit(status if isinstance(status, int) else 0)

@@ -22,12 +22,21 @@ if TYPE_CHECKING:
     from wlb.simulate.compare import Cluster, MethodResult
     from wlb.workload.base import Workload
 
+_PREFILL_ONLY = ("token_budget", "chunked", "load", "lock_step", "seed")
+_PACKING_ONLY = (
+    *("context_window", "micro_batches", "max_length_factor", "max_delay", "steps", "overlong", "solver_seconds"),
+    "plot",
+)
 _ANY_WIDTH = 1000  # of a terminal that is wide enough
 
 
 def compare(
+    context: typer.Context,
     lengths: options.Lengths,
-    context_window: Annotated[int | None, typer.Option(min=1, help="Tokens attention may span.")] = None,
+    context_window: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", parser=options.tokens, help="Tokens attention may span, such as 128K."),
+    ] = None,
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks.")
     ] = None,
@@ -40,7 +49,7 @@ def compare(
     profile: options.Profile = None,
     methods: options.Methods = None,
     max_length_factor: Annotated[
-        float, typer.Option(min=1.0, help="L_max of variable_length and makespan, in context windows.")
+        float, typer.Option(min=1.0, max=1000.0, help="L_max of variable_length and makespan, in context windows.")
     ] = 1.5,
     max_delay: options.MaxDelay = None,
     steps: options.Steps = None,
@@ -52,7 +61,10 @@ def compare(
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Take the lengths as prompts; simulate a serving system's prefill.")
     ] = False,
-    token_budget: Annotated[int | None, typer.Option(min=1, help="--prefill: tokens of a rank in one pass.")] = None,
+    token_budget: Annotated[
+        int | None,
+        typer.Option(metavar="TOKENS", parser=options.tokens, help="--prefill: tokens of a rank in one pass."),
+    ] = None,
     chunked: Annotated[
         bool, typer.Option("--chunked/--whole", help="--prefill: cut prompts into chunks, or not.")
     ] = True,
@@ -74,14 +86,16 @@ def compare(
 
     With --prefill the lengths are prompts, batched by count, tokens, workload or workload:shortest.
 
-    Example: wlb compare synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
+    Example: wlb compare synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
     from wlb.simulate.compare import DEFAULT_METHODS, Cluster, comparison_json, documents_for, packer_for
 
     if prefill:
+        options.refuse_unused(context, _PACKING_ONLY, "has no effect with --prefill, which packs no steps")
         prefill_options = PrefillOptions(checked_budget(token_budget), chunked, load, lock_step, seed)
         compare_prefill(
+            context,
             lengths,
             prefill_options,
             dp=dp,
@@ -95,12 +109,15 @@ def compare(
             json=json,
         )
         return
+    options.refuse_unused(context, _PREFILL_ONLY, "has no effect without --prefill")
     context_window = _given("--context-window", context_window)
     micro_batches = _given("--micro-batches", micro_batches)
     pp = pp or 4
     check_dealing(micro_batches, dp)
+    if plot is not None:
+        options.check_picture(plot)
     cluster = Cluster(micro_batches, context_window, dp, pp)
-    workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
+    workload, priced_by = options.workload_from(context, model, hardware, tp, cp, context_window, profile, pp=pp)
     documents, report = documents_for(read_lengths(lengths), cluster, overlong=overlong, steps=steps)
     results: list[MethodResult] = []
     with progress_bar() as bar:

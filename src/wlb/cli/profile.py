@@ -47,10 +47,13 @@ def profile(
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Measure one of so many tensor-parallel ranks.")] = 1,
     max_length: Annotated[
-        int | None, typer.Option(help="Longest document, in tokens; default 4,096 on cpu, 131,072 on cuda.")
+        int | None,
+        typer.Option(
+            metavar="TOKENS", parser=options.tokens, help="Longest document; default 4,096 on cpu, 131,072 on cuda."
+        ),
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Compute type; default float32 on cpu, bfloat16 on cuda.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes, fewer times.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw seconds and FLOP/s into this PNG file.")] = None,
     json: options.Json = False,
@@ -62,11 +65,9 @@ def profile(
 
     Example: wlb profile --out profile.json --plot profile.png
     """
-    for path in (out, plot):
-        if path is not None:
-            options.check_writable(path)
+    options.check_writable(out)
     if plot is not None:
-        require("matplotlib", "plot")
+        options.check_picture(plot)
     settings = _settings(device, model, tp, max_length, dtype, threads, quick)
 
     from wlb.training.job import hardware_name

@@ -14,11 +14,13 @@ from wlb.errors import UserError
 if TYPE_CHECKING:
     from wlb.report.evidence import Evidence
 
+_SIMULATED_ONLY = ("model", "hardware", "parallel", "context_window", "micro_batches", "steps")
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp")
 _SCHEDULES = ("1f1b", "interleaved_1f1b")  # what wlb train runs, and so what can be recommended
 
 
 def report(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -32,17 +34,21 @@ def report(
     parallel: Annotated[
         str, typer.Option(help="Sizes of the job, as dp=4,pp=4,cp=2,tp=8; also virtual_pp=N and schedule=NAME.")
     ] = "dp=1,pp=4,cp=2,tp=8",
-    context_window: Annotated[int, typer.Option(min=1, help="Tokens attention may span.")] = 131_072,
+    context_window: Annotated[
+        int, typer.Option(metavar="TOKENS", parser=options.tokens, help="Tokens attention may span, such as 128K.")
+    ] = 131_072,
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks; default: dp x pp.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to simulate, as far as the documents go.")] = 64,
+    steps: Annotated[
+        int, typer.Option(min=1, max=options.MOST_STEPS, help="Steps to simulate, as far as the documents go.")
+    ] = 64,
     before: Annotated[Path | None, typer.Option(help="metrics.dir of an earlier job to compare RUN_DIR with.")] = None,
     json: options.Json = False,
 ) -> None:
     """Write a report as one HTML file that works offline: what imbalance costs, where, and what to set.
 
-    Example: wlb report synthetic:20000:131072:0 --model 7b --parallel dp=4,pp=4,cp=2,tp=8 --out report.html
+    Example: wlb report synthetic:20000:128K:0 --model 7b --parallel dp=4,pp=4,cp=2,tp=8 --out report.html
     """
     from wlb.report.page import write_page
     from wlb.report.run_directory import is_run_directory
@@ -50,6 +56,9 @@ def report(
     options.check_writable(out)
     path = Path(source)
     if is_run_directory(path) or before is not None or path.is_dir():
+        options.refuse_unused(
+            context, _SIMULATED_ONLY, "has no effect on the report of a training run, which is measured"
+        )
         text, summary = _measured(path, before)
     else:
         sizes = parallel_sizes(parallel)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def reproduce(
+    context: typer.Context,
     name: Annotated[
         str,
         typer.Argument(
@@ -33,10 +34,15 @@ def reproduce(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, help="Steps to simulate (sharding: micro-batches; convergence: to train)."),
+        typer.Option(
+            "--steps",
+            min=1,
+            max=options.MOST_STEPS,
+            help="Steps to simulate (sharding: micro-batches; convergence: to train).",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the documents and their order.")] = 0,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="convergence: runs of each method.")] = 2,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="convergence: runs of each method.")] = 2,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="kernel: measured workload profile, shown beside the H100 preset.")
     ] = None,
@@ -54,6 +60,8 @@ def reproduce(
 
     if name != "all" and name not in EXPERIMENTS:
         raise UserError(f"experiment {name!r} is unknown; choose from {', '.join(EXPERIMENTS)}, all")
+    if name != "convergence":
+        options.refuse_unused(context, ["seeds"], f"is for convergence; {name} has one seed, --seed")
     if profile is not None and name not in ("kernel", "all"):
         raise UserError(f"--profile is shown by kernel; {name} is simulated on the H100 preset")
     try:

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from wlb.simulate import SimulatedJob, SimulationResult
     from wlb.simulate.search import SearchResult
 
+_SEARCH_ONLY = ("gpus", "model", "context_window", "batch_tokens")
+_JOB_ONLY = ("job", "systems", "profile", "schedule", "settings", "trace")
 _STEPS, _SEARCH_STEPS = 50, 8
 _CONFIGURED = "as configured"
 _DOCUMENTS = 100_000  # synthetic ones, where a named job is given no lengths
 
 
 def simulate(
+    context: typer.Context,
     job: Annotated[
         str | None,
         typer.Argument(
@@ -39,7 +42,12 @@ def simulate(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, help="Steps to simulate; default 50, or 8 of each finalist of --search."),
+        typer.Option(
+            "--steps",
+            min=1,
+            max=options.MOST_STEPS,
+            help="Steps to simulate; default 50, or 8 of each finalist of --search.",
+        ),
     ] = None,
     systems: Annotated[
         str | None,
@@ -68,8 +76,16 @@ def simulate(
     search: Annotated[bool, typer.Option("--search", help="Look for the fastest layout and packing.")] = False,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs, for --search.")] = None,
     model: options.Model = "7b",
-    context_window: Annotated[int, typer.Option("--context-window", min=1, help="Tokens, for --search.")] = 131_072,
-    batch_tokens: Annotated[int, typer.Option("--batch-tokens", min=1, help="Global batch, for --search.")] = 2**24,
+    context_window: Annotated[
+        int,
+        typer.Option("--context-window", metavar="TOKENS", parser=options.tokens, help="For --search, such as 128K."),
+    ] = 131_072,
+    batch_tokens: Annotated[
+        int,
+        typer.Option(
+            "--batch-tokens", metavar="TOKENS", parser=options.tokens, help="Global batch, for --search, such as 16M."
+        ),
+    ] = 2**24,
     json: options.Json = False,
 ) -> None:
     """Simulate steps of a job on any number of GPUs, and say where their time goes.
@@ -80,11 +96,13 @@ def simulate(
     wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
     """
     if search:
+        options.refuse_unused(context, _JOB_ONLY, "has no effect with --search, which makes its own jobs")
         if gpus is None:
             raise UserError("--search needs --gpus: how many there are")
         found = _search(gpus, model, context_window, batch_tokens, hardware, lengths, steps or _SEARCH_STEPS)
         report_search(found, json)
         return
+    options.refuse_unused(context, _SEARCH_ONLY, "has no effect without --search")
     if job is None:
         raise UserError("name a configuration file or a job such as 7b-128k, or use --search")
     if trace is not None:

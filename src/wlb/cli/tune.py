@@ -24,6 +24,7 @@ _AS_FAST = 0.99  # of the tuned setting's speed: thresholds tuned on these docum
 
 
 def tune(
+    context: typer.Context,
     lengths: options.Lengths,
     context_window: options.ContextWindow,
     micro_batches: options.MicroBatches,
@@ -35,7 +36,8 @@ def tune(
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
     max_length_factor: Annotated[
-        float, typer.Option(min=1.0, help="Largest L_max to consider, in context windows: what memory allows.")
+        float,
+        typer.Option(min=1.0, max=1000.0, help="Largest L_max to consider, in context windows: what memory allows."),
     ] = 2.0,
     max_token_delay: Annotated[float, typer.Option(min=0.0, help="Bound on the mean token delay, in steps.")] = 0.35,
     max_delay: options.MaxDelay = None,
@@ -50,7 +52,7 @@ def tune(
     default: sequential) and beside makespan, which has no thresholds, with the same L_max. Recommended is makespan
     where it is within the bound on token delay and no more than 1% slower at equal work.
 
-    Example: wlb tune synthetic:20000:131072:0 --context-window 131072 --micro-batches 4
+    Example: wlb tune synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
@@ -59,7 +61,7 @@ def tune(
 
     check_dealing(micro_batches, dp)
     cluster = Cluster(micro_batches, context_window, dp, pp)
-    workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
+    workload, priced_by = options.workload_from(context, model, hardware, tp, cp, context_window, profile, pp=pp)
     documents, _ = documents_for(read_lengths(lengths), cluster, steps=steps)
     factors = sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < max_length_factor), max_length_factor})
     with progress_bar() as bar:

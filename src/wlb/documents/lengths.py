@@ -2,9 +2,9 @@
 
 ``read_lengths`` takes a ``.json`` list, a ``.txt`` with one length per line, a ``.npy`` array, a ``.parquet``
 file with a column ``length``, a Megatron ``.idx``, the prefix of a token store, or
-``synthetic:DOCUMENTS:WINDOW[:SEED]`` for lengths drawn by ``wlb.documents.synthetic``. What it returns is
-checked: whole, positive, in order. Only a store may have empty documents; they are passed over, as in training, and
-counted in a note on stderr.
+``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by ``wlb.documents.synthetic``.
+What it returns is checked: whole, positive, in order. Only a store may have empty documents; they are passed over, as
+in training, and counted in a note on stderr.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from wlb.documents.synthetic import sample_lengths
 from wlb.documents.token_index import MAX_DOCUMENT_TOKENS, index_path, read_index
 from wlb.errors import UserError, require
+from wlb.token_count import parse_tokens
 
 Integers = NDArray[np.integer[Any]]
 
@@ -38,9 +39,9 @@ def read_lengths(source: str | Path, *, keep_empty: bool = False) -> NDArray[np.
         return _synthetic(str(source))
     path = Path(source)
     read = _READERS.get(path.suffix)
-    if read is None or (not path.exists() and index_path(path).exists()):
-        read, path = _from_index, _index_of(path)
     try:
+        if read is None or (not path.exists() and index_path(path).exists()):
+            read, path = _from_index, _index_of(path)
         lengths, where = read(path)
     except FileNotFoundError:
         raise UserError(f"lengths {path} does not exist") from None
@@ -67,6 +68,8 @@ def _index_of(path: Path) -> Path:
         return path
     if index_path(path).exists():
         return index_path(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; name a file of lengths or a token store in it")
     if path.is_file():
         raise UserError(f"{path} is of no known kind; lengths come from {', '.join(_READERS)} or a token store prefix")
     raise UserError(f"neither {path} nor a token store {index_path(path)} exists")
@@ -155,10 +158,13 @@ def _from_index(path: Path) -> tuple[Integers, str]:
 
 def _synthetic(source: str) -> NDArray[np.int64]:
     fields = source.split(":")[1:]
-    if len(fields) not in (2, 3) or not all(map(_is_count, fields)):
-        raise UserError(f"{source!r} is not of the form synthetic:DOCUMENTS:WINDOW[:SEED], in whole numbers")
-    documents, window, seed = (int(field) for field in (*fields, "0")[:3])
-    return sample_lengths(documents, window, seed)
+    if len(fields) not in (2, 3) or not all(map(_is_count, (fields[0], *fields[2:]))):
+        raise UserError(
+            f"{source!r} is not of the form synthetic:DOCUMENTS:WINDOW[:SEED], in whole numbers; "
+            "write it as synthetic:20000:128K:0"
+        )
+    documents, window, seed = (*fields, "0")[:3]
+    return sample_lengths(int(documents), parse_tokens(window), int(seed))
 
 
 def _is_count(field: str) -> bool:

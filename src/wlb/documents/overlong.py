@@ -57,8 +57,8 @@ def split_overlong(
     if policy == "error":
         document, _, length = overlong[0]
         raise UserError(
-            f"document {document} has {length} tokens, over the context window of {limit}; "
-            'raise data.context_window or set data.overlong = "split"'
+            f"document {document} has {length} tokens, over the context window of {limit}; raise the context window "
+            f"or choose another policy for overlong documents: {', '.join(POLICIES[:-1])}"
         )
     if policy == "split":
         _check_pieces(overlong, limit)
@@ -78,7 +78,7 @@ def _check_pieces(overlong: list[Segment], limit: int) -> None:
         longest = max(overlong, key=lambda segment: segment.length)
         raise UserError(
             f"documents over the context window of {limit} tokens make {pieces} pieces, over {_MOST_PIECES}; "
-            f"the longest, document {longest.document}, has {longest.length} tokens; raise data.context_window"
+            f"the longest, document {longest.document}, has {longest.length} tokens; raise the context window"
         )
 
 

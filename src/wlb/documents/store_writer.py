@@ -26,6 +26,7 @@ from wlb.documents.token_index import (
     bin_path,
     index_path,
     sidecar_path,
+    store_path,
 )
 from wlb.errors import UserError
 from wlb.system import try_lock
@@ -42,7 +43,7 @@ def token_type(vocab_size: int) -> np.dtype[Any]:
 
 def tokenizer_path(prefix: Path) -> Path:
     """``PREFIX.tokenizer.json``, where a tokenizer trained for the store lies."""
-    return prefix.with_name(prefix.name + ".tokenizer.json")
+    return store_path(prefix, ".tokenizer.json")
 
 
 def store_files(prefix: Path, with_tokenizer: bool = True) -> list[Path]:

@@ -61,18 +61,28 @@ class TokenIndex:
 
 
 def index_path(prefix: Path) -> Path:
-    """``PREFIX.idx`` (the prefix may itself contain dots)."""
-    return prefix.with_name(prefix.name + ".idx")
+    """``PREFIX.idx``."""
+    return store_path(prefix, ".idx")
 
 
 def bin_path(prefix: Path) -> Path:
     """``PREFIX.bin``."""
-    return prefix.with_name(prefix.name + ".bin")
+    return store_path(prefix, ".bin")
 
 
 def sidecar_path(prefix: Path) -> Path:
     """``PREFIX.json``."""
-    return prefix.with_name(prefix.name + ".json")
+    return store_path(prefix, ".json")
+
+
+def store_path(prefix: Path, ending: str) -> Path:
+    """The file of a store with this ``ending``; the prefix may itself contain dots.
+
+    Raises ``UserError`` for the working directory and the root, to which no ending can be added.
+    """
+    if not prefix.name:
+        raise UserError(f"{prefix} is a directory; name a token store in it, such as {prefix / 'corpus'}")
+    return prefix.with_name(prefix.name + ending)
 
 
 def read_index(path: Path) -> TokenIndex:

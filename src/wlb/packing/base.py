@@ -8,6 +8,7 @@ through JSON, and a packer restored from it continues exactly as the original wo
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from wlb.documents.overlong import POLICIES
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -48,13 +50,11 @@ class Packer(ABC):
     """
 
     name: ClassVar[str]
-    _room_setting: ClassVar[str] = "data.context_window"  # what to raise for longer micro-batches
+    _cuts_documents: ClassVar[bool] = False  # so that they may be of any length
 
     def __init__(self, *, micro_batches: int, context_window: int, workload: DocumentPrices) -> None:
-        require_positive("packing.micro_batches", micro_batches)
-        require_positive("data.context_window", context_window)
-        self.micro_batches = int(micro_batches)
-        self.context_window = int(context_window)
+        self.micro_batches = positive_integer("micro_batches", micro_batches)
+        self.context_window = positive_integer("context_window", context_window)
         self.workload = workload
         self._step = 0
         self._documents_seen = 0
@@ -66,16 +66,19 @@ class Packer(ABC):
         return self.micro_batches * self.context_window
 
     @property
-    def longest_segment(self) -> int | None:
-        """The longest segment, in tokens, that fits a micro-batch; None where any length is taken."""
+    def capacity(self) -> int:
+        """The most tokens of a micro-batch."""
         return self.context_window
 
     def plan(self, arrivals: Iterable[Arrival]) -> list[StepPlan]:
         """Take documents in and return every step that is now complete, in order.
 
-        An arrival is a ``Segment``, a ``(document id, length)`` pair, or a bare length, whose id is then the
-        number of documents before it. Raises ``UserError`` for a length that is no whole number, under 1 or over what
-        a micro-batch holds; nothing is taken in then.
+        An arrival is a ``Segment``, a ``(document id, length)`` pair, or a bare length, whose id is then the number
+        of arrivals before it. Ids only name documents in the plans: what arrives twice under one id is planned twice.
+
+        Raises ``UserError`` for a length that is no whole number or under 1, a negative id or start, and, but for
+        ``sequential``, which cuts documents, a length over the context window (``wlb.documents.overlong`` has policies
+        for those). Nothing is taken in then.
         """
         plain = arrivals.tolist() if isinstance(arrivals, np.ndarray) else list(arrivals)
         segments = _as_segments(plain, self._documents_seen)
@@ -123,7 +126,7 @@ class Packer(ABC):
         if state["method"] != self.name:
             raise UserError(
                 f"packer state was saved by {state['method']!r} and cannot continue as {self.name!r}; "
-                f"set packing.method = {state['method']!r}"
+                f"load it into a {state['method']!r} packer"
             )
         self._restore(state)
         self._check(self.pending)
@@ -166,17 +169,20 @@ class Packer(ABC):
         """Plan everything that is held."""
 
     def _check(self, segments: Sequence[Segment]) -> None:
-        lengths = [segment[2] for segment in segments]
-        limit = self.longest_segment or max(lengths, default=0)
-        if lengths and (min(lengths) < 1 or max(lengths) > limit):
-            self._refuse(next(segment for segment in segments if not 1 <= segment.length <= limit))
+        longest = math.inf if self._cuts_documents else self.context_window
+        wrong = [row for row in segments if not 0 < row[2] <= longest or row[1] < 0 or row[0] < 0]
+        if wrong:
+            self._refuse(wrong[0])
 
     def _refuse(self, segment: Segment) -> None:
-        if segment.length < 1:
-            raise UserError(f"document {segment.document} has {segment.length} tokens; at least 1 is needed")
+        document, start, length = segment
+        if document < 0 or start < 0:
+            raise UserError(f"document {document} starts at token {start}; ids and starts must be at least 0")
+        if length < 1:
+            raise UserError(f"document {document} has {length} tokens; at least 1 is needed")
         raise UserError(
-            f"document {segment.document} has {segment.length} tokens, over the {self.longest_segment} that a "
-            f"micro-batch of {self.name} packing holds; set data.overlong = 'split' or raise {self._room_setting}"
+            f"document {document} has {length} tokens, over the context window of {self.context_window}; apply "
+            f"wlb.documents.overlong.split_overlong ({', '.join(POLICIES)}) first, or raise the context window"
         )
 
     def _take(self, tokens: int) -> list[Segment]:
@@ -252,6 +258,12 @@ def _as_integer(value: Any, segment: Segment) -> int:
         ) from None
 
 
-def require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise UserError(f"{name} = {value} must be at least 1")
+def positive_integer(name: str, value: Any) -> int:
+    """``value`` as a plain ``int``. Raises ``UserError`` where it is none of at least 1."""
+    try:
+        number = plain_integer(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise UserError(f"{name} = {value!r} must be a whole number of at least 1")
+    return number

@@ -61,7 +61,6 @@ class MakespanPacker(PoolingPacker):
     """
 
     name = "makespan"
-    _room_setting = "packing.max_length_factor"
     default_max_delay: ClassVar[int] = 8
     _least_max_delay: ClassVar[int] = 0
 
@@ -84,7 +83,7 @@ class MakespanPacker(PoolingPacker):
             ("token_spread", token_spread, 1),
         ):
             if not 0 <= value <= most:
-                raise UserError(f"packing.{name} = {value} must be between 0 and {most}")
+                raise UserError(f"{name} = {value} must be between 0 and {most}")
         super().__init__(
             micro_batches=micro_batches,
             context_window=context_window,
@@ -117,8 +116,6 @@ class MakespanPacker(PoolingPacker):
         self._ahead_tokens += len(plans) * self.global_batch_tokens - sum(plan.tokens for plan in plans)
 
     def _tokens_wanted(self) -> int:
-        if len(self._held) + len(self._carried) + len(self._arrived) < self.micro_batches:
-            return self._arrived_tokens + 1  # more than there are: documents longer than the window may be too few
         whole_step = self.global_batch_tokens - self._carried_tokens - _tokens(self._held)
         return max(self._tokens_due() + self._lookahead_tokens, whole_step)
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing.base import Packer, Pending, require_positive
+from wlb.packing.base import Packer, Pending, positive_integer
 from wlb.packing.greedy import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 from wlb.workload.base import DocumentPrices
@@ -39,21 +39,20 @@ class PoolingPacker(Packer):
         max_delay: int | None = None,
     ) -> None:
         super().__init__(micro_batches=micro_batches, context_window=context_window, workload=workload)
-        require_positive("packing.window", window)
-        self.capacity = capacity
-        self.window = window
+        self._capacity = capacity
+        self.window = positive_integer("window", window)
         self.max_delay = self.default_max_delay if max_delay is None else max_delay
         if self.max_delay < self._least_max_delay:
             raise UserError(
-                f"packing.max_delay = {max_delay} must be at least {self._least_max_delay} with {self.name}; "
+                f"max_delay = {max_delay} must be at least {self._least_max_delay} with {self.name}; "
                 "makespan takes 0, which lets no document wait"
             )
         self._carried: list[Pending] = []
         self._carried_tokens = 0
 
     @property
-    def longest_segment(self) -> int:
-        return self.capacity
+    def capacity(self) -> int:
+        return self._capacity
 
     @property
     def pending(self) -> list[Segment]:

@@ -19,10 +19,7 @@ class SequentialPacker(Packer):
     """Micro-batches of exactly ``context_window`` tokens; the last step of an epoch is cut evenly instead."""
 
     name = "sequential"
-
-    @property
-    def longest_segment(self) -> None:
-        return None
+    _cuts_documents = True
 
     def _tokens_wanted(self) -> int:
         return self.global_batch_tokens

@@ -37,7 +37,7 @@ def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
     """Outlier thresholds in tokens: 9/16 of the window for one queue, 3/16 and 9/16 for two."""
     sixteenths = {0: (), 1: (9,), 2: (3, 9), 3: (3, 6, 9)}
     if queues not in sixteenths:
-        raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give packing.outlier_thresholds")
+        raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give outlier_thresholds")
     return tuple(sorted({max(1, context_window * share // 16) for share in sixteenths[queues]}))
 
 
@@ -49,7 +49,6 @@ class VariableLengthPacker(PoolingPacker):
     """
 
     name = "variable_length"
-    _room_setting = "packing.max_length_factor"
 
     def __init__(
         self,
@@ -192,11 +191,11 @@ class VariableLengthPacker(PoolingPacker):
 
 def check_length_factor(factor: float) -> None:
     """Raise ``UserError`` where no micro-batch could be of ``factor`` context windows."""
-    if not 1 <= factor < math.inf:
-        raise UserError(f"packing.max_length_factor = {factor} must be a number of at least 1")
+    if isinstance(factor, str) or not 1 <= factor < math.inf:
+        raise UserError(f"max_length_factor = {factor} must be a number of at least 1")
 
 
 def _checked(thresholds: tuple[int, ...]) -> tuple[int, ...]:
     if min(thresholds, default=1) < 1 or any(low >= high for low, high in pairwise(thresholds)):
-        raise UserError(f"packing.outlier_thresholds = {list(thresholds)} must be rising lengths of at least 1 token")
+        raise UserError(f"outlier_thresholds = {list(thresholds)} must be rising lengths of at least 1 token")
     return thresholds

@@ -53,7 +53,7 @@ def save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=130, bbox_inches="tight")
     except (OSError, ValueError) as error:
-        raise UserError(f"picture {path} cannot be written: {error}") from error
+        raise UserError(f"picture {path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     finally:
         pyplot_without_display().close(figure)
 

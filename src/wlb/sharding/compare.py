@@ -52,7 +52,7 @@ def sample_micro_batches(
     if windows == 0:
         raise UserError(
             f"the documents hold {ends[-1]} tokens, less than one context window of {context_window}; "
-            "give more documents or a smaller --context-window"
+            "give more documents or a smaller context window"
         )
     drawn = np.random.default_rng(seed).choice(windows, min(samples, windows), replace=False)
     micro_batches = []

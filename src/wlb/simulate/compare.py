@@ -112,7 +112,7 @@ def packer_for(
     if name in PACKERS and name != "sequential" and max_delay is not None:
         options["max_delay"] = max_delay
     if name in ("fixed_greedy", "fixed_solver"):
-        options["window"] = _whole_number(method, argument or "1")
+        options["window"] = _whole_number(method, argument or "1", least=1)
     if name == "fixed_solver":
         options["time_limit"] = solver_seconds
     if name in ("variable_length", "makespan"):
@@ -123,7 +123,7 @@ def packer_for(
         elif argument == "paper":
             options["early_release"] = False
         elif argument:
-            queues = _whole_number(method, argument)
+            queues = _whole_number(method, argument, least=0)
             options["outlier_thresholds"] = default_thresholds(cluster.context_window, queues)
     elif argument and name in PACKERS and "window" not in options:
         raise UserError(f"method {method!r}: {name} takes no argument")
@@ -242,7 +242,7 @@ class _TokenLedger:
         return sum(tokens == 0 for tokens in self._tokens.values())
 
 
-def _whole_number(method: str, text: str) -> int:
-    if not text.isdecimal():
-        raise UserError(f"method {method!r}: {text!r} is not a whole number")
+def _whole_number(method: str, text: str, *, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"method {method!r}: {text!r} is not a whole number of at least {least}")
     return int(text)

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
+from wlb.config_file import validated
 from wlb.errors import UserError
 from wlb.planning.memory import compute_bytes, holds_checkpoint_copy
 from wlb.schedules.operations import rank_operations, stages_of_rank
+from wlb.sharding import check_group_size
 from wlb.sharding.document_prices import packing_prices
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
 from wlb.workload.base import DocumentPrices
@@ -59,7 +61,8 @@ class SimulatedJob:
     checkpoint_copy: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "dp", "virtual_pp"):
+        check_group_size(self.cp)
+        for name in ("tp", "pp", "dp", "virtual_pp"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} = {getattr(self, name)} is not a group size; it must be at least 1")
         micro_batches = self.packing.micro_batches
@@ -67,8 +70,8 @@ class SimulatedJob:
             raise UserError(
                 f"{micro_batches} micro-batches cannot be dealt evenly to dp = {self.dp} ranks; give a multiple"
             )
-        rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
         split_layers(self.shape, self.stages)
+        rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
         make_workload(self.shape, self.hardware, self.tp, self.cp)
         check_divisible(self.shape, self.tp)
         self._check_profile()
@@ -190,11 +193,12 @@ def simulated_job(
     per_rank = pp if micro_batches is None else micro_batches
     settings = sections.get("packing", {}) | {"micro_batches": per_rank * dp} | (packing or {})
     shape = model_shape(model) if isinstance(model, str) else model
+    strategy = {"strategy": sharding} if sharding else sections.get("sharding", {})
     return SimulatedJob(
         shape=replicate_kv_heads(shape, layout.get("tp", 1)),
         hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
-        packing=PackingConfig(**settings),
-        sharding=ShardingConfig(**({"strategy": sharding} if sharding else sections.get("sharding", {}))),
+        packing=validated(PackingConfig, settings, "packing"),
+        sharding=validated(ShardingConfig, strategy, "sharding"),
         data=_DATA.model_copy(update={"context_window": context_window}),
         dp=dp,
         pp=pp,

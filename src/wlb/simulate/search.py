@@ -34,6 +34,7 @@ _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
 _LARGEST_CP = 16
 _LARGEST_PP = 32
+_MOST_MICRO_BATCHES = 65_536
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ def search_space(
     micro_batches = batch_tokens // context_window
     if micro_batches < 1:
         raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")
+    if micro_batches > _MOST_MICRO_BATCHES:
+        raise UserError(
+            f"a global batch of {batch_tokens} tokens holds {micro_batches} windows of {context_window}, over "
+            f"{_MOST_MICRO_BATCHES}; lower it"
+        )
     return SearchSpace(
         gpus,
         model_shape(model) if isinstance(model, str) else model,
@@ -98,11 +104,18 @@ def search(
     Raises ``UserError`` where no layout fits the memory.
     """
     jobs, too_large = _layouts(space)
+    if not jobs and not too_large:
+        raise UserError(
+            f"no layout of {space.gpus} GPUs divides a global batch of {space.micro_batches} windows of "
+            f"{space.context_window} tokens: tp, cp and pp are powers of two of at most {space.hardware.node_size}, "
+            f"{_LARGEST_CP} and {_LARGEST_PP} that suit the model, and dp divides the windows and leaves each rank at "
+            "least pp of them; give another number of GPUs or another global batch"
+        )
     if not jobs:
         raise UserError(
             f"no layout of {space.gpus} GPUs with {gib(space.hardware.memory_bytes)} GiB each fits this model and "
             f"window of {space.context_window} tokens (of {len(too_large)} tried, the best needs "
-            f"{gib(min(too_large, default=0))} GiB); give more GPUs or a shorter window"
+            f"{gib(min(too_large))} GiB); give more GPUs or a shorter window"
         )
     finals = min(len(jobs), _FINALISTS)
     expected = len(jobs) + finals * len([*_ways_of_packing(jobs[0])]) + 1

@@ -137,8 +137,7 @@ class StepPlanner(Iterator[PlannedStep]):
         return self._held.union(segment.document for plan in self._emitted for segment in plan.segments)
 
     def _could_have_packed(self, plan: StepPlan) -> bool:
-        longest = self._packer.longest_segment
-        fits = longest is None or all(micro_batch.tokens <= longest for micro_batch in plan.micro_batches)
+        fits = all(micro_batch.tokens <= self._packer.capacity for micro_batch in plan.micro_batches)
         return fits and len(plan.micro_batches) == self._packer.micro_batches
 
     def _feed(self) -> None:

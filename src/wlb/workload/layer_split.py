@@ -19,8 +19,7 @@ def split_layers(shape: ModelShape, stages: int) -> list[range]:
     """
     if shape.layers < stages:
         raise UserError(
-            f"model has {shape.layers} layers, fewer than the {stages} pipeline stages; "
-            "lower parallel.pp or parallel.virtual_pp"
+            f"model has {shape.layers} layers, fewer than the {stages} pipeline stages; lower pp or virtual_pp"
         )
     if stages == 1:
         return [range(shape.layers)]

@@ -1,0 +1,24 @@
+"""Numbers of tokens as people write them: 131072, 131_072, 128K or 1M, where K is 1024 and M is 1024 K."""
+
+from __future__ import annotations
+
+import re
+
+from wlb.errors import UserError
+
+MOST_TOKENS = 2**31 - 1  # of a document, a window, a batch
+_UNITS = {"": 1, "K": 1024, "M": 1024**2}
+_WRITTEN = re.compile(r"(\d+(?:_\d+)*)([KM]?)", re.ASCII | re.IGNORECASE)
+_LONGEST = 40  # characters of what is no number that an error shows
+
+
+def parse_tokens(text: str) -> int:
+    """The number of tokens that ``text`` says, from 1 to 2**31 - 1. Raises ``UserError`` for anything else."""
+    written = _WRITTEN.fullmatch(text.strip())
+    if written is not None and len(text) <= _LONGEST:
+        tokens = int(written[1]) * _UNITS[written[2].upper()]
+        if 1 <= tokens <= MOST_TOKENS:
+            return tokens
+    raise UserError(
+        f"{text[:_LONGEST]!r} is no number of tokens from 1 to {MOST_TOKENS}; write it as 131072, 128K or 1M"
+    )

@@ -1,0 +1,41 @@
+"""Numbers of tokens with binary units."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.errors import UserError
+from wlb.token_count import MOST_TOKENS, parse_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("1", 1),
+        ("131_072", 131072),
+        (" 4096 ", 4096),
+        ("128K", 131072),
+        ("128k", 131072),
+        ("1M", 2**20),
+        ("3m", 3 << 20),
+    ],
+)
+def test_units_are_binary(text, tokens):
+    assert parse_tokens(text) == tokens
+
+
+@given(st.integers(1, MOST_TOKENS))
+def test_plain_numbers_stay(tokens):
+    assert parse_tokens(str(tokens)) == tokens
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "K", "0", "0K", "-1", "-1K", "1.5K", "128KB", "128 K", "1e5", "1__0", "2048M", "2147483648", "²", "9" * 99],
+)
+def test_anything_else_is_refused_by_name(text):
+    with pytest.raises(
+        UserError, match="is no number of tokens from 1 to 2147483647; write it as 131072, 128K"
+    ) as error:
+        parse_tokens(text)
+    assert repr(text[:40]) in str(error.value)
