@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def compare_prefill(
     if json:
         emit_json({"methods": [result.to_json() for result in results], **settings})
     else:
-        stdout.print(_table(results, settings))
+        print_table(_table(results, settings))
 
 
 def checked_budget(token_budget: int | None) -> int:
