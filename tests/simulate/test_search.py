@@ -1,4 +1,4 @@
-"""The search ranks what fits, by simulated speed."""
+"""The search ranks what fits, by simulated speed at equal work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def found():
 
 def test_everything_ranked_uses_all_gpus_and_fits(found):
     assert found.layouts > 5
-    speeds = [result.tokens_per_second for result in found.ranking]
+    speeds = [result.speed_at_equal_work(found.plain) for result in found.ranking]
     assert speeds == sorted(speeds, reverse=True)
     for result in found.ranking:
         assert result.job.gpus == 4
@@ -51,7 +51,7 @@ def test_plain_is_the_winners_layout(found):
 
 def test_the_explanation_adds_up(found):
     saved = sum(seconds for _, seconds in explanation(found.winner, found.plain))
-    scale = found.winner.tokens / found.plain.tokens
+    scale = found.winner.work_seconds / found.plain.work_seconds
     assert saved == pytest.approx(found.plain.mean_step_seconds * scale - found.winner.mean_step_seconds)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def compare_prefill(
     if json:
         emit_json({"methods": [result.to_json() for result in results], **settings})
     else:
-        stdout.print(_table(results, settings))
+        print_table(_table(results, settings))
 
 
 def _check_passes(prompts: NDArray[np.int64], token_budget: int, dp: int) -> None:

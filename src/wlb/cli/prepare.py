@@ -148,6 +148,6 @@ def _print_table(report: PrepareReport) -> None:
     table.add_row("out", f"{report.documents_out:,}", f"{report.tokens:,}")
     for column in table.columns[1:]:
         column.justify = "right"
-    console.stdout.print(table)
+    console.print_table(table)
     skipped = f"; skipped {report.skipped_files:,} files of other kinds" if report.skipped_files else ""
     console.stdout.print(f"vocabulary {report.vocab_size:,}, end token {report.end_token}{skipped}", highlight=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 from wlb.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def profile(
             }
         )
         return
-    stdout.print(_table(accuracy, f"{measured.machine}, {measured.dtype}, measured with {measured.clock}"))
+    print_table(_table(accuracy, f"{measured.machine}, {measured.dtype}, measured with {measured.clock}"))
     lengths = ", ".join(f"{tokens:,} ({name})" for name, tokens in crossover.items() if tokens)
     stdout.print(f"tokens at which a document's attention costs as much as everything else: {lengths}", highlight=False)
     stdout.print(f"profile: {out}" + (f", picture: {plot}" if plot else ""), highlight=False)

@@ -88,12 +88,15 @@ def parallel_sizes(text: str) -> dict[str, Any]:
 
 
 def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
-    from wlb.report.measured import measured_report
+    from dataclasses import asdict
+
+    from wlb.report.measured import gain_at_equal_work, measured_report
     from wlb.report.run_directory import read_run
 
     run, earlier = read_run(path), None if before is None else read_run(before)
-    summary: dict[str, Any] = {"kind": "measured", "tokens_per_second": run.tokens_per_second}
+    summary: dict[str, Any] = {"kind": "measured", "steps": run.steps, "tokens_per_second": run.tokens_per_second}
     if earlier is not None:
+        summary["speed_at_equal_work"] = asdict(gain_at_equal_work(earlier, run))
         summary["gain"] = run.tokens_per_second / earlier.tokens_per_second
     return measured_report(run, earlier), summary
 
@@ -131,7 +134,8 @@ def _summary(evidence: Evidence) -> dict[str, Any]:
 
     return {
         "kind": "simulated",
-        "gain": {name: asdict(gain) for name, gain in evidence.gains.items()},
+        "speed_at_equal_work": {name: asdict(gain) for name, gain in evidence.gains.items()},
+        "gain": {name: asdict(gain) for name, gain in evidence.gains_in_tokens.items()},
         "imbalance": {name: system.imbalance for name, system in evidence.systems.items()},
         "tokens_per_second": {name: system.tokens_per_second for name, system in evidence.systems.items()},
         "recommended": asdict(evidence.recommended)

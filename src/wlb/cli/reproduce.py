@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, stderr, stdout
+from wlb.cli.console import emit_json, print_table, stderr, stdout
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _print(report: Report) -> None:
     stdout.print(f"[bold]{report.title}[/bold]\ndocuments: {report.documents}")
     for table in report.tables:
         stdout.print(f"\n{table.title}", markup=False, highlight=False)
-        stdout.print(_rich(table))
+        print_table(_rich(table))
     for finding in report.findings:
         stdout.print(f"{_VERDICTS[finding.holds]}: {finding.statement} ({finding.evidence})")
     for note in report.notes:

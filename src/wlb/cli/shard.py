@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,7 +83,7 @@ def shard(
             }
         )
         return
-    stdout.print(_table(results, title))
+    print_table(_table(results, title))
     if plot is not None:
         stdout.print(f"picture: {plot}")
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
-from wlb.cli.simulation_tables import report_search, simulation_table
+from wlb.cli.console import emit_json, print_table, progress_bar, stdout
+from wlb.cli.simulation_tables import report_search, simulation_json, simulation_table
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def simulate(
     if trace is not None:
         _write_trace(trace, next(reversed(jobs.values())), documents, steps)
     if json:
-        emit_json(shown | {"systems": [{"system": name} | result.to_json() for name, result in results.items()]})
+        emit_json(shown | {"systems": simulation_json(results)})
         return
-    stdout.print(simulation_table(Path(job).name, results, shown))
+    print_table(simulation_table(Path(job).name, results, shown))
     if trace is not None:
         stdout.print(f"trace: {trace} (open it at ui.perfetto.dev)")
 

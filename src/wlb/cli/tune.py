@@ -11,7 +11,7 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.compare import check_dealing, compare_with_progress, show_comparison, title_of
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -106,7 +106,7 @@ def tune(
             }
         )
         return
-    stdout.print(_trade_off_table(curve, best))
+    print_table(_trade_off_table(curve, best))
     show_comparison(results, title_of(cluster, priced_by))
     stdout.print(_verdict(results), markup=False, highlight=False)
     stdout.print("recommended configuration:\n")

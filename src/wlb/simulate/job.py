@@ -115,6 +115,11 @@ class SimulatedJob:
         return make_workload(self.shape, self.hardware, tp=self.tp, cp=self.cp)
 
     @property
+    def work_prices(self) -> DocumentPrices:
+        """What the work of training a document is worth, whatever the system: W_a + W_l, measured where possible."""
+        return self.workload if self.profile is None else self.profile.workload()
+
+    @property
     def packing_prices(self) -> DocumentPrices:
         """The prices by which this job packs."""
         return self.packed_by or packing_prices(
