@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from wlb.errors import require
 
+_MOST_VARIABLES = 2**20  # documents x micro-batches: a GiB, and minutes before the first branch
+
 
 @dataclass(frozen=True)
 class ExactPacking:
@@ -52,8 +54,8 @@ def solve(
     """Assign every document to one of ``micro_batches`` micro-batches, at the least largest workload.
 
     ``start`` is a feasible assignment; it is returned where the solver finds none better within ``time_limit``
-    seconds and ``node_limit`` branch-and-bound nodes. A time limit makes the result depend on the machine's speed, a
-    node limit does not.
+    seconds and ``node_limit`` branch-and-bound nodes, and where there are over 2^20 pairs of a document and a
+    micro-batch. A time limit makes the result depend on the machine's speed, the other bounds do not.
     """
     optimize = require("scipy.optimize", "solver")
     sparse = require("scipy.sparse", "solver")
@@ -62,7 +64,7 @@ def solve(
     first_loads = np.bincount(first, price, micro_batches)
     bound = max(price.sum() / micro_batches, price.max(initial=0.0))
     unchanged = ExactPacking(first, float(first_loads.max()), float(bound))
-    if unchanged.optimality_gap <= relative_gap:
+    if unchanged.optimality_gap <= relative_gap or len(lengths) * micro_batches > _MOST_VARIABLES:
         return unchanged
 
     # Columns: x[i, j] = document i is in micro-batch j, document-major, then the largest load. Prices are scaled to a

@@ -11,7 +11,7 @@ from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.simulate.job import SimulatedJob
 from wlb.workload.layer_memory import MemorySettings
 from wlb.workload.layer_split import split_layers
-from wlb.workload.memory import MemoryEstimate, gib, largest_length_factor, predict_memory
+from wlb.workload.memory import MemoryEstimate, gib, largest_length_factor, predict_even_step
 
 USABLE_SHARE = 0.9  # of a GPU; the rest is for what is not predicted, as when training
 
@@ -23,7 +23,7 @@ def usable_bytes(job: SimulatedJob) -> float:
 
 def predicted_memory(job: SimulatedJob) -> MemoryEstimate:
     """The most that a process holds in the worst step: every micro-batch as long as L_max."""
-    return predict_memory(memory_settings(job), [longest_micro_batch(job)] * job.micro_batches_per_rank)
+    return predict_even_step(memory_settings(job), longest_micro_batch(job))
 
 
 def longest_micro_batch(job: SimulatedJob) -> int:
