@@ -36,7 +36,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
     try:
         return JobConfig.model_validate(document)
     except ValidationError as error:
-        raise UserError(f"config {path}: {_first_problem(error)}") from None
+        raise UserError(f"config {path}: {first_problem(error)}") from None
 
 
 def _apply_override(document: dict[str, Any], override: str) -> None:
@@ -56,7 +56,8 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     table[key] = value
 
 
-def _first_problem(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
+    """The first mistake of several, in one line: the setting, what it may be, and what it is."""
     problems = error.errors()
     first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")  # a typo explains what is missing
     # A union adds the name of its alternative: "literal['auto']", "constrained-float".

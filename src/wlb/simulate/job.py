@@ -11,7 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from wlb.config import PRESETS, DataConfig, JobConfig, ModelConfig, PackingConfig, ShardingConfig
+from wlb.config_file import first_problem
 from wlb.errors import UserError
 from wlb.schedules.operations import rank_operations
 from wlb.sharding.document_prices import packing_prices
@@ -162,6 +165,8 @@ def simulated_job(
 
     ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
     replace settings of the preset; ``layout`` are further fields of ``SimulatedJob`` (tp, cp, ...).
+
+    Raises ``UserError`` for settings that no job could have.
     """
     if preset not in PRESETS:
         raise UserError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")
@@ -172,13 +177,20 @@ def simulated_job(
     return SimulatedJob(
         shape=replicate_kv_heads(shape, layout.get("tp", 1)),
         hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
-        packing=PackingConfig(**settings),
+        packing=_packing(settings),
         sharding=ShardingConfig(**({"strategy": sharding} if sharding else sections.get("sharding", {}))),
         data=_DATA.model_copy(update={"context_window": context_window}),
         dp=dp,
         pp=pp,
         **layout,
     )
+
+
+def _packing(settings: dict[str, Any]) -> PackingConfig:
+    try:
+        return PackingConfig(**settings)
+    except ValidationError as error:
+        raise UserError(f"a job cannot be packed so: {first_problem(error)}") from None
 
 
 def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
