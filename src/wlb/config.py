@@ -6,6 +6,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from wlb.token_count import MOST_TOKENS, parse_tokens
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+# What is planned together: four times the 15,360 sequences of a DeepSeek-V3 step (arXiv 2412.19437, section 4.2).
+_MOST_MICRO_BATCHES = 65_536
+MOST_THREADS = 1024  # more than any machine has cores; the limit of the operating system may be the next one
 
 # The systems that WLB-LLM (OSDI '25, section 7.1) compares, and ours: what a preset sets where a job does not. They
 # differ in these two sections only. The paper says nothing of dealing to ranks and order; it gets the usual ones.
@@ -45,15 +49,18 @@ def _tokens(value: object) -> object:
     return parse_tokens(value) if isinstance(value, str) else value
 
 
-# Strict: true is no number of processes. The bounds are those of the int32 and int64 that the numbers end up in.
+# Strict: true is no number of processes, and no learning rate; a whole number is a Number too. The bounds of integers
+# are those of the int32 and int64 that they end up in.
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]
+MicroBatches = Annotated[int, Field(ge=1, le=_MOST_MICRO_BATCHES, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 Tokens = Annotated[
     int,
     Field(ge=1, le=MOST_TOKENS, strict=True, json_schema_extra={"format": "tokens"}),
     BeforeValidator(_tokens),  # "128K" and "1M" too
 ]
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
+Number = Annotated[float, Field(strict=True)]
+DecayRate = Annotated[Number, Field(ge=0, lt=1)]
 NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
 
 
@@ -66,9 +73,9 @@ class Section(BaseModel):
 class RopeScalingConfig(Section):
     """Rotary positions stretched to a longer context as in Llama 3.1, with the names of its config.json."""
 
-    factor: float = Field(8.0, ge=1, description="Low frequencies are divided by this")
-    low_freq_factor: float = Field(1.0, gt=0, description="Turns over the original context below which they are")
-    high_freq_factor: float = Field(4.0, gt=0, description="Turns over the original context above which they are kept")
+    factor: Number = Field(8.0, ge=1, description="Low frequencies are divided by this")
+    low_freq_factor: Number = Field(1.0, gt=0, description="Turns over the original context below which they are")
+    high_freq_factor: Number = Field(4.0, gt=0, description="Turns over the original context above which they are kept")
     original_max_position_embeddings: Tokens = Field(8192, description="The original context, in tokens")
 
     @model_validator(mode="after")
@@ -94,9 +101,9 @@ class ModelConfig(Section):
     head_dim: PositiveInt | None = Field(None, description="Width of a head; default: the preset's or hidden / heads")
     ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
     vocab_size: PositiveInt | None = Field(None, description="Token ids are below this; default: the store's")
-    rope_theta: float = Field(500_000.0, gt=0, description="Base of the rotary position frequencies")
+    rope_theta: Number = Field(500_000.0, ge=1, description="Base of the rotary position frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="Llama 3.1's scaling of rotary positions")
-    norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
+    norm_eps: Number = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
     qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2)")
     qk_norm: bool = Field(False, description="RMSNorm of each head's query and key (Qwen3)")
     tied_embeddings: bool = Field(False, description="Output head with the embedding's matrix")
@@ -156,8 +163,8 @@ class PackingConfig(Section):
     method: Literal["sequential", "fixed_greedy", "fixed_solver", "variable_length", "makespan"] = Field(
         "makespan", description="Packer"
     )
-    micro_batches: PositiveInt = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
-    max_length_factor: Annotated[float, Field(ge=1, le=1000)] | Literal["auto"] = Field(
+    micro_batches: MicroBatches = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
+    max_length_factor: Annotated[Number, Field(ge=1, le=1000)] | Literal["auto"] = Field(
         1.5,
         description="L_max, the most tokens of a micro-batch, in context windows (variable_length, makespan); auto is "
         "the most that memory allows, up to 4",
@@ -170,23 +177,25 @@ class PackingConfig(Section):
         description="Planning rounds (steps, or windows) after which a waiting document goes first; default: 8 for "
         "makespan, where 0 lets none wait, and 16 for the others",
     )
-    delay_price: float = Field(
+    delay_price: Number = Field(
         0.05,
         ge=0,
         le=100,
         description="Imbalance that a step of waiting is worth, for a global batch of tokens (makespan)",
     )
-    lookahead: float = Field(
+    lookahead: Number = Field(
         0.5, ge=0, le=1, description="Part of the next global batch that a step may train early (makespan)"
     )
-    token_spread: float = Field(
+    token_spread: Number = Field(
         0.75, ge=0, le=1, description="Global batches by which a step may be longer or shorter than one (makespan)"
     )
     early_release: bool = Field(
         True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
     )
-    window: PositiveInt = Field(1, description="Global batches packed together (fixed_*)")
-    solver_nodes: PositiveInt = Field(
+    window: MicroBatches = Field(
+        1, description="Global batches packed together (fixed_*), at most 65536 micro-batches in all"
+    )
+    solver_nodes: Annotated[int, Field(ge=1, le=100_000, strict=True)] = Field(
         1000, description="Branch-and-bound nodes of one solve (fixed_solver); every rank searches the same ones"
     )
     assignment: Literal["arrival", "balanced"] = Field(
@@ -202,6 +211,23 @@ class PackingConfig(Section):
     def has_length_factor(self) -> bool:
         """Whether micro-batches may be of up to L_max tokens, and not of the context window."""
         return self.method in ("variable_length", "makespan")
+
+    @model_validator(mode="after")
+    def _check(self) -> PackingConfig:
+        together = self.window * self.micro_batches
+        if together > _MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"packing.window x packing.micro_batches = {together} micro-batches are packed together, over "
+                f"{_MOST_MICRO_BATCHES}; lower packing.window"
+            )
+        if self.outlier_thresholds != "auto" and not _rises(self.outlier_thresholds):
+            raise ValueError(f"packing.outlier_thresholds = {list(self.outlier_thresholds)} must rise")
+        if self.max_delay == 0 and self.method not in ("makespan", "sequential"):
+            raise ValueError(
+                f"packing.max_delay = 0 must be at least 1 with packing.method = {self.method!r}; only 'makespan' "
+                "takes 0, which lets no document wait"
+            )
+        return self
 
 
 class ShardingConfig(Section):
@@ -221,7 +247,7 @@ class TrainingConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
     seed: NonNegativeInt = Field(0, description="Seed of the initial weights")
-    learning_rate: float = Field(3e-4, gt=0, description="Peak AdamW learning rate")
+    learning_rate: Number = Field(3e-4, gt=0, description="Peak AdamW learning rate")
     warmup_steps: NonNegativeInt = Field(10, description="Steps of linear warm-up")
     decay_steps: PositiveInt | None = Field(
         None, description="Step at which the learning rate has fallen to a tenth; default: steps"
@@ -229,34 +255,36 @@ class TrainingConfig(Section):
     lr_schedule: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="Learning rate after warm-up: a cosine, a plateau and a decay (WSD), or a plateau"
     )
-    decay_fraction: float = Field(0.2, gt=0, le=1, description="Last part of decay_steps in which wsd decays")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
+    decay_fraction: Number = Field(0.2, gt=0, le=1, description="Last part of decay_steps in which wsd decays")
+    weight_decay: Number = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
     betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
-    gradient_clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
+    gradient_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none", description="What blocks compute again in the backward pass: nothing, all but attention, or all"
     )
-    memory_gib: float | None = Field(
+    memory_gib: Number | None = Field(
         None, gt=0, description="Memory of a process; default: 90% of its GPU, or of its share of the machine's"
     )
     compile: bool = Field(False, description="Run blocks through torch.compile, once for all lengths")
-    threads: PositiveInt | None = Field(
+    threads: Annotated[int, Field(ge=1, le=MOST_THREADS, strict=True)] | None = Field(
         None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
     )
-    prefetch: PositiveInt = Field(2, description="Steps planned and read ahead of training")
+    prefetch: Annotated[int, Field(ge=1, le=100, strict=True)] = Field(
+        2, description="Steps planned and read ahead of training, held in memory"
+    )
     non_finite: Literal["stop", "skip"] = Field(
         "stop", description="What happens at a step whose loss or gradient norm is not finite"
     )
     max_skipped: PositiveInt = Field(
         10, description="Steps in a row that non_finite = 'skip' passes over before it stops"
     )
-    timeout_seconds: float = Field(
+    timeout_seconds: Number = Field(
         300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
     )
     max_restarts: NonNegativeInt = Field(
         3, description="Times wlb train starts a killed or hung job again without a newer checkpoint in between"
     )
-    grace_seconds: float = Field(
+    grace_seconds: Number = Field(
         25.0,
         ge=0,
         le=_LONGEST_TIMEOUT_SECONDS,
@@ -289,7 +317,7 @@ class MetricsConfig(Section):
     diagnose_every: PositiveInt = Field(
         50, description="Steps between diagnoses of imbalance, each over as many; on CUDA also between measurements"
     )
-    straggler_factor: float = Field(
+    straggler_factor: Number = Field(
         1.5, gt=1, description="A rank is reported slow when it computes this many times longer than expected of it"
     )
     profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4 of the run, every rank's")
@@ -310,9 +338,13 @@ class EvaluationConfig(Section):
     def _check(self) -> EvaluationConfig:
         if self.store is None and self.model_fields_set - {"store"}:
             raise ValueError(f"evaluation.{min(self.model_fields_set - {'store'})} needs evaluation.store")
-        if self.length_buckets != "auto" and list(self.length_buckets) != sorted(set(self.length_buckets)):
+        if self.length_buckets != "auto" and not _rises(self.length_buckets):
             raise ValueError(f"evaluation.length_buckets = {list(self.length_buckets)} must rise")
         return self
+
+
+def _rises(lengths: tuple[int, ...]) -> bool:
+    return all(low < high for low, high in pairwise(lengths))
 
 
 class JobConfig(Section):

@@ -72,7 +72,7 @@ def test_mistakes_are_named_in_one_line(arguments, message):
 
 
 def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():
-    with pytest.raises(UserError, match="no layout of 3 GPUs divides a global batch of 16 windows .* another number"):
+    with pytest.raises(UserError, match=r"no layout of 3 GPUs divides a global batch of 16 windows .* another number"):
         search(search_space(SHAPE, 3, WINDOW, batch_tokens=16 * WINDOW), documents())
     tiny = replace(SMALL, memory_bytes=1e6)
     with pytest.raises(UserError, match=r"with 0.* GiB each fits .*tried, the best needs [0-9.]+ GiB\)"):

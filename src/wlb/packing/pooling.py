@@ -98,10 +98,12 @@ class PoolingPacker(Packer):
     def _take_fresh(self) -> list[Pending]:
         """The documents this round takes in, each with the step it would have been trained in by arrival."""
         fresh: list[Pending] = []
+        taken = 0
         wanted = self._tokens_wanted()
         for batch in range(self.window):
             remaining = wanted - (self.window - 1 - batch) * self.global_batch_tokens
-            segments = self._take(remaining - sum(item.length for item in fresh))
+            segments = self._take(remaining - taken)
+            taken += sum(segment.length for segment in segments)
             fresh += self._price(segments, self._step + batch)
         return fresh
 

@@ -191,6 +191,8 @@ def simulated_job(
 
     ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
     replace settings of the preset; ``layout`` are further fields of ``SimulatedJob`` (tp, cp, ...).
+
+    Raises ``UserError`` for settings that no job could have.
     """
     if preset not in PRESETS:
         raise UserError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")

@@ -10,7 +10,7 @@ from wlb.planning.memory import USABLE_SHARE, job_memory_settings, longest_micro
 from wlb.schedules.operations import ZERO_BUBBLE
 from wlb.simulate.job import SimulatedJob
 from wlb.workload.layer_memory import MemorySettings
-from wlb.workload.memory import MemoryEstimate, gib, largest_length_factor, predict_memory
+from wlb.workload.memory import MemoryEstimate, gib, largest_length_factor, predict_even_step
 
 
 def usable_bytes(job: SimulatedJob) -> float:
@@ -20,8 +20,7 @@ def usable_bytes(job: SimulatedJob) -> float:
 
 def predicted_memory(job: SimulatedJob) -> MemoryEstimate:
     """The most that a process holds in the worst step: every micro-batch as long as L_max."""
-    longest = longest_micro_batch(job)
-    return predict_memory(memory_settings(job), [longest] * job.micro_batches_per_rank)
+    return predict_even_step(memory_settings(job), longest_micro_batch(job))
 
 
 def with_length_factor(job: SimulatedJob) -> SimulatedJob:

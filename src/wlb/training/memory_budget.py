@@ -25,7 +25,7 @@ from wlb.system import usable_memory
 from wlb.training.agreement import gathered
 from wlb.training.model import TransformerConfig
 from wlb.workload.layer_memory import MemorySettings
-from wlb.workload.memory import gib, largest_length_factor, predict_memory
+from wlb.workload.memory import gib, largest_length_factor, predict_even_step
 
 FACTOR = "packing.max_length_factor"
 
@@ -103,15 +103,12 @@ def memory_limit(config: JobConfig, device_type: str, local_processes: int) -> M
 
 
 def _check(settings: MemorySettings, tokens: int, limit: MemoryLimit, *, resumes: bool) -> None:
-    def needed(candidate: MemorySettings) -> int:
-        return predict_memory(candidate, [tokens] * settings.micro_batches).total
-
-    estimate = predict_memory(settings, [tokens] * settings.micro_batches)
+    estimate = predict_even_step(settings, tokens)
     if estimate.total <= limit.number_of_bytes:
         return
     remedies = []
     if settings.activation_checkpointing != "full":
-        smaller = needed(replace(settings, activation_checkpointing="full"))
+        smaller = predict_even_step(replace(settings, activation_checkpointing="full"), tokens).total
         if smaller <= limit.number_of_bytes:
             remedies.append(f'set training.activation_checkpointing = "full" ({gib(smaller)} GiB)')
     on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""
