@@ -33,7 +33,8 @@ from wlb.documents.token_store import TokenStore
 from wlb.packing.phases import micro_batch_seconds
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
-from wlb.report.plots import BALANCED, IMBALANCED, pyplot_without_display, save
+from wlb.report.plots import pyplot_without_display, save
+from wlb.report.roles import BALANCED, BASELINE
 from wlb.simulate import pipeline_makespan
 from wlb.training.job import transformer_config, vocab_size
 from wlb.training.planner import StepPlanner
@@ -192,7 +193,7 @@ def draw(jobs: Sequence[Measured], path: Path) -> None:
     figure, axes = pyplot_without_display().subplots(
         1, len(jobs) + 1, figsize=(13, 4), width_ratios=[*[1.0 for _ in jobs], 0.8], constrained_layout=True
     )
-    colours = [IMBALANCED, BALANCED]
+    colours = [BASELINE, BALANCED]
     tallest = 0.0
     for axis, job, colour in zip(axes, jobs, colours, strict=False):
         position = 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
 
-from wlb.config import PRESETS
+from wlb.config import PRESETS, JobConfig
 from wlb.config_file import load_config
 from wlb.errors import UserError
 
@@ -33,6 +36,16 @@ def config(tmp_path: Path) -> Path:
         "training.seed=99999999999999999999",
         "checkpoint.dir=",
         "metrics.dir=",
+        "packing.window=65537",
+        "packing.micro_batches=65540",
+        "packing.solver_nodes=2147483647",
+        "packing.max_length_factor=true",
+        "packing.outlier_thresholds=[64, 16]",
+        "packing.outlier_thresholds=[64, 64]",
+        "training.betas=[true, 0.9]",
+        "training.prefetch=1000000",
+        "training.threads=1000000",
+        "model.rope_theta=1e-300",
         "data.store=' '",
         'data.store="a\\u0000"',
     ],
@@ -61,6 +74,38 @@ def test_tokens_may_have_a_binary_unit(config):
     for wrong in ("data.context_window=128KB", 'packing.outlier_thresholds=["128KB"]'):
         with pytest.raises(UserError, match=r"'128KB' is no number of tokens .* 128K or 1M"):
             load_config(config, [wrong])
+
+
+def _numbers(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The names of all settings that are a number with a fraction."""
+    for name, field in section.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _numbers(kind, f"{prefix}{name}.")
+            elif kind is float:
+                yield prefix + name
+
+
+@pytest.mark.parametrize("name", list(_numbers(JobConfig)))
+def test_true_is_no_number(config, name):
+    with pytest.raises(UserError, match=rf"{name}: Input should be a valid number.* \(got True\)"):
+        load_config(config, [f"{name}=true"])
+    assert load_config(config, [f"{name}={2 if name.endswith(('high_freq_factor', 'straggler_factor')) else 1}"])
+
+
+@pytest.mark.parametrize("method", ["fixed_greedy", "fixed_solver", "variable_length"])
+def test_only_makespan_takes_no_delay(config, method):
+    with pytest.raises(UserError, match=r"packing\.max_delay = 0 must be at least 1 with packing\.method = "):
+        load_config(config, [f"packing.method={method}", "packing.max_delay=0"])
+    assert load_config(config, ["packing.max_delay=0"]).packing.max_delay == 0
+
+
+def test_micro_batches_that_are_packed_together_are_bounded(config):
+    with pytest.raises(
+        UserError, match=r"= 131072 micro-batches are packed together, over 65536; lower packing.window"
+    ):
+        load_config(config, ["packing.window=16384", "packing.micro_batches=8"])
+    assert load_config(config, ["packing.window=16384", "packing.micro_batches=4"]).packing.window == 16384
 
 
 def test_values_at_the_limits_are_taken(config):

@@ -8,8 +8,9 @@ import pytest
 
 from wlb.config import PRESETS
 from wlb.config_file import load_config
+from wlb.planning.memory import longest_micro_batch
 from wlb.training.job import transformer_config
-from wlb.training.memory_budget import longest_micro_batch, memory_settings
+from wlb.training.memory_budget import memory_settings
 from wlb.training.parallelize import check_layout
 from wlb.workload.memory import predict_memory
 

@@ -1,3 +1,57 @@
-"""WLB-LLM: workload-balanced 4D-parallel training of language models on variable-length documents."""
+"""WLB-LLM: workload-balanced 4D-parallel training of language models on variable-length documents.
+
+What a trainer needs to plan its own steps can be imported from here. Each name is loaded when it is first used, so
+``import wlb`` loads nothing else, and none of the names needs torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wlb.documents.segments import Segment
+    from wlb.packing import make_packer
+    from wlb.packing.arrange import arrange
+    from wlb.packing.plan import MicroBatch, StepPlan
+    from wlb.sharding import ShardPlan, make_shard_plan
+    from wlb.workload import make_workload
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "MicroBatch",
+    "Segment",
+    "ShardPlan",
+    "StepPlan",
+    "__version__",
+    "arrange",
+    "make_packer",
+    "make_shard_plan",
+    "make_workload",
+]
+
+_MODULES = {
+    "MicroBatch": "wlb.packing.plan",
+    "Segment": "wlb.documents.segments",
+    "ShardPlan": "wlb.sharding",
+    "StepPlan": "wlb.packing.plan",
+    "arrange": "wlb.packing.arrange",
+    "make_packer": "wlb.packing",
+    "make_shard_plan": "wlb.sharding",
+    "make_workload": "wlb.workload",
+}
+
+
+if not TYPE_CHECKING:  # a type checker sees the imports above, and refuses names that do not exist
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,10 +15,11 @@ from pydantic.fields import FieldInfo
 from wlb.packing import PACKERS, checked_name
 from wlb.packing.base import Packer, PackingTask
 from wlb.packing.options import LengthFactorOptions, PackerOptions
-from wlb.settings import NonNegativeInt, PositiveInt, Section, Tokens
+from wlb.settings import MOST_MICRO_BATCHES, MicroBatches, NonNegativeInt, Number, PositiveInt, Section, Tokens
 from wlb.workload.base import DocumentPrices
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+MOST_THREADS = 1024  # more than any machine has cores; the limit of the operating system may be the next one
 
 # The systems that WLB-LLM (OSDI '25, section 7.1) compares, and ours: what a preset sets where a job does not. They
 # differ in these two sections only. The paper says nothing of dealing to ranks and order; it gets the usual ones.
@@ -46,16 +47,16 @@ def _check_path(path: object) -> object:
     return path
 
 
-DecayRate = Annotated[float, Field(ge=0, lt=1)]
+DecayRate = Annotated[Number, Field(ge=0, lt=1)]
 NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
 
 
 class RopeScalingConfig(Section):
     """Rotary positions stretched to a longer context as in Llama 3.1, with the names of its config.json."""
 
-    factor: float = Field(8.0, ge=1, description="Low frequencies are divided by this")
-    low_freq_factor: float = Field(1.0, gt=0, description="Turns over the original context below which they are")
-    high_freq_factor: float = Field(4.0, gt=0, description="Turns over the original context above which they are kept")
+    factor: Number = Field(8.0, ge=1, description="Low frequencies are divided by this")
+    low_freq_factor: Number = Field(1.0, gt=0, description="Turns over the original context below which they are")
+    high_freq_factor: Number = Field(4.0, gt=0, description="Turns over the original context above which they are kept")
     original_max_position_embeddings: Tokens = Field(8192, description="The original context, in tokens")
 
     @model_validator(mode="after")
@@ -81,9 +82,9 @@ class ModelConfig(Section):
     head_dim: PositiveInt | None = Field(None, description="Width of a head; default: the preset's or hidden / heads")
     ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
     vocab_size: PositiveInt | None = Field(None, description="Token ids are below this; default: the store's")
-    rope_theta: float = Field(500_000.0, gt=0, description="Base of the rotary position frequencies")
+    rope_theta: Number = Field(500_000.0, ge=1, description="Base of the rotary position frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="Llama 3.1's scaling of rotary positions")
-    norm_eps: float = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
+    norm_eps: Number = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
     qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2)")
     qk_norm: bool = Field(False, description="RMSNorm of each head's query and key (Qwen3)")
     tied_embeddings: bool = Field(False, description="Output head with the embedding's matrix")
@@ -166,7 +167,7 @@ class PackingConfig(_PackerSettings):
     method: Annotated[str, AfterValidator(checked_name)] = Field(
         "makespan", description="Packer", json_schema_extra={"enum": [*PACKERS]}
     )
-    micro_batches: PositiveInt = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
+    micro_batches: MicroBatches = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
     assignment: Literal["arrival", "balanced"] = Field(
         "balanced", description="How micro-batches are dealt to data-parallel ranks: in turn, or heaviest first"
     )
@@ -210,7 +211,12 @@ class PackingConfig(_PackerSettings):
 
     @model_validator(mode="after")
     def _check(self) -> PackingConfig:
-        self.options  # noqa: B018  # a value may be right for another packer only
+        together = self.options.global_batches * self.micro_batches  # a value may be right for another packer only
+        if together > MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"packing.window x packing.micro_batches = {together} micro-batches are packed together, over "
+                f"{MOST_MICRO_BATCHES}; lower packing.window"
+            )
         return self
 
 
@@ -231,7 +237,7 @@ class TrainingConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
     seed: NonNegativeInt = Field(0, description="Seed of the initial weights")
-    learning_rate: float = Field(3e-4, gt=0, description="Peak AdamW learning rate")
+    learning_rate: Number = Field(3e-4, gt=0, description="Peak AdamW learning rate")
     warmup_steps: NonNegativeInt = Field(10, description="Steps of linear warm-up")
     decay_steps: PositiveInt | None = Field(
         None, description="Step at which the learning rate has fallen to a tenth; default: steps"
@@ -239,34 +245,36 @@ class TrainingConfig(Section):
     lr_schedule: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="Learning rate after warm-up: a cosine, a plateau and a decay (WSD), or a plateau"
     )
-    decay_fraction: float = Field(0.2, gt=0, le=1, description="Last part of decay_steps in which wsd decays")
-    weight_decay: float = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
+    decay_fraction: Number = Field(0.2, gt=0, le=1, description="Last part of decay_steps in which wsd decays")
+    weight_decay: Number = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
     betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
-    gradient_clip: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
+    gradient_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none", description="What blocks compute again in the backward pass: nothing, all but attention, or all"
     )
-    memory_gib: float | None = Field(
+    memory_gib: Number | None = Field(
         None, gt=0, description="Memory of a process; default: 90% of its GPU, or of its share of the machine's"
     )
     compile: bool = Field(False, description="Run blocks through torch.compile, once for all lengths")
-    threads: PositiveInt | None = Field(
+    threads: Annotated[int, Field(ge=1, le=MOST_THREADS, strict=True)] | None = Field(
         None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
     )
-    prefetch: PositiveInt = Field(2, description="Steps planned and read ahead of training")
+    prefetch: Annotated[int, Field(ge=1, le=100, strict=True)] = Field(
+        2, description="Steps planned and read ahead of training, held in memory"
+    )
     non_finite: Literal["stop", "skip"] = Field(
         "stop", description="What happens at a step whose loss or gradient norm is not finite"
     )
     max_skipped: PositiveInt = Field(
         10, description="Steps in a row that non_finite = 'skip' passes over before it stops"
     )
-    timeout_seconds: float = Field(
+    timeout_seconds: Number = Field(
         300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
     )
     max_restarts: NonNegativeInt = Field(
         3, description="Times wlb train starts a killed or hung job again without a newer checkpoint in between"
     )
-    grace_seconds: float = Field(
+    grace_seconds: Number = Field(
         25.0,
         ge=0,
         le=_LONGEST_TIMEOUT_SECONDS,
@@ -299,7 +307,7 @@ class MetricsConfig(Section):
     diagnose_every: PositiveInt = Field(
         50, description="Steps between diagnoses of imbalance, each over as many; on CUDA also between measurements"
     )
-    straggler_factor: float = Field(
+    straggler_factor: Number = Field(
         1.5, gt=1, description="A rank is reported slow when it computes this many times longer than expected of it"
     )
     profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4 of the run, every rank's")

@@ -9,13 +9,15 @@ import tomllib
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
 from wlb.config import JobConfig
 from wlb.errors import UserError
-from wlb.settings import main_problem
+from wlb.settings import Section, main_problem
+
+S = TypeVar("S", bound=Section)
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
@@ -40,6 +42,14 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
         raise UserError(f"config {path}: {_first_problem(error)}") from None
 
 
+def validated(section: type[S], settings: dict[str, Any], name: str) -> S:
+    """The ``section`` called ``name`` with ``settings``. Raises ``UserError`` for every mistake."""
+    try:
+        return section.model_validate(settings)
+    except ValidationError as error:
+        raise UserError(_first_problem(error, name)) from None
+
+
 def _apply_override(document: dict[str, Any], override: str) -> None:
     name, separator, text = override.partition("=")
     *sections, key = name.strip().split(".")
@@ -57,10 +67,11 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     table[key] = value
 
 
-def _first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError, *section: str) -> str:
+    """In words; ``section`` is where the validated settings belong."""
     first = main_problem(error)
     # A union adds the name of its alternative: "literal['auto']", "constrained-float".
-    parts = [part for part in first["loc"] if isinstance(part, str) and "[" not in part]
+    parts = [part for part in (*section, *first["loc"]) if isinstance(part, str) and "[" not in part]
     where = ".".join(part for part in parts if not part.startswith("constrained-"))
     if first["type"] == "extra_forbidden":
         return _unknown_key(where)

@@ -23,14 +23,20 @@ def _tokens(value: object) -> object:
     return parse_tokens(value) if isinstance(value, str) else _plain_integer(value)
 
 
-# Strict: true is no number of processes. The bounds are those of the int32 and int64 that the numbers end up in.
+# Of what is planned together: four times the 15,360 sequences of a DeepSeek-V3 step (arXiv 2412.19437, section 4.2).
+MOST_MICRO_BATCHES = 65_536
+
+# Strict: true is no number of processes, and no learning rate; a whole number is a Number too. The bounds of integers
+# are those of the int32 and int64 that they end up in.
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True), BeforeValidator(_plain_integer)]
+MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES, strict=True), BeforeValidator(_plain_integer)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True), BeforeValidator(_plain_integer)]
 Tokens = Annotated[
     int,
     Field(ge=1, le=MOST_TOKENS, strict=True, json_schema_extra={"format": "tokens"}),
     BeforeValidator(_tokens),  # "128K" and "1M" too
 ]
+Number = Annotated[float, Field(strict=True)]
 
 
 class Section(BaseModel):

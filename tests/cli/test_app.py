@@ -51,3 +51,110 @@ def test_what_is_no_number_of_tokens_is_refused_by_option(wlb, arguments, wrong)
     assert (status, out) == (2, "")
     assert err.startswith(f"wlb: error: Invalid value for '{arguments[-1]}': '{wrong}' is no number of tokens")
     assert err.count("\n") == 1
+
+
+COMPARE = ["compare", "synthetic:500:4K", "--context-window", "4K", "--micro-batches", 2]
+TUNE = ["tune", *COMPARE[1:]]
+PREFILL = ["compare", "synthetic:500:4K", "--prefill", "--token-budget", "2K"]
+SHARD = ["shard", "synthetic:500:4K", "--context-window", "4K"]
+SEARCH = ["simulate", "--search", "--model", "tiny", "--context-window", "4K", "--lengths", "synthetic:500:4K"]
+SIMULATE = ["simulate", "550m-64k", "--lengths", "synthetic:500:4K"]
+REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*COMPARE, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower pp"),
+        ([*COMPARE, "--pp", 10**9], "model has 32 layers, fewer than the 1000000000 pipeline stages"),
+        ([*TUNE, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
+        ([*PREFILL, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
+        ([*COMPARE, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
+        ([*SHARD, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
+        ([*REPORT, "--parallel", "pp=2,cp=10000"], "cp = 10000 is not a group size; it must be from 1 to 512"),
+        ([*REPORT, "--parallel", "pp=1000000000"], "model has 32 layers, fewer than the 1000000000 pipeline stages"),
+        ([*REPORT, "--parallel", "dp=10000000000"], "packing.micro_batches: Input should be less than or equal to"),
+        ([*REPORT, "--micro-batches", 10**12], "packing.micro_batches: Input should be less than or equal to"),
+        ([*PREFILL, "--dp", 10**6], "--dp 1000000 is over the 512 data-parallel ranks of a simulated prefill"),
+        (
+            ["compare", "synthetic:20000:128K", "--prefill", "--token-budget", 100],
+            "--token-budget 100 with --dp 1 takes",
+        ),
+        ([*COMPARE, "--methods", "fixed_greedy:0"], "method 'fixed_greedy:0': '0' is not a whole number of at least 1"),
+        ([*COMPARE, "--max-length-factor", 1e300], "--max-length-factor"),
+        (
+            [*SEARCH, "--gpus", 3, "--batch-tokens", "64K"],
+            "no layout of 3 GPUs divides a global batch of 16 windows of",
+        ),
+        ([*SEARCH, "--gpus", 2, "--batch-tokens", "1024M"], "holds 262144 windows of 4096, over 65536; lower it"),
+        ([*SEARCH, "--gpus", 2, "--steps", 10**9], "--steps"),
+        ([*SIMULATE, "--steps", 10**9], "--steps"),
+        (["prepare", "--stdlib", "--out", "s", "--train-bpe", 2**31], "--train-bpe 2147483648 is too large"),
+        (["prepare", "--stdlib", "--out", "s", "--workers", 10**6], "--workers"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_at_once(wlb, arguments, message):
+    status, out, err = wlb(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([*COMPARE, "--token-budget", 100], "--token-budget has no effect without --prefill"),
+        ([*COMPARE, "--whole"], "--chunked/--whole has no effect without --prefill"),
+        ([*COMPARE, "--seed", 0], "--seed has no effect without --prefill"),
+        ([*PREFILL, "--context-window", "4K"], "--context-window has no effect with --prefill"),
+        ([*PREFILL, "--plot", "p.png"], "--plot has no effect with --prefill"),
+        ([*COMPARE, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
+        ([*SHARD, "--cp", 2, "--profile", "p.json", "--tp", 2], "--tp has no effect with --profile"),
+        ([*SIMULATE, "--gpus", 8], "--gpus has no effect without --search"),
+        ([*SIMULATE, "--search", "--gpus", 8], "job has no effect with --search"),
+        ([*SEARCH, "--gpus", 8, "--trace", "t.json"], "--trace has no effect with --search"),
+        (["report", ".", "--steps", 3], "--steps has no effect on the report of a training run"),
+        (["reproduce", "table2", "--seeds", 3], "--seeds is for convergence"),
+        (["prepare", ".", "--out", "s", "--unit", "module"], "--unit has no effect without --stdlib"),
+        (["prepare", "--stdlib", "--out", "s", "--text-field", "t"], "--text-field has no effect with --stdlib"),
+    ],
+)
+def test_options_that_would_not_be_read_are_refused(wlb, arguments, message):
+    status, out, err = wlb(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "arguments"),
+    [
+        ("--plot", COMPARE),
+        ("--plot", [*SHARD, "--cp", 2]),
+        ("--plot", ["profile", "--out", "profile.json"]),
+        ("--out", ["profile"]),
+        ("--out", REPORT),
+        ("--trace", SIMULATE),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_the_work(wlb, tmp_path, monkeypatch, option, arguments):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "directory.png").mkdir()
+    for path, message in (
+        ("missing/x.png", "directory missing of missing/x.png does not exist"),
+        ("directory.png", "directory.png is a directory"),
+        ("/proc/x.png", "/proc/x.png cannot be written: No such file or directory"),
+        ("a" * 300 + ".png", "cannot be written: File name too long"),
+    ):
+        status, out, err = wlb(*arguments, option, path)
+        assert (status, out) == (2, "")
+        assert message in err
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [COMPARE, [*SHARD, "--cp", 2]])
+def test_pictures_say_their_format(wlb, command):
+    for name in ("picture", "picture.txt"):
+        status, _, err = wlb(*command, "--plot", name)
+        assert status == 2
+        assert err == (f"wlb: error: picture {name} has no ending that says its format; use one of .png, .pdf, .svg\n")

@@ -5,6 +5,8 @@ import resource
 import subprocess
 import sys
 
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import pytest
 
 from wlb.documents.token_store import TokenStore
@@ -96,6 +98,14 @@ def test_mistakes_are_one_line_and_status_2(wlb, tmp_path, corpus, arguments, me
     assert err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "old.bin", "old.idx", "old.json"]
     assert TokenStore.open(tmp_path / "old").tokens == 10
+
+
+def test_sources_without_any_document_are_called_empty(wlb, tmp_path):
+    (tmp_path / "none.jsonl").touch()
+    parquet.write_table(arrow.table({"text": arrow.array([], arrow.string())}), tmp_path / "none.parquet")
+    for name in ("none.jsonl", "none.parquet"):
+        status, _, err = wlb("prepare", tmp_path / name, "--out", tmp_path / "s")
+        assert (status, err) == (2, "wlb: error: the sources are empty: there is not one document in them\n")
 
 
 def test_a_disk_that_takes_no_more_is_one_line_and_status_2(tmp_path):

@@ -7,7 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from typer.testing import CliRunner
+
+from wlb.cli.app import app
+from wlb.documents.token_store import TokenStoreWriter
+from wlb.errors import UserError
+from wlb.simulate import SimulatedJob
 
 LENGTHS = "synthetic:3000:4096:0"
 
@@ -36,14 +44,17 @@ def test_a_configuration_is_simulated_beside_plain_4d(config: Path, tmp_path: Pa
     for row in systems:
         assert row["gpus"] == 4
         assert sum(row["where"].values()) == pytest.approx(row["mean_step_seconds"])
+    rates = [row["work_seconds"] / (row["steps"] * row["mean_step_seconds"]) for row in systems]
+    assert [row["speed_at_equal_work"] for row in systems] == pytest.approx([rates[0] / rates[1], 1.0])
     assert len(json.loads(trace.read_text())["traceEvents"]) > 8 * 2 * 2
 
 
 def test_a_named_job_prints_where_the_time_goes():
     result = wlb("simulate", "7b-64k", "--lengths", "synthetic:3000:65536:0", "--steps", "2", "--systems", "wlb-llm")
     assert result.returncode == 0, result.stderr
-    for expected in ("32 GPUs", "bubbles", "tp collectives", "tokens/s", "simulated (h100)"):
+    for expected in ("32 GPUs", "bubbles", "tp collectives", "simulated (h100)"):
         assert expected in result.stdout
+    assert result.stdout.index("speed at equal work") < result.stdout.index("tokens/s")
 
 
 def test_the_search_says_why_the_winner_wins():
@@ -52,6 +63,56 @@ def test_the_search_says_why_the_winner_wins():
     assert result.returncode == 0, result.stderr
     assert "the runner-up" in result.stdout
     assert "plain-4d in its layout" in result.stdout
+    assert "makespan, L_max 1.5, arranged, hybrid" in result.stdout
+    assert "…" not in result.stdout
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A configuration whose token store has an empty document and 300 tokens in its vocabulary."""
+    with TokenStoreWriter(tmp_path / "store", vocab_size=300) as writer:
+        for length in (5, 0, 7):
+            writer.add([1] * length)
+    path = tmp_path / "trained.toml"
+    path.write_text(f"[data]\nstore = {json.dumps(str(tmp_path / 'store'))}\ncontext_window = 16\n")
+    return path
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> tuple[SimulatedJob, NDArray[np.int64]] | str:
+    """The job and the lengths that would be simulated first, or why there are none."""
+    asked: list[tuple[SimulatedJob, NDArray[np.int64]]] = []
+
+    def simulate(job: SimulatedJob, lengths: NDArray[np.int64], *_: object, **__: object) -> None:
+        asked.append((job, lengths))
+        raise UserError("this is enough")
+
+    monkeypatch.setattr("wlb.simulate.simulate", simulate)
+    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    assert isinstance(result.exception, UserError)
+    return asked[0] if asked else str(result.exception)
+
+
+def test_the_store_says_which_documents_and_which_vocabulary(trained: Path, monkeypatch: pytest.MonkeyPatch):
+    found = simulated(monkeypatch, trained)
+    assert not isinstance(found, str)
+    job, lengths = found
+    assert job.shape.vocab_size == 300
+    assert lengths.tolist() == [5, 0, 7]  # the order of documents counts the empty ones
+    assert simulated(monkeypatch, trained, "--set", "model.vocab_size=200") == (
+        "model.vocab_size = 200 is below the 300 of the token store; raise it"
+    )
+
+
+def test_a_pretrained_model_is_simulated_as_it_is_trained(trained: Path, tmp_path: Path, monkeypatch):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+    document = {"model_type": "llama", "vocab_size": 320, "tie_word_embeddings": True, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    found = simulated(monkeypatch, trained, "--set", f"model.pretrained={tmp_path}")
+    assert not isinstance(found, str)
+    job, _ = found
+    assert (job.shape.layers, job.shape.vocab_size, job.tied_embeddings) == (2, 320, True)
+    refused = simulated(monkeypatch, trained, "--set", f"model.pretrained={tmp_path}", "--set", "model.layers=3")
+    assert "model.layers = 3, but" in str(refused)
 
 
 @pytest.mark.parametrize(

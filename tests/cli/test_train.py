@@ -46,7 +46,7 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         ({"data": {"store": "nowhere/store"}}, "nowhere/store"),
         ({"training": {"learning_rate": -1.0}}, "training.learning_rate"),
         ({"parallel": {"dp": 3}}, "packing.micro_batches = 4 counts all data-parallel ranks"),
-        ({"model": {"vocab_size": 66}}, "model.vocab_size = 66 is below the 67 of token store"),
+        ({"model": {"vocab_size": 66}}, "model.vocab_size = 66 is below the 67 of the token store"),
         ({"model": {"heads": 3}}, "model.hidden = 16 must be a multiple of 2 x model.heads = 6"),
         ({"model": {"kv_heads": 3}}, "heads = 2, not a multiple of kv_heads = 3"),
         ({"parallel": {"pp": 3}}, "2 layers, fewer than the 3 pipeline stages"),

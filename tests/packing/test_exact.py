@@ -65,6 +65,14 @@ def test_stops_at_its_limits_with_an_honest_gap():
     assert packing.optimality_gap == packing.largest_seconds / packing.bound_seconds - 1
 
 
+def test_a_program_too_large_to_build_is_not_built(monkeypatch):
+    monkeypatch.setattr(scipy.optimize, "milp", pytest.fail)
+    start = [0, 0, *range(1, 2**16 - 1)]
+    packing = solve([1] * 2**16, [1.0] * 2**16, 2**16, 2, start=start)
+    assert packing.assignment.tolist() == start
+    assert packing.optimality_gap == 1.0
+
+
 def test_no_documents_are_no_problem():
     packing = solve([], [], 3, 10, start=[])
     assert (len(packing.assignment), packing.largest_seconds, packing.optimality_gap) == (0, 0.0, 0.0)

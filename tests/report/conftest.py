@@ -42,7 +42,7 @@ def write_run(directory: Path, *, seconds: float = 2.0, host: str = "node0", dia
             "data_wait_seconds": 0.001,
             "imbalance_degree": 1.2,
             "token_delay": 0.25,
-            "mfu": 0.41,
+            "mfu": 0.41 * 2.0 / seconds,
         }
         for step in range(1, 21)
     ]

@@ -45,7 +45,7 @@ def test_histogram_of_any_lengths(lengths):
 
 
 def test_bars_are_as_long_as_their_values():
-    svg = parse(bars("b", "title", [("a", 2.0, "2"), ("b", 1.5, "1.5")], "label", "note", origin=1.0, highlight="b"))
+    svg = parse(bars("b", "title", [("a", 2.0, "2"), ("b", 1.5, "1.5")], "label", "note", origin=1.0, highlights=["b"]))
     (long,), (short,) = boxes(svg, "fill-before"), boxes(svg, "fill-after")
     assert long == pytest.approx(2 * short, abs=0.02)
 

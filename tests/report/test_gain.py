@@ -20,9 +20,13 @@ def test_throughputs_are_weighted_by_time():
     assert result.factor == pytest.approx((400 / 2) / (200 / 4))
 
 
-def test_series_of_different_length_are_cut_to_the_shorter():
+def test_all_steps_of_series_of_different_length_count():
     tokens, seconds = np.full(10, 100), np.ones(10)
-    assert gain(tokens, seconds, np.full(30, 100), np.full(30, 0.5)).steps == 10
+    later = np.concatenate([np.full(10, 0.5), np.full(20, 2.0)])
+    result = gain(tokens, seconds, np.full(30, 100), later)
+    assert result.factor == pytest.approx((3000 / later.sum()) / 100)
+    assert result.low < result.factor < result.high
+    assert result.steps == 10
 
 
 def test_a_long_job_takes_little_memory():

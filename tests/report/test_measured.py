@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from tests.report.conftest import HOSTILE, write_run
 from tests.report.test_markup import read
 from wlb.errors import UserError
-from wlb.report.measured import measured_report
+from wlb.report.measured import gain_at_equal_work, measured_report
 from wlb.report.run_directory import read_run
 
 
@@ -50,6 +52,32 @@ def test_two_runs_are_compared(tmp_path: Path):
     charts = [attributes["id"] for name, attributes in read(page).elements if name == "svg"]
     assert charts == ["gain-chart", "steps-chart", "where-chart", "ranks-chart"]
     assert "1.50x" in page
+
+
+def test_a_run_has_one_step_time_on_the_page(tmp_path: Path):
+    """Over all steps but the first, whatever steps its diagnosis covers: 19 of one run, the last 3 of the other."""
+    paths = [write_run(tmp_path / name, seconds=s) for name, s in (("plain", 3.0), ("best", 2.0))]
+    for path, steps in zip(paths, (19, 3), strict=True):
+        file = path / "diagnosis.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"steps": steps, "step_seconds": 2.34}))
+    before, after = map(read_run, paths)
+    page = measured_report(after, before)
+    text = read(page).text
+    shown = {f"{run.mean('step_seconds'):.3g} s" for run in (before, after)}
+    totals = re.findall(r'<text[^>]*class="label">([\d.]+ s)</text>', page)
+    assert set(totals) == shown
+    assert "2.34 s" not in text
+    assert f"{after.mean('step_seconds'):.3g} sa step, mean" in text
+    assert "plain: 19 steps up to step 20; best: 3 steps up to step 20" in text
+
+
+def test_the_gain_is_at_equal_work_over_all_steps(tmp_path: Path):
+    before, after = (read_run(write_run(tmp_path / name, seconds=s)) for name, s in (("plain", 3.0), ("best", 2.0)))
+    cut = replace(before, columns={name: column[:5] for name, column in before.columns.items()})
+    result = gain_at_equal_work(cut, after)
+    assert result.factor == pytest.approx(after.utilisation / cut.utilisation)
+    text = read(measured_report(after, cut)).text
+    assert f"{result.factor:.2f}xspeed at equal work, over plain" in text
 
 
 def test_a_run_without_a_diagnosis_says_so(tmp_path: Path):

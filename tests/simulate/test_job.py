@@ -71,8 +71,12 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
         (lambda: job(tp=3), "tp = 3 does not divide"),
         (lambda: job(pp=2, schedule="zbv_zero_bubble"), "two stages on each rank"),
         (lambda: simulated_job(SHAPE, WINDOW, "worst"), "preset 'worst' is unknown"),
+        (
+            lambda: simulated_job(SHAPE, WINDOW, micro_batches=65_537),
+            "micro_batches: Input should be less than or equal",
+        ),
         (lambda: named_job("7b"), "unknown job '7b'; choose one of 550m-64k"),
-        (lambda: SimulatedJob.from_config(configuration(model={"pretrained": Path("x")})), "cannot be simulated"),
+        (lambda: SimulatedJob.from_config(configuration(model={"pretrained": Path("x")})), "names no preset"),
     ],
 )
 def test_mistakes_are_named_in_one_line(make, message):

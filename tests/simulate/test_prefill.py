@@ -44,7 +44,9 @@ def first_passes(run: PrefillRun) -> dict[int, int]:
 @given(queues())
 def test_every_prompt_is_prefilled_once_in_order_on_one_rank(queue):
     lengths, arrivals, planner, ranks = queue
-    run = simulate_prefill(lengths, arrivals, planner, **ranks)
+    finished: list[int] = []
+    run = simulate_prefill(lengths, arrivals, planner, **ranks, on_progress=finished.append)
+    assert sum(finished) == len(lengths)
     done = [0] * len(lengths)
     places: list[set[tuple[int, int]]] = [set() for _ in lengths]
     for each in run.passes:

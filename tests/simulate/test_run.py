@@ -62,7 +62,27 @@ def test_balancing_pays():
     )
     assert plain.imbalance["micro_batches"] > 1.3 > 1.1 > best.imbalance["micro_batches"]
     assert paper.where["dp ranks"] < plain.where["dp ranks"]
-    assert best.tokens_per_second > paper.tokens_per_second
+    assert best.speed_at_equal_work(plain) > paper.speed_at_equal_work(plain) > 1
+
+
+def test_work_is_that_of_the_documents_trained():
+    """Cutting documents leaves work out, and so does letting long ones wait; a price list of one's own prices all."""
+    steps = 3
+    plain, paper = (simulate(job(preset, micro_batches=8), documents(), steps) for preset in ("plain-4d", "wlb-llm"))
+    for result in (plain, paper):
+        plans = islice(planned_steps(result.job, documents()), steps)
+        lengths = [segment.length for plan in plans for segment in plan.segments]
+        assert result.work_seconds == pytest.approx(result.job.workload.document_seconds(lengths).sum())
+    # In three steps the queue of outliers is hardly full once: fewer seconds for as many tokens, but not for the work.
+    assert paper.tokens_per_second / plain.tokens_per_second > paper.speed_at_equal_work(plain)
+
+    class Tokens:
+        def document_seconds(self, lengths):
+            return np.asarray(lengths, np.float64)
+
+    priced = simulate(plain.job, documents(), steps, work_prices=Tokens())
+    assert priced.work_seconds == plain.tokens
+    assert priced.seconds == plain.seconds
 
 
 def test_a_hundred_thousand_gpus():

@@ -1,4 +1,4 @@
-"""The search ranks what fits, by simulated speed."""
+"""The search ranks what fits, by simulated speed at equal work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def found():
 
 def test_everything_ranked_uses_all_gpus_and_fits(found):
     assert found.layouts > 5
-    speeds = [result.tokens_per_second for result in found.ranking]
+    speeds = [result.speed_at_equal_work(found.plain) for result in found.ranking]
     assert speeds == sorted(speeds, reverse=True)
     for result in found.ranking:
         assert result.job.gpus == 4
@@ -39,7 +39,6 @@ def test_everything_ranked_uses_all_gpus_and_fits(found):
 def test_every_system_is_tried(found):
     packings = [result.job.packing for result in found.ranking]
     assert {packing.method for packing in packings} == {"fixed_greedy", "variable_length", "makespan"}
-    for packing in packings:
 
 
 def test_plain_is_the_winners_layout(found):
@@ -49,7 +48,7 @@ def test_plain_is_the_winners_layout(found):
 
 def test_the_explanation_adds_up(found):
     saved = sum(seconds for _, seconds in explanation(found.winner, found.plain))
-    scale = found.winner.tokens / found.plain.tokens
+    scale = found.winner.work_seconds / found.plain.work_seconds
     assert saved == pytest.approx(found.plain.mean_step_seconds * scale - found.winner.mean_step_seconds)
 
 
@@ -67,3 +66,11 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
 def test_mistakes_are_named_in_one_line(arguments, message):
     with pytest.raises(UserError, match=message):
         search_space(*arguments)
+
+
+def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():
+    with pytest.raises(UserError, match=r"no layout of 3 GPUs divides a global batch of 16 windows .* another number"):
+        search(search_space(SHAPE, 3, WINDOW, batch_tokens=16 * WINDOW), documents())
+    tiny = replace(SMALL, memory_bytes=1e6)
+    with pytest.raises(UserError, match=r"with 0.* GiB each fits .*tried, the best needs [0-9.]+ GiB\)"):
+        search(search_space(SHAPE, 2, WINDOW, hardware=tiny, batch_tokens=16 * WINDOW), documents())

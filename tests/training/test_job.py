@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from wlb.config import TrainingConfig
+from wlb.errors import UserError
 from wlb.system import usable_cores
 from wlb.training.job import compute_dtype, dense_attention_warning, shared_store_warning, threads_per_process
 
@@ -51,3 +52,10 @@ def test_threads_are_the_settings_then_the_variables_then_a_share(threads, varia
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     config = TrainingConfig(threads=threads)
     assert threads_per_process(config, 1) == (expected or usable_cores())
+
+
+def test_more_threads_than_a_process_can_start_are_refused(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1000000")
+    with pytest.raises(UserError, match="OMP_NUM_THREADS = 1000000 must be at most 1024"):
+        threads_per_process(TrainingConfig(), 1)
+    assert threads_per_process(TrainingConfig(threads=4), 1) == 4

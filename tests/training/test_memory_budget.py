@@ -14,10 +14,10 @@ from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_config, write_store
 from wlb.config import JobConfig
 from wlb.errors import UserError
+from wlb.planning.memory import longest_micro_batch
 from wlb.system import usable_memory
 from wlb.training.job import transformer_config
 from wlb.training.memory_budget import (
-    longest_micro_batch,
     memory_limit,
     memory_settings,
     with_agreed_factor,

@@ -12,7 +12,7 @@ from wlb.config import ParallelConfig
 from wlb.schedules.operations import rank_operations
 from wlb.workload import ModelShape, model_shape
 from wlb.workload.layer_memory import LayerMemory, MemorySettings
-from wlb.workload.memory import LARGEST_AUTO_FACTOR, largest_length_factor, predict_memory
+from wlb.workload.memory import LARGEST_AUTO_FACTOR, largest_length_factor, predict_even_step, predict_memory
 
 SHAPE = ModelShape(hidden=64, layers=8, heads=8, kv_heads=4, head_dim=8, ffn_hidden=176, vocab_size=512)
 STRATEGIES = ("none", "selective", "full")
@@ -105,6 +105,13 @@ def test_more_ranks_never_need_more(settings_, tokens, dimension):
         return
     slack = 1.02 if parallel.dp * parallel.cp > 1 or dimension == "tp" else 1.2  # collectives have buffers
     assert total(replace(settings_, parallel=wider), tokens) <= slack * total(settings_, tokens)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs(), st.integers(1, 10_000), st.integers(1, 10))
+def test_equal_micro_batches_are_walked_through_until_they_repeat(settings_, tokens, rounds):
+    longer = replace(settings_, micro_batches=rounds * settings_.parallel.pp)
+    assert predict_even_step(longer, tokens) == predict_memory(longer, [tokens] * longer.micro_batches)
 
 
 @settings(max_examples=40, deadline=None)

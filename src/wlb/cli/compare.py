@@ -10,7 +10,7 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.compare_prefill import PrefillOptions, checked_budget, compare_prefill
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,13 +19,18 @@ if TYPE_CHECKING:
 
     from wlb.documents.segments import Segment
     from wlb.packing.base import Packer
-    from wlb.simulate.compare import Cluster, MethodResult
+    from wlb.simulate.compare import Cluster, ComparedRow, MethodResult
     from wlb.workload.base import Workload
 
-_ANY_WIDTH = 1000  # of a terminal that is wide enough
+_PREFILL_ONLY = ("token_budget", "chunked", "load", "lock_step", "seed")
+_PACKING_ONLY = (
+    *("context_window", "micro_batches", "max_length_factor", "max_delay", "steps", "overlong", "solver_seconds"),
+    "plot",
+)
 
 
 def compare(
+    context: typer.Context,
     lengths: options.Lengths,
     context_window: Annotated[
         int | None,
@@ -43,7 +48,7 @@ def compare(
     profile: options.Profile = None,
     methods: options.Methods = None,
     max_length_factor: Annotated[
-        float, typer.Option(min=1.0, help="L_max of variable_length and makespan, in context windows.")
+        float, typer.Option(min=1.0, max=1000.0, help="L_max of variable_length and makespan, in context windows.")
     ] = 1.5,
     max_delay: options.MaxDelay = None,
     steps: options.Steps = None,
@@ -86,8 +91,10 @@ def compare(
     from wlb.simulate.compare import DEFAULT_METHODS, Cluster, comparison_json, documents_for, packer_for
 
     if prefill:
+        options.refuse_unused(context, _PACKING_ONLY, "has no effect with --prefill, which packs no steps")
         prefill_options = PrefillOptions(checked_budget(token_budget), chunked, load, lock_step, seed)
         compare_prefill(
+            context,
             lengths,
             prefill_options,
             dp=dp,
@@ -101,12 +108,15 @@ def compare(
             json=json,
         )
         return
+    options.refuse_unused(context, _PREFILL_ONLY, "has no effect without --prefill")
     context_window = _given("--context-window", context_window)
     micro_batches = _given("--micro-batches", micro_batches)
     pp = pp or 4
     check_dealing(micro_batches, dp)
+    if plot is not None:
+        options.check_picture(plot)
     cluster = Cluster(micro_batches, context_window, dp, pp)
-    workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
+    workload, priced_by = options.workload_from(context, model, hardware, tp, cp, context_window, profile, pp=pp)
     documents, report = documents_for(read_lengths(lengths), cluster, overlong=overlong, steps=steps)
     results: list[MethodResult] = []
     with progress_bar() as bar:
@@ -187,9 +197,7 @@ def compare_with_progress(
 
 def show_comparison(results: Sequence[MethodResult], title: str) -> None:
     """Print the table, on a narrow terminal without some of its columns, and whether all documents were trained."""
-    whole = comparison_table(results, title)
-    fits = stdout.measure(whole, options=stdout.options.update(width=_ANY_WIDTH)).maximum <= stdout.width
-    stdout.print(whole if fits else comparison_table(results, title, narrow=True))
+    print_table(comparison_table(results, title), comparison_table(results, title, narrow=True))
     for r in results:
         if r.documents_in != r.documents_out:
             stdout.print(f"[red]{r.method} trained {r.documents_out:,} of {r.documents_in:,} documents[/red]")
@@ -201,13 +209,15 @@ def comparison_table(results: Sequence[MethodResult], title: str, *, narrow: boo
     from rich import box
     from rich.table import Table
 
-    columns = _columns(results)
+    from wlb.simulate.compare import compared_rows
+
+    rows = compared_rows(results)
+    columns = _columns(rows)
     if narrow:
-        columns = {heading: cells for heading, cells in columns.items() if heading not in _WIDE_NOTES}
-    notes = _NOTES if narrow else {**_WIDE_NOTES, **_NOTES}
+        columns = {heading: cells for heading, cells in columns.items() if heading not in _WIDE_ONLY}
     table = Table(
         title=title,
-        caption="\n".join(note for note in notes.values() if note),
+        caption="\n".join(note for heading, note in _NOTES.items() if heading in columns),
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -215,38 +225,38 @@ def comparison_table(results: Sequence[MethodResult], title: str, *, narrow: boo
     table.add_column("method", no_wrap=not narrow)
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in zip([_name(r) for r in results], *columns.values(), strict=True):
+    for row in zip([_name(row) for row in rows], *columns.values(), strict=True):
         table.add_row(*row)
     return table
 
 
-# What is explained below the table, by column; those of a wide terminal apart.
-_WIDE_NOTES = {
-    "step\nspread": "step spread: of tokens a step",
-    "planning\nms/step": "",
-    "pipeline\ncost": "pipeline cost: over perfectly balanced, as packed → arranged",
-}
+# What is explained below the table, by column.
 _NOTES = {
+    "speed at\nequal work": "speed at equal work: predicted seconds of work done in a second, over row one\n"
+    "all rows but the first are arranged: dealt to ranks and ordered by work",
     "token\ndelay": "token delay: mean (longest), in steps",
+    "step\nspread": "step spread: of tokens a step",
+    "pipeline\ncost": "pipeline cost: a step's seconds over those of a perfectly balanced one",
     "attention\nkept": "attention kept: query-key pairs computed, the others are cut away",
-    "tokens/s\n": "tokens/s: simulated, arranged, over the first row's as packed",
-    "speed at\nequal work": "speed at equal work: the same in predicted seconds of work instead of tokens",
+    "tokens/s": "tokens/s: over row one; counts what is cut away as a gain",
 }
+_WIDE_ONLY = ("step\nspread", "planning\nms/step", "pipeline\ncost")  # a narrow terminal goes without
 
 
-def _columns(results: Sequence[MethodResult]) -> dict[str, list[str]]:
-    base = results[0]
+def _columns(rows: Sequence[ComparedRow]) -> dict[str, list[str]]:
+    results = [row.result for row in rows]
     return {
+        "speed at\nequal work": [f"{row.speed_at_equal_work:.2f}x" for row in rows],
         "imbalance\ndegree": [f"{r.imbalance_degree:.3f}" for r in results],
         "token\ndelay": [f"{r.mean_token_delay:.2f} ({r.longest_delay})" for r in results],
         "step\nspread": [f"{r.tokens_per_step_cv:.1%}" for r in results],
         "planning\nms/step": [f"{r.planning_ms_per_step:.2f}" for r in results],
-        "pipeline\ncost": [f"{r.pipeline_cost:.3f} → {r.pipeline_cost_arranged:.3f}" for r in results],
+        "pipeline\ncost": [f"{row.pipeline_cost:.3f}" for row in rows],
         "attention\nkept": [f"{r.attention_kept:.0%}" for r in results],
-        "tokens/s\n": [f"{r.tokens_per_second_arranged / base.tokens_per_second:.2f}x" for r in results],
-        "speed at\nequal work": [f"{r.speed_at_equal_work(base):.2f}x" for r in results],
+        "tokens/s": [f"{row.speed_in_tokens:.2f}x" for row in rows],
     }
 
 
-def _name(result: MethodResult) -> str:
-    return result.method + ("" if result.optimality_gap is None else f" (gap {result.optimality_gap:.1%})")
+def _name(row: ComparedRow) -> str:
+    gap = row.result.optimality_gap
+    return row.name + ("" if gap is None else f" (gap {gap:.1%})")

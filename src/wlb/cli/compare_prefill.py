@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.table import Table
 
     from wlb.simulate.prefill import PrefillResult
+
+_MOST_RANKS, _MOST_PASSES = 512, 20_000  # what takes some minutes for each method
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class PrefillOptions:
 
 
 def compare_prefill(
+    context: typer.Context,
     lengths: str,
     prefill: PrefillOptions,
     *,
@@ -48,8 +56,11 @@ def compare_prefill(
     from wlb.simulate import prefill as simulation
 
     prompts = read_lengths(lengths)
+    _check_passes(prompts, prefill.token_budget, dp)
     # Prompts are priced one by one, so that the default is no context parallelism.
-    workload, priced_by = options.workload_from(model, hardware, tp, cp or 1, prefill.token_budget, profile)
+    workload, priced_by = options.workload_from(
+        context, model, hardware, tp, cp or 1, prefill.token_budget, profile, pp=pp
+    )
     planners = [
         PrefillPlanner(
             workload,
@@ -66,11 +77,15 @@ def compare_prefill(
         if prefill.load
         else np.zeros(len(prompts))
     )
+    results: list[PrefillResult] = []
     with progress_bar() as bar:
-        results = [
-            simulation.compare_prefill(prompts, arrivals, planner, dp=dp, pp=pp, lock_step=prefill.lock_step)
-            for planner in bar.track(planners, description="methods")
-        ]
+        for planner in planners:
+            advance = partial(bar.advance, bar.add_task(planner.method, total=len(prompts)))
+            results.append(
+                simulation.compare_prefill(
+                    prompts, arrivals, planner, dp=dp, pp=pp, lock_step=prefill.lock_step, on_progress=advance
+                )
+            )
     settings: dict[str, Any] = {
         "prompts": len(prompts),
         "tokens": int(prompts.sum()),
@@ -88,7 +103,19 @@ def compare_prefill(
     if json:
         emit_json({"methods": [result.to_json() for result in results], **settings})
     else:
-        stdout.print(_table(results, settings))
+        print_table(_table(results, settings))
+
+
+def _check_passes(prompts: NDArray[np.int64], token_budget: int, dp: int) -> None:
+    """Raise ``UserError`` for what would take hours."""
+    if dp > _MOST_RANKS:
+        raise UserError(f"--dp {dp} is over the {_MOST_RANKS} data-parallel ranks of a simulated prefill; lower it")
+    passes = int(prompts.sum()) // (token_budget * dp)
+    if passes > _MOST_PASSES:
+        raise UserError(
+            f"--token-budget {token_budget} with --dp {dp} takes {passes} passes for {prompts.sum()} tokens, over the "
+            f"{_MOST_PASSES} that are simulated; raise it, or give fewer prompts"
+        )
 
 
 def checked_budget(token_budget: int | None) -> int:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wlb.errors import UserError
+from wlb.errors import UserError, require
 from wlb.token_count import parse_tokens
 
 if TYPE_CHECKING:
     from wlb.workload.base import Workload
+
+MOST_STEPS = 1_000_000  # of a simulation: days of computing
 
 Lengths = Annotated[
     str,
@@ -61,17 +64,45 @@ MaxDelay = Annotated[
     typer.Option("--max-delay", min=0, help="Planning rounds after which a waiting document goes first."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
-Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Use only as many documents as fill these steps.")]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", min=1, max=MOST_STEPS, help="Use only as many documents as fill these steps."),
+]
+
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 def check_writable(path: Path) -> None:
     """Refuse, before any work is done, a file that could not be written afterwards."""
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; name a file in it")
-    if not path.parent.is_dir():
-        raise UserError(f"directory {path.parent} of {path} does not exist; make it first")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"directory {path.parent} of {path} is not writable")
+    try:
+        if path.is_dir():
+            raise UserError(f"{path} is a directory; name a file in it")
+        if not path.parent.is_dir():
+            raise UserError(f"directory {path.parent} of {path} does not exist; make it first")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise UserError(f"{path} is not writable")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def check_picture(path: Path) -> None:
+    """Refuse, before any work is done, a picture that could not be drawn afterwards."""
+    if path.suffix.lower() not in _PICTURES:
+        raise UserError(f"picture {path} has no ending that says its format; use one of {', '.join(_PICTURES)}")
+    check_writable(path)
+    require("matplotlib", "plot")
+
+
+def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Refuse options, by their parameters' ``names``, that were given and would not be read; ``why`` follows them."""
+    by_name = {parameter.name: parameter for parameter in context.command.params}
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            parameter = by_name[name]
+            raise UserError(f"{'/'.join((*parameter.opts, *parameter.secondary_opts))} {why}")
 
 
 def method_names(methods: str | None, default: Sequence[str]) -> list[str]:
@@ -90,18 +121,37 @@ _GPUS_PER_NODE = 8
 
 
 def workload_from(
-    model: str, hardware: str, tp: int | None, cp: int | None, context_window: int, profile: Path | None
+    context: typer.Context,
+    model: str,
+    hardware: str,
+    tp: int | None,
+    cp: int | None,
+    context_window: int,
+    profile: Path | None,
+    *,
+    pp: int = 1,
 ) -> tuple[Workload, dict[str, str | int]]:
-    """The workload model that the options name, and a description of it for the output."""
-    from wlb.workload import load_profile, make_workload
+    """The workload model that the options name, and a description of it for the output.
+
+    Raises ``UserError`` where the model has fewer layers than ``pp`` stages.
+    """
+    from wlb.sharding import MOST_RANKS, check_group_size
+    from wlb.workload import make_workload
+    from wlb.workload.layer_split import split_layers
     from wlb.workload.model_shapes import model_shape
+    from wlb.workload.profile import read_profile
 
     if profile is not None:
-        return load_profile(profile), {"profile": profile.name}
+        refuse_unused(context, ("model", "hardware", "tp"), "has no effect with --profile, which says it")
+        measured = read_profile(profile)
+        split_layers(measured.model, pp)
+        return measured.workload(), {"profile": profile.name}
     shape = model_shape(model)
+    split_layers(shape, pp)
     if tp is None:
         tp = max(size for size in (1, 2, 4, _GPUS_PER_NODE) if size == 1 or shape.hidden // size >= _COLUMNS_PER_GPU)
         tp = math.gcd(tp, shape.kv_heads)
     if cp is None:
-        cp = max(1, context_window // _TOKENS_PER_GPU)
+        cp = min(max(1, context_window // _TOKENS_PER_GPU), MOST_RANKS)
+    check_group_size(cp)
     return make_workload(shape, hardware, tp=tp, cp=cp), {"model": model, "hardware": hardware, "tp": tp, "cp": cp}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.table import Table
 
-from wlb.cli import console
+from wlb.cli import console, options
 from wlb.errors import UserError
 from wlb.system import usable_cores
 
@@ -30,6 +30,7 @@ class Unit(StrEnum):
 
 
 def prepare(
+    context: typer.Context,
     sources: list[Path] = typer.Argument(
         None,
         metavar="SOURCE",
@@ -57,7 +58,7 @@ def prepare(
     text_field: str = typer.Option("text", metavar="NAME", help="Field of JSON Lines, or column of Parquet, to read."),
     unit: Unit = typer.Option(Unit.DEFINITION, help="With --stdlib: one document per top-level definition or module."),
     workers: int | None = typer.Option(
-        None, metavar="N", min=1, help="Tokenising processes (default: one for bytes, else one per core)."
+        None, metavar="N", min=1, max=1024, help="Tokenising processes (default: one for bytes, else one per core)."
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing store."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON object on stdout."),
@@ -74,6 +75,10 @@ def prepare(
     from wlb.documents.store_writer import check_target
 
     check_target(out, overwrite)
+    if stdlib:
+        options.refuse_unused(context, ["text_field"], "has no effect with --stdlib")
+    else:
+        options.refuse_unused(context, ["unit"], "has no effect without --stdlib")
     corpus = _corpus(sources or [], stdlib, text_field, unit)
     _keep_sources(corpus, out)
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
@@ -143,6 +148,6 @@ def _print_table(report: PrepareReport) -> None:
     table.add_row("out", f"{report.documents_out:,}", f"{report.tokens:,}")
     for column in table.columns[1:]:
         column.justify = "right"
-    console.stdout.print(table)
+    console.print_table(table)
     skipped = f"; skipped {report.skipped_files:,} files of other kinds" if report.skipped_files else ""
     console.stdout.print(f"vocabulary {report.vocab_size:,}, end token {report.end_token}{skipped}", highlight=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 from wlb.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def profile(
         ),
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Compute type; default float32 on cpu, bfloat16 on cuda.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes, fewer times.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw seconds and FLOP/s into this PNG file.")] = None,
     json: options.Json = False,
@@ -65,11 +65,9 @@ def profile(
 
     Example: wlb profile --out profile.json --plot profile.png
     """
-    for path in (out, plot):
-        if path is not None:
-            options.check_writable(path)
+    options.check_writable(out)
     if plot is not None:
-        require("matplotlib", "plot")
+        options.check_picture(plot)
     settings = _settings(device, model, tp, max_length, dtype, threads, quick)
 
     from wlb.training.job import hardware_name
@@ -106,7 +104,7 @@ def profile(
             }
         )
         return
-    stdout.print(_table(accuracy, f"{measured.machine}, {measured.dtype}, measured with {measured.clock}"))
+    print_table(_table(accuracy, f"{measured.machine}, {measured.dtype}, measured with {measured.clock}"))
     lengths = ", ".join(f"{tokens:,} ({name})" for name, tokens in crossover.items() if tokens)
     stdout.print(f"tokens at which a document's attention costs as much as everything else: {lengths}", highlight=False)
     stdout.print(f"profile: {out}" + (f", picture: {plot}" if plot else ""), highlight=False)

@@ -14,11 +14,13 @@ from wlb.errors import UserError
 if TYPE_CHECKING:
     from wlb.report.evidence import Evidence
 
+_SIMULATED_ONLY = ("model", "hardware", "parallel", "context_window", "micro_batches", "steps")
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp")
 _SCHEDULES = ("1f1b", "interleaved_1f1b")  # what wlb train runs, and so what can be recommended
 
 
 def report(
+    context: typer.Context,
     source: Annotated[
         str,
         typer.Argument(
@@ -38,7 +40,9 @@ def report(
     micro_batches: Annotated[
         int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks; default: dp x pp.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to simulate, as far as the documents go.")] = 64,
+    steps: Annotated[
+        int, typer.Option(min=1, max=options.MOST_STEPS, help="Steps to simulate, as far as the documents go.")
+    ] = 64,
     before: Annotated[Path | None, typer.Option(help="metrics.dir of an earlier job to compare RUN_DIR with.")] = None,
     json: options.Json = False,
 ) -> None:
@@ -52,6 +56,9 @@ def report(
     options.check_writable(out)
     path = Path(source)
     if is_run_directory(path) or before is not None or path.is_dir():
+        options.refuse_unused(
+            context, _SIMULATED_ONLY, "has no effect on the report of a training run, which is measured"
+        )
         text, summary = _measured(path, before)
     else:
         sizes = parallel_sizes(parallel)
@@ -81,12 +88,15 @@ def parallel_sizes(text: str) -> dict[str, Any]:
 
 
 def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
-    from wlb.report.measured import measured_report
+    from dataclasses import asdict
+
+    from wlb.report.measured import gain_at_equal_work, measured_report
     from wlb.report.run_directory import read_run
 
     run, earlier = read_run(path), None if before is None else read_run(before)
-    summary: dict[str, Any] = {"kind": "measured", "tokens_per_second": run.tokens_per_second}
+    summary: dict[str, Any] = {"kind": "measured", "steps": run.steps, "tokens_per_second": run.tokens_per_second}
     if earlier is not None:
+        summary["speed_at_equal_work"] = asdict(gain_at_equal_work(earlier, run))
         summary["gain"] = run.tokens_per_second / earlier.tokens_per_second
     return measured_report(run, earlier), summary
 
@@ -124,7 +134,8 @@ def _summary(evidence: Evidence) -> dict[str, Any]:
 
     return {
         "kind": "simulated",
-        "gain": {name: asdict(gain) for name, gain in evidence.gains.items()},
+        "speed_at_equal_work": {name: asdict(gain) for name, gain in evidence.gains.items()},
+        "gain": {name: asdict(gain) for name, gain in evidence.gains_in_tokens.items()},
         "imbalance": {name: system.imbalance for name, system in evidence.systems.items()},
         "tokens_per_second": {name: system.tokens_per_second for name, system in evidence.systems.items()},
         "recommended": asdict(evidence.recommended)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, stderr, stdout
+from wlb.cli.console import emit_json, print_table, stderr, stdout
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def reproduce(
+    context: typer.Context,
     name: Annotated[
         str,
         typer.Argument(
@@ -33,10 +34,15 @@ def reproduce(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, help="Steps to simulate (sharding: micro-batches; convergence: to train)."),
+        typer.Option(
+            "--steps",
+            min=1,
+            max=options.MOST_STEPS,
+            help="Steps to simulate (sharding: micro-batches; convergence: to train).",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the documents and their order.")] = 0,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="convergence: runs of each method.")] = 2,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="convergence: runs of each method.")] = 2,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="kernel: measured workload profile, shown beside the H100 preset.")
     ] = None,
@@ -54,6 +60,8 @@ def reproduce(
 
     if name != "all" and name not in EXPERIMENTS:
         raise UserError(f"experiment {name!r} is unknown; choose from {', '.join(EXPERIMENTS)}, all")
+    if name != "convergence":
+        options.refuse_unused(context, ["seeds"], f"is for convergence; {name} has one seed, --seed")
     if profile is not None and name not in ("kernel", "all"):
         raise UserError(f"--profile is shown by kernel; {name} is simulated on the H100 preset")
     try:
@@ -89,7 +97,7 @@ def _print(report: Report) -> None:
     stdout.print(f"[bold]{report.title}[/bold]\ndocuments: {report.documents}")
     for table in report.tables:
         stdout.print(f"\n{table.title}", markup=False, highlight=False)
-        stdout.print(_rich(table))
+        print_table(_rich(table))
     for finding in report.findings:
         stdout.print(f"{_VERDICTS[finding.holds]}: {finding.statement} ({finding.evidence})")
     for note in report.notes:

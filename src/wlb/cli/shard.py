@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def shard(
+    context: typer.Context,
     lengths: options.Lengths,
     context_window: options.ContextWindow,
     cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size: ranks that share a micro-batch.")],
@@ -27,7 +28,9 @@ def shard(
     strategies: Annotated[
         str | None, typer.Option(help="Comma-separated: per_sequence, per_document, adaptive, hybrid.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Micro-batches to shard, drawn at random.")] = 200,
+    samples: Annotated[
+        int, typer.Option(min=1, max=options.MOST_STEPS, help="Micro-batches to shard, drawn at random.")
+    ] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Of the draw.")] = 0,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the attended area of every rank, for one micro-batch, into this PNG.")
@@ -42,13 +45,14 @@ def shard(
     Example: wlb shard synthetic:20000:128K:0 --context-window 128K --cp 8
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.sharding import STRATEGIES
+    from wlb.sharding import STRATEGIES, check_group_size
     from wlb.sharding.compare import compare_strategy, sample_micro_batches
 
     if plot is not None:
-        options.check_writable(plot)
+        options.check_picture(plot)
+    check_group_size(cp)
     # Shards are priced one by one, so the workload is that of a GPU without context parallelism.
-    workload, priced_by = options.workload_from(model, hardware, tp, 1, context_window, profile)
+    workload, priced_by = options.workload_from(context, model, hardware, tp, 1, context_window, profile)
     priced_by = {name: value for name, value in priced_by.items() if name != "cp"}
     micro_batches = sample_micro_batches(read_lengths(lengths), context_window, samples, seed)
     names = [name.strip() for name in strategies.split(",")] if strategies else list(STRATEGIES)
@@ -79,7 +83,7 @@ def shard(
             }
         )
         return
-    stdout.print(_table(results, title))
+    print_table(_table(results, title))
     if plot is not None:
         stdout.print(f"picture: {plot}")
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
-from wlb.cli.simulation_tables import report_search, simulation_table
+from wlb.cli.console import emit_json, print_table, progress_bar, stdout
+from wlb.cli.simulation_tables import report_search, simulation_json, simulation_table
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from wlb.simulate import SimulatedJob, SimulationResult
     from wlb.simulate.search import SearchResult
 
+_SEARCH_ONLY = ("gpus", "model", "context_window", "batch_tokens")
+_JOB_ONLY = ("job", "systems", "profile", "schedule", "settings", "trace")
 _STEPS, _SEARCH_STEPS = 50, 8
 _CONFIGURED = "as configured"
 _DOCUMENTS = 100_000  # synthetic ones, where a named job is given no lengths
 
 
 def simulate(
+    context: typer.Context,
     job: Annotated[
         str | None,
         typer.Argument(
@@ -39,7 +42,12 @@ def simulate(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, help="Steps to simulate; default 50, or 8 of each finalist of --search."),
+        typer.Option(
+            "--steps",
+            min=1,
+            max=options.MOST_STEPS,
+            help="Steps to simulate; default 50, or 8 of each finalist of --search.",
+        ),
     ] = None,
     systems: Annotated[
         str | None,
@@ -88,11 +96,13 @@ def simulate(
     wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
     """
     if search:
+        options.refuse_unused(context, _JOB_ONLY, "has no effect with --search, which makes its own jobs")
         if gpus is None:
             raise UserError("--search needs --gpus: how many there are")
         found = _search(gpus, model, context_window, batch_tokens, hardware, lengths, steps or _SEARCH_STEPS)
         report_search(found, json)
         return
+    options.refuse_unused(context, _SEARCH_ONLY, "has no effect without --search")
     if job is None:
         raise UserError("name a configuration file or a job such as 7b-128k, or use --search")
     if trace is not None:
@@ -105,9 +115,9 @@ def simulate(
     if trace is not None:
         _write_trace(trace, next(reversed(jobs.values())), documents, steps)
     if json:
-        emit_json(shown | {"systems": [{"system": name} | result.to_json() for name, result in results.items()]})
+        emit_json(shown | {"systems": simulation_json(results)})
         return
-    stdout.print(simulation_table(Path(job).name, results, shown))
+    print_table(simulation_table(Path(job).name, results, shown))
     if trace is not None:
         stdout.print(f"trace: {trace} (open it at ui.perfetto.dev)")
 
@@ -153,16 +163,18 @@ def _configured_jobs(
     from dataclasses import replace
 
     from wlb.config_file import load_config
+    from wlb.documents.token_store import stored_vocab_size
     from wlb.simulate import SimulatedJob
 
     config = load_config(path, settings)
-    shape = None
+    known: dict[str, Any] = {"vocab_size": stored_vocab_size(config.data.store)}
     if config.model.pretrained is not None:
-        from wlb.integrations.huggingface.config import read_config
+        from wlb.training.pretrained import pretrained_config
 
-        shape = read_config(config.model.pretrained).shape
+        model = pretrained_config(config.model.pretrained, config.model)
+        known = {"shape": model.shape, "tied_embeddings": model.tied_embeddings}
     by_system = {_CONFIGURED: config} | {name: load_config(path, [*settings, f"preset={name}"]) for name in systems}
-    jobs = {name: SimulatedJob.from_config(job, hardware, shape=shape, **measured) for name, job in by_system.items()}
+    jobs = {name: SimulatedJob.from_config(job, hardware, **known, **measured) for name, job in by_system.items()}
     if schedule is not None:
         jobs = {name: replace(job, **_scheduled(schedule)) for name, job in jobs.items()}
     return jobs, lengths or str(config.data.store)
@@ -175,7 +187,7 @@ def _scheduled(schedule: str) -> dict[str, Any]:
 def _lengths(source: str) -> NDArray[np.int64]:
     from wlb.documents.lengths import read_lengths
 
-    return read_lengths(source)
+    return read_lengths(source, keep_empty=True)
 
 
 def _simulate_all(jobs: dict[str, SimulatedJob], lengths: NDArray[np.int64], steps: int) -> dict[str, SimulationResult]:

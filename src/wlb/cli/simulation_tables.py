@@ -7,25 +7,39 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from wlb.cli.console import emit_json, stdout
+from wlb.cli.console import emit_json, print_table, stdout
 
 if TYPE_CHECKING:
     from wlb.simulate import SimulationResult
     from wlb.simulate.search import SearchResult
 
 _FINALISTS_SHOWN = 12
+_WORTH_TELLING = 0.002  # of a step
+_DESCRIPTIONS = ("layout", "check-\npointing", "packing and sharding")  # columns of words
+_WIDE_ONLY = ("check-\npointing", "step s", "attention\nkept")  # a narrow terminal goes without
+_BASE = "plain-4d"  # what speeds are compared with, where it is simulated
+
+
+def simulation_json(results: dict[str, SimulationResult]) -> list[dict[str, Any]]:
+    base = results[_base_of(results)]
+    return [
+        {"system": name} | result.to_json() | {"speed_at_equal_work": result.speed_at_equal_work(base)}
+        for name, result in results.items()
+    ]
 
 
 def simulation_table(title: str, results: dict[str, SimulationResult], shown: dict[str, Any]) -> Table:
     from wlb.simulate import CAUSES
 
     first = next(iter(results.values()))
+    base = _base_of(results)
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
     table = Table(
         title=f"{title} on {first.job.gpus:,} GPUs\nsimulated ({priced})",
         caption=f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
-        "seconds of a step · imbalance: slowest over mean\n"
-        "attention kept: the rest is cut away",
+        f"speed at equal work: predicted seconds of work done in a second, over {base}\n"
+        "tokens/s counts as a gain what is cut away or still waits\n"
+        "seconds of a step · imbalance: slowest over mean",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
@@ -39,6 +53,7 @@ def simulation_table(title: str, results: dict[str, SimulationResult], shown: di
             table.add_row(cause, *cells)
     table.add_section()
     table.add_row("step", *(f"{r.mean_step_seconds:.3f} {1:6.1%}" for r in results.values()))
+    table.add_row("speed at equal work", *(f"{r.speed_at_equal_work(results[base]):.3f}x" for r in results.values()))
     table.add_row("tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results.values()))
     for key, name in (
         ("gpus", "imbalance: GPUs"),
@@ -51,60 +66,78 @@ def simulation_table(title: str, results: dict[str, SimulationResult], shown: di
     return table
 
 
+def _base_of(results: dict[str, SimulationResult]) -> str:
+    """The system that the others are compared with: plain-4d, or the first where that was not simulated."""
+    return _BASE if _BASE in results else next(iter(results))
+
+
 def report_search(found: SearchResult, json: bool) -> None:
     """Print the ranking and why its first is first."""
     from wlb.simulate.search import explanation, layout_of, packing_of
 
     others = [("plain-4d in its layout", found.plain)]
     others = [*([("the runner-up", found.ranking[1])] if len(found.ranking) > 1 else []), *others]
-    rows = [*found.ranking[:_FINALISTS_SHOWN], found.plain]
     if json:
         emit_json(
             {
                 "layouts": found.layouts,
                 "too_large": found.too_large,
-                "ranking": [_described(result) for result in found.ranking],
-                "plain": _described(found.plain),
+                "ranking": [_described(result, found.plain) for result in found.ranking],
+                "plain": _described(found.plain, found.plain),
                 "saved": {name: dict(explanation(found.winner, other)) for name, other in others},
             }
         )
         return
-    job = found.winner.job
+    print_table(search_table(found), search_table(found, narrow=True))
+    for name, other in others:
+        gain = found.winner.speed_at_equal_work(other)
+        saved = explanation(found.winner, other)
+        worth_telling = _WORTH_TELLING * found.winner.mean_step_seconds
+        told = ", ".join(f"{cause} {seconds:+.2g}" for cause, seconds in saved if abs(seconds) >= worth_telling)
+        stdout.print(
+            f"{gain:.3f}x {name} at equal work ({layout_of(other.job)}, {packing_of(other.job)}); "
+            f"seconds saved a step: {told or 'none'}",
+            highlight=False,
+        )
+
+
+def search_table(found: SearchResult, *, narrow: bool = False) -> Table:
+    """The ranking and plain-4d below it; ``narrow`` leaves columns out and folds the others."""
+    from wlb.simulate.search import layout_of, packing_of
+
+    job, rows = found.winner.job, [*found.ranking[:_FINALISTS_SHOWN], found.plain]
     table = Table(
         title=f"{job.gpus:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens a step\n"
         f"simulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
+        caption="speed at equal work: over plain-4d in the fastest layout, the last row",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    table.add_column("layout", no_wrap=True)
-    table.add_column("check-\npointing", no_wrap=True)
-    table.add_column("packing and sharding")
-    for heading in ("tokens/s", "step s\n", "attention\nkept"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for r in rows:
-        table.add_row(
-            layout_of(r.job),
-            r.job.activation_checkpointing,
-            packing_of(r.job),
-            f"{r.tokens_per_second:,.0f}",
-            f"{r.mean_step_seconds:.2f}",
-            f"{r.attention_kept:.0%}",
-        )
-    stdout.print(table)
-    for name, other in others:
-        gain = found.winner.tokens_per_second / other.tokens_per_second
-        saved = explanation(found.winner, other)
-        told = ", ".join(f"{cause} {seconds:+.2f}" for cause, seconds in saved if abs(seconds) >= 0.005)
-        stdout.print(
-            f"{gain:.3f}x {name} ({layout_of(other.job)}, {packing_of(other.job)}); seconds saved a step: {told}"
-        )
+    columns = {
+        "layout": [layout_of(r.job) for r in rows],
+        "check-\npointing": [r.job.activation_checkpointing for r in rows],
+        "packing and sharding": [packing_of(r.job) for r in rows],
+        "speed at\nequal work": [f"{r.speed_at_equal_work(found.plain):.3f}x" for r in rows],
+        "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in rows],
+        "step s": [f"{r.mean_step_seconds:.3g}" for r in rows],
+        "attention\nkept": [f"{r.attention_kept:.0%}" for r in rows],
+    }
+    if narrow:
+        columns = {heading: cells for heading, cells in columns.items() if heading not in _WIDE_ONLY}
+    for heading in columns:
+        described = heading in _DESCRIPTIONS
+        table.add_column(heading, justify="left" if described else "right", no_wrap=not (narrow and described))
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*row)
+    return table
 
 
-def _described(result: SimulationResult) -> dict[str, Any]:
+def _described(result: SimulationResult, plain: SimulationResult) -> dict[str, Any]:
     job = result.job
     layout = {name: getattr(job, name) for name in ("tp", "cp", "pp", "dp", "virtual_pp", "schedule")}
     return result.to_json() | {
+        "speed_at_equal_work": result.speed_at_equal_work(plain),
         "parallel": layout,
         "activation_checkpointing": job.activation_checkpointing,
         "packing": job.packing.in_use(),

@@ -11,7 +11,7 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.compare import check_dealing, compare_with_progress, show_comparison, title_of
-from wlb.cli.console import emit_json, progress_bar, stdout
+from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,6 +24,7 @@ _AS_FAST = 0.99  # of the tuned setting's speed: thresholds tuned on these docum
 
 
 def tune(
+    context: typer.Context,
     lengths: options.Lengths,
     context_window: options.ContextWindow,
     micro_batches: options.MicroBatches,
@@ -35,7 +36,8 @@ def tune(
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
     max_length_factor: Annotated[
-        float, typer.Option(min=1.0, help="Largest L_max to consider, in context windows: what memory allows.")
+        float,
+        typer.Option(min=1.0, max=1000.0, help="Largest L_max to consider, in context windows: what memory allows."),
     ] = 2.0,
     max_token_delay: Annotated[float, typer.Option(min=0.0, help="Bound on the mean token delay, in steps.")] = 0.35,
     max_delay: options.MaxDelay = None,
@@ -60,7 +62,7 @@ def tune(
 
     check_dealing(micro_batches, dp)
     cluster = Cluster(micro_batches, context_window, dp, pp)
-    workload, priced_by = options.workload_from(model, hardware, tp, cp, context_window, profile)
+    workload, priced_by = options.workload_from(context, model, hardware, tp, cp, context_window, profile, pp=pp)
     documents, _ = documents_for(read_lengths(lengths), cluster, steps=steps)
     factors = sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < max_length_factor), max_length_factor})
     with progress_bar() as bar:
@@ -103,7 +105,7 @@ def tune(
             }
         )
         return
-    stdout.print(_trade_off_table(curve, best))
+    print_table(_trade_off_table(curve, best))
     show_comparison(results, title_of(cluster, priced_by))
     stdout.print(_verdict(results), markup=False, highlight=False)
     stdout.print("recommended configuration:\n")

@@ -26,8 +26,11 @@ from wlb.token_count import parse_tokens
 Integers = NDArray[np.integer[Any]]
 
 
-def read_lengths(source: str | Path) -> NDArray[np.int64]:
-    """Tokens of every document of ``source``, in order; shape (documents,). Empty documents of a store are left out.
+def read_lengths(source: str | Path, *, keep_empty: bool = False) -> NDArray[np.int64]:
+    """Tokens of every document of ``source``, in order; shape (documents,).
+
+    Empty documents, which a store may have, are left out unless ``keep_empty``: the order in which a job trains its
+    documents counts them.
 
     Raises ``UserError`` when there are none, or when one is not a whole number from 1 to 2**31 - 1, with its
     position.
@@ -47,7 +50,8 @@ def read_lengths(source: str | Path) -> NDArray[np.int64]:
     if not len(lengths):
         raise UserError(f"{path} holds no document lengths")
     _check_range(path, lengths, where)
-    return _without_empty(path, lengths.astype(np.int64))
+    tokens = lengths.astype(np.int64)
+    return tokens if keep_empty else _without_empty(path, tokens)
 
 
 def _without_empty(path: Path, lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -90,6 +90,8 @@ def prepare_store(
             text_bytes += batch.text_bytes
             on_progress(batch.progress)
         if not writer.documents:
+            if not rejects:
+                raise UserError("the sources are empty: there is not one document in them")
             raise UserError(f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}")
         report = PrepareReport(
             documents_in=writer.documents + rejects.total(),

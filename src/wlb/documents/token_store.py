@@ -140,6 +140,13 @@ def _map_tokens(path: Path, index: TokenIndex) -> NDArray[Any]:
     raise UserError(f"{path} has {size} bytes where its index asks for {expected}: truncated or of another store")
 
 
+def stored_vocab_size(prefix: Path) -> int | None:
+    """The vocabulary of the store at ``prefix``; None where there is no store, or it does not say."""
+    if not index_path(prefix).exists():
+        return None
+    return _read_sidecar(prefix, read_index(index_path(prefix))).get("vocab_size")
+
+
 def _read_sidecar(prefix: Path, index: TokenIndex) -> dict[str, Any]:
     path = sidecar_path(prefix)
     try:

@@ -33,6 +33,7 @@ END_TOKEN_NAMES = (
 TRAINED_END_TOKEN = "<|endoftext|>"
 # Byte-level BPE starts from all 256 bytes and the end token.
 SMALLEST_BPE = 257
+LARGEST_BPE = 2**20  # several times the largest in use
 
 
 class Tokenizer(Protocol):
@@ -149,10 +150,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     """Train a byte-level BPE of at most ``vocab_size`` tokens; ``<|endoftext|>`` has id 0.
 
     The same texts in the same order give the same tokenizer. Memory grows with the number of distinct words.
-    Raises ``UserError`` for a vocabulary below 257.
+    Raises ``UserError`` for a vocabulary below 257 or over a million.
     """
     if vocab_size < SMALLEST_BPE:
         raise UserError(f"--train-bpe {vocab_size} is too small; 256 bytes and the end token need {SMALLEST_BPE}")
+    if vocab_size > LARGEST_BPE:
+        raise UserError(f"--train-bpe {vocab_size} is too large; a vocabulary has at most {LARGEST_BPE} tokens")
     tokenizers = require("tokenizers", "data")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -20,6 +20,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import require
 
+_MOST_VARIABLES = 2**20  # documents x micro-batches: a GiB, and minutes before the first branch
+
 
 @dataclass(frozen=True)
 class ExactPacking:
@@ -52,14 +54,14 @@ def solve(
     """Assign every document to one of ``micro_batches`` micro-batches, at the least largest workload.
 
     ``start`` is a feasible assignment; it is returned where the solver finds none better within ``time_limit``
-    seconds and ``node_limit`` branch-and-bound nodes. A time limit makes the result depend on the machine's speed, a
-    node limit does not.
+    seconds and ``node_limit`` branch-and-bound nodes, and where there are over 2^20 pairs of a document and a
+    micro-batch. A time limit makes the result depend on the machine's speed, the other bounds do not.
     """
     require("scipy.optimize", "solver")  # even where the start turns out to be good enough
     price, first = np.asarray(seconds, np.float64), np.asarray(start, np.int64)
     bound = max(price.sum() / micro_batches, price.max(initial=0.0))
     best = ExactPacking(first, _largest(first, price, micro_batches), float(bound))
-    if best.optimality_gap <= relative_gap:
+    if best.optimality_gap <= relative_gap or len(lengths) * micro_batches > _MOST_VARIABLES:
         return best
     options = {"mip_rel_gap": relative_gap, "time_limit": time_limit, "node_limit": node_limit}
     assignment, bound = _branch_and_bound(lengths, price, micro_batches, capacity, best, options)

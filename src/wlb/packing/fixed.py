@@ -7,7 +7,7 @@ costly upper baseline, lets an integer program improve the placement (section 2.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated
 
 from pydantic import Field
 
@@ -16,27 +16,31 @@ from wlb.packing.exact import solve
 from wlb.packing.greedy import OpenMicroBatches
 from wlb.packing.options import DelayOptions, whole_number
 from wlb.packing.pooling import PoolingPacker
-from wlb.settings import PositiveInt
+from wlb.settings import MicroBatches, Number
 
 
 class FixedOptions(DelayOptions):
     """Options of ``fixed_greedy``."""
 
-    window: PositiveInt = Field(1, description="Global batches packed together")
+    window: MicroBatches = Field(1, description="Global batches packed together, at most 65536 micro-batches in all")
+
+    @property
+    def global_batches(self) -> int:
+        return self.window
 
     @classmethod
     def from_argument(cls, argument: str, context_window: int) -> dict[str, object]:
         """The number of global batches packed together."""
-        return {"window": whole_number(argument)}
+        return {"window": whole_number(argument, least=1)}
 
 
 class SolverOptions(FixedOptions):
     """Options of ``fixed_solver``; one with a time limit plans differently on machines of different speed."""
 
-    solver_nodes: PositiveInt = Field(
+    solver_nodes: Annotated[int, Field(ge=1, le=100_000, strict=True)] = Field(
         1000, description="Branch-and-bound nodes of one solve; every rank searches the same ones"
     )
-    solver_seconds: float | None = Field(None, gt=0, exclude=True, description="Longest time of one solve")
+    solver_seconds: Number | None = Field(None, gt=0, exclude=True, description="Longest time of one solve")
 
     @property
     def node_limit(self) -> int | None:
@@ -45,23 +49,14 @@ class SolverOptions(FixedOptions):
         return None if by_time_alone else self.solver_nodes
 
 
-Options = TypeVar("Options", bound=FixedOptions)
-
-
-class _FixedPacker(PoolingPacker[Options]):
-    def __init__(self, task: PackingTask, options: Options) -> None:
-        super().__init__(task, options)
-        self.window = options.window
-
-
-class FixedGreedyPacker(_FixedPacker[FixedOptions]):
+class FixedGreedyPacker(PoolingPacker[FixedOptions]):
     """Longest document first into the lightest micro-batch with room."""
 
     name = "fixed_greedy"
     options_class = FixedOptions
 
 
-class FixedSolverPacker(_FixedPacker[SolverOptions]):
+class FixedSolverPacker(PoolingPacker[SolverOptions]):
     """Places the documents that greedy packing fits into a window of global batches as well as can be.
 
     Which documents fit is decided greedily; where each of them goes is decided by ``wlb.packing.exact.solve``.

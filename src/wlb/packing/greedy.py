@@ -110,10 +110,10 @@ class OpenMicroBatches:
 
     def fill_empty(self) -> None:
         """Move single documents from the heaviest micro-batches that hold several into those that hold none."""
-        for index, members in enumerate(self.members):
+        for index in [index for index, members in enumerate(self.members) if not members]:
             several = [other for other, held in enumerate(self.members) if len(held) > 1]
-            if members or not several:
-                continue
+            if not several:
+                return
             heaviest = max(several, key=self.seconds.__getitem__)
             item = self.members[heaviest].pop()
             self.seconds[heaviest] -= item.seconds

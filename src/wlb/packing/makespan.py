@@ -26,7 +26,7 @@ from wlb.packing.options import LengthFactorOptions
 from wlb.packing.plan import StepPlan
 from wlb.packing.pooling import PoolingPacker, split_at, to_state
 from wlb.packing.release import Fluid, Outlier, Prices, StepPool, choose
-from wlb.settings import NonNegativeInt
+from wlb.settings import NonNegativeInt, Number
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
 
@@ -43,11 +43,11 @@ class MakespanOptions(LengthFactorOptions):
     max_delay: NonNegativeInt = Field(
         8, description="Steps after which a waiting document is trained whatever it costs; 0 lets none wait"
     )
-    delay_price: float = Field(
+    delay_price: Number = Field(
         0.05, ge=0, le=100, description="Imbalance that a step of waiting is worth, for a global batch of tokens"
     )
-    lookahead: float = Field(0.5, ge=0, le=1, description="Part of the next global batch that a step may train early")
-    token_spread: float = Field(
+    lookahead: Number = Field(0.5, ge=0, le=1, description="Part of the next global batch that a step may train early")
+    token_spread: Number = Field(
         0.75, ge=0, le=1, description="Global batches by which a step may be longer or shorter than one"
     )
 

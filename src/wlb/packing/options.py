@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from wlb.errors import UserError
-from wlb.settings import NonNegativeInt, Section
+from wlb.settings import NonNegativeInt, Number, Section
 
 
 class PackerOptions(Section):
@@ -28,6 +28,11 @@ class PackerOptions(Section):
     def most_tokens(self, context_window: int) -> int:
         """L_max: the most tokens of a micro-batch."""
         return context_window
+
+    @property
+    def global_batches(self) -> int:
+        """Global batches that are planned together."""
+        return 1
 
 
 class DelayOptions(PackerOptions):
@@ -50,7 +55,7 @@ class DelayOptions(PackerOptions):
 class LengthFactorOptions(DelayOptions):
     """Of packers whose micro-batches may be longer than the context window."""
 
-    max_length_factor: Annotated[float, Field(ge=1, le=1000)] | Literal["auto"] = Field(
+    max_length_factor: Annotated[Number, Field(ge=1, le=1000)] | Literal["auto"] = Field(
         1.5,
         description="L_max, the most tokens of a micro-batch, in context windows; auto is the most that memory allows, "
         "up to 4, in a job that is trained or simulated",
@@ -62,8 +67,8 @@ class LengthFactorOptions(DelayOptions):
         return int(self.max_length_factor * context_window)
 
 
-def whole_number(argument: str) -> int:
-    """``argument`` as a number. Raises ``UserError`` where it is none."""
-    if not argument.isdecimal():
-        raise UserError(f"{argument!r} is not a whole number")
+def whole_number(argument: str, *, least: int) -> int:
+    """``argument`` as a number. Raises ``UserError`` where it is none of at least ``least``."""
+    if not argument.isdecimal() or int(argument) < least:
+        raise UserError(f"{argument!r} is not a whole number of at least {least}")
     return int(argument)

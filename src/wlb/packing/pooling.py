@@ -24,10 +24,10 @@ class PoolingPacker(Packer[Options]):
     """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``makespan``."""
 
     options_class = DelayOptions
-    window = 1  # global batches planned together
 
     def __init__(self, task: PackingTask, options: Options) -> None:
         super().__init__(task, options)
+        self.window = options.global_batches
         self.max_delay = options.max_delay
         self._carried: list[Pending] = []
         self._carried_tokens = 0
@@ -80,10 +80,12 @@ class PoolingPacker(Packer[Options]):
     def _take_fresh(self) -> list[Pending]:
         """The documents this round takes in, each with the step it would have been trained in by arrival."""
         fresh: list[Pending] = []
+        taken = 0
         wanted = self._tokens_wanted()
         for batch in range(self.window):
             remaining = wanted - (self.window - 1 - batch) * self.global_batch_tokens
-            segments = self._take(remaining - sum(item.length for item in fresh))
+            segments = self._take(remaining - taken)
+            taken += sum(segment.length for segment in segments)
             fresh += self._price(segments, self._step + batch)
         return fresh
 

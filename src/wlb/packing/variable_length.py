@@ -64,7 +64,7 @@ class VariableLengthOptions(LengthFactorOptions):
             return {"outlier_thresholds": "auto"}
         if argument == "paper":
             return {"early_release": False}
-        return {"outlier_thresholds": default_thresholds(context_window, whole_number(argument))}
+        return {"outlier_thresholds": default_thresholds(context_window, whole_number(argument, least=0))}
 
 
 class VariableLengthPacker(PoolingPacker[VariableLengthOptions]):

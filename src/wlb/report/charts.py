@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,15 +61,15 @@ def bars(
     note: str,
     *,
     origin: float = 0.0,
-    highlight: str = "",
+    highlights: Collection[str] = (),
 ) -> Markup:
-    """One bar a row (name, value, value as shown) from ``origin``; the row called ``highlight`` stands out."""
+    """One bar a row (name, value, value as shown) from ``origin``; rows named in ``highlights`` stand out."""
     top, bottom = 8.0, 8.0 + _ROW * len(rows)
     scale = Scale(origin, max(max(value for _, value, _ in rows), origin + 1e-3), _LEFT, _RIGHT)
     shapes = bottom_axis(scale, top, bottom, _compact, label)
     for index, (name, value, shown) in enumerate(rows):
         y = top + _ROW * index + 5
-        class_ = "fill-after" if name == highlight else "fill-before"
+        class_ = "fill-after" if name in highlights else "fill-before"
         shapes += [
             text(_LEFT - 8, y + 14, name, "end"),
             box(_LEFT, y, scale(value) - _LEFT, _ROW - 10, class_, f"{name}: {shown}"),
@@ -152,7 +152,7 @@ def series(
     for _, class_, at, of in runs:
         points = " ".join(f"{across(x):.1f},{heights(y):.1f}" for x, y in zip(at.tolist(), of.tolist(), strict=True))
         shapes.append(tag("polyline", points=points, class_=f"stroke-{class_}"))
-    described = "; ".join(f"{name}: mean {_compact(float(of.mean()))}" for name, _, _, of in runs)
+    described = "; ".join(f"{name}: {_compact(of.min())} to {_compact(of.max())}" for name, _, _, of in runs)
     return figure(identifier, title, described, bottom + 42, shapes, note)
 
 

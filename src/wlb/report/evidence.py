@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,10 +71,18 @@ class Evidence:
 
     @cached_property
     def gains(self) -> dict[str, Gain]:
-        """Of every system over the baseline."""
+        """Of every system over the baseline, at equal work."""
+        return self._gains(lambda system: system.work_seconds)
+
+    @cached_property
+    def gains_in_tokens(self) -> dict[str, Gain]:
+        """The same in tokens/s, which also count what is cut away, and what still waits, as a gain."""
+        return self._gains(lambda system: system.tokens)
+
+    def _gains(self, done: Callable[[SystemSteps], NDArray[Any]]) -> dict[str, Gain]:
         before = self.systems[BASELINE]
         return {
-            name: gain(before.tokens, before.seconds, after.tokens, after.seconds)
+            name: gain(done(before), before.seconds, done(after), after.seconds)
             for name, after in self.systems.items()
             if name != BASELINE
         }

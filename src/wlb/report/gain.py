@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 _BLOCK = 8  # steps, or more where that makes too many blocks
 _MOST_BLOCKS = 128
@@ -20,7 +20,10 @@ _COVERED = (2.5, 97.5)  # percentiles
 
 @dataclass(frozen=True)
 class Gain:
-    """Tokens per second of one series over another's, and the 95% interval of the bootstrap."""
+    """What is done in a second of one series over another's, and the 95% interval of the bootstrap.
+
+    ``steps`` are those of the shorter series.
+    """
 
     factor: float
     low: float
@@ -32,28 +35,38 @@ class Gain:
 
 
 def gain(
-    before_tokens: NDArray[np.int64],
-    before_seconds: NDArray[np.float64],
-    after_tokens: NDArray[np.int64],
-    after_seconds: NDArray[np.float64],
-    *,
-    seed: int = 0,
+    before: ArrayLike, before_seconds: ArrayLike, after: ArrayLike, after_seconds: ArrayLike, *, seed: int = 0
 ) -> Gain:
-    """Tokens over seconds of ``after`` over those of ``before``; arrays have shape (steps,), cut to the shorter."""
-    steps = min(len(before_tokens), len(after_tokens))
-    columns = np.stack(
-        [column[:steps] for column in (before_tokens, before_seconds, after_tokens, after_seconds)]
-    ).astype(np.float64)
-    block = min(max(_BLOCK, -(-steps // _MOST_BLOCKS)), max(1, steps // 4))
-    ends = np.cumsum(np.concatenate([np.zeros((4, 1)), columns, columns[:, : block - 1]], axis=1), axis=1)
+    """What ``after`` does in a second over what ``before`` does.
+
+    ``before`` and ``after`` are what each step does (work, or tokens), shape (steps,). The two may differ in length;
+    all steps count.
+    """
+    series = [np.array(columns, np.float64) for columns in ((before, before_seconds), (after, after_seconds))]
+    steps = min(columns.shape[1] for columns in series)
+    blocks = max(-(-columns.shape[1] // _block_size(columns.shape[1])) for columns in series)
+    places = np.random.default_rng(seed).random((_DRAWS, blocks))
+    drawn_before, drawn_after = (_redrawn_rates(columns, places) for columns in series)
+    low, high = np.percentile(drawn_after / drawn_before, _COVERED)
+    return Gain(_rate(series[1]) / _rate(series[0]), float(low), float(high), steps)
+
+
+def _block_size(steps: int) -> int:
+    return min(max(_BLOCK, -(-steps // _MOST_BLOCKS)), max(1, steps // 4))
+
+
+def _rate(columns: NDArray[np.float64]) -> float:
+    done, seconds = columns.sum(axis=1)
+    return float(done / seconds)
+
+
+def _redrawn_rates(columns: NDArray[np.float64], places: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Done over seconds of each draw; ``places`` (draws, at least as many as blocks) are where blocks begin, 0 to 1."""
+    steps = columns.shape[1]
+    block = _block_size(steps)
+    ends = np.cumsum(np.concatenate([np.zeros((2, 1)), columns, columns[:, : block - 1]], axis=1), axis=1)
     block_sums = ends[:, block:] - ends[:, :-block]  # of the block from every step on, around the end
-    starts = np.random.default_rng(seed).integers(0, steps, (_DRAWS, -(-steps // block)))
-    ratios = _ratio(block_sums[:, starts].sum(axis=2))
-    low, high = np.percentile(ratios, _COVERED)
-    return Gain(float(_ratio(columns.sum(axis=1))), float(low), float(high), steps)
-
-
-def _ratio(sums: NDArray[np.float64]) -> NDArray[np.float64]:
-    before_tokens, before_seconds, after_tokens, after_seconds = sums
-    ratio: NDArray[np.float64] = (after_tokens / after_seconds) / (before_tokens / before_seconds)
-    return ratio
+    starts = (places[:, : -(-steps // block)] * steps).astype(np.int64)
+    done, seconds = block_sums[:, starts].sum(axis=2)
+    rates: NDArray[np.float64] = done / seconds
+    return rates

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from wlb.report.charts import intervals, series, stacked
-from wlb.report.gain import gain
+from wlb.report.gain import Gain, gain
 from wlb.report.heat_map import heat_map
 from wlb.report.markup import Markup, join, table, tag
 from wlb.report.page import facts, page, paragraph, section
@@ -29,24 +27,33 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     """The HTML of a report on ``run``, compared with ``before`` if that is given."""
     runs = [run] if before is None else [before, run]
     values = [
+        (_seconds(run.mean("step_seconds")), "a step, mean"),
+        (f"{run.utilisation:.1%}", "model FLOPs utilisation"),
         (f"{run.tokens_per_second:,.0f}", "tokens/s, all ranks"),
-        (f"{np.median(run.columns['step_seconds']):.3g} s", "a step, median"),
-        (f"{run.mean('mfu'):.1%}", "model FLOPs utilisation"),
     ]
     if run.diagnosis is not None:
         values.insert(1, (f"{run.diagnosis['slowest_over_mean']:.2f}", "slowest over mean rank, compute of a step"))
-    steps = len(run.columns["step"])
+    if before is not None:
+        faster = gain_at_equal_work(before, run)
+        values.insert(
+            0,
+            (
+                f"{faster.factor:.2f}x",
+                f"speed at equal work, over {_shortened(before.name)} ({faster.low:.2f} to {faster.high:.2f})",
+            ),
+        )
     return page(
         TITLE,
         [
             paragraph(
                 tag("span", "measured", class_="label-measured"),
-                f" by the job itself: {run.name}, {steps} steps up to step {run.columns['step'][-1]:.0f}"
-                + ("." if before is None else f", beside {before.name}, {len(before.columns['step'])} steps."),
+                f" by the job itself: {_covered(run)}"
+                + ("" if before is None else f", beside {_covered(before)}")
+                + ". All means are over these steps.",
                 class_="muted",
             ),
             facts(values),
-            *([] if before is None else [section("gain", "Gain", *_gain(before, run))]),
+            *([] if before is None else [section("gain", "Gain", *_gain(before, run, faster))]),
             section("steps", "Steps", *_steps(runs)),
             section("where", "Where the time goes", *_where(runs)),
             section("ranks", "Ranks", *_ranks(runs)),
@@ -55,21 +62,28 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     )
 
 
-def _gain(before: TrainingRun, run: TrainingRun) -> list[Markup]:
-    first, second = before.columns, run.columns
-    result = gain(
-        first["tokens"].astype(np.int64),
-        first["step_seconds"],
-        second["tokens"].astype(np.int64),
-        second["step_seconds"],
-    )
+def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
+    """Model FLOPs in a second of each device: unlike tokens/s, they do not rise while documents are cut or wait."""
+    return gain(before.work, before.columns["step_seconds"], run.work, run.columns["step_seconds"])
+
+
+def _covered(run: TrainingRun) -> str:
+    return f"{run.name}, {run.steps} steps from step {run.columns['step'][0]:.0f} to {run.columns['step'][-1]:.0f}"
+
+
+def _gain(before: TrainingRun, run: TrainingRun, faster: Gain) -> list[Markup]:
     return [
         intervals(
             "gain-chart",
-            f"Tokens per second over {before.name}",
-            [(_shortened(run.name), result)],
+            f"Speed at equal work over {before.name}",
+            [(_shortened(run.name), faster)],
             f"times {_shortened(before.name)}",
-            f"Dot: measured; line: 95% of a moving-block bootstrap over {result.steps} steps.",
+            "Dot: measured; line: 95% of a moving-block bootstrap over steps.",
+        ),
+        paragraph(
+            "Speed at equal work counts the model FLOPs of what was trained in a second of each device (model FLOPs "
+            f"utilisation). In tokens/s it is {run.tokens_per_second / before.tokens_per_second:.2f}x, which also "
+            "counts as a gain what is cut off documents, and long documents that still wait."
         ),
         paragraph(
             "The interval covers how much steps differ inside these two runs. It does not cover differences between "
@@ -82,47 +96,60 @@ def _gain(before: TrainingRun, run: TrainingRun) -> list[Markup]:
 def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
     classes = ["after"] if len(runs) == 1 else ["before", "after"]
     lines = [
-        (_shortened(run.name), class_, run.columns["step"], run.columns["tokens"] / run.columns["step_seconds"])
+        (_shortened(run.name), class_, run.columns["step"], run.columns["mfu"])
         for run, class_ in zip(runs, classes, strict=True)
     ]
     rows = [
         (
             run.name,
+            f"{run.steps}",
+            _seconds(run.mean("step_seconds")),
+            f"{run.utilisation:.1%}",
             f"{run.tokens_per_second:,.0f}",
-            f"{run.mean('step_seconds'):.3g}",
             f"{run.mean('imbalance_degree'):.3f}",
             f"{run.mean('token_delay'):.2f}",
             f"{run.mean('data_wait_seconds') / run.mean('step_seconds'):.1%}",
         )
         for run in runs
     ]
-    headings = ("run", "tokens/s", "step, s", "imbalance degree (predicted)", "token delay, steps", "waiting for data")
+    headings = (
+        "run",
+        "steps",
+        "a step, mean",
+        "model FLOPs utilisation",
+        "tokens/s",
+        "imbalance degree (predicted)",
+        "token delay, steps",
+        "waiting for data",
+    )
     return [
-        series("steps-chart", "Tokens per second, step by step", lines, "tokens per second", "Measured."),
+        series("steps-chart", "Model FLOPs utilisation, step by step", lines, "model FLOPs utilisation", "Measured."),
         table(headings, rows),
     ]
 
 
 def _where(runs: Sequence[TrainingRun]) -> list[Markup]:
-    diagnosed = [(run.name, run.diagnosis) for run in runs if run.diagnosis is not None]
+    diagnosed = [(run, run.diagnosis) for run in runs if run.diagnosis is not None]
     if not diagnosed:
         return [_not_diagnosed()]
     bars = []
-    for name, diagnosis in diagnosed:
+    for run, diagnosis in diagnosed:
         mean, step = diagnosis["mean_compute_seconds"], diagnosis["step_seconds"]
         waiting = mean * (diagnosis["slowest_over_mean"] - 1)
         data = max(rank["data_wait_seconds"] for rank in diagnosis["ranks"])
         rest = max(0.0, step - mean - waiting - data)
-        bars.append((_shortened(name), (mean, waiting, data, rest), f"{step:.3g} s"))
+        seconds = run.mean("step_seconds")
+        parts = [seconds * part / step for part in (mean, waiting, data, rest)]
+        bars.append((_shortened(run.name), parts, _seconds(seconds)))
     chart = stacked(
         "where-chart",
         "Seconds of a step",
         bars,
         _PARTS,
         "seconds",
-        f"Measured, mean of the last {diagnosed[-1][1]['steps']} steps that were diagnosed. Everything else is "
-        "bubbles of the pipeline, communication and the optimizer.",
-        lambda seconds: f"{seconds:.3g} s",
+        f"Measured: a run's mean step, divided as its last diagnosed steps were ({_diagnosed(runs)}). Everything else "
+        "is bubbles of the pipeline, communication and the optimizer.",
+        _seconds,
     )
     rows = [
         (label, *(_factor(d["imbalance"].get(name), kind) for _, d in diagnosed for kind in ("predicted", "measured")))
@@ -130,9 +157,14 @@ def _where(runs: Sequence[TrainingRun]) -> list[Markup]:
     ]
     headings = [
         "slowest over mean",
-        *(f"{name}, {kind}" for name, _ in diagnosed for kind in ("predicted", "measured")),
+        *(f"{run.name}, {kind}" for run, _ in diagnosed for kind in ("predicted", "measured")),
     ]
-    return [chart, table(headings, rows)]
+    return [chart, table(headings, rows, "Of the diagnosed steps.")]
+
+
+def _diagnosed(runs: Sequence[TrainingRun]) -> str:
+    """Which steps the diagnoses cover, run after run."""
+    return "; ".join(run.diagnosed for run in runs if run.diagnosis is not None)
 
 
 def _ranks(runs: Sequence[TrainingRun]) -> list[Markup]:
@@ -145,8 +177,9 @@ def _ranks(runs: Sequence[TrainingRun]) -> list[Markup]:
             "Compute of every GPU",
             [(name, seconds) for name, seconds in panels if seconds is not None],
             "Measured seconds of compute in a step, without collectives and waiting",
-            "Rows are pipeline ranks, columns context-parallel ranks within data-parallel ones; of a tensor-parallel "
-            "group the slowest rank. Blue ranks wait for red ones.",
+            f"Mean of the last diagnosed steps ({_diagnosed(runs)}). Rows are pipeline ranks, columns context-parallel "
+            "ranks within data-parallel ones; of a tensor-parallel group the slowest rank. Blue ranks wait for red "
+            "ones.",
         )
     ]
 
@@ -172,6 +205,10 @@ def _not_diagnosed() -> Markup:
 def _factor(factor: dict[str, float | None] | None, kind: str) -> str:
     value = (factor or {}).get(kind)
     return "" if value is None else f"{value:.3f}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"
 
 
 def _shortened(name: str, most: int = 22) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from wlb.errors import UserError
 from wlb.report.heat_map import SHADES
 from wlb.report.markup import Markup, join, tag
+from wlb.report.roles import BALANCED, BASELINE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -21,8 +22,8 @@ _COLOURS = {
     "ink": ("#1c2126", "#e4e7eb"),
     "muted": ("#5b6570", "#9aa5b1"),
     "grid": ("#dfe3e8", "#343b44"),
-    "before": ("#aab3bd", "#6b7682"),
-    "after": ("#1b7f5c", "#3fb68b"),
+    "before": (BASELINE, "#6b7682"),
+    "after": (BALANCED, "#3fb68b"),
     "count": ("#aab3bd", "#6b7682"),
     "tokens": ("#3b7dd8", "#5b9df0"),
     "attention": ("#d1602b", "#f08a54"),

@@ -7,42 +7,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wlb.errors import UserError, require
+from wlb.report.roles import colour_of
 
 if TYPE_CHECKING:
     from wlb.simulate.compare import MethodResult
 
-BALANCED, IMBALANCED = "#1b7f5c", "#b8bfc7"
-
 
 def plot_comparison(results: Sequence[MethodResult], path: Path, *, title: str) -> None:
-    """One row a method: imbalance degree, pipeline cost as packed and arranged, token delay."""
-    figure, axes = pyplot_without_display().subplots(1, 3, figsize=(13, 1.2 + 0.45 * len(results)), sharey=True)
-    names = [result.method for result in results]
-    colours = [BALANCED if name.startswith("variable") else IMBALANCED for name in names]
-    packed = [r.pipeline_cost for r in results]
-    arranged = [r.pipeline_cost_arranged for r in results]
-    imbalance = [r.imbalance_degree for r in results]
-    delay = [r.mean_token_delay for r in results]
-    columns = (
-        ("imbalance degree (1 is perfect)", imbalance, 1.0, [f"{value:.3f}" for value in imbalance]),
-        (
-            "simulated pipeline cost: as packed, ◆ arranged",
-            packed,
-            1.0,
-            [f"{before:.3f}, {after:.3f}" for before, after in zip(packed, arranged, strict=True)],
-        ),
-        ("mean token delay (steps)", delay, 0.0, [f"{value:.2f}" for value in delay]),
+    """The rows of ``wlb compare``: speed at equal work, imbalance degree, pipeline cost, token delay."""
+    from wlb.simulate.compare import compared_rows
+
+    rows = compared_rows(results)
+    colours = [colour_of(row.result.method) for row in rows]
+    panels = (
+        ("speed at equal work", [row.speed_at_equal_work for row in rows], 0.0, "{:.2f}x"),
+        ("imbalance degree (1 is perfect)", [row.result.imbalance_degree for row in rows], 1.0, "{:.3f}"),
+        ("pipeline cost over perfect balance", [row.pipeline_cost for row in rows], 1.0, "{:.3f}"),
+        ("mean token delay (steps)", [row.result.mean_token_delay for row in rows], 0.0, "{:.2f}"),
     )
-    for axis, (label, values, origin, texts) in zip(axes, columns, strict=True):
-        bars = axis.barh(names, [value - origin for value in values], left=origin, color=colours)
-        axis.bar_label(bars, texts, padding=6)
-        reach = max(max(values) - origin, 0.01)
-        axis.set_xlim(
-            min(origin, *arranged, *packed) - 0.02 * reach if values is packed else origin, origin + 1.4 * reach
-        )
+    figure, axes = pyplot_without_display().subplots(
+        1, len(panels), figsize=(16, 1.8 + 0.42 * len(rows)), sharey=True, constrained_layout=True
+    )
+    for axis, (label, values, origin, shown) in zip(axes, panels, strict=True):
+        axis.barh(range(len(rows)), [value - origin for value in values], left=origin, color=colours)
+        for place, value in enumerate(values):
+            right_of = (max(value, origin), place)
+            axis.annotate(shown.format(value), right_of, (4, 0), textcoords="offset points", va="center")
+        reach = max(*(value - origin for value in values), 0.01)
+        axis.set_xlim(min(origin, *values), origin + 1.25 * reach)
         axis.set_title(label, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[1].scatter(arranged, names, marker="D", s=24, color="black", zorder=3)
+    axes[0].set_yticks(range(len(rows)), [row.name for row in rows])
     axes[0].invert_yaxis()
     figure.suptitle(title, fontsize=11)
     save(figure, path)
@@ -53,7 +48,7 @@ def save(figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=130, bbox_inches="tight")
     except (OSError, ValueError) as error:
-        raise UserError(f"picture {path} cannot be written: {error}") from error
+        raise UserError(f"picture {path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     finally:
         pyplot_without_display().close(figure)
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from wlb.report.charts import bars, intervals, length_histogram, stacked
-from wlb.report.evidence import AS_FAST, BASELINE, BEST, RECOMMENDED, Evidence
+from wlb.report.evidence import AS_FAST, BASELINE, BEST, Evidence
 from wlb.report.gain import Gain
 from wlb.report.heat_map import heat_map
 from wlb.report.markup import Markup, table, tag
 from wlb.report.page import code, facts, page, paragraph, section
 from wlb.report.pipeline_chart import pipeline_chart
 from wlb.report.recommended import recommended_config
+from wlb.report.roles import is_baseline
 from wlb.report.shard_chart import shard_chart
 from wlb.workload.memory import gib
 
 TITLE = "What workload balancing gives this job"
 
 _FEW_STEPS = 16
-_THE_STEP = "Of each system the step whose seconds per token are closest to its mean"
+_THE_STEP = "Of each system the step whose seconds for its work are closest to the mean"
 
 
 def predicted_report(evidence: Evidence, *, source: str, model: str, hardware: str, store: str | None = None) -> str:
@@ -38,10 +39,13 @@ def predicted_report(evidence: Evidence, *, source: str, model: str, hardware: s
             ),
             facts(
                 [
-                    (f"{best.factor:.2f}x", f"tokens/s, best over plain-4D ({best.low:.2f} to {best.high:.2f})"),
+                    (
+                        f"{best.factor:.2f}x",
+                        f"speed at equal work, best over plain-4D ({best.low:.2f} to {best.high:.2f})",
+                    ),
                     (f"{before.imbalance:.2f} → {after.imbalance:.2f}", "slowest over mean GPU, compute of a step"),
-                    (f"{after.tokens_per_second:,.0f}", "tokens/s of best, all GPUs"),
                     (f"{after.token_delay:.2f}", "steps a token waits with best, mean"),
+                    (f"{after.tokens_per_second:,.0f}", "tokens/s of best, all GPUs"),
                 ]
             ),
             *([] if evidence.fits else [_does_not_fit(evidence)]),
@@ -67,20 +71,41 @@ def _does_not_fit(evidence: Evidence) -> Markup:
 
 def _gain(evidence: Evidence) -> list[Markup]:
     kept = {result.method: result.attention_kept for result in evidence.methods}["sequential"]
+    speeds, in_tokens = (
+        {BASELINE: 1.0} | {name: one.factor for name, one in gains.items()}
+        for gains in (evidence.gains, evidence.gains_in_tokens)
+    )
+    headings = ("system", "speed at equal work", "tokens/s", "over plain-4D", "token delay, steps")
+    rows = [
+        (
+            name,
+            f"{speeds[name]:.2f}x",
+            f"{system.tokens_per_second:,.0f}",
+            f"{in_tokens[name]:.2f}x",
+            f"{system.token_delay:.2f}",
+        )
+        for name, system in evidence.systems.items()
+    ]
     return [
         intervals(
             "gain-chart",
-            "Tokens per second over plain-4D",
+            "Speed at equal work over plain-4D",
             list(evidence.gains.items()),
             "times plain-4D",
             f"Dots: simulated; lines: 95% of a moving-block bootstrap over {len(evidence.systems[BEST].tokens)} steps.",
         ),
         *_doubts(evidence.gains[BEST]),
+        table(headings, rows),
+        paragraph(
+            "Speed at equal work counts the predicted seconds of work (W_a + W_l) of the documents trained, in a "
+            "second of the job. Tokens/s counts work left undone as a gain: sequential packing cuts documents at the "
+            f"window and computes only {kept:.0%} of their attention, and long documents that still wait when the last "
+            "step ends have not been computed yet.",
+            class_="muted",
+        ),
         paragraph(
             "The interval covers which documents happen to arrive, nothing else: not errors of the workload model, not "
-            "machines that differ, not what the simulation leaves out. Sequential packing also cuts documents at the "
-            f"window and so computes only {kept:.0%} of their attention, which makes plain-4D look faster than it is. "
-            "Long documents that still wait when the last step ends make the others look a little faster.",
+            "machines that differ, not what the simulation leaves out.",
             class_="muted",
         ),
     ]
@@ -104,7 +129,7 @@ def _packing(evidence: Evidence) -> list[Markup]:
         "largest over mean micro-batch workload, mean over steps; 1 is perfect",
         "Simulated, on the same documents.",
         origin=1.0,
-        highlight=RECOMMENDED,
+        highlights=[r.method for r in results if not is_baseline(r.method)],
     )
     headings = (
         "method",
@@ -139,25 +164,26 @@ def _packing(evidence: Evidence) -> list[Markup]:
 
 def _where(evidence: Evidence) -> Markup:
     baseline = evidence.systems[BASELINE]
-    per_token = {
-        name: {cause: seconds / system.tokens.mean() for cause, seconds in system.where.items()}
+    for_the_work = {
+        name: {cause: seconds / system.work_seconds.mean() for cause, seconds in system.where.items()}
         for name, system in evidence.systems.items()
     }
-    unit = float(baseline.seconds.sum() / baseline.tokens.sum())
+    unit = 1 / baseline.work_rate
     causes = [
-        cause for cause in baseline.where if any(abs(where[cause]) >= 0.001 * unit for where in per_token.values())
+        cause for cause in baseline.where if any(abs(where[cause]) >= 0.001 * unit for where in for_the_work.values())
     ]
     rows = [
         (name, [max(0.0, where[cause] / unit) for cause in causes], f"{sum(where.values()) / unit:.3f}")
-        for name, where in per_token.items()
+        for name, where in for_the_work.items()
     ]
     return stacked(
         "where-chart",
-        "Seconds per token, by cause",
+        "Seconds for the same work, by cause",
         rows,
         causes,
         "plain-4D = 1",
-        "Simulated, mean over steps. Causes are added one after another to a job of equal work; the sum is the step.",
+        "Simulated, mean over steps. Causes are added one after another to a job without imbalance; the sum is the "
+        "step, and 1 over the sum is the speed at equal work.",
         lambda value: f"{value:.1%} of plain-4D's step",
     )
 

@@ -22,9 +22,10 @@ _COLUMNS = ("step", "tokens", "step_seconds", "data_wait_seconds", "imbalance_de
 class TrainingRun:
     """Measured steps of a job, without the first of the file, in which it warms up, where there are others.
 
-    ``columns`` holds arrays of shape (steps,) by the names of steps.jsonl. ``compute_seconds`` are those of every GPU,
-    shape (pp, dp, cp), of a tensor-parallel group its slowest rank; None, as is ``diagnosis``, in a job that has not
-    been diagnosed yet.
+    Every mean of a run is over all of these steps. ``columns`` holds arrays of shape (steps,) by the names of
+    steps.jsonl. ``compute_seconds`` are those of every GPU, shape (pp, dp, cp), of a tensor-parallel group its slowest
+    rank; None, as is ``diagnosis``, in a job that has not been diagnosed yet. Both are of ``diagnosed``, the job's last
+    steps.
     """
 
     name: str
@@ -33,8 +34,29 @@ class TrainingRun:
     compute_seconds: NDArray[np.float64] | None
 
     @property
+    def steps(self) -> int:
+        return len(self.columns["step"])
+
+    @property
+    def work(self) -> NDArray[np.float64]:
+        """The model FLOPs of each step, as seconds of all devices at their peak."""
+        return self.columns["mfu"] * self.columns["step_seconds"]
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs utilisation over all steps: work in a second."""
+        return float(self.work.sum() / self.columns["step_seconds"].sum())
+
+    @property
     def tokens_per_second(self) -> float:
         return float(self.columns["tokens"].sum() / self.columns["step_seconds"].sum())
+
+    @property
+    def diagnosed(self) -> str:
+        """Which steps the diagnosis covers."""
+        assert self.diagnosis is not None
+        steps = self.diagnosis["steps"]
+        return f"{self.name}: {steps} step{'s' if steps > 1 else ''} up to step {self.diagnosis['last_step']}"
 
     def mean(self, column: str) -> float:
         return float(self.columns[column].mean())
@@ -70,7 +92,7 @@ def _read_steps(path: Path) -> list[dict[str, float]]:
             if number == len(lines):
                 break  # cut short when its writer was killed, or being written
             raise UserError(f"{path}: line {number} is not a step of a training job") from None
-    if not rows or not all(row["step_seconds"] > 0 and row["tokens"] > 0 for row in rows):
+    if not rows or not all(row[name] > 0 for row in rows for name in ("step_seconds", "tokens", "mfu")):
         raise UserError(f"{path} holds no steps that took time; let the job train first")
     return rows
 

@@ -23,8 +23,9 @@ _MICRO_BATCHES_AT_ONCE = 512
 class SystemSteps:
     """Every step's tokens and seconds, where the time goes on average, and one step in full.
 
-    The one step is that with the most usual seconds per token; ``gpu_seconds`` has shape (pp, dp, cp). ``token_delay``
-    is the mean number of steps that a token waits; ``work_seconds`` are W_a + W_l of all that the steps train.
+    The one step is that with the most usual seconds for its work; ``gpu_seconds`` has shape (pp, dp, cp).
+    ``token_delay`` is the mean number of steps that a token waits; ``work_seconds`` are W_a + W_l of what each step
+    trains.
     """
 
     job: SimulatedJob
@@ -33,7 +34,7 @@ class SystemSteps:
     where: dict[str, float]
     imbalance: float
     token_delay: float
-    work_seconds: float
+    work_seconds: NDArray[np.float64]
     gpu_seconds: NDArray[np.float64]
     timeline: Timeline
 
@@ -44,7 +45,7 @@ class SystemSteps:
     @property
     def work_rate(self) -> float:
         """Work over seconds: unlike tokens/s, it does not rise while long documents wait."""
-        return self.work_seconds / float(self.seconds.sum())
+        return float(self.work_seconds.sum() / self.seconds.sum())
 
 
 def simulate_system(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> SystemSteps:
@@ -62,7 +63,9 @@ def simulate_system(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -
     seconds = whole(lambda group: group.seconds)
     tokens = np.concatenate([group.tokens for group in groups])
     gpu_seconds = whole(lambda group: group.gpu_seconds)
-    usual = int(np.abs(seconds / tokens - seconds.sum() / tokens.sum()).argmin())
+    prices = job.work_prices
+    work = np.array([prices.document_seconds([s.length for s in plan.segments]).sum() for plan in plans])
+    usual = int(np.abs(seconds / work - seconds.sum() / work.sum()).argmin())
     over_gpus = (1, 2, 3)
     return SystemSteps(
         job=job,
@@ -71,7 +74,7 @@ def simulate_system(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -
         where={cause: float(whole(lambda group, cause=cause: group.where[cause]).mean()) for cause in groups[0].where},  # type: ignore[misc]
         imbalance=float((gpu_seconds.max(axis=over_gpus) / gpu_seconds.mean(axis=over_gpus)).mean()),
         token_delay=packed.mean_token_delay,
-        work_seconds=float(job.workload.document_seconds([s.length for plan in plans for s in plan.segments]).sum()),
+        work_seconds=work,
         gpu_seconds=gpu_seconds[usual],
         timeline=timeline(plans[usual], job),
     )

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
-from wlb.report.plots import BALANCED, IMBALANCED, pyplot_without_display, save
+from wlb.report.plots import pyplot_without_display, save
+from wlb.report.roles import BALANCED, BASELINE
 from wlb.reproduce import paper
 from wlb.reproduce.charts import COLOURS
 from wlb.reproduce.documents import corpus
@@ -143,7 +144,7 @@ def _draw(found: dict[str, Latency], path: Path) -> None:
     figure, (sorted_axis, group_axis, cp_axis) = pyplot_without_display().subplots(
         1, 3, figsize=(16, 4.2), constrained_layout=True
     )
-    for (name, latency), colour in zip(found.items(), (IMBALANCED, *COLOURS[:2], BALANCED), strict=True):
+    for (name, latency), colour in zip(found.items(), (BASELINE, *COLOURS[:2], BALANCED), strict=True):
         values = np.sort(_median_step(latency.all).ravel())[::-1]
         sorted_axis.plot(np.arange(values.size) * _JOB.tp, values / values.mean(), color=colour, label=name, lw=2)
     sorted_axis.set(xlabel="GPUs, slowest first", ylabel="computing, over the mean", title="all GPUs")
@@ -156,7 +157,7 @@ def _draw(found: dict[str, Latency], path: Path) -> None:
     group_axis.set(xlabel="dp and pp rank", title="plain-4d: attention alone, over the mean")
     group_axis.legend(frameon=False, fontsize=8)
     slowest = int(plain.max(axis=(0, 2)).argmax())
-    for name, colour in (("plain-4d", IMBALANCED), ("wlb-llm", COLOURS[1]), ("best", BALANCED)):
+    for name, colour in (("plain-4d", BASELINE), ("wlb-llm", COLOURS[1]), ("best", BALANCED)):
         group = _median_step(found[name].attention)[0, slowest]
         cp_axis.plot(np.arange(_JOB.cp), group / group.mean(), "o-", color=colour, label=name)
     cp_axis.set(xlabel="cp rank", title=f"inside the cp group of dp {slowest}, pp 0: attention alone, over the mean")

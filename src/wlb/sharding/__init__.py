@@ -23,6 +23,8 @@ from wlb.workload import Workload, make_workload
 
 __all__ = ["STRATEGIES", "MicroBatches", "ShardLatency", "ShardPlan", "make_shard_plan", "shard_latency", "shard_many"]
 
+MOST_RANKS = 512  # of a group that is simulated; shards are priced rank by rank, and groups in use have some dozens
+
 STRATEGIES: dict[str, Callable[[MicroBatches, int, Workload], Pieces]] = {
     "per_sequence": per_sequence,
     "per_document": per_document,
@@ -58,6 +60,12 @@ def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workloa
     if cp_size < 1:
         raise UserError(f"cp_size = {cp_size} is not a group size; it must be at least 1")
     return STRATEGIES[strategy](micro_batches, cp_size, workload)
+
+
+def check_group_size(cp: int) -> None:
+    """Raise ``UserError`` for a context-parallel group that is not simulated."""
+    if not 1 <= cp <= MOST_RANKS:
+        raise UserError(f"cp = {cp} is not a group size; it must be from 1 to {MOST_RANKS}")
 
 
 def _checked(document_lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

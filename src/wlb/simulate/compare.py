@@ -3,7 +3,8 @@
 Each method plans the whole stream; its plans are dealt to data-parallel ranks and replayed through the pipeline
 schedule, once as packed and once with balanced assignment and the order searched for (``wlb.packing.arrange``). Steps
 are priced in groups, so memory does not grow with the stream. Only whole steps count for balance and cost; the tail
-that ``drain`` leaves is trained and accounted for, but it is shorter than a step.
+that ``drain`` leaves is shorter than a step. Speeds count the tail too: every method has trained all documents by
+then, so none looks fast because its long ones still wait.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class MethodResult:
 
     ``pipeline_cost`` takes the micro-batches as packed, ``pipeline_cost_arranged`` with balanced assignment and order;
     so do the simulated throughput, of all data-parallel ranks together, and the busy share, which is that of the
-    pipeline stages' time spent on work. ``attention_kept`` is the share of the documents' query-key pairs that is
-    computed: what cutting documents leaves out makes a method faster, not better. ``optimality_gap`` is the mean over
-    solves, for methods with a solver.
+    pipeline stages' time spent on work; these two are over all documents, the tail included. ``attention_kept`` is the
+    share of the documents' query-key pairs that is computed: what cutting documents leaves out makes a method faster,
+    not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
     """
 
     method: str
@@ -76,20 +77,57 @@ class MethodResult:
     tokens_out: int
     optimality_gap: float | None = None
 
-    def speed_at_equal_work(self, base: MethodResult) -> float:
-        """Predicted seconds of work done in a second, arranged, over those of ``base`` as packed.
-
-        Tokens per second flatter a method that cuts documents, because it skips part of their attention.
-        """
-        return self.busy_share_arranged / base.busy_share if base.busy_share else 1.0
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class ComparedRow:
+    """A row as it is shown: ``result`` with its micro-batches as packed, or arranged.
+
+    ``speed_at_equal_work`` is predicted seconds of work done in a second, over the first row's. ``speed_in_tokens`` is
+    tokens instead; it flatters a method that cuts documents, because it skips part of their attention.
+    """
+
+    name: str
+    result: MethodResult
+    arranged: bool
+    speed_at_equal_work: float
+    speed_in_tokens: float
+
+    @property
+    def pipeline_cost(self) -> float:
+        return self.result.pipeline_cost_arranged if self.arranged else self.result.pipeline_cost
+
+
+def compared_rows(results: Sequence[MethodResult]) -> list[ComparedRow]:
+    """The first method as packed, which the others are compared with; then every method arranged, the first too."""
+    base = results[0]
+    first = ComparedRow(base.method, base, False, 1.0, 1.0)
+    arranged = [
+        ComparedRow(
+            f"{base.method}, arranged" if result is base else result.method,
+            result,
+            True,
+            result.busy_share_arranged / base.busy_share,
+            result.tokens_per_second_arranged / base.tokens_per_second,
+        )
+        for result in results
+    ]
+    return [first, *arranged]
+
+
 def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
-    """The rows with their speed at equal work, which is over the first row's as packed."""
-    return [row.to_json() | {"speed_at_equal_work": row.speed_at_equal_work(results[0])} for row in results]
+    """One object a method, with its speed at equal work over the first method's as packed: arranged, and as packed."""
+    base = results[0].busy_share
+    return [
+        result.to_json()
+        | {
+            "speed_at_equal_work": result.busy_share_arranged / base,
+            "speed_at_equal_work_as_packed": result.busy_share / base,
+        }
+        for result in results
+    ]
 
 
 def packer_for(method: str, cluster: Cluster, workload: Workload, **overrides: object) -> Packer[Any]:
@@ -125,7 +163,7 @@ def compare_packer(
     *,
     on_progress: Callable[[int], None] = lambda documents: None,
 ) -> MethodResult:
-    """Pack ``documents`` in arrival order with ``packer``, shown as ``method``, and price the steps.
+    """Pack ``documents``, at least one, in arrival order with ``packer``, shown as ``method``, and price the steps.
 
     ``on_progress`` is called with the number of documents just taken in.
     """
@@ -143,10 +181,11 @@ def compare_packer(
         as_packed.add(plans)
         arranged.add(plans)
         on_progress(len(chunk))
-    throughput = [statistics.tokens / cost.seconds if cost.seconds else 0.0 for cost in (as_packed, arranged)]
     tail = packer.drain()
     statistics.add_tail(tail)
     trained.add(tail)
+    as_packed.add_tail(tail)
+    arranged.add_tail(tail)
     gaps = packer.optimality_gaps if isinstance(packer, FixedSolverPacker) else []
     return MethodResult(
         method=method,
@@ -157,8 +196,8 @@ def compare_packer(
         planning_ms_per_step=1e3 * planning_seconds / max(1, statistics.steps),
         pipeline_cost=as_packed.ratio,
         pipeline_cost_arranged=arranged.ratio,
-        tokens_per_second=throughput[0],
-        tokens_per_second_arranged=throughput[1],
+        tokens_per_second=statistics.tokens / as_packed.seconds,
+        tokens_per_second_arranged=statistics.tokens / arranged.seconds,
         busy_share=as_packed.busy_share,
         busy_share_arranged=arranged.busy_share,
         attention_kept=trained.pairs / float(attended_pairs([document.length for document in documents]).sum()),

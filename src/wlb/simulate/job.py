@@ -11,14 +11,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wlb.config import PRESETS, DataConfig, JobConfig, ModelConfig, PackingConfig, ShardingConfig
+from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
+from wlb.config_file import validated
 from wlb.errors import UserError
+from wlb.planning.memory import compute_bytes, holds_checkpoint_copy
+from wlb.planning.shape import configured_shape
 from wlb.schedules.operations import rank_operations, stages_of_rank
+from wlb.sharding import check_group_size
 from wlb.sharding.document_prices import packing_prices
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
 from wlb.workload.base import DocumentPrices
 from wlb.workload.layer_memory import Checkpointing
 from wlb.workload.layer_split import split_layers
+from wlb.workload.model_shapes import check_divisible
 from wlb.workload.profile import WorkloadProfile
 
 _DATA = DataConfig(store=Path("documents"))
@@ -31,8 +36,9 @@ class SimulatedJob:
     ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
     happens to overlong ones; its store is not opened. ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A
     measured ``profile``, of one tensor-parallel rank, replaces the hardware's prices of computing; links stay the
-    hardware's. ``packed_by`` are the prices that it packs by, if not
-    the trainer's.
+    hardware's. ``packed_by`` are the prices that it packs by, if not the trainer's.
+    hardware's. ``tied_embeddings``, ``compute_bytes`` of a value (default: the hardware's) and ``checkpoint_copy``
+    decide what the job holds in memory and nothing else.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -51,9 +57,13 @@ class SimulatedJob:
     activation_checkpointing: Checkpointing = "none"
     profile: WorkloadProfile | None = None
     packed_by: DocumentPrices | None = None
+    tied_embeddings: bool = False
+    compute_bytes: int | None = None
+    checkpoint_copy: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "dp", "virtual_pp"):
+        check_group_size(self.cp)
+        for name in ("tp", "pp", "dp", "virtual_pp"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} = {getattr(self, name)} is not a group size; it must be at least 1")
         micro_batches = self.packing.micro_batches
@@ -61,9 +71,10 @@ class SimulatedJob:
             raise UserError(
                 f"{micro_batches} micro-batches cannot be dealt evenly to dp = {self.dp} ranks; give a multiple"
             )
-        rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
         split_layers(self.shape, self.stages)
+        rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
         make_workload(self.shape, self.hardware, self.tp, self.cp)
+        check_divisible(self.shape, self.tp)
         self._check_profile()
 
     def _check_profile(self) -> None:
@@ -105,6 +116,11 @@ class SimulatedJob:
         return make_workload(self.shape, self.hardware, tp=self.tp, cp=self.cp)
 
     @property
+    def work_prices(self) -> DocumentPrices:
+        """What the work of training a document is worth, whatever the system: W_a + W_l, measured where possible."""
+        return self.workload if self.profile is None else self.profile.workload()
+
+    @property
     def packing_prices(self) -> DocumentPrices:
         """The prices by which this job packs."""
         return self.packed_by or packing_prices(
@@ -129,25 +145,32 @@ class SimulatedJob:
         hardware: str | Hardware = "h100",
         *,
         shape: ModelShape | None = None,
+        tied_embeddings: bool | None = None,
+        vocab_size: int | None = None,
         profile: WorkloadProfile | None = None,
     ) -> SimulatedJob:
-        """The job that ``config`` describes, on ``hardware``; ``shape`` if it is known from elsewhere.
+        """The job that ``config`` describes, on ``hardware``.
 
-        With ``packing.max_length_factor = "auto"`` L_max is what fits the hardware's memory.
+        ``shape`` and ``tied_embeddings`` are those of ``model.pretrained``, or None; ``vocab_size`` is that of the
+        token store, where it is known. With ``packing.max_length_factor = "auto"`` L_max is what fits the hardware's
+        memory.
         """
         from wlb.simulate.memory import with_length_factor
 
-        parallel = config.parallel
+        rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
         return with_length_factor(
             cls(
-                shape=shape or configured_shape(config.model),
-                hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
+                shape=shape or configured_shape(config.model, vocab_size),
+                hardware=rates,
                 packing=config.packing,
                 sharding=config.sharding,
                 data=config.data,
-                **parallel.model_dump(),
+                **config.parallel.model_dump(),
                 activation_checkpointing=config.training.activation_checkpointing,
                 profile=profile,
+                tied_embeddings=config.model.tied_embeddings if tied_embeddings is None else tied_embeddings,
+                compute_bytes=compute_bytes(config.training, rates.device_type),
+                checkpoint_copy=holds_checkpoint_copy(config.checkpoint, rates.device_type),
             )
         )
 
@@ -169,6 +192,8 @@ def simulated_job(
 
     ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
     replace settings of the preset; ``layout`` are further fields of ``SimulatedJob`` (tp, cp, ...).
+
+    Raises ``UserError`` for settings that no job could have.
     """
     if preset not in PRESETS:
         raise UserError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")
@@ -176,11 +201,12 @@ def simulated_job(
     per_rank = pp if micro_batches is None else micro_batches
     settings = sections.get("packing", {}) | {"micro_batches": per_rank * dp} | (packing or {})
     shape = model_shape(model) if isinstance(model, str) else model
+    strategy = {"strategy": sharding} if sharding else sections.get("sharding", {})
     return SimulatedJob(
         shape=replicate_kv_heads(shape, layout.get("tp", 1)),
         hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
-        packing=PackingConfig(**settings),
-        sharding=ShardingConfig(**({"strategy": sharding} if sharding else sections.get("sharding", {}))),
+        packing=validated(PackingConfig, settings, "packing"),
+        sharding=validated(ShardingConfig, strategy, "sharding"),
         data=_DATA.model_copy(update={"context_window": context_window}),
         dp=dp,
         pp=pp,
@@ -192,15 +218,4 @@ def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
     """``shape`` as ``tp`` ranks hold it: with fewer key/value heads than ranks, each head stands on several of them."""
     if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
         return replace(shape, kv_heads=tp)
-    return shape
-
-
-def configured_shape(model: ModelConfig) -> ModelShape:
-    """The shape that ``[model]`` names, with what it overrides. Raises ``UserError`` for a directory of weights."""
-    if model.pretrained is not None:
-        raise UserError(f"model.pretrained = {model.pretrained} cannot be simulated; name a preset and its dimensions")
-    given = {name: value for name in ModelShape.__dataclass_fields__ if (value := getattr(model, name)) is not None}
-    shape = replace(model_shape(model.name), **given)
-    if "head_dim" not in given and ("hidden" in given or "heads" in given):
-        shape = replace(shape, head_dim=shape.hidden // shape.heads)
     return shape

@@ -1,4 +1,4 @@
-"""Whether a simulated job fits its GPUs, by the memory model of ``wlb.workload.memory``."""
+"""Whether a simulated job fits its GPUs, by the estimate that the trainer starts it by (``wlb.planning.memory``)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from dataclasses import replace
 
 from wlb.config import ParallelConfig
 from wlb.errors import UserError
+from wlb.planning.memory import USABLE_SHARE, job_memory_settings, longest_micro_batch
 from wlb.schedules.operations import ZERO_BUBBLE
-from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.simulate.job import SimulatedJob
 from wlb.workload.layer_memory import MemorySettings
-from wlb.workload.layer_split import split_layers
-from wlb.workload.memory import MemoryEstimate, gib, largest_length_factor, predict_memory
-
-USABLE_SHARE = 0.9  # of a GPU; the rest is for what is not predicted, as when training
+from wlb.workload.memory import MemoryEstimate, gib, largest_length_factor, predict_even_step
 
 
 def usable_bytes(job: SimulatedJob) -> float:
@@ -23,14 +20,7 @@ def usable_bytes(job: SimulatedJob) -> float:
 
 def predicted_memory(job: SimulatedJob) -> MemoryEstimate:
     """The most that a process holds in the worst step: every micro-batch as long as L_max."""
-    return predict_memory(memory_settings(job), [longest_micro_batch(job)] * job.micro_batches_per_rank)
-
-
-def longest_micro_batch(job: SimulatedJob) -> int:
-    """Most tokens of a micro-batch: L_max, or the window where all have its length."""
-    if not job.packing.has_length_factor:
-        return job.context_window
-    return int(float(job.packing.length_factor) * job.context_window)
+    return predict_even_step(memory_settings(job), longest_micro_batch(job))
 
 
 def with_length_factor(job: SimulatedJob) -> SimulatedJob:
@@ -53,15 +43,17 @@ def with_length_factor(job: SimulatedJob) -> SimulatedJob:
 def memory_settings(job: SimulatedJob) -> MemorySettings:
     """What the memory model asks about a job. Zero-bubble schedules count as 1F1B of as many stages, which is less."""
     schedule = "interleaved_1f1b" if job.virtual_pp > 1 else "1f1b" if job.schedule in ZERO_BUBBLE else job.schedule
-    return MemorySettings(
-        shape=job.shape,
-        stage_blocks=tuple(len(layers) for layers in split_layers(job.shape, job.stages)),
-        parallel=ParallelConfig.model_validate(
-            {name: getattr(job, name) for name in ("dp", "pp", "cp", "tp", "virtual_pp")} | {"schedule": schedule}
-        ),
-        micro_batches=job.micro_batches_per_rank,
-        compute_bytes=job.hardware.bytes_per_value,
+    parallel = ParallelConfig.model_validate(
+        {name: getattr(job, name) for name in ("dp", "pp", "cp", "tp", "virtual_pp")} | {"schedule": schedule}
+    )
+    return job_memory_settings(
+        job.shape,
+        parallel,
+        job.packing,
+        job.sharding,
+        device_type=job.hardware.device_type,
+        compute_bytes=job.compute_bytes or job.hardware.bytes_per_value,
         activation_checkpointing=job.activation_checkpointing,
-        fused_norms=True,
-        uneven_shards=MEMORY_FACTOR if job.sharding.strategy == "hybrid" and job.cp > 1 else 1.0,
+        tied_embeddings=job.tied_embeddings,
+        checkpoint_copy=job.checkpoint_copy,
     )

@@ -39,7 +39,11 @@ class Cluster:
 
 
 class PipelineCost:
-    """Simulated seconds of all steps so far: as arranged, perfectly balanced, and spent on work."""
+    """Simulated seconds of all steps so far: as arranged, perfectly balanced, and spent on work.
+
+    ``ratio`` compares whole steps only. ``seconds`` and ``busy_share`` also count the tail, so that a packer gains
+    nothing by leaving the documents that are hard to balance for the end.
+    """
 
     def __init__(self, cluster: Cluster, workload: Workload, assignment: Assignment, order: Order) -> None:
         self._cluster = cluster
@@ -47,40 +51,51 @@ class PipelineCost:
         self._assignment = assignment
         self._order = order
         self.seconds = 0.0
+        self._whole_steps_seconds = 0.0
         self._balanced_seconds = 0.0
         self._work_seconds = 0.0  # of one process that does everything
 
     def add(self, plans: Sequence[StepPlan]) -> None:
         for group in in_groups(plans, _STEPS_AT_A_TIME):
-            self._price([self._arrange(plan) for plan in group])
+            seconds = self._take(group)
+            mean = np.broadcast_to(seconds.mean(axis=(2, 3), keepdims=True), seconds.shape)
+            self._whole_steps_seconds += self._step_seconds(seconds)
+            self._balanced_seconds += self._step_seconds(mean)
+
+    def add_tail(self, plans: Sequence[StepPlan]) -> None:
+        """Count the steps that ``drain`` leaves, which are shorter than a step."""
+        for group in in_groups(plans, _STEPS_AT_A_TIME):
+            self._take(group)
 
     @property
     def ratio(self) -> float:
-        """Seconds over those of perfectly balanced steps."""
-        return self.seconds / self._balanced_seconds if self._balanced_seconds else 1.0
+        """Seconds of the whole steps over those of perfectly balanced ones."""
+        return self._whole_steps_seconds / self._balanced_seconds if self._balanced_seconds else 1.0
 
     @property
     def busy_share(self) -> float:
-        """Share of the time of all pipeline stages that is spent on work."""
+        """Share of the time of all pipeline stages that is spent on work: predicted seconds of what was trained."""
         stages = self._cluster.dp * self._cluster.pp
-        return self._work_seconds / (stages * self.seconds) if self.seconds else 0.0
+        return self._work_seconds / (stages * self.seconds)
 
     def _arrange(self, plan: StepPlan) -> StepPlan:
         pipeline = Pipeline(self._cluster.schedule, self._cluster.pp, self._workload)
         return arrange(plan, self._cluster.dp, assignment=self._assignment, order=self._order, pipeline=pipeline)
 
-    def _price(self, plans: Sequence[StepPlan]) -> None:
-        seconds = np.stack([micro_batch_seconds(plan.ranks, self._workload) for plan in plans])
-        mean = seconds.mean(axis=(2, 3), keepdims=True)
-        self.seconds += float(self._makespans(seconds).max(axis=1).sum())
-        self._balanced_seconds += float(self._makespans(np.broadcast_to(mean, seconds.shape)).max(axis=1).sum())
+    def _take(self, plans: Sequence[StepPlan]) -> NDArray[np.float64]:
+        """Count ``plans``; returns the seconds of every micro-batch, shape (steps, phase, dp, micro-batches)."""
+        arranged = [self._arrange(plan) for plan in plans]
+        seconds = np.stack([micro_batch_seconds(plan.ranks, self._workload) for plan in arranged])
+        self.seconds += self._step_seconds(seconds)
         self._work_seconds += float(seconds.sum())
+        return seconds
 
-    def _makespans(self, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Seconds of every step's every rank, (steps, dp), from ``seconds`` (steps, phase, dp, micro-batches)."""
+    def _step_seconds(self, seconds: NDArray[np.float64]) -> float:
+        """Of all steps together, from ``seconds`` of shape (steps, phase, dp, micro-batches)."""
         stages = self._cluster.pp
         staged = np.repeat(seconds[:, :, :, None, :] / stages, stages, axis=3)
-        return pipeline_makespans(self._cluster.schedule, staged[:, 0], staged[:, 1])
+        makespans = pipeline_makespans(self._cluster.schedule, staged[:, 0], staged[:, 1])  # (steps, dp)
+        return float(makespans.max(axis=1).sum())
 
 
 def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -11,6 +11,7 @@ head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -97,9 +98,11 @@ def simulate_prefill(
     dp: int = 1,
     pp: int = 1,
     lock_step: bool = True,
+    on_progress: Callable[[int], None] = lambda prompts: None,
 ) -> PrefillRun:
     """Serve prompts of ``lengths`` tokens that arrive at ``arrivals`` seconds (ascending) with ``dp`` ranks.
 
+    ``on_progress`` is called with the number of prompts just finished.
     Raises ``UserError`` for no prompts, and as ``planner.plan`` does.
     """
     if not len(lengths):
@@ -124,11 +127,13 @@ def simulate_prefill(
         seconds = np.array([planner.batch_seconds(batch) for batch in batches])
         end = engine.run(now, float(seconds.max()))
         passes.append(Pass(engine.number, now, end, seconds, batches))
+        waiting = len(queue)
         for rank, chunk in ((rank, chunk) for rank, batch in enumerate(batches) for chunk in batch):
             queue[chunk.prompt].done, queue[chunk.prompt].place = chunk.stop, (engine.number, rank)
             if chunk.stop == lengths[chunk.prompt]:
                 del queue[chunk.prompt]
                 first_token[chunk.prompt] = end
+        on_progress(waiting - len(queue))
     return PrefillRun(passes, first_token - arrivals, float(first_token.max() - arrivals[0]))
 
 

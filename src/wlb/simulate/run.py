@@ -23,6 +23,7 @@ from wlb.simulate.attribution import CAUSES
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.step import StepResults, simulate_steps
+from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 
 _DOCUMENTS_AT_ONCE = 64  # what the trainer's planner takes, so that plans are the same
@@ -36,12 +37,15 @@ class SimulationResult:
     ``gpu_seconds`` is what each GPU computes in a step, shape (pp, dp, cp); tensor-parallel ranks are alike.
     ``imbalance`` is the slowest over the mean: of all GPUs (``gpus``), of the ranks of a context-parallel group in a
     micro-batch (``cp``), of a step's micro-batches (``micro_batches``), and of the ranks' sums over a step (``dp``,
-    ``pp``). ``attention_kept`` is the share of the documents' query-key pairs that is computed.
+    ``pp``). ``attention_kept`` is the share of the documents' query-key pairs that is computed. ``work_seconds`` are
+    the predicted W_a + W_l of all that was trained: documents that are cut, or still wait after the last step, count
+    as far as they were computed.
     """
 
     job: SimulatedJob
     steps: int
     tokens: int
+    work_seconds: float
     seconds: float
     step_seconds: NDArray[np.float64]  # (steps,)
     where: dict[str, float]
@@ -57,11 +61,21 @@ class SimulationResult:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 
+    @property
+    def work_rate(self) -> float:
+        """Seconds of work done in a second. Unlike tokens/s, it does not rise while long documents wait."""
+        return self.work_seconds / self.seconds
+
+    def speed_at_equal_work(self, base: SimulationResult) -> float:
+        """How many times faster than ``base`` the same work is done."""
+        return self.work_rate / base.work_rate
+
     def to_json(self) -> dict[str, Any]:
         return {
             "gpus": self.job.gpus,
             "steps": self.steps,
             "tokens": self.tokens,
+            "work_seconds": self.work_seconds,
             "tokens_per_second": self.tokens_per_second,
             "mean_step_seconds": self.mean_step_seconds,
             "where": self.where,
@@ -91,16 +105,20 @@ def simulate(
     lengths: NDArray[np.int64],
     steps: int,
     *,
+    work_prices: DocumentPrices | None = None,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> SimulationResult:
-    """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens; ``on_progress`` gets steps just done."""
+    """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens; ``on_progress`` gets steps just done.
+
+    Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``.
+    """
     costs = JobCosts(job)
-    totals = _Totals(job)
+    totals = _Totals(job, work_prices or job.work_prices)
     plans = islice(planned_steps(job, lengths), steps)
     at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
     while group := list(islice(plans, at_once)):
         totals.add(simulate_steps(group, costs))
-        totals.add_attention(group, lengths)
+        totals.add_documents(group, lengths)
         on_progress(len(group))
     return totals.result()
 
@@ -108,9 +126,11 @@ def simulate(
 class _Totals:
     """Sums over steps; memory grows by one number a step."""
 
-    def __init__(self, job: SimulatedJob) -> None:
+    def __init__(self, job: SimulatedJob, work_prices: DocumentPrices) -> None:
         self._job = job
+        self._work_prices = work_prices
         self._tokens = 0
+        self._work_seconds = 0.0
         self._step_seconds: deque[float] = deque()
         self._where = dict.fromkeys(CAUSES, 0.0)
         self._gpu_seconds = np.zeros((job.pp, job.dp, job.cp))
@@ -132,11 +152,12 @@ class _Totals:
         self._imbalance["dp"] += _imbalances(groups.sum(axis=(2, 3)), (1,))
         self._imbalance["pp"] += _imbalances(results.gpu_seconds.sum(axis=(2, 3)), (1,))
 
-    def add_attention(self, plans: list[StepPlan], lengths: NDArray[np.int64]) -> None:
+    def add_documents(self, plans: list[StepPlan], lengths: NDArray[np.int64]) -> None:
         segments = np.array([*chain.from_iterable(plan.segments for plan in plans)], dtype=np.int64).reshape(-1, 3)
         document, start, length = segments.T
         limit = self._job.context_window
         arrived = np.minimum(lengths[document % len(lengths)] - start // limit * limit, limit)
+        self._work_seconds += float(self._work_prices.document_seconds(length).sum())
         self._pairs += float(attended_pairs(length).sum())
         self._whole_pairs += float((attended_pairs(arrived) * length / arrived).sum())
 
@@ -146,6 +167,7 @@ class _Totals:
             job=self._job,
             steps=steps,
             tokens=self._tokens,
+            work_seconds=self._work_seconds,
             seconds=sum(self._step_seconds),
             step_seconds=np.array(self._step_seconds),
             where={cause: seconds / steps for cause, seconds in self._where.items()},

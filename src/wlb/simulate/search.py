@@ -3,7 +3,11 @@
 Every layout (tp, cp, pp, dp) whose worst step fits the GPUs' memory is simulated for a few steps; the fastest ones are
 then simulated for more steps with each way of packing, L_max and sharding. Layouts are powers of two, tp stays inside a
 node, and of the kinds of activation checkpointing a layout takes the cheapest that fits. The global batch is the same
-for all. Sequential packing is not a candidate: it is fast because it cuts documents and leaves out their attention.
+for all. Sequential packing is not a candidate, as it cuts documents; it is simulated in the winner's layout to compare
+with.
+
+Speed is at equal work, and one price list says for all candidates of a round what work is: of a single GPU in the
+first, of the first round's fastest layout in the second.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from wlb.errors import UserError
 from wlb.simulate.job import SimulatedJob, replicate_kv_heads, simulated_job
 from wlb.simulate.memory import predicted_memory, usable_bytes
 from wlb.simulate.run import SimulationResult, simulate
-from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
+from wlb.workload import Hardware, ModelShape, hardware_preset, make_workload, model_shape
+from wlb.workload.base import DocumentPrices
 from wlb.workload.layer_memory import Checkpointing
 from wlb.workload.memory import gib
 
@@ -32,6 +37,7 @@ _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
 _LARGEST_CP = 16
 _LARGEST_PP = 32
+_MOST_MICRO_BATCHES = 65_536
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class SearchSpace:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Candidates by simulated tokens/s, fastest first, and plain-4d in the winner's layout to compare with."""
+    """Candidates by simulated speed at equal work, fastest first; to compare with, plain-4d in the winner's layout."""
 
     ranking: list[SimulationResult]
     plain: SimulationResult
@@ -78,6 +84,11 @@ def search_space(
     micro_batches = batch_tokens // context_window
     if micro_batches < 1:
         raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")
+    if micro_batches > _MOST_MICRO_BATCHES:
+        raise UserError(
+            f"a global batch of {batch_tokens} tokens holds {micro_batches} windows of {context_window}, over "
+            f"{_MOST_MICRO_BATCHES}; lower it"
+        )
     return SearchSpace(
         gpus,
         model_shape(model) if isinstance(model, str) else model,
@@ -96,29 +107,38 @@ def search(
     Raises ``UserError`` where no layout fits the memory.
     """
     jobs, too_large = _layouts(space)
+    if not jobs and not too_large:
+        raise UserError(
+            f"no layout of {space.gpus} GPUs divides a global batch of {space.micro_batches} windows of "
+            f"{space.context_window} tokens: tp, cp and pp are powers of two of at most {space.hardware.node_size}, "
+            f"{_LARGEST_CP} and {_LARGEST_PP} that suit the model, and dp divides the windows and leaves each rank at "
+            "least pp of them; give another number of GPUs or another global batch"
+        )
     if not jobs:
         raise UserError(
             f"no layout of {space.gpus} GPUs with {gib(space.hardware.memory_bytes)} GiB each fits this model and "
             f"window of {space.context_window} tokens (of {len(too_large)} tried, the best needs "
-            f"{gib(min(too_large, default=0))} GiB); give more GPUs or a shorter window"
+            f"{gib(min(too_large))} GiB); give more GPUs or a shorter window"
         )
     finals = min(len(jobs), _FINALISTS)
     expected = len(jobs) + finals * len([*_ways_of_packing(jobs[0])]) + 1
     done = 0
 
-    def run(job: SimulatedJob, steps: int) -> SimulationResult:
+    def run(job: SimulatedJob, steps: int, work_prices: DocumentPrices) -> SimulationResult:
         nonlocal done
-        result = simulate(job, lengths, steps)
+        result = simulate(job, lengths, steps, work_prices=work_prices)
         done += 1
         on_progress(done, expected)
         return result
 
-    first = sorted((run(job, _FIRST_STEPS) for job in jobs), key=_speed, reverse=True)
+    single = make_workload(space.shape, space.hardware)
+    first = sorted((run(job, _FIRST_STEPS, single) for job in jobs), key=_speed, reverse=True)
+    work_prices = first[0].job.work_prices
     ways = [way for result in first[:finals] for way in _ways_of_packing(result.job)]
     candidates = [candidate for way in ways if (candidate := _fitted(way)) is not None]
-    ranking = sorted((run(job, space.steps) for job in candidates), key=_speed, reverse=True)
-    plain = _packed_as(ranking[0].job, "plain-4d")
-    return SearchResult(ranking, run(plain, space.steps), len(jobs), len(too_large))
+    ranking = sorted((run(job, space.steps, work_prices) for job in candidates), key=_speed, reverse=True)
+    plain = run(_packed_as(ranking[0].job, "plain-4d"), space.steps, work_prices)
+    return SearchResult(ranking, plain, len(jobs), len(too_large))
 
 
 def layout_of(job: SimulatedJob) -> str:
@@ -136,17 +156,17 @@ def packing_of(job: SimulatedJob) -> str:
 
 
 def explanation(winner: SimulationResult, other: SimulationResult) -> list[tuple[str, float]]:
-    """What the winner saves, by cause, in seconds for as many tokens as its step trains; largest saving first.
+    """What the winner saves, by cause, in seconds for as much work as its step does; largest saving first.
 
     Negative where the winner pays more.
     """
-    scale = winner.tokens / winner.steps / (other.tokens / other.steps)
+    scale = winner.work_seconds / winner.steps / (other.work_seconds / other.steps)
     saved = [(cause, seconds * scale - winner.where[cause]) for cause, seconds in other.where.items()]
     return sorted(saved, key=lambda row: -row[1])
 
 
 def _speed(result: SimulationResult) -> float:
-    return result.tokens_per_second
+    return result.work_rate
 
 
 def _layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:

@@ -8,9 +8,9 @@ import torch
 
 from wlb.config import JobConfig
 from wlb.documents.token_store import TokenStore
+from wlb.planning.memory import longest_micro_batch
 from wlb.training.job import dense_attention_warning, shared_store_warning
 from wlb.training.loader import StepLoader
-from wlb.training.memory_budget import longest_micro_batch
 from wlb.training.pretrained import tokenizer_warning
 
 _OVERLONG = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}

@@ -11,15 +11,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from wlb.config import JobConfig, ModelConfig, TrainingConfig
+from wlb.config import MOST_THREADS, JobConfig, ModelConfig, TrainingConfig
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
+from wlb.planning.memory import compute_type
+from wlb.planning.shape import configured_shape
 from wlb.system import usable_cores
 from wlb.training.model import TransformerConfig
 from wlb.training.pretrained import pretrained_config
 from wlb.training.rotary import RotaryScaling
 from wlb.training.watchdog import backend_timeout
-from wlb.workload import ModelShape, model_shape
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -95,33 +96,33 @@ def vocab_size(config: JobConfig, store: TokenStore) -> int:
 
     Raises ``UserError`` where there is none of these, or the store needs a larger one.
     """
-    asked, needed, pretrained = config.model.vocab_size, store.vocab_size, config.model.pretrained
+    needed, pretrained = store.vocab_size, config.model.pretrained
     if pretrained is not None:
-        asked = pretrained_config(pretrained, config.model).shape.vocab_size
-        if needed is not None and asked < needed:
+        held = pretrained_config(pretrained, config.model).shape.vocab_size
+        if needed is not None and held < needed:
             raise UserError(
-                f"{pretrained} has a vocabulary of {asked}, below the {needed} of token store {store.prefix}; prepare "
+                f"{pretrained} has a vocabulary of {held}, below the {needed} of token store {store.prefix}; prepare "
                 f"the store with its tokenizer: wlb prepare --tokenizer {pretrained}"
             )
-    if asked is None and needed is None:
+        return held
+    if config.model.vocab_size is None and needed is None:
         raise UserError(f"token store {store.prefix} does not say how large its vocabulary is; set model.vocab_size")
-    if asked is not None and needed is not None and asked < needed:
-        raise UserError(f"model.vocab_size = {asked} is below the {needed} of token store {store.prefix}; raise it")
-    return asked or needed or 0
+    return configured_shape(config.model, needed).vocab_size
 
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
     """CPU threads of each process: ``training.threads``, or else what ``OMP_NUM_THREADS`` says, or else an equal share
-    of the cores this job may use."""
+    of the cores this job may use. Raises ``UserError`` where the variable asks for more than a process can start."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
     given = int(wanted) if wanted.isdecimal() else 0
+    if not config.threads and given > MOST_THREADS:
+        raise UserError(f"OMP_NUM_THREADS = {given} must be at most {MOST_THREADS}; lower it or set training.threads")
     return config.threads or given or max(1, usable_cores() // local_processes)
 
 
 def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
     """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
-    name = {"cpu": "float32", "cuda": "bfloat16"}[device.type] if config.dtype == "auto" else config.dtype
-    dtype: torch.dtype = getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, compute_type(config, device.type))
     return dtype
 
 
@@ -145,14 +146,8 @@ def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig
     """
     if model.pretrained is not None:
         return pretrained_config(model.pretrained, model)
-    preset = model_shape(model.name)
-    names = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden")
-    given = {name: value for name in names if (value := getattr(model, name)) is not None}
-    shape = replace(preset, **given, vocab_size=vocab_size)
-    if "head_dim" not in given and ("hidden" in given or "heads" in given):
-        shape = replace(shape, head_dim=_head_dim(shape))
     return TransformerConfig(
-        shape,
+        replace(configured_shape(model), vocab_size=vocab_size),
         rope_theta=model.rope_theta,
         norm_eps=model.norm_eps,
         rope_scaling=RotaryScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None,
@@ -167,12 +162,3 @@ def hardware_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     return "a100" if "A100" in torch.cuda.get_device_name(device) else "h100"
-
-
-def _head_dim(shape: ModelShape) -> int:
-    if shape.hidden % (2 * shape.heads):
-        raise UserError(
-            f"model.hidden = {shape.hidden} must be a multiple of 2 x model.heads = {2 * shape.heads}: rotary "
-            "positions pair the dimensions of a head"
-        )
-    return shape.hidden // shape.heads

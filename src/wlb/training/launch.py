@@ -25,7 +25,9 @@ from wlb.config_file import load_config
 from wlb.errors import require
 from wlb.training.console import say
 from wlb.training.failures import (
+    HUNG_STATUS,
     TERMINATED_STATUS,
+    USER_ERROR_STATUS,
     Ending,
     Terminated,
     explain_failures,
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
     from wlb.training.restarts import Restarts
 
 _BEYOND_GRACE_SECONDS = 5.0  # ranks leave by themselves when training.grace_seconds are over; then they are killed
-_LAST_WORDS_SECONDS = 2.0  # after one rank has failed, for others to say what happened before they are killed
+_LAST_WORDS_SECONDS = 2.0  # for the other ranks to end by themselves when it is known what has ended the job
+_LOST_PEER_SECONDS = 30.0  # the same after any other error: a peer may have been killed and still be about to end
 _KILL_SECONDS = 30.0  # a process that waits for a disk or a device dies only when that answers
 _POLL_SECONDS = 0.1
 
@@ -163,17 +166,19 @@ def _wait(
     ranks: Sequence[subprocess.Popen[bytes]], request: _EndRequest, grace_seconds: float
 ) -> list[subprocess.Popen[bytes]]:
     """Wait until all ranks have ended, but not for long after a failure or a request to end; returns those that run."""
-    deadline = math.inf
+    deadline, asked = math.inf, False
     while running := [process for process in ranks if process.poll() is None]:
-        statuses = {process.returncode for process in ranks}
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             break
-        if deadline == math.inf and (request.received or TERMINATED_STATUS in statuses):
+        failed = {process.returncode for process in ranks} - {None, 0}
+        if not asked and (request.received or TERMINATED_STATUS in failed):
+            asked, deadline = True, now + grace_seconds + _BEYOND_GRACE_SECONDS
             for process in running:
                 process.terminate()
-            deadline = time.monotonic() + grace_seconds + _BEYOND_GRACE_SECONDS
-        elif deadline == math.inf and statuses - {None, 0}:
-            deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        elif not asked and failed:
+            known = any(status < 0 or status in (USER_ERROR_STATUS, HUNG_STATUS) for status in failed)
+            deadline = min(deadline, now + (_LAST_WORDS_SECONDS if known else _LOST_PEER_SECONDS))
         time.sleep(_POLL_SECONDS)
     return running
 

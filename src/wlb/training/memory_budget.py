@@ -14,17 +14,19 @@ import torch
 
 from wlb.config import JobConfig
 from wlb.errors import UserError
-from wlb.sharding.hybrid import MEMORY_FACTOR
+from wlb.planning.memory import (
+    USABLE_SHARE,
+    compute_bytes,
+    holds_checkpoint_copy,
+    job_memory_settings,
+    longest_micro_batch,
+)
 from wlb.system import usable_memory
 from wlb.training.agreement import gathered
-from wlb.training.job import compute_dtype
 from wlb.training.model import TransformerConfig
 from wlb.workload.layer_memory import MemorySettings
-from wlb.workload.layer_split import split_layers
-from wlb.workload.memory import gib, largest_length_factor, predict_memory
+from wlb.workload.memory import gib, largest_length_factor, predict_even_step
 
-# Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
-_USABLE_SHARE = 0.9
 FACTOR = "packing.max_length_factor"
 
 
@@ -61,14 +63,6 @@ def within_memory(
     return config
 
 
-def longest_micro_batch(config: JobConfig) -> int:
-    """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
-    window = config.data.context_window
-    if not config.packing.has_length_factor:
-        return window
-    return int(float(config.packing.length_factor) * window)
-
-
 def with_agreed_factor(config: JobConfig) -> JobConfig:
     """``config`` with the smallest ``packing.max_length_factor`` that any rank decided on; called on every rank.
 
@@ -84,17 +78,16 @@ def _with_factor(config: JobConfig, factor: float) -> JobConfig:
 
 def memory_settings(config: JobConfig, model: TransformerConfig, device_type: str) -> MemorySettings:
     """What the memory model asks about a job."""
-    return MemorySettings(
-        shape=model.shape,
-        stage_blocks=tuple(len(layers) for layers in split_layers(model.shape, config.parallel.stages)),
-        parallel=config.parallel,
-        micro_batches=config.packing.micro_batches // config.parallel.dp,
-        compute_bytes=compute_dtype(config.training, torch.device(device_type)).itemsize,
+    return job_memory_settings(
+        model.shape,
+        config.parallel,
+        config.packing,
+        config.sharding,
+        device_type=device_type,
+        compute_bytes=compute_bytes(config.training, device_type),
         activation_checkpointing=config.training.activation_checkpointing,
-        fused_norms=device_type == "cuda",
         tied_embeddings=model.tied_embeddings,
-        uneven_shards=MEMORY_FACTOR if config.sharding.strategy == "hybrid" else 1.0,
-        checkpoint_copy=device_type == "cpu" and config.checkpoint.dir is not None and config.checkpoint.asynchronous,
+        checkpoint_copy=holds_checkpoint_copy(config.checkpoint, device_type),
     )
 
 
@@ -104,21 +97,18 @@ def memory_limit(config: JobConfig, device_type: str, local_processes: int) -> M
         return MemoryLimit(config.training.memory_gib * 2**30, "training.memory_gib")
     if device_type == "cuda":
         smallest = min(torch.cuda.get_device_properties(index).total_memory for index in range(local_processes))
-        return MemoryLimit(_USABLE_SHARE * smallest, f"{_USABLE_SHARE:.0%} of a GPU")
+        return MemoryLimit(USABLE_SHARE * smallest, f"{USABLE_SHARE:.0%} of a GPU")
     share = usable_memory() / local_processes
-    return MemoryLimit(_USABLE_SHARE * share, f"{_USABLE_SHARE:.0%} of this machine's memory by {local_processes}")
+    return MemoryLimit(USABLE_SHARE * share, f"{USABLE_SHARE:.0%} of this machine's memory by {local_processes}")
 
 
 def _check(settings: MemorySettings, tokens: int, limit: MemoryLimit, *, resumes: bool) -> None:
-    def needed(candidate: MemorySettings) -> int:
-        return predict_memory(candidate, [tokens] * settings.micro_batches).total
-
-    estimate = predict_memory(settings, [tokens] * settings.micro_batches)
+    estimate = predict_even_step(settings, tokens)
     if estimate.total <= limit.number_of_bytes:
         return
     remedies = []
     if settings.activation_checkpointing != "full":
-        smaller = needed(replace(settings, activation_checkpointing="full"))
+        smaller = predict_even_step(replace(settings, activation_checkpointing="full"), tokens).total
         if smaller <= limit.number_of_bytes:
             remedies.append(f'set training.activation_checkpointing = "full" ({gib(smaller)} GiB)')
     on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""

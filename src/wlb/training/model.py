@@ -31,7 +31,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What a ``Transformer`` needs beyond its shape; see ``wlb.config.ModelConfig`` for the meaning."""
+    """What a ``Transformer`` needs beyond its shape; see ``wlb.config.ModelConfig`` for the meaning.
+
+    Raises ``UserError`` for heads that rotary positions cannot turn.
+    """
 
     shape: ModelShape
     rope_theta: float = 500_000.0
@@ -41,6 +44,13 @@ class TransformerConfig:
     qk_norm: bool = False
     tied_embeddings: bool = False
 
+    def __post_init__(self) -> None:
+        if self.shape.head_dim % 2:
+            raise UserError(
+                f"model.head_dim = {self.shape.head_dim} is odd; rotary positions turn pairs of dimensions, choose an "
+                "even one"
+            )
+
 
 class Transformer(nn.Module):
     """The blocks in ``layers`` of a decoder, the embedding before the first and the head after the last."""
@@ -48,8 +58,6 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
         super().__init__()
         shape = config.shape
-        if shape.head_dim % 2:
-            raise UserError(f"model head_dim = {shape.head_dim} is odd; rotary positions turn pairs of dimensions")
         layers = range(shape.layers) if layers is None else layers
         self.config = config
         self.is_first, self.is_last = layers.start == 0, layers.stop == shape.layers

@@ -19,9 +19,9 @@ from wlb.training.activation_checkpointing import Strategy, apply_activation_che
 from wlb.training.compile import compile_blocks
 from wlb.training.initialise import initialise_weights
 from wlb.training.model import Block, Transformer, TransformerConfig
-from wlb.training.tensor_parallel import apply_tensor_parallel, check_divisible
+from wlb.training.tensor_parallel import apply_tensor_parallel
 from wlb.workload.layer_split import split_layers
-from wlb.workload.model_shapes import ModelShape
+from wlb.workload.model_shapes import ModelShape, check_divisible
 
 MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")
 

@@ -35,6 +35,8 @@ def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
     store = TokenStore.open(config.data.store)
     model = transformer_config(config.model, vocab_size(config, store))
     check_layout(model.shape, config.parallel)
+    if config.packing.method == "fixed_solver":
+        require("scipy.optimize", "solver")
     summarise_epoch(store.lengths, config.data)
     check_evaluation(config, store, model.shape.vocab_size)
     if config.metrics.tensorboard:

@@ -21,23 +21,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from wlb.errors import UserError
 from wlb.training.model import Transformer
-from wlb.workload.model_shapes import ModelShape
 
 _TOKENS = Shard(0)  # of a stream (T, D)
 _HEAD_NORMS = ("q_norm", "k_norm")
-
-
-def check_divisible(shape: ModelShape, tp: int) -> None:
-    """Raise ``UserError`` unless ``tp`` ranks can share the model's heads, feed-forward columns and vocabulary."""
-    for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size"):
-        size = getattr(shape, name)
-        if size % tp:
-            more = f" or set model.vocab_size = {size + tp - size % tp}" if name == "vocab_size" else ""
-            raise UserError(
-                f"model {name} = {size} cannot be split over parallel.tp = {tp} ranks; choose a divisor of {size}{more}"
-            )
 
 
 def apply_tensor_parallel(module: Transformer, mesh: DeviceMesh) -> None:

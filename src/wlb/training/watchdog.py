@@ -191,7 +191,7 @@ def watched(limit_seconds: float, pulse: Pulse) -> Iterator[None]:
 
 @contextmanager
 def time_outs_are_hangs(limit_seconds: float, pulse: Pulse) -> Iterator[None]:
-    """Raise ``HungError`` where a backend, or the store, gives up to wait for other ranks inside the block."""
+    """Raise ``HungError`` where a backend, or the store, gives up waiting for other ranks inside the block."""
     try:
         yield
     except RuntimeError as error:

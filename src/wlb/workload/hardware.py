@@ -34,6 +34,7 @@ class Hardware:
     step_latency: float  # seconds more for each rank that a ring passes, or peer of an all-to-all
     bytes_per_value: int  # of an activation
     memory_bytes: float  # of one GPU
+    device_type: str = "cuda"  # as torch calls it
 
 
 # Quoted: best-shape bf16 GEMM of 268 TFLOP/s on A100 SXM (86% of peak) and 794 on H100/H200 SXM (80%), S. Bekman,
@@ -125,6 +126,7 @@ HARDWARE: dict[str, Hardware] = {
         step_latency=0.0,
         bytes_per_value=4,
         memory_bytes=4e9,  # assumed
+        device_type="cpu",
     ),
 }
 

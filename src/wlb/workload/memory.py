@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from wlb.schedules.operations import Operation, rank_operations
 from wlb.workload.layer_memory import LayerMemory, MemorySettings, Unit
@@ -21,6 +21,7 @@ from wlb.workload.layer_memory import LayerMemory, MemorySettings, Unit
 LARGEST_AUTO_FACTOR = 4.0  # a bound where memory sets none: a small model on a large device
 _FACTOR_STEP = 1 / 64
 _BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
+_EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,28 @@ def predict_memory(settings: MemorySettings, tokens: Sequence[int]) -> MemoryEst
     """
     if len(tokens) != settings.micro_batches:
         raise ValueError(f"{len(tokens)} token counts were given for {settings.micro_batches} micro-batches")
-    largest_share = settings.uneven_shards / settings.parallel.cp if settings.parallel.cp > 1 else 1
-    rows = [math.ceil(count * largest_share) for count in tokens]
+    rows = [_largest_share(settings, count) for count in tokens]
     parallel = settings.parallel
     operations = rank_operations(parallel.schedule, parallel.pp, settings.micro_batches, parallel.virtual_pp)
     estimates = [_Walk(settings, rank, rows).over(of_rank) for rank, of_rank in enumerate(operations)]
     return max(estimates, key=lambda estimate: estimate.total)
+
+
+def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
+    """``predict_memory`` of a step whose micro-batches hold ``tokens`` tokens each, at once however many they are.
+
+    A full pipeline of equal micro-batches holds the same round after round, but for their token ids.
+    """
+    walked = min(settings.micro_batches, _EVEN_ROUNDS * settings.parallel.pp)
+    estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked)
+    more = (settings.micro_batches - walked) * _largest_share(settings, tokens) * _BATCH_BYTES
+    return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})
+
+
+def _largest_share(settings: MemorySettings, tokens: int) -> int:
+    """Of the tokens of a micro-batch, those of the context-parallel rank that holds most."""
+    cp = settings.parallel.cp
+    return math.ceil(tokens * (settings.uneven_shards / cp)) if cp > 1 else tokens
 
 
 def largest_length_factor(settings: MemorySettings, context_window: int, limit_bytes: float) -> float | None:
@@ -67,7 +84,7 @@ def largest_length_factor(settings: MemorySettings, context_window: int, limit_b
 
     def fits(steps: int) -> bool:
         tokens = int(context_window * steps * _FACTOR_STEP)
-        return predict_memory(settings, [tokens] * settings.micro_batches).total <= limit_bytes
+        return predict_even_step(settings, tokens).total <= limit_bytes
 
     low, high = round(1 / _FACTOR_STEP), round(LARGEST_AUTO_FACTOR / _FACTOR_STEP)
     if not fits(low):

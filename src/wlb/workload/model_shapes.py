@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from wlb.errors import UserError
 
+_MOST_LAYERS = 10_000  # ten times the deepest transformer that was trained (DeepNet, arXiv 2203.00555)
+
 
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder-only transformer with grouped-query attention and a SwiGLU feed-forward layer.
 
     ``layers`` counts all blocks of the model, ``head_dim`` is the width of one attention head. Raises
-    ``UserError`` for a size below 1 and for query heads that do not share the key/value heads evenly.
+    ``UserError`` for a size below 1, for more than 10,000 layers, and for query heads that do not share the key/value
+    heads evenly.
     """
 
     hidden: int
@@ -27,6 +30,8 @@ class ModelShape:
         for name, value in vars(self).items():
             if value < 1:
                 raise UserError(f"model shape has {name} = {value}; it must be at least 1")
+        if self.layers > _MOST_LAYERS:
+            raise UserError(f"model shape has layers = {self.layers}; it must be at most {_MOST_LAYERS}")
         if self.heads % self.kv_heads:
             raise UserError(
                 f"model shape has heads = {self.heads}, not a multiple of kv_heads = {self.kv_heads}; "
@@ -62,3 +67,14 @@ def model_shape(name: str) -> ModelShape:
         return MODEL_SHAPES[name]
     except KeyError:
         raise UserError(f"unknown model {name!r}; choose one of {', '.join(MODEL_SHAPES)}") from None
+
+
+def check_divisible(shape: ModelShape, tp: int) -> None:
+    """Raise ``UserError`` unless ``tp`` ranks can share the model's heads, feed-forward columns and vocabulary."""
+    for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size"):
+        size = getattr(shape, name)
+        if size % tp:
+            more = f" or set model.vocab_size = {size + tp - size % tp}" if name == "vocab_size" else ""
+            raise UserError(
+                f"model {name} = {size} cannot be split over parallel.tp = {tp} ranks; choose a divisor of {size}{more}"
+            )

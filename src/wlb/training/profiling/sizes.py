@@ -17,6 +17,7 @@ from wlb.errors import UserError
 _SMALLEST_DOCUMENT = 16
 _SMALLEST_MICRO_BATCH = 64
 _SMALLEST_MAX_LENGTH = 256  # leaves every axis at least two sizes
+_LARGEST_MAX_LENGTH = 2**22  # beyond, one measurement takes hours
 _HELD_OUT_DOCUMENTS = 12
 _HELD_OUT_PIECES = 12
 _HELD_OUT_MICRO_BATCHES = 8
@@ -55,10 +56,12 @@ class HeldOutSizes:
 def profiled_sizes(max_length: int, quick: bool) -> ProfiledSizes:
     """Documents and micro-batches of up to ``max_length`` tokens; fewer of them if ``quick``.
 
-    Raises ``UserError`` if ``max_length`` is too small for that.
+    Raises ``UserError`` if ``max_length`` is too small for that, or too large.
     """
     if max_length < _SMALLEST_MAX_LENGTH:
         raise UserError(f"--max-length {max_length} is below {_SMALLEST_MAX_LENGTH} tokens; raise it")
+    if max_length > _LARGEST_MAX_LENGTH:
+        raise UserError(f"--max-length {max_length} is over {_LARGEST_MAX_LENGTH} tokens; lower it")
     ratio, table_ratio = (2.0, 8.0) if quick else (2**0.5, 4.0)
     return ProfiledSizes(
         documents=_powers(_SMALLEST_DOCUMENT, max_length, ratio),

@@ -1,0 +1,40 @@
+"""Tables are shown whole, however wide the terminal is."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from wlb.cli import console
+
+WORDS = ["makespan, L_max 1.5, arranged, hybrid", "variable_length, L_max 1, adaptive"]
+
+
+def table(*headings: str, folds: bool) -> Table:
+    shown = Table()
+    for heading in headings:
+        shown.add_column(heading, no_wrap=not folds)
+    for words in WORDS:
+        shown.add_row(*[words] * len(headings))
+    return shown
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1000, 3), (130, 3), (80, 2), (30, 2), (5, 2)])
+def test_no_word_is_cut(width: int, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(console, "stdout", Console(width=width))
+    console.print_table(table("a", "b", "c", folds=False), table("a", "b", folds=True))
+    output = capsys.readouterr().out
+    assert "…" not in output
+    for words in WORDS:
+        for word in words.split():
+            assert output.count(word) >= columns
+    assert ("c" in output.splitlines()[1].split()) is (columns == 3)
+
+
+def test_what_may_not_wrap_stays_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(console, "stdout", Console(width=40))
+    console.print_table(table("a", "b", folds=False))
+    lines = capsys.readouterr().out.splitlines()
+    for words in WORDS:
+        assert any(line.count(words) == 2 for line in lines)

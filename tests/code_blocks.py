@@ -1,0 +1,85 @@
+"""The code blocks of a Markdown page, and the commands in them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+
+_PROGRAMS = ("wlb", "make", "python", "pytest", "torchrun", "tensorboard", "hf", "nohup", "pip")
+_NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+) -->")
+_FILE = re.compile(r"Write this to `(?P<name>\S+)`")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block: its language is that of its fence; of an indented one ``shell`` or, if it holds no command, ``text``.
+
+    ``not_run`` is the reason in the comment above it, ``file`` the name that the text above tells to save it under.
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+    file: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        """Command lines, continued lines joined, without comments and output."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        found: list[str] = []
+        for line in lines:
+            if _program(line):
+                found.append(line.removeprefix("$ ").partition("  #")[0].strip())
+            elif found and line.startswith(" ") and line.strip().startswith("["):
+                found[-1] += " " + line.strip()  # a synopsis goes on
+        return found
+
+
+def program_and_arguments(command: str) -> list[str]:
+    """The words of ``command``, with the program's name without its directory."""
+    words = shlex.split(command, comments=True)
+    return [words[0].rpartition("/")[2], *words[1:]]
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number, above = 0, ""
+    while number < len(lines):
+        line = lines[number]
+        if line.startswith("```"):
+            stop = next(index for index in range(number + 1, len(lines)) if lines[index].startswith("```"))
+            yield _block(page, number, line.removeprefix("```") or "text", lines[number + 1 : stop], above)
+            number, above = stop + 1, ""
+        elif line.startswith("    ") and (number == 0 or not lines[number - 1]):
+            stop = number
+            while stop < len(lines) and (lines[stop].startswith("    ") or not lines[stop]):
+                stop += 1
+            text = [inside[4:] for inside in lines[number:stop]]
+            yield _block(page, number, "shell" if _program(text[0]) else "text", text, above)
+            number, above = stop, ""
+        else:
+            above = line or above
+            number += 1
+
+
+def _block(page: Path, number: int, language: str, lines: list[str], above: str) -> Block:
+    reason, file = _NOT_RUN.fullmatch(above), _FILE.search(above)
+    text = "\n".join(lines).strip("\n")
+    return Block(page, number + 1, language, text, reason and reason["reason"], file and file["name"])
+
+
+def _program(line: str) -> bool:
+    """Whether ``line`` calls a program, whatever directory it is in."""
+    first = line.removeprefix("$ ").partition(" ")[0].rpartition("/")[2]
+    return first in _PROGRAMS

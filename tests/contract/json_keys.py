@@ -1,0 +1,294 @@
+"""What the machine-readable outputs hold: an output may get further keys, but loses none of these.
+
+Written as the output is, with types in place of values: ``str``, ``int``, ``float`` (which may be a whole number),
+``bool``, ``list`` and ``dict`` of anything. ``[x]`` is a list of ``x`` with at least one element, ``{"*": x}`` an
+object with any keys. Where a key ends in "?" the value may be null or an empty list.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_WORKLOAD = {"model": str, "hardware": str, "tp": int, "cp": int}
+
+_METHOD = {
+    "method": str,
+    "imbalance_degree": float,
+    "mean_token_delay": float,
+    "longest_delay": int,
+    "tokens_per_step_cv": float,
+    "planning_ms_per_step": float,
+    "pipeline_cost": float,
+    "pipeline_cost_arranged": float,
+    "tokens_per_second": float,
+    "tokens_per_second_arranged": float,
+    "busy_share": float,
+    "busy_share_arranged": float,
+    "attention_kept": float,
+    "steps": int,
+    "drained_steps": int,
+    "documents_in": int,
+    "documents_out": int,
+    "tokens_in": int,
+    "tokens_out": int,
+    "optimality_gap?": float,
+    "speed_at_equal_work": float,
+}
+
+_TRIAL = {
+    "outlier_thresholds?": [int],
+    "max_length_factor": float,
+    "imbalance_degree": float,
+    "mean_token_delay": float,
+    "longest_delay": int,
+    "tokens_per_step_cv": float,
+}
+
+_SIMULATED = {
+    "gpus": int,
+    "steps": int,
+    "tokens": int,
+    "tokens_per_second": float,
+    "mean_step_seconds": float,
+    "where": {
+        "compute": float,
+        "recomputation": float,
+        "bubbles": float,
+        "stages": float,
+        "micro-batches": float,
+        "dp ranks": float,
+        "cp ranks": float,
+        "tp collectives": float,
+        "cp exchange": float,
+        "stage transfers": float,
+        "weight gathers": float,
+        "gradient reduction": float,
+        "optimizer": float,
+    },
+    "imbalance": {"gpus": float, "cp": float, "micro_batches": float, "dp": float, "pp": float},
+    "attention_kept": float,
+}
+
+_FOUND = _SIMULATED | {
+    "parallel": {"tp": int, "cp": int, "pp": int, "dp": int, "virtual_pp": int, "schedule": str},
+    "activation_checkpointing": str,
+    "packing": {
+        "method": str,
+        "micro_batches": int,
+        "max_length_factor": float,
+        "max_delay?": int,
+        "assignment": str,
+        "order": str,
+    },
+    "sharding": {"strategy": str},
+}
+
+_BY_DIMENSION = {name: {"predicted?": float, "measured?": float} for name in ("tp", "cp", "pp", "dp", "micro_batches")}
+
+_ACCURACY = [{"shapes": str, "count": int, "median": float, "worst": float}]
+
+_GAIN = {"factor": float, "low": float, "high": float, "steps": int}
+
+_FACTOR = {"max_length_factor": float, "speed": float, "token_delay": float, "memory_bytes": int}
+
+OUTPUTS: dict[str, Any] = {
+    "prepare": {
+        "documents_in": int,
+        "documents_out": int,
+        "rejects": {"bad_json": int},
+        "skipped_files": int,
+        "tokens": int,
+        "text_bytes": int,
+        "vocab_size": int,
+        "end_token": int,
+        "files": [str],
+    },
+    "compare": {
+        "methods": [_METHOD],
+        "workload": _WORKLOAD,
+        "context_window": int,
+        "micro_batches": int,
+        "dp": int,
+        "pp": int,
+        "overlong": {"policy": str, "documents": int, "pieces": int, "tokens_dropped": int},
+    },
+    "compare --prefill": {
+        "methods": [
+            {
+                "method": str,
+                "p50_seconds": float,
+                "p95_seconds": float,
+                "p99_seconds": float,
+                "mean_seconds": float,
+                "longest_seconds": float,
+                "tokens_per_second": float,
+                "passes": int,
+                "longest_pass_seconds": float,
+                "busy": float,
+            }
+        ],
+        "prompts": int,
+        "tokens": int,
+        "token_budget": int,
+        "prompts_per_batch": int,
+        "chunked": bool,
+        "load": float,
+        "arrivals_per_second?": float,
+        "lock_step": bool,
+        "dp": int,
+        "pp": int,
+        "seed": int,
+        "workload": _WORKLOAD,
+    },
+    "tune": {
+        "best": _TRIAL,
+        "trade_off": [_TRIAL],
+        "trials": int,
+        "methods": [_METHOD],
+        "recommended": {"method": str, "max_length_factor": float},
+        "max_token_delay": float,
+        "workload": _WORKLOAD,
+    },
+    "shard": {
+        "strategies": [
+            {
+                "strategy": str,
+                "attention_imbalance": float,
+                "latency_imbalance": float,
+                "token_imbalance": float,
+                "kv_gather_fraction": float,
+                "slowest_seconds": float,
+                "planning_ms": float,
+                "micro_batches": int,
+                "chosen?": {"per_document": float, "per_sequence": float},
+            }
+        ],
+        "workload": {"model": str, "hardware": str, "tp": int},
+        "context_window": int,
+        "cp": int,
+        "samples": int,
+        "seed": int,
+    },
+    "profile": {
+        "profile": str,
+        "machine": str,
+        "clock": str,
+        "dtype": str,
+        "accuracy": {"profile": _ACCURACY, "cpu preset": _ACCURACY},
+        "crossover_tokens": {"profile?": int, "cpu preset?": int},
+    },
+    "simulate": {
+        "job": str,
+        "lengths": str,
+        "hardware": str,
+        "profile?": str,
+        "systems": [{"system": str} | _SIMULATED],
+    },
+    "simulate --search": {
+        "layouts": int,
+        "too_large": int,
+        "ranking": [_FOUND],
+        "plain": _FOUND,
+        "saved": {"*": {"bubbles": float, "compute": float}},
+    },
+    "reproduce": {
+        "experiments": [
+            {
+                "experiment": str,
+                "title": str,
+                "documents": str,
+                "tables": [{"title": str, "columns": [{"name": str, "kind?": str}], "rows": [list]}],
+                "findings": [{"statement": str, "holds?": bool, "evidence": str}],
+                "notes": [str],
+                "run_seconds": float,
+            }
+        ]
+    },
+    "report LENGTHS": {
+        "out": str,
+        "kind": str,
+        "gain": {"fixed-4d": _GAIN, "wlb-llm": _GAIN, "best": _GAIN},
+        "imbalance": {"plain-4d": float, "best": float},
+        "tokens_per_second": {"plain-4d": float, "best": float},
+        "recommended": _FACTOR | {"activation_checkpointing": str},
+        "tried": [_FACTOR],
+        "fits": bool,
+        "steps": int,
+    },
+    "report RUN_DIR": {"out": str, "kind": str, "tokens_per_second": float, "gain": float},
+    "train": {
+        "steps": int,
+        "last_step?": int,
+        "tokens": int,
+        "documents": int,
+        "median_step_seconds?": float,
+        "tokens_per_second?": float,
+        "mean_imbalance_degree?": float,
+        "last_loss?": float,
+        "evaluation_loss?": float,
+        "overlong": {"documents": int, "pieces": int, "tokens_dropped": int},
+        "pending_documents": int,
+    },
+    "steps.jsonl": {
+        "step": int,
+        "loss?": float,
+        "grad_norm?": float,
+        "learning_rate": float,
+        "tokens": int,
+        "documents": int,
+        "step_seconds": float,
+        "tokens_per_second": float,
+        "imbalance_degree": float,
+        "token_delay": float,
+        "data_wait_seconds": float,
+        "planning_seconds": float,
+        "pending_documents": int,
+        "mfu": float,
+        "imbalance": _BY_DIMENSION,
+        "slow_ranks?": [int],
+        "document_ids": [int],
+    },
+    "evaluation.jsonl": {
+        "step": int,
+        "loss?": float,
+        "tokens": int,
+        "documents": int,
+        "buckets": [{"from": int, "to?": int, "documents": int, "tokens": int, "loss?": float}],
+        "seconds": float,
+    },
+    "diagnose": {
+        "last_step": int,
+        "steps": int,
+        "step_seconds": float,
+        "mean_compute_seconds": float,
+        "slowest_over_mean": float,
+        "imbalance": _BY_DIMENSION,
+        "causes?": [{"what": str, "cost": float, "text": str}],
+        "ranks": [
+            {
+                "rank": int,
+                "host": str,
+                "process": int,
+                "device": str,
+                "pp": int,
+                "dp": int,
+                "cp": int,
+                "tp": int,
+                "compute_seconds": float,
+                "normalised": float,
+                "predicted_normalised": float,
+                "over_expected": float,
+                "core_wait_seconds": float,
+                "data_wait_seconds": float,
+            }
+        ],
+    },
+    "export": {
+        "out": str,
+        "checkpoint": str,
+        "step": int,
+        "parameters": int,
+        "dtype": str,
+        "tokenizer_files?": [str],
+    },
+}

@@ -1,0 +1,129 @@
+"""The names that stay: of Python, the command line and configurations. Removing or renaming one breaks users."""
+
+from __future__ import annotations
+
+# Parameters read as in a ``def``, without ``self``; None is what is not called, such as a property. Parameters may be
+# added if they are optional.
+PUBLISHED: dict[str, str | None] = {
+    # docs/reference.md: these change only with a major version.
+    "wlb.make_packer": "name, *, micro_batches, context_window, workload, **options",
+    "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
+    "wlb.Segment": "document, start, length",
+    "wlb.MicroBatch": "segments, workload",
+    "wlb.MicroBatch.tokens": None,
+    "wlb.MicroBatch.lengths": None,
+    "wlb.StepPlan": "step, ranks, delay_token_steps=..., longest_delay=...",
+    "wlb.StepPlan.micro_batches": None,
+    "wlb.StepPlan.segments": None,
+    "wlb.StepPlan.tokens": None,
+    "wlb.StepPlan.imbalance": None,
+    "wlb.StepPlan.to_json": "",
+    "wlb.StepPlan.from_json": "data",
+    "wlb.make_shard_plan": "document_lengths, cp_size, strategy, *, workload=...",
+    "wlb.ShardPlan": "strategy, segment_lengths, pieces",
+    "wlb.ShardPlan.cp_size": None,
+    "wlb.ShardPlan.tokens": None,
+    "wlb.ShardPlan.kv_traffic": None,
+    "wlb.ShardPlan.positions": "rank",
+    "wlb.ShardPlan.to_json": "",
+    "wlb.ShardPlan.from_json": "data",
+    "wlb.make_workload": "model=..., hardware=..., tp=..., cp=...",
+    "wlb.packing.make_packer": "name, *, micro_batches, context_window, workload, **options",
+    "wlb.packing.arrange.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
+    "wlb.sharding.make_shard_plan": "document_lengths, cp_size, strategy, *, workload=...",
+    "wlb.attention.context_parallel_attention": "query, key, value, shard_plan, group",
+    "wlb.simulate.pipeline_makespan": "schedule, forward, backward, virtual_stages=...",
+    "wlb.workload.make_workload": "model=..., hardware=..., tp=..., cp=...",
+    # What other pages of docs/ show: where one of these moves, its page moves with it.
+    "wlb.config.ParallelConfig": "*, dp=..., pp=..., cp=..., tp=..., virtual_pp=..., schedule=...",
+    "wlb.documents.lengths.read_lengths": "source",
+    "wlb.documents.overlong.split_overlong": "segments, limit, policy=...",
+    "wlb.documents.synthetic.sample_lengths": "documents, context_window, seed=...",
+    "wlb.integrations.torch_context_parallel.torch_load_balancer": "shard_plan, device=...",
+    "wlb.packing.prefill.Chunk": "prompt, start, stop",
+    "wlb.packing.prefill.Prompt": "number, tokens, done=..., rank=..., rounds=...",
+    "wlb.packing.prefill.PrefillPlanner": "workload, token_budget, method=..., chunked=...",
+    "wlb.packing.prefill.PrefillPlanner.plan": "waiting, ranks=...",
+    "wlb.schedules.operations.rank_operations": "schedule, pp, micro_batches, virtual_stages=...",
+    "wlb.sharding.shard_latency": "plan, workload",
+    "wlb.sharding.ShardLatency.imbalance": None,
+    "wlb.simulate.pipeline_makespans": "schedule, forward, backward, virtual_stages=...",
+    "wlb.simulate.simulate": "job, lengths, steps",
+    "wlb.simulate.simulated_job": (
+        "model, context_window, preset=..., *, hardware=..., micro_batches=..., packing=..., sharding=..., dp=..., "
+        "pp=..., **layout"
+    ),
+    "wlb.simulate.SimulationResult.tokens_per_second": None,
+    "wlb.simulate.SimulationResult.mean_step_seconds": None,
+    "wlb.simulate.SimulationResult.to_json": "",
+    "wlb.training.profiling.ProfileSettings": "shape, device, dtype, max_length, tp=..., threads=..., quick=...",
+    "wlb.training.profiling.measure_profile": "settings, on_progress=...",
+    "wlb.training.profiling.prediction_errors": "workload, held_out",
+    "wlb.training.sharded_batch.shard_batch": "batch, shard_plan, rank, multiple_of=...",
+    "wlb.workload.load_profile": "path",
+    "wlb.workload.model_shape": "name",
+    "wlb.workload.ModelShape": "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size",
+    "wlb.workload.Workload.attention_seconds": "lengths, phase=...",
+    "wlb.workload.Workload.document_seconds": "lengths",
+    "wlb.workload.Workload.linear_seconds": "tokens, phase=...",
+    "wlb.workload.layer_memory.MemorySettings": (
+        "shape, stage_blocks, parallel, micro_batches, compute_bytes, activation_checkpointing=..., fused_norms=..., "
+        "tied_embeddings=..., uneven_shards=..., checkpoint_copy=..."
+    ),
+    "wlb.workload.memory.predict_memory": "settings, tokens",
+    "wlb.workload.profile.WorkloadProfile.workload": "",
+    "wlb.workload.profile.write_profile": "profile, path",
+}
+
+PACKER_METHODS = {"plan": "arrivals", "drain": "", "state_dict": "", "load_state_dict": "state"}
+PACKERS = ("sequential", "fixed_greedy", "fixed_solver", "variable_length", "makespan")
+STRATEGIES = ("per_sequence", "per_document", "adaptive", "hybrid")
+PRESETS = ("plain-4d", "fixed-4d", "wlb-llm", "best")
+MODELS = ("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-7b", "qwen3-8b")
+HARDWARE = ("a100", "h100", "h200", "cpu")
+
+COMMANDS = {
+    "prepare": "--stdlib --out --tokenizer --train-bpe --end-token --text-field --unit --workers --overwrite --json",
+    "compare": (
+        "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --methods "
+        "--max-length-factor --max-delay --steps --overlong --solver-seconds --plot --prefill --token-budget --chunked "
+        "--whole --load --lock-step --independent --seed --json"
+    ),
+    "tune": (
+        "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --max-length-factor "
+        "--max-token-delay --max-delay --methods --steps --json"
+    ),
+    "shard": ("--context-window --cp --tp --model --hardware --profile --strategies --samples --seed --plot --json"),
+    "profile": "--out --device --model --tp --max-length --dtype --threads --quick --plot --json",
+    "simulate": (
+        "--lengths --steps --systems --hardware --profile --schedule --set --trace --search --gpus --model "
+        "--context-window --batch-tokens --json"
+    ),
+    "reproduce": "--out --lengths --steps --seed --seeds --profile --json",
+    "train": "--set --profile --json",
+    "diagnose": "--json",
+    "report": ("--out --model --hardware --parallel --context-window --micro-batches --steps --before --json"),
+    "export": "--out --step --dtype --set --json",
+}
+
+SETTINGS = {
+    "model": (
+        "name pretrained hidden layers heads kv_heads head_dim ffn_hidden vocab_size rope_theta rope_scaling norm_eps "
+        "qkv_bias qk_norm tied_embeddings"
+    ),
+    "data": "store context_window overlong seed shuffle",
+    "parallel": "dp pp cp tp virtual_pp schedule",
+    "packing": (
+        "method micro_batches max_length_factor outlier_thresholds max_delay delay_price lookahead token_spread "
+        "early_release window solver_nodes assignment order"
+    ),
+    "sharding": "strategy",
+    "training": (
+        "steps dtype device seed learning_rate warmup_steps decay_steps lr_schedule decay_fraction weight_decay betas "
+        "gradient_clip activation_checkpointing memory_gib compile threads prefetch non_finite max_skipped "
+        "timeout_seconds max_restarts grace_seconds"
+    ),
+    "evaluation": "store every documents length_buckets",
+    "checkpoint": "dir every keep resume allow_changed_data asynchronous",
+    "metrics": "dir document_ids tensorboard diagnose_every straggler_factor profile",
+}

@@ -1,0 +1,214 @@
+"""One job as the trainer sees it and as the simulator sees it, from the same configuration and documents.
+
+Each side answers with the functions that really run: those of a rank, without its processes, and the simulation's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from wlb.config import JobConfig
+from wlb.documents.document_order import summarise_epoch
+from wlb.documents.token_store import TokenStore
+from wlb.errors import UserError
+from wlb.packing.plan import StepPlan
+from wlb.planning.memory import USABLE_SHARE, longest_micro_batch
+from wlb.sharding import ShardPlan
+from wlb.simulate import SimulatedJob
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.memory import predicted_memory
+from wlb.simulate.run import planned_steps
+from wlb.simulate.shards import price_shards
+from wlb.training.assemble import assemble_loader
+from wlb.training.job import transformer_config, vocab_size
+from wlb.training.loader import LoadedStep
+from wlb.training.memory_budget import memory_settings, within_memory
+from wlb.training.model import TransformerConfig
+from wlb.training.parallelize import JobMesh, check_layout
+from wlb.workload import ModelShape, hardware_preset
+from wlb.workload.memory import MemoryEstimate, predict_memory
+
+STEPS = 50
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The part of a token store that planning and loading need; every token is 0."""
+
+    lengths: NDArray[np.int64]
+    vocab_size: int | None
+    prefix: Path = Path("documents")
+    identity: str = "documents"
+    tokenizer_identity: str = "none"
+
+    def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[np.uint16]:
+        return np.zeros(int(self.lengths[document]) - start if length is None else length, np.uint16)
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A job: its configuration, its documents, and the preset of the GPUs that it runs on."""
+
+    config: JobConfig
+    documents: Documents
+    hardware: str = "h100"
+
+    def __repr__(self) -> str:
+        given = self.config.model_dump(mode="json", exclude_unset=True)
+        return f"Case({given}, lengths={self.documents.lengths.tolist()}, {self.documents.vocab_size}, {self.hardware})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # Hypothesis would print every default of the configuration
+
+    @property
+    def store(self) -> TokenStore:
+        return cast(TokenStore, self.documents)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What a user is told who asks for something impossible; two are equal whatever they say."""
+
+    message: str = field(compare=False)
+
+
+def outcome(ask: Callable[[Case], T], case: Case) -> T | Refusal:
+    try:
+        return ask(case)
+    except UserError as error:
+        return Refusal(str(error))
+
+
+class Memory(NamedTuple):
+    """Tokens of the longest micro-batch, and what a step of such micro-batches takes."""
+
+    tokens: int
+    estimate: MemoryEstimate
+
+
+class Shards(NamedTuple):
+    """A micro-batch in a context-parallel group: what each rank holds and attends, and what the busiest exchanges."""
+
+    lengths: list[int]
+    tokens: list[int]
+    attention_seconds: list[float]
+    exchanged_tokens: int
+    keeps_received: bool
+
+    def approximately(self) -> Shards:
+        """Equal to those whose seconds differ by rounding."""
+        seconds = cast(list[float], pytest.approx(self.attention_seconds))
+        return self._replace(attention_seconds=seconds)
+
+
+# The trainer
+
+
+def trained_model(case: Case) -> TransformerConfig:
+    model = transformer_config(case.config.model, vocab_size(case.config, case.store))
+    check_layout(model.shape, case.config.parallel)
+    return model
+
+
+def trained_shape(case: Case) -> ModelShape:
+    return trained_model(case).shape
+
+
+def _device_type(case: Case) -> str:
+    return "cpu" if case.hardware == "cpu" else "cuda"
+
+
+def _decided(case: Case) -> JobConfig:
+    """The configuration without "auto", as a machine with such GPUs decides; what does not fit is not refused."""
+    config, model = case.config, trained_model(case)
+    if config.packing.max_length_factor != "auto":
+        return config
+    usable = USABLE_SHARE * hardware_preset(case.hardware).memory_bytes / 2**30
+    training = config.training.model_copy(update={"memory_gib": usable})
+    return within_memory(config.model_copy(update={"training": training}), model, _device_type(case), 1)
+
+
+def trained_memory(case: Case) -> Memory:
+    config = _decided(case)
+    settings = memory_settings(config, trained_model(case), _device_type(case))
+    tokens = longest_micro_batch(config)
+    return Memory(tokens, predict_memory(settings, [tokens] * settings.micro_batches))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A mesh in which this process is the first rank of every dimension but dp."""
+
+    dp_rank: int
+
+    def rank(self, dimension: str) -> int:
+        return self.dp_rank if dimension == "dp" else 0
+
+
+def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
+    model, mesh = trained_model(case), cast(JobMesh, _Place(dp_rank))
+    summarise_epoch(case.documents.lengths, case.config.data)
+    loader, _ = assemble_loader(_decided(case), case.store, model, mesh, case.hardware, None)
+    with loader:
+        return [*islice(loader, STEPS)]
+
+
+def trained_plans(case: Case) -> list[StepPlan]:
+    return [step.plan for step in _loaded(case, 0)]
+
+
+def trained_shards(case: Case) -> list[Shards]:
+    """Of the last data-parallel rank's micro-batches that hold documents, step after step."""
+    rank = case.config.parallel.dp - 1
+    steps, costs = _loaded(case, rank), JobCosts(simulated_job(case))
+    batches = [pair for step in steps for pair in zip(step.batches, step.plan.ranks[rank], strict=True)]
+    return [_described(batch.shard_plan, costs) for batch, micro_batch in batches if micro_batch.segments]
+
+
+def _described(plan: ShardPlan, costs: JobCosts) -> Shards:
+    traffic = plan.kv_traffic
+    return Shards(
+        [*plan.segment_lengths],
+        plan.tokens_per_rank.tolist(),
+        [float(costs.attention(start, stop, "forward").sum()) for _, start, stop in map(np.transpose, plan.pieces)],
+        int(max(traffic.sum(axis=0).max(), traffic.sum(axis=1).max())),
+        plan.keeps_received,
+    )
+
+
+# The simulator
+
+
+def simulated_job(case: Case) -> SimulatedJob:
+    return SimulatedJob.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
+
+
+def simulated_shape(case: Case) -> ModelShape:
+    return simulated_job(case).shape
+
+
+def simulated_memory(case: Case) -> Memory:
+    job = simulated_job(case)
+    return Memory(longest_micro_batch(job), predicted_memory(job))
+
+
+def simulated_plans(case: Case) -> list[StepPlan]:
+    return [*islice(planned_steps(simulated_job(case), case.documents.lengths), STEPS)]
+
+
+def simulated_shards(case: Case) -> list[Shards]:
+    """As ``trained_shards``."""
+    plans, costs = simulated_plans(case), JobCosts(simulated_job(case))
+    lengths = [m.lengths for plan in plans for m in plan.ranks[-1] if m.segments]
+    shards = price_shards(lengths, costs)
+    columns = (shards.tokens, shards.attention_forward, shards.exchanged, shards.kept)
+    return [Shards(*row) for row in zip(lengths, *(column.tolist() for column in columns), strict=True)]

@@ -1,0 +1,182 @@
+"""Every code block of the documentation runs as it stands, or says above it why it is not run.
+
+The blocks of a page run in order, in one directory that looks like a clone, on less data and for fewer steps than a
+reader would. What is not run must still name commands, options, files, settings and functions that exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import sysconfig
+import tomllib
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import typer
+
+from tests.code_blocks import PAGES, ROOT, Block, blocks_of, program_and_arguments
+from tests.report.conftest import write_run
+from wlb.cli.app import app
+from wlb.config import JobConfig
+from wlb.config_file import load_config
+from wlb.documents.synthetic import sample_lengths
+from wlb.workload import ModelShape, make_workload
+from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+COMMANDS = [(str(block), command) for block in BLOCKS if block.language == "shell" for command in block.commands]
+INLINE = [
+    (str(page.relative_to(ROOT)), " ".join(command.split()))
+    for page in PAGES
+    for command in re.findall(r"`((?:wlb|make) [^`]+)`", page.read_text(encoding="utf-8"))
+]
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+WLB = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+_SHAPE = ModelShape(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, ffn_hidden=352, vocab_size=512)
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: the project's own files, and those of a reader that the pages name."""
+    for name in ("README.md", "configs", "docs", "src", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "lengths.json").write_text(json.dumps(sample_lengths(4000, 131_072, 0).tolist()))
+    write_profile(_profile(), tmp_path / "profile.json")
+    for name in ("plain", "best"):
+        write_run(tmp_path / "runs" / name)
+    small = tmp_path / "standard library"
+    small.mkdir()
+    paths = sysconfig.get_paths()
+    for module in ("ast", "json/decoder", "random", "tomllib/_parser", "typing"):
+        source = Path(paths["stdlib"], f"{module}.py")
+        (small / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths | {"stdlib": str(small)})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _profile() -> WorkloadProfile:
+    workload, tokens = make_workload(_SHAPE, "cpu"), (64, 512, 4096)
+    parts = {}
+    for name, price in (("attention", workload.attention_seconds), ("linear", workload.linear_seconds)):
+        forward, backward = (tuple(price(tokens, phase).tolist()) for phase in ("forward", "backward"))
+        parts[name] = Measurements(tokens=tokens, forward_seconds=forward, backward_seconds=backward)
+    return WorkloadProfile(machine="none", dtype="float32", model=_SHAPE, tp=1, cp=1, versions={}, **parts)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.not_run is None for b in blocks_of(p))], ids=lambda p: p.stem
+)
+def test_blocks_run(page: Path, clone: Path):
+    for block in blocks_of(page):
+        if block.not_run is None and block.language == "python":
+            exec(compile(block.text, str(block), "exec"), {})
+        elif block.not_run is None and block.language == "shell":
+            for command in block.commands:
+                _run(command, str(block))
+        elif block.file is not None:
+            (clone / block.file).write_text(block.text, encoding="utf-8")
+
+
+def _run(command: str, where: str) -> None:
+    program, *arguments = program_and_arguments(command)
+    assert program == "wlb", f"{where}: mark {command!r} as not run, and say why"
+    try:
+        status = app(_smaller(arguments), standalone_mode=False)
+    except Exception as error:
+        raise AssertionError(f"{where}: {command!r} fails: {error}") from error
+    assert status in (None, 0), f"{where}: {command!r} ends with status {status}"
+
+
+def _smaller(arguments: Sequence[str]) -> list[str]:
+    """The same command on fewer documents and for fewer steps."""
+    command = arguments[0]
+    most = 200 if "--prefill" in arguments else 4000
+    small = [re.sub(r"^synthetic:(\d+)", lambda m: f"synthetic:{min(int(m[1]), most)}", word) for word in arguments]
+    if command == "compare" and "--prefill" not in arguments:
+        small += ["--steps", "2"] + ([] if "--methods" in arguments else ["--methods", "sequential,makespan"])
+    if command in ("tune", "simulate", "report"):
+        small += ["--steps", "2"]
+    if command == "train":
+        settings = "training.steps=2 training.threads=1 parallel.pp=1 packing.micro_batches=1 evaluation.documents=2"
+        small += [word for setting in settings.split() for word in ("--set", setting)]
+    return small
+
+
+def test_the_quickstart_of_the_reference_prints_steps(capsys: pytest.CaptureFixture[str]):
+    (block,) = (b for b in blocks_of(ROOT / "docs" / "reference.md") if b.language == "python")
+    exec(compile(block.text, str(block), "exec"), {})
+    assert capsys.readouterr().out.count("Segment(document=") > 10
+
+
+def test_blocks_have_a_language():
+    for block in BLOCKS:
+        assert block.language in ("python", "toml", "json", "shell", "text"), block
+        if block.language == "text":
+            code = re.match(r"(from|import) \w|\[\w+\]\n", block.text)
+            assert not code, f"{block} is code: fence it with its language"
+
+
+@pytest.mark.parametrize(("where", "command"), COMMANDS + INLINE)
+def test_commands_exist_and_have_the_options(where: str, command: str):
+    words = command.removeprefix("nohup ").split()
+    program = words[0].rpartition("/")[2]
+    given = set(OPTION.findall(command))
+    if program == "wlb" and words[1] != "--help":
+        known = {option for parameter in WLB[words[1]].params for option in parameter.opts + parameter.secondary_opts}
+        assert given <= known, f"{where}: wlb {words[1]} has no {sorted(given - known)}"
+    elif program == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
+    elif program in ("python", "torchrun"):
+        _check_script(where, words[1:])
+    elif program == "pytest":
+        assert all((ROOT / word).exists() for word in words[1:] if not word.startswith("-")), where
+
+
+def _check_script(where: str, words: Sequence[str]) -> None:
+    """That the script or module in ``words`` exists, knows the options after it and finds the files it is given."""
+    if "-c" in words:
+        return
+    if "-m" in words:
+        place = words.index("-m") + 1
+        source = ROOT / words[place].replace(".", "/")
+        source = source if words[place].startswith("tests") else ROOT / "src" / words[place].replace(".", "/")
+        source = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
+    else:
+        place = next(index for index, word in enumerate(words) if word.endswith(".py"))
+        source = ROOT / words[place]
+    assert source.is_file(), f"{where}: {source} does not exist"
+    after = words[place + 1 :]
+    text = "".join(file.read_text(encoding="utf-8") for file in source.parent.glob(f"{source.stem}*.py"))
+    assert all(f'"{option}"' in text for option in OPTION.findall(" ".join(after))), f"{where}: {after}"
+    assert all((ROOT / word).is_file() for word in after if word.endswith(".toml")), f"{where}: {after}"
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=str)
+def test_configurations_load(block: Block, tmp_path: Path):
+    settings = tomllib.loads(block.text)
+    settings["data"] = {"store": "corpus"} | settings.get("data", {})
+    JobConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize(("where", "command"), [c for c in COMMANDS if re.search(r"wlb train \S+\.toml", c[1])])
+def test_settings_on_the_command_line_are_settings(where: str, command: str, tmp_path: Path):
+    _, _, config, *rest = program_and_arguments(command)
+    for block in BLOCKS:
+        if block.file == config:
+            (tmp_path / config).write_text(block.text)
+    path = tmp_path / config
+    load_config(path if path.exists() else ROOT / config, [value for name, value in pairwise(rest) if name == "--set"])
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python" and b.not_run is not None], ids=str)
+def test_python_that_is_not_run_imports_what_exists(block: Block):
+    for node in ast.walk(ast.parse(block.text)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module or "")
+            assert all(hasattr(module, name.name) for name in node.names), f"{block}: {ast.unparse(node)}"
