@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.report.plots import pyplot_without_display, save
+from wlb.report.shard_chart import attended_areas
 
 if TYPE_CHECKING:
     from wlb.sharding.plan import ShardPlan
@@ -37,11 +38,7 @@ def plot_shards(plans: Sequence[ShardPlan], path: Path) -> None:
 
 def _draw(axis: Any, plan: ShardPlan, longest: NDArray[np.int64], colours: NDArray[np.float64]) -> list[Any]:
     """Draw one panel; returns the bars of each document in ``longest`` and those of all others."""
-    area = np.zeros((plan.cp_size, len(plan.segment_lengths)))
-    for rank, table in enumerate(plan.pieces):
-        segment, start, stop = table.astype(np.float64).T
-        np.add.at(area[rank], table[:, 0], (stop * (stop + 1) - start * (start + 1)) / 2)
-    area /= area.sum() / plan.cp_size
+    area = attended_areas(plan)
     ranks = np.arange(plan.cp_size)
     base = np.zeros(plan.cp_size)
     bars = []

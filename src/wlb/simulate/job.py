@@ -36,9 +36,9 @@ class SimulatedJob:
     ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
     happens to overlong ones; its store is not opened. ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A
     measured ``profile``, of one tensor-parallel rank, replaces the hardware's prices of computing; links stay the
-    hardware's. ``packed_by`` are the prices that it packs by, if not the trainer's.
-    hardware's. ``tied_embeddings``, ``compute_bytes`` of a value (default: the hardware's) and ``checkpoint_copy``
-    decide what the job holds in memory and nothing else.
+    hardware's. ``packed_by`` are the prices that it packs by, if not the trainer's. ``tied_embeddings``,
+    ``compute_bytes`` of a value (default: the hardware's) and ``checkpoint_copy`` decide what the job holds in memory
+    and nothing else.
 
     Raises ``UserError`` for a layout that cannot run.
     """
