@@ -5,12 +5,11 @@
 The documents are the source code of Python's standard library. Every preset trains them with pp = 2, dp = 2 and cp = 2
 at hidden size 128 and a 4,096-token window, about the ratio of attention to everything else of a 7B model at 128K. In a
 repetition the presets take turns, a step each, in the same processes; the first step is not counted. A step's seconds
-are the median over repetitions, tokens/s is the tokens of all steps over their seconds, and a preset's speed is its
-tokens/s over those of plain-4d.
+are the median over repetitions, and tokens/s is the tokens of all steps over their seconds.
 
-"predicted" is the same for the same plans by the simulator, from times measured on this machine at the start
-(``wlb profile``). Sequential packing cuts documents and leaves out part of their
-attention; "per work" is the speed in predicted seconds of work instead of tokens.
+Speeds are over plain-4d. Sequential packing cuts documents and leaves out part of their attention, so "equal work" is
+the speed in predicted seconds of work; "in tokens" is that of tokens/s. "predicted" is the same for the same plans by
+the simulator, from times measured on this machine at the start (``wlb profile``).
 
 ``--peer`` adds a Hugging Face Trainer with padding-free packing for dp = 2, on the same documents with the same model.
 """
@@ -233,27 +232,28 @@ def report(results: Sequence[Result], arguments: argparse.Namespace) -> None:
         title=f"measured on {PROCESSES} processes with one thread each, {here['cpu']}, torch {here['torch']}; "
         f"medians of {arguments.repetitions} repetitions of {arguments.steps} steps"
     )
-    for heading in ("= 2", "preset", "imbalance", "tokens/s", "speed", "predicted", "per work", "predicted"):
+    for heading in ("= 2", "preset", "equal work", "predicted", "imbalance", "tokens/s", "in tokens", "predicted"):
         table.add_column(heading, justify="left" if heading in ("= 2", "preset") else "right")
     for result in results:
-        speeds = [
-            result.measured_speed,
-            result.predicted_speed,
-            result.measured_speed_at_equal_work,
-            result.predicted_speed_at_equal_work,
-        ]
         table.add_row(
             result.layout,
             result.preset,
+            _times(result.measured_speed_at_equal_work),
+            _times(result.predicted_speed_at_equal_work),
             f"{result.imbalance_degree:.3f}",
             f"{result.tokens_per_second:,.0f}",
-            *("" if speed is None else f"{speed:.3f}x" for speed in speeds),
+            _times(result.measured_speed),
+            _times(result.predicted_speed),
         )
     Console(width=110).print(table)
     if arguments.out:
         summary = {"machine": here, "steps": arguments.steps, "repetitions": arguments.repetitions}
         rows = [asdict(result) for result in results]
         arguments.out.write_text(json.dumps(summary | {"results": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def _times(speed: float | None) -> str:
+    return "" if speed is None else f"{speed:.3f}x"
 
 
 if __name__ == "__main__":

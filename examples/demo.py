@@ -156,25 +156,25 @@ def report(results: Sequence[Measured], picture: Path) -> None:
     table = Table(title="measured on this machine: 2 processes, pp 2, hidden 128, window 4,096")
     table.add_column("")
     for heading in (
-        "imbalance\ndegree",
-        "step\nseconds",
-        "tokens/s\n",
-        "speedup\n",
-        "busy\nshare",
-        "speedup at\nequal work",
+        "speed at\nequal work",
         "\npredicted",
+        "imbalance\ndegree",
+        "busy\nshare",
+        "step\nseconds",
+        "\ntokens/s",
+        "speed in\ntokens/s",
     ):
         table.add_column(heading, justify="right")
     for result in results:
         table.add_row(
             result.name,
+            f"{result.busy / base.busy:.2f}x",
+            f"{result.predicted_busy / base.predicted_busy:.2f}x",
             f"{result.imbalance_degree:.3f}",
+            f"{result.busy:.0%}",
             f"{statistics.median(result.step_seconds):.2f}",
             f"{result.tokens_per_second:,.0f}",
             f"{result.tokens_per_second / base.tokens_per_second:.2f}x",
-            f"{result.busy:.0%}",
-            f"{result.busy / base.busy:.2f}x",
-            f"{result.predicted_busy / base.predicted_busy:.2f}x",
         )
     console = Console(width=100)
     console.print(table)
@@ -212,11 +212,11 @@ def draw(jobs: Sequence[Measured], path: Path) -> None:
         axis.set_ylim(0, 1.05 * tallest)
     base = jobs[0]
     for offset, (job, colour) in enumerate(zip(jobs, colours, strict=False)):
-        ratios = [job.tokens_per_second / base.tokens_per_second, job.busy / base.busy]
+        ratios = [job.busy / base.busy, job.tokens_per_second / base.tokens_per_second]
         places = [group + 0.4 * offset for group in range(len(ratios))]
         bars = axes[-1].bar(places, ratios, width=0.36, color=colour, label=job.name)
         axes[-1].bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=2)
-    axes[-1].set_xticks([0.2, 1.2], ["tokens/s", "at equal work"])
+    axes[-1].set_xticks([0.2, 1.2], ["at equal work", "tokens/s"])
     axes[-1].set_title("measured speed over plain-4D", fontsize=10)
     axes[-1].margins(y=0.3)
     axes[-1].legend(frameon=False, loc="upper left", ncols=2)
