@@ -47,4 +47,8 @@ class Section(BaseModel):
 
 def main_problem(error: ValidationError) -> ErrorDetails:
     """The one to tell of: a typo, which explains what is missing, or of a union the alternative that fits deepest."""
-    return min(error.errors(), key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
+
+    def precedence(problem: ErrorDetails) -> tuple[bool, int, bool]:
+        return problem["type"] != "extra_forbidden", -len(problem["loc"]), problem["type"] == "literal_error"
+
+    return min(error.errors(), key=precedence)

@@ -17,9 +17,9 @@ import math
 from bisect import bisect_right
 from collections import deque
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
@@ -38,10 +38,19 @@ def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
     return tuple(sorted({max(1, context_window * share // 16) for share in sixteenths[queues]}))
 
 
+def _check_rising(thresholds: tuple[int, ...]) -> tuple[int, ...]:
+    if any(low >= high for low, high in pairwise(thresholds)):
+        raise ValueError("thresholds must rise")
+    return thresholds
+
+
+Thresholds = Annotated[tuple[Tokens, ...], AfterValidator(_check_rising)]
+
+
 class VariableLengthOptions(LengthFactorOptions):
     """Options of ``variable_length``."""
 
-    outlier_thresholds: Literal["auto"] | tuple[Tokens, ...] | None = Field(
+    outlier_thresholds: Literal["auto"] | Thresholds | None = Field(
         None,
         description="Lengths from which documents wait in an outlier queue; auto finds them from the documents seen; "
         "default: 3/16 and 9/16 of the context window",
@@ -49,13 +58,6 @@ class VariableLengthOptions(LengthFactorOptions):
     early_release: bool = Field(
         True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
     )
-
-    @field_validator("outlier_thresholds")
-    @classmethod
-    def _rising(cls, thresholds: Literal["auto"] | tuple[int, ...] | None) -> Literal["auto"] | tuple[int, ...] | None:
-        if isinstance(thresholds, tuple) and any(low >= high for low, high in pairwise(thresholds)):
-            raise ValueError("thresholds must rise")
-        return thresholds
 
     @classmethod
     def from_argument(cls, argument: str, context_window: int) -> dict[str, object]:
