@@ -55,7 +55,7 @@ def shard(
     workload, priced_by = options.workload_from(context, model, hardware, tp, 1, context_window, profile)
     priced_by = {name: value for name, value in priced_by.items() if name != "cp"}
     micro_batches = sample_micro_batches(read_lengths(lengths), context_window, samples, seed)
-    names = [name.strip() for name in strategies.split(",")] if strategies else list(STRATEGIES)
+    names = [name.strip() for name in strategies.split(",")] if strategies is not None else list(STRATEGIES)
     results: list[StrategyResult] = []
     with progress_bar() as bar:
         for name in names:
