@@ -109,6 +109,7 @@ def test_sizes_that_cannot_be_are_refused_at_once(wlb, arguments, message):
         ([*PREFILL, "--context-window", "4K"], "--context-window has no effect with --prefill"),
         ([*PREFILL, "--plot", "p.png"], "--plot has no effect with --prefill"),
         ([*COMPARE, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
+        ([*TUNE, "--profile", "p.json", "--cp", 2], "--cp has no effect with --profile"),
         ([*SHARD, "--cp", 2, "--profile", "p.json", "--tp", 2], "--tp has no effect with --profile"),
         ([*SIMULATE, "--gpus", 8], "--gpus has no effect without --search"),
         ([*SIMULATE, "--search", "--gpus", 8], "job has no effect with --search"),
