@@ -109,6 +109,7 @@ def test_sizes_that_cannot_be_are_refused_at_once(wlb, arguments, message):
         ([*PREFILL, "--context-window", "4K"], "--context-window has no effect with --prefill"),
         ([*PREFILL, "--plot", "p.png"], "--plot has no effect with --prefill"),
         ([*COMPARE, "--profile", "p.json", "--model", "7b"], "--model has no effect with --profile"),
+        ([*TUNE, "--profile", "p.json", "--cp", 2], "--cp has no effect with --profile"),
         ([*SHARD, "--cp", 2, "--profile", "p.json", "--tp", 2], "--tp has no effect with --profile"),
         ([*SIMULATE, "--gpus", 8], "--gpus has no effect without --search"),
         ([*SIMULATE, "--search", "--gpus", 8], "job has no effect with --search"),
@@ -158,3 +159,39 @@ def test_pictures_say_their_format(wlb, command):
         status, _, err = wlb(*command, "--plot", name)
         assert status == 2
         assert err == (f"wlb: error: picture {name} has no ending that says its format; use one of .png, .pdf, .svg\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        COMPARE[:1],
+        [*COMPARE, "--profile"],
+        TUNE[:1],
+        SHARD[:1],
+        ["simulate"],
+        [*SIMULATE[:2], "--lengths"],
+        [*SIMULATE, "--profile"],
+        ["report"],
+        [*REPORT, "--before"],
+        ["reproduce", "table2", "--lengths"],
+        ["reproduce", "kernel", "--profile"],
+        ["prepare", "--out", "store"],
+        ["prepare", "--stdlib", "--out"],
+        ["prepare", "--stdlib", "--out", "store", "--tokenizer"],
+        ["train"],
+        ["diagnose"],
+    ],
+)
+def test_paths_that_do_not_serve_are_one_line(wlb, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").touch()
+    rest = {"compare": COMPARE[2:], "tune": TUNE[2:], "shard": [*SHARD[2:], "--cp", 2]}
+    for path in ("", ".", "directory", "file/x", "missing/lines\nof it", "a" * 300):
+        if arguments[-1] == "--out" and "missing" in path:
+            continue  # that directory is made
+        status, out, err = wlb(*arguments, path, *(rest.get(arguments[0], []) if len(arguments) == 1 else []))
+        assert (status, out) == (2, ""), path
+        assert err.startswith("wlb: error: ")
+        assert "Errno" not in err
+        assert err.count("\n") == 1

@@ -72,7 +72,7 @@ def main() -> None:
         status = app(standalone_mode=False)
     except (UserError, _CommandLineError) as error:
         message = str(error) if isinstance(error, UserError) else error.format_message()
-        print(f"wlb: error: {message}", file=sys.stderr)
+        print(f"wlb: error: {' '.join(message.splitlines())}", file=sys.stderr)  # names of files may have line ends
         sys.exit(2)
     except typer.Abort:
         status = _INTERRUPTED

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _PREFILL_ONLY = ("token_budget", "chunked", "load", "lock_step", "seed")
 _PACKING_ONLY = (
-    *("context_window", "micro_batches", "max_length_factor", "max_delay", "steps", "overlong", "solver_seconds"),
-    "plot",
+    *("context_window", "micro_batches", "max_length_factor", "max_delay"),
+    *("steps", "overlong", "solver_seconds", "plot"),
 )
 
 

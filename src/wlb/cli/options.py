@@ -130,10 +130,12 @@ def workload_from(
     profile: Path | None,
     *,
     pp: int = 1,
+    used_with_profile: frozenset[str] = frozenset(),
 ) -> tuple[Workload, dict[str, str | int]]:
     """The workload model that the options name, and a description of it for the output.
 
-    Raises ``UserError`` where the model has fewer layers than ``pp`` stages.
+    Raises ``UserError`` where the model has fewer layers than ``pp`` stages, and for an option that a measured profile
+    replaces, unless the command has a use of its own for it (``used_with_profile``).
     """
     from wlb.sharding import MOST_RANKS, check_group_size
     from wlb.workload import make_workload
@@ -142,7 +144,8 @@ def workload_from(
     from wlb.workload.profile import read_profile
 
     if profile is not None:
-        refuse_unused(context, ("model", "hardware", "tp"), "has no effect with --profile, which says it")
+        priced = {"model", "hardware", "tp", "cp"} - used_with_profile
+        refuse_unused(context, sorted(priced), "has no effect with --profile, which says it")
         measured = read_profile(profile)
         split_layers(measured.model, pp)
         return measured.workload(), {"profile": profile.name}

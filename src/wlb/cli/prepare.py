@@ -124,7 +124,7 @@ def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_tok
     from wlb.documents.tokenization import load_tokenizer
 
     if bpe_size is None:
-        return load_tokenizer(source or "bytes", end_token)
+        return load_tokenizer("bytes" if source is None else source, end_token)
     if source is not None or end_token is not None:
         given = "--tokenizer" if source is not None else "--end-token"
         raise UserError(f"--train-bpe makes its own tokenizer and end token; leave out {given}")

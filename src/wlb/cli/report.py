@@ -55,7 +55,11 @@ def report(
 
     options.check_writable(out)
     path = Path(source)
-    if is_run_directory(path) or before is not None or path.is_dir():
+    try:
+        measured = is_run_directory(path) or before is not None or path.is_dir()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    if measured:
         options.refuse_unused(
             context, _SIMULATED_ONLY, "has no effect on the report of a training run, which is measured"
         )

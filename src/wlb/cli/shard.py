@@ -52,10 +52,12 @@ def shard(
         options.check_picture(plot)
     check_group_size(cp)
     # Shards are priced one by one, so the workload is that of a GPU without context parallelism.
-    workload, priced_by = options.workload_from(context, model, hardware, tp, 1, context_window, profile)
+    workload, priced_by = options.workload_from(
+        context, model, hardware, tp, 1, context_window, profile, used_with_profile=frozenset({"cp"})
+    )
     priced_by = {name: value for name, value in priced_by.items() if name != "cp"}
     micro_batches = sample_micro_batches(read_lengths(lengths), context_window, samples, seed)
-    names = [name.strip() for name in strategies.split(",")] if strategies else list(STRATEGIES)
+    names = [name.strip() for name in strategies.split(",")] if strategies is not None else list(STRATEGIES)
     results: list[StrategyResult] = []
     with progress_bar() as bar:
         for name in names:

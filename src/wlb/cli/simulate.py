@@ -145,7 +145,7 @@ def _jobs(
         chosen = options.method_names(systems, list(PRESETS))
         scheduled = {} if schedule is None else _scheduled(schedule)
         jobs = {preset: named_job(name, preset, hardware=hardware, **measured, **scheduled) for preset in chosen}
-        return jobs, lengths or f"synthetic:{_DOCUMENTS}:{NAMED_JOBS[name].context_window}:0"
+        return jobs, f"synthetic:{_DOCUMENTS}:{NAMED_JOBS[name].context_window}:0" if lengths is None else lengths
     return _configured_jobs(
         Path(name), options.method_names(systems, ["plain-4d"]), hardware, measured, schedule, settings, lengths
     )
@@ -177,7 +177,7 @@ def _configured_jobs(
     jobs = {name: SimulatedJob.from_config(job, hardware, **known, **measured) for name, job in by_system.items()}
     if schedule is not None:
         jobs = {name: replace(job, **_scheduled(schedule)) for name, job in jobs.items()}
-    return jobs, lengths or str(config.data.store)
+    return jobs, str(config.data.store) if lengths is None else lengths
 
 
 def _scheduled(schedule: str) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def _search(
     from wlb.simulate.search import search, search_space
 
     space = search_space(model, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, steps=steps)
-    documents = _lengths(lengths or f"synthetic:{_DOCUMENTS}:{context_window}:0")
+    documents = _lengths(f"synthetic:{_DOCUMENTS}:{context_window}:0" if lengths is None else lengths)
     with progress_bar() as bar:
         task = bar.add_task("layouts", total=None)
         return search(space, documents, on_progress=lambda done, of: bar.update(task, completed=done, total=of))

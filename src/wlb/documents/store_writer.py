@@ -54,16 +54,17 @@ def store_files(prefix: Path, with_tokenizer: bool = True) -> list[Path]:
 
 def check_target(prefix: Path, overwrite: bool) -> None:
     """Raise ``UserError`` when a store cannot be made at ``prefix``, or is there already and not to be replaced."""
-    if prefix.is_dir():
-        raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
-    existing = next((path for path in _upwards(prefix.parent) if os.path.exists(path)), prefix.parent)
-    if not existing.is_dir():
-        raise UserError(f"{existing} is no directory, so the token store {prefix} cannot be made")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"directory {existing} is not writable, so the token store {prefix} cannot be made")
-    for path in store_files(prefix):
-        if path.exists() and not overwrite:
-            raise UserError(f"{path} exists; choose another --out or pass --overwrite")
+    with _disk_errors(prefix):
+        if prefix.is_dir():
+            raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
+        existing = next((path for path in _upwards(prefix.parent) if os.path.exists(path)), prefix.parent)
+        if not existing.is_dir():
+            raise UserError(f"{existing} is no directory, so the token store {prefix} cannot be made")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"directory {existing} is not writable, so the token store {prefix} cannot be made")
+        for path in store_files(prefix):
+            if path.exists() and not overwrite:
+                raise UserError(f"{path} exists; choose another --out or pass --overwrite")
 
 
 class TokenStoreWriter:

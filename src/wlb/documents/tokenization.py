@@ -130,11 +130,11 @@ def load_tokenizer(source: str, end_token: str | None = None) -> Tokenizer:
             raise UserError(f"--end-token {end_token!r} has no meaning for bytes, where token 256 ends documents")
         return BytesTokenizer()
     path = Path(source)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-        if not path.is_file():
-            raise UserError(f"{path.parent} holds no tokenizer.json; save the tokenizer in the fast format first")
     try:
+        if path.is_dir():
+            path = path / "tokenizer.json"
+            if not path.is_file():
+                raise UserError(f"{path.parent} holds no tokenizer.json; save the tokenizer in the fast format first")
         definition = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"tokenizer {source!r} is neither 'bytes' nor an existing file or directory") from None

@@ -176,8 +176,10 @@ def read_profile(path: str | Path) -> WorkloadProfile:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"profile {path} does not exist; measure one with: wlb profile --out {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"profile {path} cannot be read: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"profile {path} cannot be read: it is not text") from None
+    except OSError as error:
+        raise UserError(f"profile {path} cannot be read: {error.strerror}") from None
     try:
         return WorkloadProfile.model_validate_json(_profile_in(text))
     except ValidationError as error:
