@@ -38,7 +38,7 @@ def process(
 
 
 def _ignore_nothing() -> None:
-    """Listen to signals that tests send, also where the tests run in the background or under nohup, which ignore them."""
+    """Hear the signals that tests send, also where the tests run under nohup or in the background and ignore them."""
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_DFL)
 
