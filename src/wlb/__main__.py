@@ -1,12 +1,20 @@
-"""The ``wlb`` command, also as ``python -m wlb``: Ctrl-C is one line whenever it comes, during imports too."""
+"""The ``wlb`` command, also as ``python -m wlb``: Ctrl-C and SIGTERM are one line, also while modules are imported."""
 
+import signal
 import sys
+from typing import NoReturn
 
-_INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
+_INTERRUPTED = 128 + signal.SIGINT  # exit statuses after a signal, as shells have them
+_TERMINATED = 128 + signal.SIGTERM
+
+
+class _Terminated(SystemExit):
+    """SIGTERM in the main thread; worker processes that inherit the handler end without a word."""
 
 
 def main() -> None:
-    """Run the command line; exits as ``wlb.cli.app.main`` does, and with 130 after Ctrl-C."""
+    """Run the command line; exits as ``wlb.cli.app.main`` does, with 130 after Ctrl-C and with 143 after SIGTERM."""
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         from wlb.cli.app import main as run  # takes a good part of a second, so it is imported here
 
@@ -14,6 +22,13 @@ def main() -> None:
     except KeyboardInterrupt:
         print("wlb: interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
+    except _Terminated:
+        print("wlb: terminated", file=sys.stderr)
+        raise
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise _Terminated(_TERMINATED)
 
 
 if __name__ == "__main__":

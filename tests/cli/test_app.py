@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 
-def test_ctrl_c_while_the_command_line_is_imported_is_one_line(tmp_path: Path):
+@pytest.mark.parametrize(("sent", "status", "line"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_a_signal_while_the_command_line_is_imported_is_one_line(tmp_path: Path, sent, status, line):
     """A module that interrupts its own import stands for the Ctrl-C."""
-    (tmp_path / "typer.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    (tmp_path / "typer.py").write_text(
+        f"import os, signal, time\nos.kill(os.getpid(), signal.{sent})\ntime.sleep(60)\n"
+    )
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     result = subprocess.run(
         [sys.executable, "-m", "wlb", "--help"],
@@ -21,8 +24,8 @@ def test_ctrl_c_while_the_command_line_is_imported_is_one_line(tmp_path: Path):
         timeout=50,
         check=False,
     )
-    assert result.returncode == 130
-    assert result.stderr == "wlb: interrupted\n"
+    assert result.returncode == status
+    assert result.stderr == f"wlb: {line}\n"
 
 
 def test_tokens_have_units_on_the_way_in_and_none_on_the_way_out(wlb):

@@ -110,13 +110,10 @@ def test_ranks_do_not_outlive_their_launcher(folder, launcher, steps):
 
 
 def listens(pid: int) -> bool:
-    """Whether process ``pid`` has a handler for SIGTERM."""
-    (caught,) = [
-        int(line.split()[1], 16)
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("SigCgt:")
-    ]
-    return bool(caught & 1 << signal.SIGTERM - 1)
+    """Whether the launcher ``pid`` has begun its work: it has a handler for SIGHUP, which no other command has."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(caught & 1 << signal.SIGHUP - 1)
 
 
 @pytest.mark.parametrize("ranks", [0, 2])

@@ -101,6 +101,7 @@ def test_a_job_under_nohup_outlives_its_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert signals_to_end() == {signal.SIGTERM}
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signals_to_end() == {signal.SIGTERM, signal.SIGHUP}
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert signals_to_end() == {signal.SIGTERM, signal.SIGHUP}
