@@ -9,13 +9,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, create_model, model_validator
+from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
+from wlb.documents.document_order import DataConfig
 from wlb.packing import PACKERS, checked_name
 from wlb.packing.base import Packer, PackingTask
 from wlb.packing.options import LengthFactorOptions, PackerOptions
-from wlb.settings import MOST_MICRO_BATCHES, MicroBatches, NonNegativeInt, Number, PositiveInt, Section, Tokens
+from wlb.settings import (
+    MOST_MICRO_BATCHES,
+    MicroBatches,
+    NonEmptyPath,
+    NonNegativeInt,
+    Number,
+    PositiveInt,
+    Section,
+    Tokens,
+)
 from wlb.workload.base import DocumentPrices
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
@@ -38,16 +48,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def _check_path(path: object) -> object:
-    if isinstance(path, str) and not path.strip():
-        raise ValueError("the path is empty; name one, or leave the setting out")  # it would mean the working directory
-    if isinstance(path, str) and "\0" in path:
-        raise ValueError("no path holds a null character")
-    return path
-
-
 DecayRate = Annotated[Number, Field(ge=0, lt=1)]
-NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
 
 
 class RopeScalingConfig(Section):
@@ -96,18 +97,6 @@ class ModelConfig(Section):
                 "leave one out"
             )
         return self
-
-
-class DataConfig(Section):
-    """Which documents, and what happens to those longer than the context window."""
-
-    store: NonEmptyPath = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
-    context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")
-    overlong: Literal["split", "truncate", "drop", "error"] = Field(
-        "split", description="What happens to documents longer than the context window"
-    )
-    seed: NonNegativeInt = Field(0, description="Seed of the document order")
-    shuffle: bool = Field(True, description="Shuffle documents anew in every epoch")
 
 
 class ParallelConfig(Section):

@@ -6,6 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from operator import index
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -23,6 +24,14 @@ def _tokens(value: object) -> object:
     return parse_tokens(value) if isinstance(value, str) else _plain_integer(value)
 
 
+def _check_path(path: object) -> object:
+    if isinstance(path, str) and not path.strip():
+        raise ValueError("the path is empty; name one, or leave the setting out")  # it would mean the working directory
+    if isinstance(path, str) and "\0" in path:
+        raise ValueError("no path holds a null character")
+    return path
+
+
 # Of what is planned together: four times the 15,360 sequences of a DeepSeek-V3 step (arXiv 2412.19437, section 4.2).
 MOST_MICRO_BATCHES = 65_536
 
@@ -37,6 +46,7 @@ Tokens = Annotated[
     BeforeValidator(_tokens),  # "128K" and "1M" too
 ]
 Number = Annotated[float, Field(strict=True)]
+NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
 
 
 class Section(BaseModel):

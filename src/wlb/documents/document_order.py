@@ -8,15 +8,28 @@ whole history, ``epoch * documents in the store + index in the store``; an id is
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from wlb.config import DataConfig
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.settings import NonEmptyPath, NonNegativeInt, Section, Tokens
+
+
+class DataConfig(Section):
+    """Which documents, and what happens to those longer than the context window."""
+
+    store: NonEmptyPath = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
+    context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")
+    overlong: Literal["split", "truncate", "drop", "error"] = Field(
+        "split", description="What happens to documents longer than the context window"
+    )
+    seed: NonNegativeInt = Field(0, description="Seed of the document order")
+    shuffle: bool = Field(True, description="Shuffle documents anew in every epoch")
 
 
 @dataclass(frozen=True)

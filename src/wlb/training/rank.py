@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import socket
 import sys
@@ -43,10 +44,8 @@ def main() -> None:
         gc.freeze()  # or every full collection while planning walks all that torch has imported
         summary = train(config, termination)
         if arguments.json and summary is not None:
-            from wlb.cli.console import emit_json
-
             with suppress(BrokenPipeError):  # the job is done, whether or not anybody reads about it
-                emit_json(summary)
+                print(json.dumps(summary, allow_nan=False))
                 sys.stdout.flush()
     except Exception as error:
         leave(error)
