@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import numpy as np
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 from tests.contract.one_job import (
     STEPS,
@@ -44,15 +43,16 @@ def case_of(
 
 @st.composite
 def _packing(draw: st.DrawFn, dp: int, pp: int) -> dict[str, Any]:
-    """What leaves [packing] to the preset, and what overrides it, sometimes wrongly."""
+    """What leaves [packing] to the preset, and what overrides it, sometimes wrongly.
+
+    Without ``fixed_solver``, which takes half a minute for 50 steps of hundreds of documents: it has examples.
+    """
     per_rank = pp * draw(st.integers(1, 2))
     chosen: dict[str, Any] = draw(
         st.fixed_dictionaries(
             {},
             optional={
-                "method": st.sampled_from(
-                    ["sequential", "fixed_greedy", "fixed_solver", "variable_length", "makespan"]
-                ),
+                "method": st.sampled_from(["sequential", "fixed_greedy", "variable_length", "makespan"]),
                 "max_length_factor": st.sampled_from([1.0, 1.5, 2.25, "auto"]),
                 "outlier_thresholds": st.sampled_from(["auto", [], [64], [32, 64], [64, 32]]),
                 "max_delay": st.sampled_from([0, 1, 5]),
@@ -66,7 +66,7 @@ def _packing(draw: st.DrawFn, dp: int, pp: int) -> dict[str, Any]:
             },
         )
     )
-    return chosen | {"micro_batches": dp * per_rank, "solver_nodes": 5}
+    return chosen | {"micro_batches": dp * per_rank}
 
 
 @st.composite
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> Case:
     strategy = draw(st.sampled_from([None, "per_sequence", "per_document", "adaptive", "hybrid"]))
     if strategy is not None:
         sections["sharding"] = {"strategy": strategy}
-    lengths = draw(arrays(np.int64, st.integers(2, 60), elements=st.integers(1, 300) | st.integers(0, 40)))
+    lengths = draw(st.lists(st.integers(12, 300) | st.integers(12, 40) | st.just(0), min_size=2, max_size=60))
     # A store that does not name its vocabulary cannot be trained without model.vocab_size, but its lengths can be used.
     vocabulary = draw(st.sampled_from([VOCABULARY, None] if "vocab_size" in model else [VOCABULARY]))
     return case_of(lengths, vocabulary, draw(st.sampled_from(["cpu", "a100", "h100"])), **sections)
@@ -158,6 +158,7 @@ def test_the_memory_estimate_is_the_same(case: Case):
 @given(cases())
 @example(case_of(preset="plain-4d", parallel={"dp": 2, "pp": 2}))
 @example(case_of(parallel={"dp": 2, "pp": 2, "cp": 2, "tp": 2}))
+@example(case_of(packing={"method": "fixed_solver", "window": 2, "solver_nodes": 5}))
 @example(case_of(data={"overlong": "error"}))
 @example(case_of(packing={"method": "variable_length", "max_delay": 0}))
 def test_plans_are_the_same(case: Case):
