@@ -43,7 +43,7 @@ def case_of(
 
 @st.composite
 def _packing(draw: st.DrawFn, dp: int, pp: int) -> dict[str, Any]:
-    """What leaves [packing] to the preset, and what overrides it, sometimes wrongly.
+    """What leaves [packing] to the preset, and what overrides it.
 
     Without ``fixed_solver``, which takes half a minute for 50 steps of hundreds of documents: it has examples.
     """
@@ -54,8 +54,8 @@ def _packing(draw: st.DrawFn, dp: int, pp: int) -> dict[str, Any]:
             optional={
                 "method": st.sampled_from(["sequential", "fixed_greedy", "variable_length", "makespan"]),
                 "max_length_factor": st.sampled_from([1.0, 1.5, 2.25, "auto"]),
-                "outlier_thresholds": st.sampled_from(["auto", [], [64], [32, 64], [64, 32]]),
-                "max_delay": st.sampled_from([0, 1, 5]),
+                "outlier_thresholds": st.sampled_from(["auto", [], [64], [32, 64]]),
+                "max_delay": st.sampled_from([1, 5]),
                 "delay_price": st.sampled_from([0.0, 0.5]),
                 "lookahead": st.sampled_from([0.0, 1.0]),
                 "token_spread": st.sampled_from([0.0, 1.0]),
@@ -160,7 +160,7 @@ def test_the_memory_estimate_is_the_same(case: Case):
 @example(case_of(parallel={"dp": 2, "pp": 2, "cp": 2, "tp": 2}))
 @example(case_of(packing={"method": "fixed_solver", "window": 2, "solver_nodes": 5}))
 @example(case_of(data={"overlong": "error"}))
-@example(case_of(packing={"method": "variable_length", "max_delay": 0}))
+@example(case_of(lengths=(0, 0)))
 def test_plans_are_the_same(case: Case):
     assert_equal(outcome(trained_plans, case), outcome(simulated_plans, case))
 
