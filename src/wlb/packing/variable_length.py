@@ -189,8 +189,8 @@ class VariableLengthPacker(PoolingPacker):
             self._carry(self._carried + below)
 
 
-def check_length_factor(factor: float) -> None:
-    """Raise ``UserError`` where no micro-batch could be of ``factor`` context windows."""
+def check_length_factor(factor: float | str) -> None:
+    """Raise ``UserError`` where no micro-batch could be of ``factor`` context windows; "auto" is for the trainer."""
     if isinstance(factor, str) or not 1 <= factor < math.inf:
         raise UserError(f"max_length_factor = {factor} must be a number of at least 1")
 
