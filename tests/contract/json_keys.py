@@ -33,6 +33,7 @@ _METHOD = {
     "tokens_out": int,
     "optimality_gap?": float,
     "speed_at_equal_work": float,
+    "speed_at_equal_work_as_packed": float,
 }
 
 _TRIAL = {
@@ -67,6 +68,8 @@ _SIMULATED = {
     },
     "imbalance": {"gpus": float, "cp": float, "micro_batches": float, "dp": float, "pp": float},
     "attention_kept": float,
+    "work_seconds": float,
+    "speed_at_equal_work": float,
 }
 
 _FOUND = _SIMULATED | {
@@ -208,6 +211,7 @@ OUTPUTS: dict[str, Any] = {
         "out": str,
         "kind": str,
         "gain": {"fixed-4d": _GAIN, "wlb-llm": _GAIN, "best": _GAIN},
+        "speed_at_equal_work": {"fixed-4d": _GAIN, "wlb-llm": _GAIN, "best": _GAIN},
         "imbalance": {"plain-4d": float, "best": float},
         "tokens_per_second": {"plain-4d": float, "best": float},
         "recommended": _FACTOR | {"activation_checkpointing": str},
@@ -215,7 +219,14 @@ OUTPUTS: dict[str, Any] = {
         "fits": bool,
         "steps": int,
     },
-    "report RUN_DIR": {"out": str, "kind": str, "tokens_per_second": float, "gain": float},
+    "report RUN_DIR": {
+        "out": str,
+        "kind": str,
+        "steps": int,
+        "tokens_per_second": float,
+        "gain": float,
+        "speed_at_equal_work": _GAIN,
+    },
     "train": {
         "steps": int,
         "last_step?": int,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import numpy as np
-from hypothesis import Phase, example, given, reject, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from tests.contract.one_job import (
     STEPS,
@@ -46,7 +45,7 @@ def case_of(
 def _packing(draw: st.DrawFn, dp: int, pp: int) -> dict[str, Any]:
     """What leaves [packing] to the preset, and what overrides it.
 
-    Without ``fixed_solver``, which takes half a minute for 50 steps of hundreds of documents: it has an example.
+    Without ``fixed_solver``, which takes half a minute for 50 steps of hundreds of documents: it has examples.
     """
     per_rank = pp * draw(st.integers(1, 2))
     chosen: dict[str, Any] = draw(
@@ -56,7 +55,7 @@ def _packing(draw: st.DrawFn, dp: int, pp: int) -> dict[str, Any]:
                 "method": st.sampled_from(["sequential", "fixed_greedy", "variable_length", "makespan"]),
                 "max_length_factor": st.sampled_from([1.0, 1.5, 2.25, "auto"]),
                 "outlier_thresholds": st.sampled_from(["auto", [], [64], [32, 64]]),
-                "max_delay": st.sampled_from([0, 1, 5, 5]),
+                "max_delay": st.sampled_from([1, 5]),
                 "delay_price": st.sampled_from([0.0, 0.5]),
                 "lookahead": st.sampled_from([0.0, 1.0]),
                 "token_spread": st.sampled_from([0.0, 1.0]),
@@ -119,11 +118,7 @@ def cases(draw: st.DrawFn) -> Case:
     lengths = draw(st.lists(st.integers(12, 300) | st.integers(12, 40) | st.just(0), min_size=2, max_size=60))
     # A store that does not name its vocabulary cannot be trained without model.vocab_size, but its lengths can be used.
     vocabulary = draw(st.sampled_from([VOCABULARY, None] if "vocab_size" in model else [VOCABULARY]))
-    hardware = draw(st.sampled_from(["cpu", "a100", "h100"]))
-    try:
-        return case_of(lengths, vocabulary, hardware, **sections)
-    except ValidationError:  # what no job may say, trained or simulated
-        reject()
+    return case_of(lengths, vocabulary, draw(st.sampled_from(["cpu", "a100", "h100"])), **sections)
 
 
 def assert_equal(trained: list[T] | Refusal, simulated: list[T] | Refusal) -> None:
@@ -165,6 +160,7 @@ def test_the_memory_estimate_is_the_same(case: Case):
 @example(case_of(parallel={"dp": 2, "pp": 2, "cp": 2, "tp": 2}))
 @example(case_of(packing={"method": "fixed_solver", "window": 2, "solver_nodes": 5}))
 @example(case_of(data={"overlong": "error"}))
+@example(case_of(lengths=(0, 0)))
 def test_plans_are_the_same(case: Case):
     assert_equal(outcome(trained_plans, case), outcome(simulated_plans, case))
 
