@@ -100,7 +100,7 @@ def _smaller(arguments: Sequence[str]) -> list[str]:
     small = [re.sub(r"^synthetic:(\d+)", lambda m: f"synthetic:{min(int(m[1]), most)}", word) for word in arguments]
     if command == "compare" and "--prefill" not in arguments:
         small += ["--steps", "2"] + ([] if "--methods" in arguments else ["--methods", "sequential,makespan"])
-    if command in ("tune", "simulate", "report") and "--before" not in arguments:
+    if command in ("tune", "simulate", "report") and not arguments[1].startswith("runs/"):  # a run has its own steps
         small += ["--steps", "2"]
     if command == "train":
         settings = "training.steps=2 training.threads=1 parallel.pp=1 packing.micro_batches=1 evaluation.documents=2"

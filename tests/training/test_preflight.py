@@ -32,7 +32,7 @@ def test_a_step_of_the_most_micro_batches_is_checked_at_once(tmp_path):
         packing={"micro_batches": 65_536, "max_length_factor": "auto"},
         training={"memory_gib": 1000.0},
     )
-    assert check_job(large, 1).config.packing.max_length_factor == 4
+    assert check_job(large, 1).config.packing.length_factor == 4
 
 
 def test_packing_by_a_solver_that_is_not_installed_is_refused(tmp_path, monkeypatch):
