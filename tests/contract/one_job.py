@@ -130,7 +130,7 @@ def _device_type(case: Case) -> str:
 def _decided(case: Case) -> JobConfig:
     """The configuration without "auto", as a machine with such GPUs decides; what does not fit is not refused."""
     config, model = case.config, trained_model(case)
-    if config.packing.max_length_factor != "auto":
+    if config.packing.length_factor != "auto":
         return config
     usable = USABLE_SHARE * hardware_preset(case.hardware).memory_bytes / 2**30
     training = config.training.model_copy(update={"memory_gib": usable})
