@@ -17,7 +17,6 @@ from wlb.token_count import MOST_TOKENS, parse_tokens
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 # What is planned together: four times the 15,360 sequences of a DeepSeek-V3 step (arXiv 2412.19437, section 4.2).
 _MOST_MICRO_BATCHES = 65_536
-MOST_THREADS = 1024  # more than any machine has cores; the limit of the operating system may be the next one
 
 # The systems that WLB-LLM (OSDI '25, section 7.1) compares, and ours: what a preset sets where a job does not. They
 # differ in these two sections only. The paper says nothing of dealing to ranks and order; it gets the usual ones.
@@ -247,7 +246,7 @@ class TrainingConfig(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
     seed: NonNegativeInt = Field(0, description="Seed of the initial weights")
-    learning_rate: Number = Field(3e-4, gt=0, description="Peak AdamW learning rate")
+    learning_rate: Number = Field(3e-4, gt=0, le=100, description="Peak AdamW learning rate")
     warmup_steps: NonNegativeInt = Field(10, description="Steps of linear warm-up")
     decay_steps: PositiveInt | None = Field(
         None, description="Step at which the learning rate has fallen to a tenth; default: steps"
@@ -266,8 +265,10 @@ class TrainingConfig(Section):
         None, gt=0, description="Memory of a process; default: 90% of its GPU, or of its share of the machine's"
     )
     compile: bool = Field(False, description="Run blocks through torch.compile, once for all lengths")
-    threads: Annotated[int, Field(ge=1, le=MOST_THREADS, strict=True)] | None = Field(
-        None, description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes"
+    threads: PositiveInt | None = Field(
+        None,
+        description="CPU threads per process, no more than the machine has cores; default: OMP_NUM_THREADS, or else "
+        "cores / processes",
     )
     prefetch: Annotated[int, Field(ge=1, le=100, strict=True)] = Field(
         2, description="Steps planned and read ahead of training, held in memory"

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from wlb.config import MOST_THREADS, JobConfig, ModelConfig, TrainingConfig
+from wlb.config import JobConfig, ModelConfig, TrainingConfig
 from wlb.documents.token_store import TokenStore
 from wlb.errors import UserError
 from wlb.planning.memory import compute_type
@@ -112,12 +112,14 @@ def vocab_size(config: JobConfig, store: TokenStore) -> int:
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
     """CPU threads of each process: ``training.threads``, or else what ``OMP_NUM_THREADS`` says, or else an equal share
-    of the cores this job may use. Raises ``UserError`` where the variable asks for more than a process can start."""
+    of the cores this job may use. Raises ``UserError`` for more than the machine has cores."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
     given = int(wanted) if wanted.isdecimal() else 0
-    if not config.threads and given > MOST_THREADS:
-        raise UserError(f"OMP_NUM_THREADS = {given} must be at most {MOST_THREADS}; lower it or set training.threads")
-    return config.threads or given or max(1, usable_cores() // local_processes)
+    threads = config.threads or given or max(1, usable_cores() // local_processes)
+    if threads > (cores := os.cpu_count() or threads):
+        name = "training.threads" if config.threads else "OMP_NUM_THREADS"
+        raise UserError(f"{name} = {threads} threads for each process, but this machine has {cores} cores; lower it")
+    return threads
 
 
 def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
