@@ -1,7 +1,8 @@
 """Weights from safetensors files: every rank reads the slices that it holds, and nothing else.
 
 ``PretrainedWeights`` opens a directory: one ``model.safetensors``, or several with ``model.safetensors.index.json``.
-``check`` compares names and shapes with those of the whole model, from the headers alone, before any process starts.
+``check`` compares names, shapes and types with those of the whole model, from the headers alone, before any process
+starts; only a head that is said to be the embedding is read and compared with it.
 ``load`` fills the parameters of a stage; of a parameter that is sharded over ranks, in one dimension or two, just the
 local part is read from the file, and converted to the parameter's type. Pickled weights (``.bin``) are not read.
 """
@@ -19,35 +20,46 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from wlb.errors import UserError, require
+from wlb.integrations.huggingface.config import read_config
 from wlb.integrations.huggingface.names import EMBEDDING, HEAD, hugging_face_name
 from wlb.training.model import Transformer, TransformerConfig
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _NAMED = 3  # tensors, in an error message
+_TYPES = ("F64", "F32", "F16", "BF16")  # anything else is quantised, and nothing without its scales
+_ROWS_COMPARED = 4096  # at once
 _BUFFERS = ".rotary_emb.inv_freq"  # of early Llama checkpoints; follows from config.json
 
 
 class PretrainedWeights:
-    """The tensors of a Hugging Face directory, by their names there."""
+    """The tensors of a Hugging Face directory, by their names there; ``tied`` says its ``config.json``."""
 
-    def __init__(self, directory: Path, files: dict[str, Path]) -> None:
+    def __init__(self, directory: Path, files: dict[str, Path], *, tied: bool) -> None:
         self._directory = directory
         self._files = files
+        self._tied = tied
 
     @classmethod
     def open(cls, directory: Path) -> PretrainedWeights:
-        """Find every tensor's file. Raises ``UserError`` where there are no safetensors or some of them are missing."""
+        """Find every tensor's file.
+
+        Raises ``UserError`` where there are no safetensors or some of them are missing, and for a ``config.json`` that
+        ``read_config`` refuses.
+        """
         require("safetensors", "train")
         index = directory / INDEX_FILE
         files = _indexed(index) if index.is_file() else _single(directory)
         for path in sorted(set(files.values())):
             if not path.is_file():
                 raise UserError(f"{index} names {path.name}, which is not there; download it again")
-        return cls(directory, files)
+        return cls(directory, files, tied=read_config(directory).tied_embeddings)
 
     def check(self, config: TransformerConfig) -> None:
-        """Raise ``UserError`` unless the tensors are those of a model with ``config``, in name and shape."""
+        """Raise ``UserError`` unless the tensors are those of a model with ``config``, in name, shape and type.
+
+        With tied embeddings, a head that is there all the same must be equal to the embedding.
+        """
         with torch.device("meta"):
             model = Transformer(config)
         expected = {self._source(name): tuple(p.shape) for name, p in model.named_parameters()}
@@ -64,6 +76,13 @@ class PretrainedWeights:
                         f"{self._directory} has {name} of shape {found}, its config.json asks for {shape}; one of them "
                         "belongs to another model"
                     )
+                if (kind := tensors[name].get_dtype()) not in _TYPES:
+                    raise UserError(f"{self._directory} has {name} of type {kind}; choose one of {', '.join(_TYPES)}")
+            if config.tied_embeddings and HEAD in self._files and not _equal(tensors[HEAD], tensors[EMBEDDING]):
+                raise UserError(
+                    f"{self._directory} has a {HEAD} that differs from {EMBEDDING}, but its config.json ties them; set "
+                    "model.tied_embeddings = false to train the head that is there, or remove it from the files"
+                )
 
     @torch.no_grad()
     def load(self, module: nn.Module) -> None:
@@ -77,7 +96,7 @@ class PretrainedWeights:
     def _source(self, name: str) -> str:
         """Where the parameter ``name`` comes from: a head of its own starts as the embedding that it was tied to."""
         source = hugging_face_name(name)
-        return EMBEDDING if source == HEAD and HEAD not in self._files else source
+        return EMBEDDING if source == HEAD and self._tied and HEAD not in self._files else source
 
     @contextmanager
     def _tensors(self) -> Iterator[_Slices]:
@@ -105,6 +124,14 @@ class _Slices:
         if path not in self._opened:
             self._opened[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         return self._opened[path].get_slice(name)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two slices of safetensors hold the same matrix, some rows in memory at a time."""
+    if one.get_shape() != other.get_shape():
+        return False
+    rows = range(0, one.get_shape()[0], _ROWS_COMPARED)
+    return all(torch.equal(one[i : i + _ROWS_COMPARED].double(), other[i : i + _ROWS_COMPARED].double()) for i in rows)
 
 
 def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
