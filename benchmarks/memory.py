@@ -103,7 +103,10 @@ def _measure_rank(rank, case, shape, tokens, port, results) -> None:  # type: ig
     import torch
     import torch.distributed as dist
 
+    from wlb.training.job import bound_compiled_products
+
     torch.set_num_threads(1)
+    bound_compiled_products()
     address = f"tcp://127.0.0.1:{port}"
     size = case.parallel.world_size
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=TIMEOUT)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +14,11 @@ import torch
 from torch import nn
 
 from tests.training.distributed import run_ranks
+from tests.training.jobs import job
 from wlb.config import ParallelConfig, TrainingConfig
 from wlb.sharding import make_shard_plan
 from wlb.training.batch import TokenBatch
+from wlb.training.job import joined_job
 from wlb.training.model import TransformerConfig
 from wlb.training.optimizer import build_optimizer, clip_gradients
 from wlb.training.parallelize import build_mesh, build_stage_modules
@@ -77,3 +84,25 @@ def test_bfloat16_learns_with_float32_weights_gradients_and_moments(parallel):
     losses = [sum(of_step) for of_step in zip(*(result["losses"] for result in results), strict=True)]
     assert losses[0] == pytest.approx(2.77, abs=0.1)  # ln 16
     assert losses[-1] < 0.5 * losses[0]
+
+
+def _growth_over_lengths(folder: Path) -> int:
+    """MiB that 400 products of as many shapes leave behind in a job's process."""
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.pop(variable, None)
+    with joined_job(job(folder)):
+        weight = torch.ones(128, 128, dtype=torch.bfloat16)
+        before = _resident_mib()
+        for length in range(200, 600):
+            torch.ones(length, 128, dtype=torch.bfloat16) @ weight
+        return _resident_mib() - before
+
+
+def _resident_mib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_does_not_grow_with_every_new_length(tmp_path):
+    with ProcessPoolExecutor(1, get_context("forkserver")) as alone:
+        assert alone.submit(_growth_over_lengths, tmp_path).result(timeout=120) < 100
