@@ -33,7 +33,7 @@ from gpu_suite_report import Report
 from gpu_suite_setting import H100, TOY, Result, Setting, Workloads
 from gpu_suite_sharding import sharding
 
-from wlb.training.job import hardware_name
+from wlb.training.runtime.environment import hardware_name
 from wlb.workload import Workload, make_workload
 
 SECTIONS: dict[str, Callable[[Setting, Workloads], Result]] = {

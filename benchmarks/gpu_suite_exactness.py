@@ -10,8 +10,7 @@ import torch
 from gpu_suite_setting import Result, Row, Setting, Workloads
 from torch import Tensor
 
-from wlb.attention import reference
-from wlb.attention.backends import AttentionBackend
+from wlb.attention.backends import AttentionBackend, reference
 from wlb.attention.runs import Runs
 
 HEADS = ((8, 8, 128), (8, 2, 128), (8, 1, 64))  # query heads, key/value heads, head_dim

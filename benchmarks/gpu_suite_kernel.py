@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from gpu_suite_setting import Result, Row, Setting, Workloads, measure
 
-from wlb.training.profiling.timing import Case, Timing
+from wlb.profiling.timing import Case, Timing
 from wlb.workload import ModelShape
 from wlb.workload.flops import ATTENTION_BACKWARD_FACTOR, attended_pairs
 

@@ -14,10 +14,10 @@ from gpu_suite_setting import Comparison, Result, Row, Setting, Workloads, measu
 
 from wlb.documents.synthetic import sample_lengths
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.profiling.accuracy import micro_batch_seconds
+from wlb.profiling.timing import Case
 from wlb.simulate.compare import packer_for
 from wlb.simulate.pipeline_cost import Cluster
-from wlb.training.profiling.accuracy import micro_batch_seconds
-from wlb.training.profiling.timing import Case
 from wlb.workload import Workload
 
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "fixed_solver", "variable_length:paper", "variable_length")

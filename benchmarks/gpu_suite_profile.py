@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from gpu_suite_setting import Comparison, Result, Setting, Workloads
 
-from wlb.training.profiling import ProfileSettings, crossover_tokens, measure_profile
-from wlb.training.profiling.accuracy import HeldOut, micro_batch_seconds
+from wlb.profiling import ProfileSettings, crossover_tokens, measure_profile
+from wlb.profiling.accuracy import HeldOut, micro_batch_seconds
 from wlb.workload import Workload
 
 PROFILE = "profile"  # its name among the workloads

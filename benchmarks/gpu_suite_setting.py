@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from wlb.attention.backends import BACKENDS, AttentionBackend
-from wlb.training.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, measure_in_turns
-from wlb.training.profiling.workbench import Workbench
+from wlb.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, measure_in_turns
+from wlb.profiling.workbench import Workbench
 from wlb.workload import ModelShape, Workload, model_shape
 from wlb.workload.profile import WorkloadProfile
 

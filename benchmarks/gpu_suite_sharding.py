@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import shard_layout
 from wlb.documents.synthetic import sample_lengths
+from wlb.profiling.timing import Case
+from wlb.profiling.workbench import Workbench
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
 from wlb.sharding.compare import sample_micro_batches
-from wlb.training.profiling.timing import Case
-from wlb.training.profiling.workbench import Workbench
 
 DOCUMENTS = 4000
 BASELINE = "per_sequence"

@@ -7,7 +7,7 @@ micro-batches of different lengths. Measured is what the operating system counts
 for: the high-water mark of its resident memory, less what it had resident after training a small model in the same
 layout (libraries, threads, buffers of the process group). The C library is told to hand every tensor's pages back when
 it is freed, or its own caching would be measured. The largest of the processes is compared with the prediction of
-``wlb.workload.memory`` for the same lengths. Needs Linux.
+``wlb.memory.step`` for the same lengths. Needs Linux.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from wlb.config import ParallelConfig
+from wlb.memory.layers import Checkpointing, MemorySettings
+from wlb.memory.step import predict_memory
+from wlb.schedules.layer_split import split_layers
 from wlb.workload import ModelShape
-from wlb.workload.layer_memory import Checkpointing, MemorySettings
-from wlb.workload.layer_split import split_layers
-from wlb.workload.memory import predict_memory
 
 # Read by the C library when a process starts: an own mapping for every tensor from 64 KiB on, one pool for the rest.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "MALLOC_ARENA_MAX": "1"}
@@ -103,7 +103,7 @@ def _measure_rank(rank, case, shape, tokens, port, results) -> None:  # type: ig
     import torch
     import torch.distributed as dist
 
-    from wlb.training.job import bound_compiled_products
+    from wlb.training.runtime.environment import bound_compiled_products
 
     torch.set_num_threads(1)
     bound_compiled_products()
@@ -124,13 +124,13 @@ def _train(case: Case, shape: ModelShape, tokens: Sequence[int]) -> None:
     import torch
 
     from wlb.config import TrainingConfig
+    from wlb.models.transformer import TransformerConfig
     from wlb.sharding import make_shard_plan
-    from wlb.training.batch import TokenBatch
-    from wlb.training.model import TransformerConfig
+    from wlb.training.data.batch import TokenBatch
+    from wlb.training.data.sharded_batch import shard_batch
     from wlb.training.optimizer import build_optimizer, clip_gradients
-    from wlb.training.parallelize import build_mesh, build_stage_modules
-    from wlb.training.pipeline import PipelineRunner
-    from wlb.training.sharded_batch import shard_batch
+    from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+    from wlb.training.parallel.pipeline import PipelineRunner
 
     parallel, device, dtype = case.parallel, torch.device("cpu"), getattr(torch, case.dtype)
     mesh = build_mesh(parallel, "cpu")

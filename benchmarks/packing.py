@@ -37,7 +37,7 @@ from rich.table import Table
 from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
-from wlb.packing.base import PackingTask
+from wlb.packing.packer import PackingTask
 from wlb.packing.tuning import documents_filling, search
 from wlb.workload import make_workload
 

@@ -22,8 +22,8 @@ from packing_methods import Method, OurMethod, Outcome, PeerMethod, Setting
 from packing_peers import Peer
 
 from wlb.packing import make_packer
-from wlb.packing.base import Packer
 from wlb.packing.exact import solve
+from wlb.packing.packer import Packer
 from wlb.packing.tuning import documents_filling
 from wlb.packing.variable_length import VariableLengthOptions
 

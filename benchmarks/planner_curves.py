@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
 from wlb.packing import make_packer
-from wlb.packing.base import PackingTask
+from wlb.packing.packer import PackingTask
 from wlb.packing.tuning import search, trade_off
 from wlb.packing.variable_length import VariableLengthOptions
 from wlb.simulate.compare import MethodResult, compare_packer

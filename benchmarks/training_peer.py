@@ -22,11 +22,11 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from wlb.config import DataConfig
-from wlb.documents.document_order import DocumentStream
-from wlb.documents.token_store import TokenStore
+from wlb.documents.order import DocumentStream
+from wlb.documents.store.reader import TokenStore
 from wlb.packing import make_packer
 from wlb.packing.plan import MicroBatch
-from wlb.training.batch import make_batch
+from wlb.training.data.batch import make_batch
 from wlb.workload import make_workload, model_shape
 
 CONTEXT_WINDOW = 4096

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import islice
 
 from wlb.config import JobConfig
-from wlb.documents.token_store import TokenStore
+from wlb.documents.store.reader import TokenStore
 from wlb.packing.plan import StepPlan
 from wlb.simulate import SimulatedJob, simulate_steps
 from wlb.simulate.run import planned_steps
-from wlb.training.job import transformer_config, vocab_size
+from wlb.training.runtime.environment import transformer_config, vocab_size
 from wlb.workload.profile import WorkloadProfile
 
 

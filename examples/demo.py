@@ -28,16 +28,16 @@ from rich.table import Table
 
 from wlb.config import JobConfig
 from wlb.config_file import load_config
-from wlb.documents.document_order import DocumentStream
-from wlb.documents.token_store import TokenStore
+from wlb.documents.order import DocumentStream
+from wlb.documents.store.reader import TokenStore
 from wlb.packing.phases import micro_batch_seconds
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
+from wlb.planning.planner import StepPlanner
 from wlb.report.plots import pyplot_without_display, save
 from wlb.report.roles import BALANCED, BASELINE
 from wlb.simulate import pipeline_makespan
-from wlb.training.job import transformer_config, vocab_size
-from wlb.training.planner import StepPlanner
+from wlb.training.runtime.environment import transformer_config, vocab_size
 from wlb.workload import make_workload
 from wlb.workload.base import Workload
 

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from wlb.config_file import load_config
-from wlb.training.job import joined_job
+from wlb.training.runtime.environment import joined_job
 from wlb.training.trainer import Trainer
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from wlb.config import PRESETS
 from wlb.config_file import load_config
+from wlb.memory.step import predict_memory
 from wlb.planning.memory import longest_micro_batch
-from wlb.training.job import transformer_config
 from wlb.training.memory_budget import memory_settings
-from wlb.training.parallelize import check_layout
-from wlb.workload.memory import predict_memory
+from wlb.training.parallel.parallelize import check_layout
+from wlb.training.runtime.environment import transformer_config
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.toml"))
 GPU_BYTES = 0.9 * 80e9

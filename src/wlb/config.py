@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
-from wlb.documents.document_order import DataConfig
+from wlb.documents.order import DataConfig
 from wlb.packing import PACKERS, checked_name
-from wlb.packing.base import Packer, PackingTask
 from wlb.packing.options import LengthFactorOptions, PackerOptions
+from wlb.packing.packer import Packer, PackingTask
 from wlb.settings import (
     MOST_MICRO_BATCHES,
     MicroBatches,

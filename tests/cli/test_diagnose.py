@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.test_diagnosis import EVEN, diagnosis_of
-from tests.training.test_imbalance import rows_of
+from tests.training.observe.test_diagnosis import EVEN, diagnosis_of
+from tests.training.observe.test_imbalance import rows_of
 from wlb.cli import app
-from wlb.training.diagnosis import FILE
+from wlb.training.observe.diagnosis import FILE
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -58,7 +58,7 @@ def test_profile_is_a_setting_of_train(monkeypatch):
         asked.append(overrides)
         return 0
 
-    monkeypatch.setattr("wlb.training.launch.launch", launch)
+    monkeypatch.setattr("wlb.training.launcher.launch", launch)
     monkeypatch.setattr("sys.argv", ["wlb", "train", "job.toml", "--set", "training.steps=4", "--profile"])
     with pytest.raises(SystemExit):
         app.main()

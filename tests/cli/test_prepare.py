@@ -9,7 +9,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from wlb.documents.token_store import TokenStore
+from wlb.documents.store.reader import TokenStore
 
 
 @pytest.fixture

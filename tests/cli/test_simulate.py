@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from wlb.cli.app import app
-from wlb.documents.token_store import TokenStoreWriter
+from wlb.documents.store.reader import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.simulate import SimulatedJob
 

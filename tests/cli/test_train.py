@@ -10,14 +10,14 @@ import pytest
 from tests.training.jobs import VOCABULARY, write_config, write_store
 from wlb.cli import app
 from wlb.config_file import load_config
-from wlb.training.checkpoint_files import Manifest, Progress, write_manifest
-from wlb.training.job import transformer_config
-from wlb.training.same_model import model_record
+from wlb.training.checkpoint.files import Manifest, Progress, write_manifest
+from wlb.training.checkpoint.same_model import model_record
+from wlb.training.runtime.environment import transformer_config
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("wlb.training.launch._start", _nothing_may_start)
+    monkeypatch.setattr("wlb.training.launcher._start", _nothing_may_start)
     write_store(tmp_path / "store", documents=400)
     return tmp_path
 

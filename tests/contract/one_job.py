@@ -16,25 +16,25 @@ import pytest
 from numpy.typing import NDArray
 
 from wlb.config import JobConfig
-from wlb.documents.document_order import summarise_epoch
-from wlb.documents.token_store import TokenStore
+from wlb.documents.order import summarise_epoch
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
+from wlb.memory.step import MemoryEstimate, predict_memory
+from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import StepPlan
 from wlb.planning.memory import USABLE_SHARE, longest_micro_batch
 from wlb.sharding import ShardPlan
 from wlb.simulate import SimulatedJob
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.memory import predicted_memory
+from wlb.simulate.job import predicted_memory
 from wlb.simulate.run import planned_steps
 from wlb.simulate.shards import price_shards
 from wlb.training.assemble import assemble_loader
-from wlb.training.job import transformer_config, vocab_size
-from wlb.training.loader import LoadedStep
+from wlb.training.data.loader import LoadedStep
 from wlb.training.memory_budget import memory_settings, within_memory
-from wlb.training.model import TransformerConfig
-from wlb.training.parallelize import JobMesh, check_layout
+from wlb.training.parallel.parallelize import JobMesh, check_layout
+from wlb.training.runtime.environment import transformer_config, vocab_size
 from wlb.workload import ModelShape, hardware_preset
-from wlb.workload.memory import MemoryEstimate, predict_memory
 
 STEPS = 50
 T = TypeVar("T")

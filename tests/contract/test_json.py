@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from tests.contract.json_keys import OUTPUTS
 from tests.training.jobs import read_steps, write_config, write_store
-from tests.training.test_diagnosis import EVEN, diagnosis_of
-from tests.training.test_imbalance import rows_of
+from tests.training.observe.test_diagnosis import EVEN, diagnosis_of
+from tests.training.observe.test_imbalance import rows_of
 from wlb.cli.app import app
 from wlb.config_file import load_config
-from wlb.training.diagnosis import FILE
-from wlb.training.termination import Termination
+from wlb.training.observe.diagnosis import FILE
+from wlb.training.runtime.termination import Termination
 from wlb.training.trainer import train
 
 WINDOW = 4096

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.documents.lengths import read_lengths
+from wlb.documents.store.reader import TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
-from wlb.documents.token_store import TokenStoreWriter
 from wlb.errors import UserError
 
 LIMIT = 2**31 - 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.packing.streams import SETTINGS, WORKLOADS, check_plans, document_lengths, plan_all, whole_documents
 from wlb.config import PackingConfig
 from wlb.packing import PACKERS, make_packer
-from wlb.packing.base import Packer
+from wlb.packing.packer import Packer
 from wlb.simulate.compare import packer_for
 from wlb.simulate.pipeline_cost import Cluster
 

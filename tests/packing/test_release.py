@@ -12,7 +12,7 @@ from wlb.documents.segments import Segment
 from wlb.documents.synthetic import sample_lengths
 from wlb.packing import make_packer
 from wlb.packing import makespan as makespan_module
-from wlb.packing.base import Pending
+from wlb.packing.packer import Pending
 from wlb.packing.release import Fluid, Outlier, Prices, StepPool, _appraise, choose
 from wlb.workload import make_workload
 

@@ -21,7 +21,7 @@ from tests.packing.streams import (
 )
 from wlb.errors import UserError
 from wlb.packing import make_packer
-from wlb.packing.base import held_segments
+from wlb.packing.packer import held_segments
 from wlb.packing.tuning import ThresholdTuner
 
 

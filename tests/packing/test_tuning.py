@@ -9,7 +9,7 @@ from tests.packing.streams import SETTINGS, WORKLOADS, through_json
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.packing import make_packer, tuning
-from wlb.packing.base import PackingTask
+from wlb.packing.packer import PackingTask
 from wlb.packing.tuning import ThresholdTuner, Trial, search, trade_off, try_setting
 from wlb.packing.variable_length import VariableLengthOptions
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.report.conftest import write_run
+from wlb.report.html.page import write_page
 from wlb.report.measured import measured_report
-from wlb.report.page import write_page
 from wlb.report.run_directory import read_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.report.conftest import HOSTILE, WINDOW, small_job
-from tests.report.test_markup import read
+from tests.report.html.test_markup import read
 from wlb.config_file import load_config
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError

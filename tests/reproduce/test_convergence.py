@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from wlb.config_file import load_config
-from wlb.documents.store_writer import TokenStoreWriter
-from wlb.documents.token_store import TokenStore
+from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.reproduce import training_runs
 from wlb.reproduce.convergence import Trained, measured, outside_noise, report

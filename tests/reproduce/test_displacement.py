@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from wlb.documents.document_order import shuffled
+from wlb.documents.order import shuffled
 from wlb.reproduce.displacement import displacement
 
 LENGTHS = np.array([30, 10, 20, 40, 50, 50])

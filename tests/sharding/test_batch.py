@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.sharding.micro_batches import sampled_micro_batches
 from wlb.errors import UserError
+from wlb.planning.prices import sharded_prices
 from wlb.sharding import STRATEGIES, MicroBatches, make_shard_plan, shard_latency, shard_many
-from wlb.sharding.document_prices import sharded_prices
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality
 from wlb.workload import hardware_preset, make_workload, model_shape

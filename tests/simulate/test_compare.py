@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from wlb.documents.segments import Segment
-from wlb.packing.base import PackingTask
 from wlb.packing.fixed import FixedGreedyPacker, FixedOptions
+from wlb.packing.packer import PackingTask
 from wlb.packing.plan import StepPlan
 from wlb.simulate.compare import Cluster, compare_packer, compared_rows, comparison_json, documents_for, packer_for
 from wlb.workload import make_workload

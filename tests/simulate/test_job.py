@@ -11,7 +11,7 @@ from tests.simulate.jobs import SHAPE, WINDOW, job
 from wlb.config import PRESETS, JobConfig
 from wlb.errors import UserError
 from wlb.simulate import SimulatedJob, simulated_job
-from wlb.simulate.memory import predicted_memory, usable_bytes
+from wlb.simulate.job import predicted_memory, usable_bytes
 from wlb.simulate.named_jobs import NAMED_JOBS, named_job
 from wlb.workload import hardware_preset, model_shape
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulate.jobs import WINDOW, documents, job
 from wlb.config import DataConfig
-from wlb.documents.document_order import DocumentStream
+from wlb.documents.order import DocumentStream
 from wlb.packing.pipeline_order import Pipeline
 from wlb.simulate import SimulatedJob, simulate, simulate_steps
 from wlb.simulate.run import planned_steps
@@ -22,7 +22,7 @@ LENGTHS = documents(300)
     [("plain-4d", "arrival"), ("fixed-4d", "arrival"), ("wlb-llm", "pipeline"), ("best", "makespan")],
 )
 def test_plans_are_those_of_the_trainer(preset, order):
-    planner = pytest.importorskip("wlb.training.planner")
+    planner = pytest.importorskip("wlb.planning.planner")
     simulated = job(preset, pp=2, dp=2, packing={"order": order})
     packer = simulated.packing.packer(WINDOW, simulated.packing_prices)
     stream = DocumentStream(LENGTHS, simulated.data)

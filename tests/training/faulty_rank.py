@@ -12,7 +12,7 @@ import sys
 import time
 
 from wlb.training import trainer
-from wlb.training.rank import main
+from wlb.training.worker import main
 
 FOREVER = 10_000.0
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from wlb.config import JobConfig
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
-from wlb.documents.token_store import TokenStore, TokenStoreWriter
 
 VOCABULARY = 67
 WINDOW = 128

@@ -28,8 +28,8 @@ import numpy as np
 
 from tests.training.jobs import VOCABULARY, read_steps, write_config
 from tests.training.processes import ranks_of, steps_written
-from wlb.documents.token_store import TokenStoreWriter
-from wlb.training.checkpoint_files import HIDDEN
+from wlb.documents.store.reader import TokenStoreWriter
+from wlb.training.checkpoint.files import HIDDEN
 
 EVERY = 3  # steps between checkpoints
 COMPARED = ("step", "document_ids", "loss", "grad_norm", "learning_rate", "tokens")

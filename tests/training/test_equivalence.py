@@ -31,14 +31,14 @@ from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS
 from wlb.config import PRESETS, JobConfig, ParallelConfig
 from wlb.documents.segments import Segment
+from wlb.models.initialise import initialise_weights
+from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.batch import labelled_tokens, make_batch
-from wlb.training.initialise import initialise_weights
-from wlb.training.loader import RankShare
-from wlb.training.model import Transformer, TransformerConfig
-from wlb.training.parallelize import build_mesh, build_stage_modules
-from wlb.training.pipeline import PipelineRunner
+from wlb.training.data.batch import labelled_tokens, make_batch
+from wlb.training.data.loader import RankShare
+from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape, make_workload
 
 # Nothing that tensor parallelism does not need divides evenly: 9 blocks over up to 8 stages, odd widths over 2 shards.

@@ -16,14 +16,14 @@ from torch import nn
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job
 from wlb.config import ParallelConfig, TrainingConfig
+from wlb.models.transformer import TransformerConfig
 from wlb.sharding import make_shard_plan
-from wlb.training.batch import TokenBatch
-from wlb.training.job import joined_job
-from wlb.training.model import TransformerConfig
+from wlb.training.data.batch import TokenBatch
+from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
 from wlb.training.optimizer import build_optimizer, clip_gradients
-from wlb.training.parallelize import build_mesh, build_stage_modules
-from wlb.training.pipeline import PipelineRunner
-from wlb.training.sharded_batch import ShardedBatch, shard_batch
+from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.pipeline import PipelineRunner
+from wlb.training.runtime.environment import joined_job
 from wlb.workload import ModelShape
 
 CONFIG = TransformerConfig(

@@ -14,9 +14,9 @@ from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_config, write_store
 from wlb.config import JobConfig
 from wlb.errors import UserError
+from wlb.memory.step import LARGEST_AUTO_FACTOR, predict_memory
+from wlb.os_limits import usable_memory
 from wlb.planning.memory import longest_micro_batch
-from wlb.system import usable_memory
-from wlb.training.job import transformer_config
 from wlb.training.memory_budget import (
     memory_limit,
     memory_settings,
@@ -24,7 +24,7 @@ from wlb.training.memory_budget import (
     within_memory,
 )
 from wlb.training.preflight import check_job
-from wlb.workload.memory import LARGEST_AUTO_FACTOR, predict_memory
+from wlb.training.runtime.environment import transformer_config
 
 AUTO = {"packing": {"max_length_factor": "auto"}}
 

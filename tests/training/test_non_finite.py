@@ -15,10 +15,10 @@ import wlb.training.trainer as trainer_module
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import VOCABULARY, job, read_steps
 from wlb.config import JobConfig, TrainingConfig
-from wlb.documents.token_store import TokenStoreWriter
+from wlb.documents.store.reader import TokenStoreWriter
 from wlb.packing.plan import MicroBatch, Segment, StepPlan
-from wlb.training.failures import TrainingError
 from wlb.training.non_finite import NonFiniteSteps
+from wlb.training.runtime.failures import TrainingError
 from wlb.training.trainer import Trainer
 
 RARE = VOCABULARY - 1  # a token that only this document has

@@ -10,10 +10,10 @@ from torch import nn
 
 from tests.training.distributed import run_ranks
 from wlb.config import ParallelConfig, TrainingConfig
-from wlb.training.initialise import initialise_weights
-from wlb.training.model import Transformer, TransformerConfig
+from wlb.models.initialise import initialise_weights
+from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.optimizer import build_optimizer, clip_gradients
-from wlb.training.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
 from wlb.workload import ModelShape
 
 MODEL = TransformerConfig(ModelShape(16, 3, 4, 2, 4, 22, 32))

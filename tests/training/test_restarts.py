@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.checkpoint.test_checkpointer import damage, fake_checkpoint
+from tests.training.checkpoint.test_files import write_checkpoint
 from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import SECONDS, free_port, is_running, process, ranks_of, said, steps_written, wait_until
 from tests.training.soak import soak
-from tests.training.test_checkpoint import damage, fake_checkpoint
-from tests.training.test_checkpoint_files import write_checkpoint
 from wlb.config import JobConfig
 from wlb.training.restarts import Restarts
-from wlb.training.watchdog import backend_timeout
+from wlb.training.runtime.watchdog import backend_timeout
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_two_nodes.sh"
 

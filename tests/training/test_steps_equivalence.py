@@ -18,15 +18,15 @@ from tests.training.distributed import run_ranks
 from tests.training.jobs import read_steps, settings, write_store
 from wlb.attention import segment_attention
 from wlb.config import JobConfig
-from wlb.documents.token_store import TokenStore
+from wlb.documents.store.reader import TokenStore
+from wlb.models.initialise import initialise_weights
+from wlb.models.transformer import Transformer
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.batch import labelled_tokens, make_batch
-from wlb.training.initialise import initialise_weights
-from wlb.training.job import transformer_config, vocab_size
+from wlb.training.data.batch import labelled_tokens, make_batch
+from wlb.training.data.loader import LoadedStep
 from wlb.training.learning_rate import learning_rate
-from wlb.training.loader import LoadedStep
-from wlb.training.model import Transformer
 from wlb.training.optimizer import build_optimizer, set_learning_rate
+from wlb.training.runtime.environment import transformer_config, vocab_size
 from wlb.training.trainer import Trainer
 
 STEPS = 20

@@ -15,7 +15,7 @@ from tests.training.jobs import WINDOW, job, read_steps, write_store
 from wlb.config import JobConfig
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
-from wlb.documents.token_store import TokenStore
+from wlb.documents.store.reader import TokenStore
 from wlb.training.trainer import Trainer
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from wlb.attention.backends import AttentionBackend, check_shapes, pick_backend
 from wlb.attention.exchange import add_returned, add_rows, return_gradients, send_keys
-from wlb.attention.kept import AttentionResults, KeptAttention
+from wlb.attention.profiler_regions import region
+from wlb.attention.saved_attention import AttentionResults, KeptAttention
 from wlb.attention.shard_layout import ShardLayout, shard_layout
-from wlb.regions import region
 from wlb.sharding.plan import ShardPlan
 
 _OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace

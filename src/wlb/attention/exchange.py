@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wlb.attention.profiler_regions import region
 from wlb.attention.shard_layout import ShardLayout
-from wlb.regions import region
 
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 

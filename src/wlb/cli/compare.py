@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from wlb.documents.segments import Segment
-    from wlb.packing.base import Packer
+    from wlb.packing.packer import Packer
     from wlb.simulate.compare import Cluster, ComparedRow, MethodResult
     from wlb.workload.base import Workload
 

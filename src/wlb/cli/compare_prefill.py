@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.table import Table
 
-    from wlb.simulate.prefill import PrefillResult
+    from wlb.serving.prefill import PrefillResult
 
 _MOST_RANKS, _MOST_PASSES = 512, 20_000  # what takes some minutes for each method
 
@@ -52,8 +52,8 @@ def compare_prefill(
     import numpy as np
 
     from wlb.documents.lengths import read_lengths
-    from wlb.packing.prefill import METHODS, PrefillPlanner, poisson_arrivals
-    from wlb.simulate import prefill as simulation
+    from wlb.serving import prefill as simulation
+    from wlb.serving.batching import METHODS, PrefillPlanner, poisson_arrivals
 
     prompts = read_lengths(lengths)
     _check_passes(prompts, prefill.token_budget, dp)

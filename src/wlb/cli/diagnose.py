@@ -21,7 +21,7 @@ def diagnose(
 
     Example: wlb diagnose runs/tiny
     """
-    from wlb.training.diagnosis import read_diagnosis, render
+    from wlb.training.observe.diagnosis import read_diagnosis, render
 
     diagnosis = read_diagnosis(metrics_dir)
     if json:

@@ -39,7 +39,7 @@ def export(
     """
     torch = require("torch", "train")
     from wlb.config_file import load_config
-    from wlb.training.export import export_checkpoint
+    from wlb.training.checkpoint.export import export_checkpoint
 
     exported = export_checkpoint(
         load_config(config, overrides or ()), out, step=step, dtype=getattr(torch, dtype.value)

@@ -137,11 +137,11 @@ def workload_from(
     Raises ``UserError`` where the model has fewer layers than ``pp`` stages, and for an option that a measured profile
     replaces, unless the command has a use of its own for it (``used_with_profile``).
     """
+    from wlb.schedules.layer_split import split_layers
     from wlb.sharding import MOST_RANKS, check_group_size
     from wlb.workload import make_workload
-    from wlb.workload.layer_split import split_layers
-    from wlb.workload.model_shapes import model_shape
     from wlb.workload.profile import read_profile
+    from wlb.workload.shapes import model_shape
 
     if profile is not None:
         priced = {"model", "hardware", "tp", "cp"} - used_with_profile

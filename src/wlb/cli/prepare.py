@@ -14,12 +14,12 @@ from rich.table import Table
 
 from wlb.cli import console, options
 from wlb.errors import UserError
-from wlb.system import usable_cores
+from wlb.os_limits import usable_cores
 
 if TYPE_CHECKING:
     from wlb.documents.prepare import PrepareReport
-    from wlb.documents.sources import Corpus
-    from wlb.documents.tokenization import Tokenizer
+    from wlb.documents.prepare.sources import Corpus
+    from wlb.documents.prepare.tokenization import Tokenizer
 
 
 class Unit(StrEnum):
@@ -72,7 +72,7 @@ def prepare(
     Example: wlb prepare corpus/ more.jsonl.zst --out data/corpus --train-bpe 32000
     """
     from wlb.documents.prepare import prepare_store
-    from wlb.documents.store_writer import check_target
+    from wlb.documents.store.writer import check_target
 
     check_target(out, overwrite)
     if stdlib:
@@ -102,7 +102,7 @@ def prepare(
 
 
 def _corpus(sources: list[Path], stdlib: bool, text_field: str, unit: Unit) -> Corpus:
-    from wlb.documents.sources import FileCorpus, StdlibCorpus
+    from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 
     if stdlib == bool(sources):
         raise UserError("name files or directories to prepare, or else --stdlib" + ", not both" * stdlib)
@@ -110,8 +110,8 @@ def _corpus(sources: list[Path], stdlib: bool, text_field: str, unit: Unit) -> C
 
 
 def _keep_sources(corpus: Corpus, out: Path) -> None:
-    from wlb.documents.sources import FileCorpus
-    from wlb.documents.store_writer import store_files
+    from wlb.documents.prepare.sources import FileCorpus
+    from wlb.documents.store.writer import store_files
 
     targets = {path.resolve() for path in store_files(out)}
     for path in corpus.files() if isinstance(corpus, FileCorpus) else ():
@@ -121,7 +121,7 @@ def _keep_sources(corpus: Corpus, out: Path) -> None:
 
 def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_token: str | None) -> Tokenizer:
     from wlb.documents.prepare import train_tokenizer
-    from wlb.documents.tokenization import load_tokenizer
+    from wlb.documents.prepare.tokenization import load_tokenizer
 
     if bpe_size is None:
         return load_tokenizer("bytes" if source is None else source, end_token)

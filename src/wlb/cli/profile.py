@@ -16,7 +16,7 @@ from wlb.errors import UserError, require
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from wlb.training.profiling import Accuracy, ProfileSettings
+    from wlb.profiling import Accuracy, ProfileSettings
     from wlb.workload.base import Workload
 
 _DEFAULT_MODEL = {"cpu": "tiny", "cuda": "7b"}
@@ -70,8 +70,8 @@ def profile(
         options.check_picture(plot)
     settings = _settings(device, model, tp, max_length, dtype, threads, quick)
 
-    from wlb.training.job import hardware_name
-    from wlb.training.profiling import crossover_tokens, measure_profile, prediction_errors, tensor_parallel_shard
+    from wlb.profiling import crossover_tokens, measure_profile, prediction_errors, tensor_parallel_shard
+    from wlb.training.runtime.environment import hardware_name
     from wlb.workload import analytic_workload, hardware_preset
     from wlb.workload.profile import write_profile
 
@@ -115,7 +115,7 @@ def _settings(
 ) -> ProfileSettings:
     """What the options ask for; raises ``UserError`` for a model, tp or device that there is not."""
     torch = require("torch", "train")
-    from wlb.training.profiling import ProfileSettings, tensor_parallel_shard
+    from wlb.profiling import ProfileSettings, tensor_parallel_shard
     from wlb.workload import model_shape
 
     name = device.value

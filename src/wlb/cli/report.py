@@ -50,7 +50,7 @@ def report(
 
     Example: wlb report synthetic:20000:128K:0 --model 7b --parallel dp=4,pp=4,cp=2,tp=8 --out report.html
     """
-    from wlb.report.page import write_page
+    from wlb.report.html.page import write_page
     from wlb.report.run_directory import is_run_directory
 
     options.check_writable(out)
@@ -115,7 +115,7 @@ def _predicted(
     steps: int,
 ) -> tuple[str, dict[str, Any]]:
     from wlb.documents.lengths import read_lengths
-    from wlb.documents.token_index import index_path
+    from wlb.documents.store.index import index_path
     from wlb.report.evidence import gather_evidence
     from wlb.report.predicted import predicted_report
     from wlb.simulate import SimulatedJob, simulated_job

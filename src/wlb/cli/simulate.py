@@ -163,13 +163,13 @@ def _configured_jobs(
     from dataclasses import replace
 
     from wlb.config_file import load_config
-    from wlb.documents.token_store import stored_vocab_size
+    from wlb.documents.store.reader import stored_vocab_size
     from wlb.simulate import SimulatedJob
 
     config = load_config(path, settings)
     known: dict[str, Any] = {"vocab_size": stored_vocab_size(config.data.store)}
     if config.model.pretrained is not None:
-        from wlb.training.pretrained import pretrained_config
+        from wlb.models.pretrained import pretrained_config
 
         model = pretrained_config(config.model.pretrained, config.model)
         known = {"shape": model.shape, "tied_embeddings": model.tied_embeddings}

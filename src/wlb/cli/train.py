@@ -21,7 +21,7 @@ def train(
 
     On several machines run the same configuration with torchrun -m wlb.training CONFIG.
     """
-    from wlb.training.launch import launch
+    from wlb.training.launcher import launch
 
     if profile:
         overrides = [*overrides, "metrics.profile=true"]

@@ -55,7 +55,7 @@ def tune(
     Example: wlb tune synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.packing.base import PackingTask
+    from wlb.packing.packer import PackingTask
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
     from wlb.packing.variable_length import VariableLengthOptions
     from wlb.simulate.compare import Cluster, comparison_json, documents_for, packer_for

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
 from wlb.documents.synthetic import sample_lengths
-from wlb.documents.token_index import MAX_DOCUMENT_TOKENS, index_path, read_index
 from wlb.errors import UserError, require
 from wlb.token_count import parse_tokens
 

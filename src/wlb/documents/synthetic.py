@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.token_index import MAX_DOCUMENT_TOKENS
+from wlb.documents.store.index import MAX_DOCUMENT_TOKENS
 from wlb.errors import UserError
 
 _MOST_DOCUMENTS = 10_000_000  # they are drawn in one go, at some 40 bytes each

@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from wlb.errors import UserError
-from wlb.packing.base import Packer, PackingTask
 from wlb.packing.fixed import FixedGreedyPacker, FixedSolverPacker
 from wlb.packing.makespan import MakespanPacker
 from wlb.packing.options import PackerOptions
+from wlb.packing.packer import Packer, PackingTask
 from wlb.packing.sequential import SequentialPacker
 from wlb.packing.tuning import TunedVariableLengthPacker
 from wlb.settings import main_problem

@@ -11,10 +11,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from wlb.packing.base import PackingTask
 from wlb.packing.exact import solve
-from wlb.packing.greedy import OpenMicroBatches
 from wlb.packing.options import DelayOptions, whole_number
+from wlb.packing.packer import PackingTask
+from wlb.packing.placement import OpenMicroBatches
 from wlb.packing.pooling import PoolingPacker
 from wlb.settings import MicroBatches, Number
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from wlb.documents.segments import Segment
-from wlb.packing.base import PackingTask, Pending
-from wlb.packing.greedy import OpenMicroBatches, longest_first
 from wlb.packing.options import LengthFactorOptions
+from wlb.packing.packer import PackingTask, Pending
+from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 from wlb.packing.pooling import PoolingPacker, split_at, to_state
 from wlb.packing.release import Fluid, Outlier, Prices, StepPool, choose

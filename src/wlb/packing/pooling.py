@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from wlb.documents.segments import Segment
-from wlb.packing.base import Packer, PackingTask, Pending
-from wlb.packing.greedy import OpenMicroBatches, longest_first
 from wlb.packing.options import DelayOptions
+from wlb.packing.packer import Packer, PackingTask, Pending
+from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 
 Options = TypeVar("Options", bound=DelayOptions)

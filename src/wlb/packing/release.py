@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
-from wlb.packing.base import Pending
+from wlb.packing.packer import Pending
 
 _EVEN = 1.0005  # price from which nothing is searched
 _THRESHOLDS = 16  # sets that hold the dearest outliers back

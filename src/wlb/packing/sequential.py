@@ -11,8 +11,8 @@ import math
 from itertools import islice
 
 from wlb.documents.segments import Segment
-from wlb.packing.base import Packer
 from wlb.packing.options import PackerOptions
+from wlb.packing.packer import Packer
 from wlb.packing.plan import MicroBatch, StepPlan
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
-from wlb.packing.base import PackingTask, Pending
+from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.statistics import PackingStatistics
 from wlb.packing.variable_length import VariableLengthOptions, VariableLengthPacker
 

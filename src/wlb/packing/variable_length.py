@@ -23,9 +23,9 @@ from pydantic import AfterValidator, Field
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing.base import PackingTask, Pending
-from wlb.packing.greedy import OpenMicroBatches, longest_first
 from wlb.packing.options import LengthFactorOptions, whole_number
+from wlb.packing.packer import PackingTask, Pending
+from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.pooling import PoolingPacker, to_state
 from wlb.settings import Tokens
 

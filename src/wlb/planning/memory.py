@@ -1,6 +1,6 @@
 """What a job holds in memory, asked in the same way whether it is trained or simulated.
 
-The estimate itself is ``wlb.workload.memory``; here is what it needs to know of a job, and how long the micro-batches
+The estimate itself is ``wlb.memory.step``; here is what it needs to know of a job, and how long the micro-batches
 of the worst step are.
 """
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Protocol
 
 from wlb.config import CheckpointConfig, DataConfig, PackingConfig, ParallelConfig, ShardingConfig, TrainingConfig
+from wlb.memory.layers import Checkpointing, MemorySettings
+from wlb.schedules.layer_split import split_layers
 from wlb.sharding.hybrid import MEMORY_FACTOR
-from wlb.workload.layer_memory import Checkpointing, MemorySettings
-from wlb.workload.layer_split import split_layers
-from wlb.workload.model_shapes import ModelShape
+from wlb.workload.shapes import ModelShape
 
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
 USABLE_SHARE = 0.9

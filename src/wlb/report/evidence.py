@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from wlb.config import PRESETS
 from wlb.documents.segments import Segment
+from wlb.memory.layers import Checkpointing
+from wlb.memory.step import largest_length_factor
 from wlb.report.gain import Gain, gain
 from wlb.report.system_steps import SystemSteps, simulate_system
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob
 from wlb.simulate.compare import Cluster, MethodResult, compare_packer, documents_for, packer_for
-from wlb.simulate.memory import memory_settings, predicted_memory, usable_bytes
-from wlb.workload.layer_memory import Checkpointing
-from wlb.workload.memory import largest_length_factor
+from wlb.simulate.job import memory_settings, predicted_memory, usable_bytes
 
 BASELINE, BEST = "plain-4d", "best"  # presets
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")

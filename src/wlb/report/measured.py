@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wlb.report.charts import intervals, series, stacked
 from wlb.report.gain import Gain, gain
-from wlb.report.heat_map import heat_map
-from wlb.report.markup import Markup, join, table, tag
-from wlb.report.page import facts, page, paragraph, section
+from wlb.report.html.charts import intervals, series, stacked
+from wlb.report.html.heat_map import heat_map
+from wlb.report.html.markup import Markup, join, table, tag
+from wlb.report.html.page import facts, page, paragraph, section
 from wlb.report.run_directory import TrainingRun
 
 TITLE = "What this training job loses to imbalance"

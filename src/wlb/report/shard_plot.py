@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.report.html.shard_chart import attended_areas
 from wlb.report.plots import pyplot_without_display, save
-from wlb.report.shard_chart import attended_areas
 
 if TYPE_CHECKING:
     from wlb.sharding.plan import ShardPlan

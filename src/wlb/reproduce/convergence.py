@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.token_store import TokenStore
+from wlb.documents.store.reader import TokenStore
 from wlb.report.plots import pyplot_without_display, save
 from wlb.reproduce import paper
 from wlb.reproduce.charts import COLOURS

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.document_order import shuffled
+from wlb.documents.order import shuffled
 
 
 class Displacement(NamedTuple):

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wlb.documents.prepare import prepare_store
-from wlb.documents.sources import StdlibCorpus
-from wlb.documents.store_writer import TokenStoreWriter
-from wlb.documents.token_store import TokenStore
-from wlb.documents.tokenization import load_tokenizer
+from wlb.documents.prepare.sources import StdlibCorpus
+from wlb.documents.prepare.tokenization import load_tokenizer
+from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
-from wlb.system import usable_cores
+from wlb.os_limits import usable_cores
 
 WINDOW = 2048  # with hidden size 128 attention weighs as much as at 64K for 7B (docs/workload.md)
 MICRO_BATCHES = 4

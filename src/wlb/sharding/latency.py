@@ -16,7 +16,7 @@ from wlb.sharding.group import RankSeconds, backward_seconds, forward_seconds
 from wlb.sharding.pieces import Locality, Pieces, locality, pieces_of
 from wlb.sharding.plan import ShardPlan
 from wlb.workload.base import Phase, Workload
-from wlb.workload.kv_gather import EXCHANGES
+from wlb.workload.exchange import EXCHANGES
 
 _PHASES: tuple[Phase, Phase] = ("forward", "backward")
 

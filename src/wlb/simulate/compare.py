@@ -21,8 +21,8 @@ from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing import PACKERS, checked_name, make_packer
-from wlb.packing.base import Packer
 from wlb.packing.fixed import FixedSolverPacker
+from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
 from wlb.packing.statistics import PackingStatistics
 from wlb.packing.tuning import documents_filling

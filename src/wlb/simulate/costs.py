@@ -15,12 +15,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.schedules.layer_split import split_layers
 from wlb.schedules.operations import stages_of_rank
 from wlb.simulate.job import SimulatedJob
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import Seconds
-from wlb.workload.kv_gather import EXCHANGES
-from wlb.workload.layer_split import split_layers
+from wlb.workload.exchange import EXCHANGES
 from wlb.workload.links import group_link, shard_bytes
 
 Direction = Literal["forward", "backward"]

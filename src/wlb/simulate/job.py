@@ -11,20 +11,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
+from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ParallelConfig, ShardingConfig
 from wlb.config_file import validated
 from wlb.errors import UserError
-from wlb.planning.memory import compute_bytes, holds_checkpoint_copy
+from wlb.memory.layers import Checkpointing, MemorySettings
+from wlb.memory.step import MemoryEstimate, gib, largest_length_factor, predict_even_step
+from wlb.planning.memory import (
+    USABLE_SHARE,
+    compute_bytes,
+    holds_checkpoint_copy,
+    job_memory_settings,
+    longest_micro_batch,
+)
+from wlb.planning.prices import packing_prices
 from wlb.planning.shape import configured_shape
-from wlb.schedules.operations import rank_operations, stages_of_rank
+from wlb.schedules.layer_split import split_layers
+from wlb.schedules.operations import ZERO_BUBBLE, rank_operations, stages_of_rank
 from wlb.sharding import check_group_size
-from wlb.sharding.document_prices import packing_prices
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
 from wlb.workload.base import DocumentPrices
-from wlb.workload.layer_memory import Checkpointing
-from wlb.workload.layer_split import split_layers
-from wlb.workload.model_shapes import check_divisible
 from wlb.workload.profile import WorkloadProfile
+from wlb.workload.shapes import check_divisible
 
 _DATA = DataConfig(store=Path("documents"))
 
@@ -155,8 +162,6 @@ class SimulatedJob:
         token store, where it is known. With ``packing.max_length_factor = "auto"`` L_max is what fits the hardware's
         memory.
         """
-        from wlb.simulate.memory import with_length_factor
-
         rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
         return with_length_factor(
             cls(
@@ -219,3 +224,49 @@ def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
     if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
         return replace(shape, kv_heads=tp)
     return shape
+
+
+def usable_bytes(job: SimulatedJob) -> float:
+    """What one process of the job may hold."""
+    return USABLE_SHARE * job.hardware.memory_bytes
+
+
+def predicted_memory(job: SimulatedJob) -> MemoryEstimate:
+    """The most that a process holds in the worst step: every micro-batch as long as L_max."""
+    return predict_even_step(memory_settings(job), longest_micro_batch(job))
+
+
+def with_length_factor(job: SimulatedJob) -> SimulatedJob:
+    """``job`` with ``packing.max_length_factor = "auto"`` replaced by the most that its GPUs hold.
+
+    Raises ``UserError`` where they do not hold one window.
+    """
+    if not job.packing.has_length_factor or job.packing.length_factor != "auto":
+        return job
+    factor = largest_length_factor(memory_settings(job), job.context_window, usable_bytes(job))
+    if factor is None:
+        smallest = replace(job, packing=job.packing.with_length_factor(1.0))
+        raise UserError(
+            f"micro-batches of {job.context_window} tokens need {gib(predicted_memory(smallest).total)} GiB a GPU, "
+            f"over the usable {gib(usable_bytes(job))}; raise parallel.cp, tp, pp or dp, or lower data.context_window"
+        )
+    return replace(job, packing=job.packing.with_length_factor(factor))
+
+
+def memory_settings(job: SimulatedJob) -> MemorySettings:
+    """What the memory model asks about a job. Zero-bubble schedules count as 1F1B of as many stages, which is less."""
+    schedule = "interleaved_1f1b" if job.virtual_pp > 1 else "1f1b" if job.schedule in ZERO_BUBBLE else job.schedule
+    parallel = ParallelConfig.model_validate(
+        {name: getattr(job, name) for name in ("dp", "pp", "cp", "tp", "virtual_pp")} | {"schedule": schedule}
+    )
+    return job_memory_settings(
+        job.shape,
+        parallel,
+        job.packing,
+        job.sharding,
+        device_type=job.hardware.device_type,
+        compute_bytes=job.compute_bytes or job.hardware.bytes_per_value,
+        activation_checkpointing=job.activation_checkpointing,
+        tied_embeddings=job.tied_embeddings,
+        checkpoint_copy=job.checkpoint_copy,
+    )

@@ -1,6 +1,6 @@
 """Simulating a job on documents: the plans that the trainer would run, step by step, and what they take.
 
-Documents come in the order of ``wlb.documents.document_order``, epoch after epoch, through the job's packer and
+Documents come in the order of ``wlb.documents.order``, epoch after epoch, through the job's packer and
 ``wlb.packing.arrange``. Steps are priced a few at a time, so memory does not grow with their number.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.document_order import DocumentStream
+from wlb.documents.order import DocumentStream
 from wlb.packing.arrange import arrange
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan

@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 
 from wlb.config import PRESETS, PackingConfig, ShardingConfig
 from wlb.errors import UserError
-from wlb.simulate.job import SimulatedJob, replicate_kv_heads, simulated_job
-from wlb.simulate.memory import predicted_memory, usable_bytes
+from wlb.memory.layers import Checkpointing
+from wlb.memory.step import gib
+from wlb.simulate.job import SimulatedJob, predicted_memory, replicate_kv_heads, simulated_job, usable_bytes
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.workload import Hardware, ModelShape, hardware_preset, make_workload, model_shape
 from wlb.workload.base import DocumentPrices
-from wlb.workload.layer_memory import Checkpointing
-from wlb.workload.memory import gib
 
 LENGTH_FACTORS = (1.0, 1.5, 2.0)
 _SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not fit

@@ -6,6 +6,6 @@ if __name__ == "__main__":
     # Ctrl-C ends a rank at once. Python's own handler would wait for the running collective to return, and
     # would show a traceback from the middle of the imports below, which take seconds.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from wlb.training.rank import main
+    from wlb.training.worker import main
 
     main()

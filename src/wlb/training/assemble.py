@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from wlb.config import JobConfig
-from wlb.documents.token_store import TokenStore
+from wlb.documents.store.reader import TokenStore
+from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.pipeline_order import Pipeline
-from wlb.sharding.document_prices import packing_prices
-from wlb.training.loader import RankShare, StepLoader
-from wlb.training.model import Transformer, TransformerConfig
-from wlb.training.parallelize import JobMesh, build_stage_modules
+from wlb.planning.prices import packing_prices
+from wlb.training.data.loader import RankShare, StepLoader
+from wlb.training.parallel.parallelize import JobMesh, build_stage_modules
 from wlb.workload import hardware_preset, make_workload
 
 

@@ -1,6 +1,6 @@
 """What a job may hold and what it will hold, compared before it starts.
 
-The prediction (``wlb.workload.memory``) is for the worst step that packing may produce: every micro-batch as long as
+The prediction (``wlb.memory.step``) is for the worst step that packing may produce: every micro-batch as long as
 L_max. A job that does not fit is refused, with what it needs and what would help; with
 ``packing.max_length_factor = "auto"`` L_max becomes the largest that fits.
 """
@@ -14,6 +14,10 @@ import torch
 
 from wlb.config import JobConfig
 from wlb.errors import UserError
+from wlb.memory.layers import MemorySettings
+from wlb.memory.step import gib, largest_length_factor, predict_even_step
+from wlb.models.transformer import TransformerConfig
+from wlb.os_limits import usable_memory
 from wlb.planning.memory import (
     USABLE_SHARE,
     compute_bytes,
@@ -21,11 +25,7 @@ from wlb.planning.memory import (
     job_memory_settings,
     longest_micro_batch,
 )
-from wlb.system import usable_memory
-from wlb.training.agreement import gathered
-from wlb.training.model import TransformerConfig
-from wlb.workload.layer_memory import MemorySettings
-from wlb.workload.memory import gib, largest_length_factor, predict_even_step
+from wlb.training.runtime.collectives import gathered
 
 FACTOR = "packing.max_length_factor"
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from wlb.config import TrainingConfig
 from wlb.packing.plan import StepPlan
-from wlb.training.agreement import gathered
-from wlb.training.failures import TrainingError
+from wlb.training.runtime.collectives import gathered
+from wlb.training.runtime.failures import TrainingError
 
 _DOCUMENTS_NAMED = 50  # of each kind, in the message
 

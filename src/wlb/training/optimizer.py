@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from wlb.config import TrainingConfig
-from wlb.training.model import Transformer
-from wlb.training.tied_embeddings import is_second_copy
+from wlb.models.transformer import Transformer
+from wlb.training.parallel.tied_embeddings import is_second_copy
 
 
 def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:

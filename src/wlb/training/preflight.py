@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wlb.config import JobConfig
-from wlb.documents.document_order import summarise_epoch
-from wlb.documents.token_store import TokenStore
+from wlb.documents.order import summarise_epoch
+from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
-from wlb.training.checkpoint_files import read_manifest
-from wlb.training.held_out import check_evaluation
-from wlb.training.identity import check_identity, data_identity
-from wlb.training.job import device_type, transformer_config, vocab_size
+from wlb.models.pretrained import check_weights
+from wlb.training.checkpoint.files import read_manifest
+from wlb.training.checkpoint.resuming import newest_checkpoint
+from wlb.training.checkpoint.same_model import check_model
+from wlb.training.data.loader_state import check_identity, data_identity
+from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.memory_budget import within_memory
-from wlb.training.parallelize import check_layout
-from wlb.training.pretrained import check_weights
-from wlb.training.resuming import newest_checkpoint
-from wlb.training.same_model import check_model
+from wlb.training.parallel.parallelize import check_layout
+from wlb.training.runtime.environment import device_type, transformer_config, vocab_size
 
 
 @dataclass(frozen=True)

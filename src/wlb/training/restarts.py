@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from wlb.config import JobConfig
 from wlb.errors import UserError
-from wlb.training.checkpoint_files import step_of
-from wlb.training.resuming import newest_checkpoint
+from wlb.training.checkpoint.files import step_of
+from wlb.training.checkpoint.resuming import newest_checkpoint
 
 
 class Restarts:

@@ -18,34 +18,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wlb.attention.profiler_regions import region
 from wlb.config import JobConfig
-from wlb.documents.token_store import TokenStore
-from wlb.regions import region
-from wlb.training.agreement import gathered_rows, on_every_rank
+from wlb.documents.store.reader import TokenStore
+from wlb.models.pretrained import load_weights
 from wlb.training.assemble import assemble_loader, assemble_stages
-from wlb.training.checkpoint import Checkpointer, Progress
-from wlb.training.console import say
-from wlb.training.evaluation import Evaluator
-from wlb.training.exclusive import check_shared, directories_of
-from wlb.training.failures import Terminated, TrainingError
-from wlb.training.greeting import greeting
-from wlb.training.job import compute_dtype, hardware_name, joined_job, transformer_config, vocab_size
+from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
+from wlb.training.checkpoint.resuming import agreed_checkpoint
+from wlb.training.data.loader import LoadedStep
+from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.learning_rate import learning_rate
-from wlb.training.loader import LoadedStep
 from wlb.training.memory_budget import with_agreed_factor
-from wlb.training.metrics import MetricsWriter, StepMetrics
-from wlb.training.monitor import Monitor, rank_names
 from wlb.training.non_finite import NonFiniteSteps
-from wlb.training.observer import Observation, Observer
+from wlb.training.observe.metrics import MetricsWriter, StepMetrics
+from wlb.training.observe.monitor import Monitor, rank_names
+from wlb.training.observe.observer import Observation, Observer
+from wlb.training.observe.startup_report import greeting
 from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from wlb.training.parallelize import build_mesh
-from wlb.training.pipeline import PipelineRunner
+from wlb.training.parallel.parallelize import build_mesh
+from wlb.training.parallel.pipeline import PipelineRunner
+from wlb.training.parallel.seeds import place_of, seed_this_rank
 from wlb.training.preflight import check_job
-from wlb.training.pretrained import load_weights
-from wlb.training.resuming import agreed_checkpoint
-from wlb.training.seeds import place_of, seed_this_rank
-from wlb.training.termination import Termination
-from wlb.training.watchdog import Pulse, time_outs_are_hangs, watched
+from wlb.training.runtime.collectives import gathered_rows, on_every_rank
+from wlb.training.runtime.console import say
+from wlb.training.runtime.directory_lock import check_shared, directories_of
+from wlb.training.runtime.environment import compute_dtype, hardware_name, joined_job, transformer_config, vocab_size
+from wlb.training.runtime.failures import Terminated, TrainingError
+from wlb.training.runtime.termination import Termination
+from wlb.training.runtime.watchdog import Pulse, time_outs_are_hangs, watched
 
 
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:

@@ -9,8 +9,8 @@ from wlb.workload.analytic import AnalyticWorkload, analytic_workload
 from wlb.workload.base import Phase, Seconds, Workload
 from wlb.workload.flops import attention_flops, linear_flops
 from wlb.workload.hardware import HARDWARE, Hardware, hardware_preset
-from wlb.workload.model_shapes import MODEL_SHAPES, ModelShape, model_shape
 from wlb.workload.profile import ProfileWorkload, load_profile
+from wlb.workload.shapes import MODEL_SHAPES, ModelShape, model_shape
 
 __all__ = [
     "HARDWARE",

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 
 from wlb.errors import UserError
 from wlb.workload.base import Phase, Seconds
+from wlb.workload.exchange import KvGather
 from wlb.workload.flops import (
     ATTENTION_BACKWARD_FACTOR,
     LINEAR_BACKWARD_FACTOR,
@@ -25,9 +26,8 @@ from wlb.workload.flops import (
     gemm_flops_per_token,
 )
 from wlb.workload.hardware import Hardware
-from wlb.workload.kv_gather import KvGather
 from wlb.workload.links import group_link, shard_bytes
-from wlb.workload.model_shapes import ModelShape
+from wlb.workload.shapes import ModelShape
 
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
 

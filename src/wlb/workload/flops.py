@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.workload.base import Phase
-from wlb.workload.model_shapes import ModelShape
+from wlb.workload.shapes import ModelShape
 
 # A backward multiplies once for the gradient of the input and once for that of the weight.
 LINEAR_BACKWARD_FACTOR = 2.0

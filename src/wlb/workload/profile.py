@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from wlb.errors import UserError
 from wlb.workload.base import Phase, Seconds
-from wlb.workload.model_shapes import ModelShape
 from wlb.workload.prefix_table import PrefixTable, prefix_table
+from wlb.workload.shapes import ModelShape
 
 # Knot of the tables beyond every document: extrapolation becomes interpolation.
 _FAR = 2.0**40

@@ -1,0 +1,77 @@
+"""The registry of attention back ends, and the function that picks one.
+
+A back end is a module with the three functions of ``AttentionBackend``. None of them knows of autograd or of
+other ranks: ``segment_attention`` and ``context_parallel_attention`` make differentiable functions of them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from wlb.attention.backends import cpu, cuda, reference
+from wlb.attention.runs import Runs
+from wlb.errors import UserError
+
+
+class AttentionBackend(Protocol):
+    """What a module must offer to be registered.
+
+    ``query`` and ``out`` have shape (queries, heads, head_dim), ``key`` and ``value`` (keys, kv_heads, head_dim),
+    ``log_sum_exp`` (heads, queries) in float32, or float64 where the query is. Scores are scaled by
+    1/sqrt(head_dim). There is at least one run.
+    """
+
+    def unsupported(self, query: Tensor) -> str | None:
+        """Why this back end cannot attend with ``query``; ``None`` if it can."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+        """Attention of each run of queries over its run of keys: output and log-sum-exp of the scores."""
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        log_sum_exp: Tensor,
+        runs: Runs,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The share of these keys in the gradients of query, key and value.
+
+        ``out`` and ``log_sum_exp`` may be those over more keys than these, as merging leaves them.
+        """
+
+
+# In order of preference: "auto" takes the first that supports the query.
+BACKENDS: dict[str, AttentionBackend] = {
+    "cuda": cuda,
+    "cpu": cpu,
+    "reference": reference,
+}
+
+
+def pick_backend(query: Tensor, backend: str = "auto") -> AttentionBackend:
+    """The back end named ``backend``, or the fastest that supports ``query``.
+
+    Raises ``UserError`` if there is none of that name or it does not support a tensor of this device or type.
+    """
+    if backend == "auto":
+        return next(candidate for candidate in BACKENDS.values() if candidate.unsupported(query) is None)
+    if backend not in BACKENDS:
+        raise UserError(f"attention back end {backend!r} does not exist; choose auto, {', '.join(BACKENDS)}")
+    reason = BACKENDS[backend].unsupported(query)
+    if reason is not None:
+        raise UserError(f"attention back end {backend!r} cannot be used: {reason}; choose auto")
+    return BACKENDS[backend]
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ``ValueError`` unless the three hold the same tokens and heads that can be grouped."""
+    tokens, heads, head_dim = query.shape
+    if key.shape != value.shape or key.shape[0] != tokens or key.shape[2] != head_dim or heads % key.shape[1]:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"
+        )

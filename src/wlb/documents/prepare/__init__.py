@@ -1,0 +1,114 @@
+"""Documents into a token store: read, tokenise, write, and account for every document.
+
+``prepare_store`` streams: a corpus gives batches of raw documents, worker processes tokenise them, and this process
+writes the results in their order, so the store is the same for any number of workers and memory does not grow with
+the corpus. Documents that cannot be taken are counted by reason; in = out + rejects, in the report and in the sidecar.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from wlb.documents.prepare.batches import Reject, documents_of, tokenize_batch
+from wlb.documents.prepare.ordered_map import map_in_order
+from wlb.documents.prepare.sources import Corpus
+from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
+from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
+from wlb.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareReport:
+    """What became of a corpus. ``rejects`` maps a reason (see ``batches.Reject``) to a number of documents."""
+
+    documents_in: int
+    documents_out: int
+    rejects: dict[str, int]
+    skipped_files: int
+    tokens: int
+    text_bytes: int
+    vocab_size: int
+    end_token: int
+    files: list[str]
+
+
+OnProgress = Callable[[int], None]
+
+
+def _ignore(source_bytes: int) -> None:
+    pass
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int, on_progress: OnProgress = _ignore) -> HuggingFaceTokenizer:
+    """A byte-level BPE of at most ``vocab_size`` tokens, trained on all documents of a corpus."""
+
+    def texts() -> Iterator[str]:
+        for batch in corpus.batches():
+            yield from (text for text in documents_of(batch) if not isinstance(text, Reject))
+            on_progress(batch.progress)
+
+    return train_bpe(texts(), vocab_size)
+
+
+def prepare_store(
+    corpus: Corpus,
+    prefix: Path,
+    tokenizer: Tokenizer,
+    *,
+    save_tokenizer: bool = False,
+    workers: int = 1,
+    overwrite: bool = False,
+    on_progress: OnProgress = _ignore,
+) -> PrepareReport:
+    """Write the documents of ``corpus`` to the token store ``prefix``, each followed by the end token.
+
+    ``save_tokenizer`` keeps a trained tokenizer beside the store; ``on_progress`` is called with the bytes of source
+    used up by each batch. The store appears at the end, whole, or not at all. Raises ``UserError`` when the store
+    exists (without ``overwrite``), cannot be written, a source is damaged, or no document is left.
+    """
+    if workers < 1:
+        raise UserError(f"--workers {workers} is not possible; at least 1 is needed")
+    check_target(prefix, overwrite)
+    definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
+    tokenize = partial(tokenize_batch, tokenizer=tokenizer, dtype=token_type(tokenizer.vocab_size))
+    rejects: Counter[str] = Counter()
+    text_bytes = 0
+    with (
+        TokenStoreWriter(
+            prefix, vocab_size=tokenizer.vocab_size, tokenizer_json=definition, overwrite=overwrite
+        ) as writer,
+        closing(map_in_order(tokenize, corpus.batches(), workers)) as batches,
+    ):
+        for batch in batches:
+            writer.add_documents(batch.tokens, batch.lengths)
+            rejects.update(batch.rejects)
+            text_bytes += batch.text_bytes
+            on_progress(batch.progress)
+        if not writer.documents:
+            if not rejects:
+                raise UserError("the sources are empty: there is not one document in them")
+            raise UserError(f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}")
+        report = PrepareReport(
+            documents_in=writer.documents + rejects.total(),
+            documents_out=writer.documents,
+            rejects=dict(sorted(rejects.items())),
+            skipped_files=corpus.skipped_files,
+            tokens=writer.tokens,
+            text_bytes=text_bytes,
+            vocab_size=tokenizer.vocab_size,
+            end_token=tokenizer.end_token,
+            files=[str(path) for path in store_files(prefix, with_tokenizer=definition is not None)],
+        )
+        counts = {key: value for key, value in asdict(report).items() if key != "files"}
+        writer.details = counts | {"tokenizer": tokenizer.identity, "source": corpus.description}
+    return report
+
+
+def describe_rejects(rejects: dict[str, int]) -> str:
+    """Rejects by reason, in words."""
+    return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(rejects.items())) or "none"

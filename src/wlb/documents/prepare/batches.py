@@ -1,0 +1,98 @@
+"""The step from raw input to tokens, which worker processes take over.
+
+A ``Batch`` is a handful of raw items (lines, file paths, table cells) and the function that makes texts of one: reading
+and decoding happen where tokenising does. ``tokenize_batch`` turns it into a ``TokenizedBatch``: all tokens in
+one array, the length of every document, and how many documents were rejected and why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.prepare.tokenization import Tokenizer
+
+Tokens = NDArray[np.uint16] | NDArray[np.int32]
+
+
+class Reject(StrEnum):
+    """Why a document of the input is not in the store."""
+
+    EMPTY = "empty"
+    NO_TOKENS = "no_tokens"
+    UNDECODABLE = "undecodable"
+    BLANK_LINE = "blank_line"
+    BAD_JSON = "bad_json"
+    NO_FIELD = "missing_field"
+    NOT_TEXT = "not_text"
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Raw items, ``texts`` which gives the documents of one item, and ``progress``: their bytes of source."""
+
+    items: list[Any]
+    texts: Callable[[Any], Iterable[str | Reject]]
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedBatch:
+    """Documents one after another in ``tokens``, each with its end token; ``lengths`` has one entry for each."""
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    rejects: Counter[str]
+    text_bytes: int
+    progress: int
+
+
+def documents_of(batch: Batch) -> Iterator[str | Reject]:
+    """The documents of a batch, in order: their text, or why there is none."""
+    for item in batch.items:
+        for text in batch.texts(item):
+            if isinstance(text, Reject):
+                yield text
+            elif not text:
+                yield Reject.EMPTY
+            elif not _is_unicode(text):
+                yield Reject.UNDECODABLE
+            else:
+                yield text
+
+
+def tokenize_batch(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> TokenizedBatch:
+    """Tokenise a batch; documents that give no tokens are rejected too."""
+    rejects: Counter[str] = Counter()
+    pieces: list[NDArray[Any]] = []
+    lengths: list[int] = []
+    text_bytes = 0
+    end = np.array([tokenizer.end_token], dtype)
+    for text in documents_of(batch):
+        if isinstance(text, Reject):
+            rejects[text.value] += 1
+            continue
+        tokens = tokenizer.encode(text)
+        if not tokens.size:
+            rejects[Reject.NO_TOKENS.value] += 1
+            continue
+        pieces += (tokens.astype(dtype), end)
+        lengths.append(tokens.size + 1)
+        text_bytes += len(text.encode())
+    joined = np.concatenate(pieces) if pieces else np.empty(0, dtype)
+    return TokenizedBatch(joined, np.array(lengths, np.int64), rejects, text_bytes, batch.progress)
+
+
+def _is_unicode(text: str) -> bool:
+    # JSON may escape half of a surrogate pair, which no encoding can write.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,149 @@
+"""Where raw documents come from: files and directories, or the standard library.
+
+A corpus is walked twice. Making it is the survey: every path is checked and its bytes counted, so that mistakes show
+before any work is done. ``batches`` then reads it as a stream, always in the same order (arguments as given,
+directories sorted by name), holding one batch at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+from wlb.documents.prepare.batches import Batch, Reject
+from wlb.documents.prepare.raw_files import (
+    Item,
+    file_kind,
+    format_suffix,
+    json_line_text,
+    json_lines,
+    parquet_cells,
+    read_text,
+    utf8_text,
+)
+from wlb.documents.prepare.stdlib_corpus import Unit, stdlib_documents, stdlib_files, stdlib_root
+from wlb.errors import UserError, require
+
+# Enough that sending a batch to another process costs little beside tokenising it; a few are in memory at a time.
+_BATCH_BYTES = 1 << 20
+_BATCH_ITEMS = 4096
+# What directories are searched for. A file that is named itself is read as text whatever its name.
+_PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc")
+_CODE = (
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".cs", ".java", ".kt", ".scala", ".js", ".ts"),
+    *(".go", ".rs", ".rb", ".sh", ".sql", ".jl", ".r", ".swift", ".lua", ".pl", ".php", ".hs", ".ml"),
+)
+
+
+class Corpus(Protocol):
+    """What ``prepare`` reads."""
+
+    total_bytes: int
+    skipped_files: int
+    description: dict[str, Any]
+
+    def batches(self) -> Iterator[Batch]:
+        """All documents, in an order that does not change, in batches of about a megabyte."""
+        ...
+
+
+class StdlibCorpus:
+    """The standard library of the running Python; see ``stdlib_corpus``."""
+
+    def __init__(self, unit: Unit = "definition") -> None:
+        self._unit = unit
+        self._root = stdlib_root()
+        self.total_bytes = sum(path.stat().st_size for path in stdlib_files(self._root))
+        self.skipped_files = 0
+        self.description = {"kind": "stdlib", "python": platform.python_version(), "unit": unit}
+
+    def batches(self) -> Iterator[Batch]:
+        return _batches(_sized(stdlib_files(self._root)), partial(stdlib_documents, unit=self._unit))
+
+
+class FileCorpus:
+    """Text files, JSON Lines and Parquet, named one by one or found in directories.
+
+    Raises ``UserError`` when a source does not exist or cannot be read, and when nothing is found.
+    """
+
+    def __init__(self, sources: Sequence[Path], text_field: str = "text") -> None:
+        self._sources = sources
+        self._field = text_field
+        self.total_bytes = self.skipped_files = 0
+        files = 0
+        for path in self.files(count_skipped=True):
+            files += 1
+            self.total_bytes += path.stat().st_size
+            if file_kind(path) == "parquet":
+                require("pyarrow", "data")
+        if not files:
+            raise UserError(f"no text, JSON Lines or Parquet files in {', '.join(map(str, sources))}")
+        self.description = {"kind": "files", "files": files, "text_field": text_field}
+
+    def files(self, count_skipped: bool = False) -> Iterator[Path]:
+        """All files that are read, in order."""
+        for source in self._sources:
+            try:
+                if source.is_dir():
+                    yield from self._directory(source, count_skipped)
+                else:
+                    source.stat()
+                    yield source
+            except FileNotFoundError:
+                raise UserError(f"source {source} does not exist") from None
+            except OSError as error:
+                raise UserError(f"source {source} cannot be read: {error.strerror}") from error
+
+    def _directory(self, directory: Path, count_skipped: bool) -> Iterator[Path]:
+        with os.scandir(directory) as entries:
+            ordered = sorted(entries, key=lambda entry: entry.name)
+        for entry in ordered:
+            path = Path(entry.path)
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+                yield from self._directory(path, count_skipped)
+            elif entry.is_file() and not entry.name.startswith(".") and _is_searched_for(path):
+                yield path
+            else:
+                self.skipped_files += count_skipped
+
+    def batches(self) -> Iterator[Batch]:
+        for kind, paths in groupby(self.files(), file_kind):
+            if kind == "text":
+                yield from _batches(_sized(paths), read_text)
+                continue
+            for path in paths:
+                if kind == "jsonl":
+                    yield from _batches(json_lines(path), partial(json_line_text, field=self._field))
+                else:
+                    yield from _batches(parquet_cells(path, self._field), utf8_text)
+
+
+def _is_searched_for(path: Path) -> bool:
+    # A plain .json among other files is more often a configuration than a corpus; name it to have it read.
+    return path.suffix.lower() != ".json" and (file_kind(path) != "text" or format_suffix(path) in _PROSE + _CODE)
+
+
+def _sized(paths: Iterable[Path]) -> Iterator[Item]:
+    for path in paths:
+        size = path.stat().st_size
+        yield Item(path, size, size)
+
+
+def _batches(items: Iterable[Item], texts: Callable[[Any], Iterable[str | Reject]]) -> Iterator[Batch]:
+    batch: list[Any] = []
+    size = progress = 0
+    for item in items:
+        batch.append(item.content)
+        size += item.size
+        progress += item.progress
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
+            yield Batch(batch, texts, progress)
+            batch, size, progress = [], 0, 0
+    if batch:
+        yield Batch(batch, texts, progress)

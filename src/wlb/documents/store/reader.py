@@ -1,0 +1,183 @@
+"""Token stores: tokenised documents on disk, read without loading them.
+
+A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format,
+so that existing Megatron corpora open as they are. ``wlb prepare`` adds a sidecar ``PREFIX.json`` that names
+the tokenizer. ``TokenStore`` maps the tokens into memory: any slice of any document is an array view, O(1).
+``TokenStoreWriter`` (in ``store_writer``) makes stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.store.index import TokenIndex, bin_path, index_path, read_index, sidecar_path
+from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
+from wlb.errors import UserError
+
+__all__ = ["TokenStore", "TokenStoreWriter"]
+
+# Sidecars have a few KiB; a larger PREFIX.json is somebody's data and is not parsed.
+_LARGEST_SIDECAR = 1 << 20
+
+
+class TokenStore:
+    """A read-only token store; safe to share between threads and to pickle (a copy re-opens the files)."""
+
+    def __init__(self, prefix: Path, index: TokenIndex, data: NDArray[Any], sidecar: dict[str, Any]) -> None:
+        self.prefix = prefix
+        self.sidecar = sidecar
+        self._index = index
+        self._data = data
+        self._vocab_size: int | None = sidecar.get("vocab_size")
+
+    @classmethod
+    def open(cls, prefix: str | Path) -> TokenStore:
+        """Open ``PREFIX.idx``, ``PREFIX.bin`` and, if it is there, ``PREFIX.json``.
+
+        Raises ``UserError`` when a file is missing, truncated, corrupt or does not belong to the others.
+        """
+        prefix = Path(prefix)
+        index = read_index(index_path(prefix))
+        return cls(prefix, index, _map_tokens(bin_path(prefix), index), _read_sidecar(prefix, index))
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        return TokenStore.open, (self.prefix,)
+
+    def __len__(self) -> int:
+        return self._index.documents
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of every document, its end token included; shape (documents,)."""
+        return np.diff(self._index.offsets)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return self._index.tokens
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Integer type of the stored tokens."""
+        return self._index.dtype
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below this; None without a sidecar."""
+        return self._vocab_size
+
+    @property
+    def tokenizer(self) -> dict[str, Any] | None:
+        """Identity of the tokenizer from the sidecar: kind, name, sha256 of its definition."""
+        return self.sidecar.get("tokenizer")
+
+    @property
+    def tokenizer_identity(self) -> dict[str, Any] | None:
+        """Equal for stores of the same tokenizer: ``tokenizer`` without its name, which is only that of a file."""
+        return {key: value for key, value in self.tokenizer.items() if key != "name"} if self.tokenizer else None
+
+    @cached_property
+    def identity(self) -> str:
+        """sha256 in hex over the index, the size of the token file and, where the sidecar has it, its own sha256.
+
+        The tokens are not read: the writer of the store hashed them. A store without that, such as one made by
+        Megatron-Core, keeps its identity when tokens change and lengths do not.
+        """
+        digest = hashlib.sha256(index_path(self.prefix).read_bytes())
+        digest.update(str(self._data.nbytes).encode())
+        digest.update(self.sidecar.get("content_sha256", "").encode())
+        return digest.hexdigest()
+
+    def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
+        """``length`` tokens of a document from token ``start`` on (default: the rest), as a read-only view.
+
+        Raises ``UserError`` when the range is not inside the document or holds ids outside the vocabulary.
+        """
+        if not 0 <= document < len(self):
+            raise UserError(f"document {document} is not in {self.prefix}, which holds {len(self)} documents")
+        first, end = (int(offset) for offset in self._index.offsets[document : document + 2])
+        tokens = end - first
+        length = tokens - start if length is None else length
+        if start < 0 or length < 0 or start + length > tokens:
+            raise UserError(
+                f"tokens {start} to {start + length} are not in document {document} of {self.prefix}, "
+                f"which has {tokens}"
+            )
+        view = self._data[first + start : first + start + length]
+        self._check_ids(view, document)
+        return view
+
+    def _check_ids(self, view: NDArray[Any], document: int) -> None:
+        if not view.size:
+            return
+        largest, limit = int(view.max()), self._vocab_size
+        if limit is not None and largest >= limit:
+            raise UserError(
+                f"document {document} of {self.prefix} holds token {largest}, outside the vocabulary of {limit}"
+            )
+        if view.dtype.kind == "i" and view.min() < 0:
+            raise UserError(f"document {document} of {self.prefix} holds the negative token {view.min()}")
+
+
+def _map_tokens(path: Path, index: TokenIndex) -> NDArray[Any]:
+    expected = index.tokens * index.dtype.itemsize
+    try:
+        size = path.stat().st_size
+        if size == expected:
+            # An empty file cannot be mapped.
+            return np.memmap(path, index.dtype, mode="r") if size else np.empty(0, index.dtype)
+    except FileNotFoundError:
+        raise UserError(f"token file {path} does not exist, only its index") from None
+    except OSError as error:
+        raise UserError(f"token file {path} cannot be read: {error.strerror}") from error
+    raise UserError(f"{path} has {size} bytes where its index asks for {expected}: truncated or of another store")
+
+
+def stored_vocab_size(prefix: Path) -> int | None:
+    """The vocabulary of the store at ``prefix``; None where there is no store, or it does not say."""
+    if not index_path(prefix).exists():
+        return None
+    return _read_sidecar(prefix, read_index(index_path(prefix))).get("vocab_size")
+
+
+def _read_sidecar(prefix: Path, index: TokenIndex) -> dict[str, Any]:
+    path = sidecar_path(prefix)
+    try:
+        if path.stat().st_size > _LARGEST_SIDECAR:
+            return {}
+        sidecar = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"sidecar {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError):
+        raise UserError(f"sidecar {path} is not valid JSON; prepare the store again or remove it") from None
+    if not isinstance(sidecar, dict) or "format" not in sidecar:
+        return {}
+    _check_sidecar(path, sidecar, index)
+    return sidecar
+
+
+def _check_sidecar(path: Path, sidecar: dict[str, Any], index: TokenIndex) -> None:
+    if sidecar["format"] != SIDECAR_FORMAT:
+        raise UserError(f"sidecar {path} has format {sidecar['format']!r}; this version reads {SIDECAR_FORMAT!r}")
+    actual = {"documents": index.documents, "tokens": index.tokens, "token_type": index.dtype.name}
+    for key, value in actual.items():
+        if sidecar.get(key) != value:
+            raise UserError(
+                f"sidecar {path} says {key} = {sidecar.get(key)!r}, the index {value!r}: it is of another store"
+            )
+    vocab_size = sidecar.get("vocab_size")
+    if type(vocab_size) is not int or vocab_size < 1:
+        raise UserError(f"sidecar {path} has vocab_size {vocab_size!r}; it must be a positive whole number")
+    if not isinstance(sidecar.get("content_sha256", ""), str):
+        raise UserError(f"sidecar {path} is corrupt: its content_sha256 is no text")
+    if not isinstance(sidecar.get("tokenizer"), dict | None):
+        raise UserError(f"sidecar {path} is corrupt: its tokenizer is no object")

@@ -1,0 +1,234 @@
+"""Writing a token store so that a store is either whole or not there.
+
+Tokens and index go to ``PREFIX.bin.part`` and ``PREFIX.idx.part`` while documents arrive. At the end every
+file is flushed to the disk and renamed, the index last: without ``PREFIX.idx`` nothing reads as a store, so a
+run that is killed at any moment leaves none. An old store that is being replaced loses its index first, for
+the same reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, IndexWriter, bin_path, index_path, sidecar_path, store_path
+from wlb.errors import UserError
+from wlb.os_limits import try_lock
+
+SIDECAR_FORMAT = "wlb-token-store/1"
+# Where megatron.core.datasets.indexed_dataset.DType.optimal_dtype changes from uint16 to int32.
+_UINT16_VOCAB = 65500
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """The token type for a vocabulary: uint16 below 65,500 ids, else int32, as Megatron-Core chooses."""
+    return np.dtype("<u2") if vocab_size < _UINT16_VOCAB else np.dtype("<i4")
+
+
+def tokenizer_path(prefix: Path) -> Path:
+    """``PREFIX.tokenizer.json``, where a tokenizer trained for the store lies."""
+    return store_path(prefix, ".tokenizer.json")
+
+
+def store_files(prefix: Path, with_tokenizer: bool = True) -> list[Path]:
+    """The files of a store, in the order in which they appear: the index last."""
+    tokenizer = [tokenizer_path(prefix)] if with_tokenizer else []
+    return [bin_path(prefix), sidecar_path(prefix), *tokenizer, index_path(prefix)]
+
+
+def check_target(prefix: Path, overwrite: bool) -> None:
+    """Raise ``UserError`` when a store cannot be made at ``prefix``, or is there already and not to be replaced."""
+    with _disk_errors(prefix):
+        if prefix.is_dir():
+            raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
+        existing = next((path for path in _upwards(prefix.parent) if os.path.exists(path)), prefix.parent)
+        if not existing.is_dir():
+            raise UserError(f"{existing} is no directory, so the token store {prefix} cannot be made")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise UserError(f"directory {existing} is not writable, so the token store {prefix} cannot be made")
+        for path in store_files(prefix):
+            if path.exists() and not overwrite:
+                raise UserError(f"{path} exists; choose another --out or pass --overwrite")
+
+
+class TokenStoreWriter:
+    """A context manager: documents are added inside it, and leaving it without an exception makes the store.
+
+    Entering makes the directory of ``prefix``; leaving with an exception removes it again, if it was not there before.
+    ``details`` is merged into the sidecar and may be filled until the end; ``tokenizer_json`` becomes
+    ``PREFIX.tokenizer.json``. Raises ``UserError`` when the store exists (and ``overwrite`` is off), when
+    another process is writing it, and when the disk refuses.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        vocab_size: int,
+        details: dict[str, Any] | None = None,
+        tokenizer_json: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        if vocab_size < 1:
+            raise UserError(f"vocab_size {vocab_size} is not positive")
+        self.prefix = Path(prefix)
+        self.vocab_size = vocab_size
+        self.details = dict(details or {})
+        self.documents = 0
+        self.tokens = 0
+        self._dtype = token_type(vocab_size)
+        self._tokenizer_json = tokenizer_json
+        self._content = hashlib.sha256()
+        self._targets = store_files(self.prefix)
+        check_target(self.prefix, overwrite)
+        self._new_directories = [path for path in _upwards(self.prefix.parent) if not os.path.exists(path)]
+
+    def __enter__(self) -> TokenStoreWriter:
+        data, sidecar, tokenizer, index = self._targets
+        try:
+            with _disk_errors(self.prefix), ExitStack() as opened:
+                self.prefix.parent.mkdir(parents=True, exist_ok=True)
+                self._bin = opened.enter_context(_open_part(data))
+                self._idx = opened.enter_context(_open_part(index))
+                for stale in (sidecar, tokenizer):  # of a run that was killed, as the locks say that none is writing
+                    _part(stale).unlink(missing_ok=True)
+                self._index = IndexWriter(self._idx, self._dtype)
+                opened.pop_all()
+        except BaseException:
+            self._remove_new_directories()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        committed = False
+        try:
+            if kind is None:
+                with _disk_errors(self.prefix):
+                    self._commit()
+                committed = True
+        finally:
+            self._discard_parts()
+            if not committed:
+                self._remove_new_directories()
+
+    def add(self, tokens: ArrayLike) -> None:
+        """Append one document."""
+        array = np.asarray(tokens)
+        self.add_documents(array, np.array([array.size]))
+
+    def add_documents(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
+        """Append documents whose tokens stand one after another in ``tokens``, of ``lengths`` each."""
+        if lengths.sum() != tokens.size or (lengths < 0).any():
+            raise ValueError(f"lengths sum to {lengths.sum()}, tokens are {tokens.size}")
+        if lengths.size and lengths.max() > MAX_DOCUMENT_TOKENS:
+            raise UserError(
+                f"document {self.documents + int(lengths.argmax())} has {lengths.max()} tokens; "
+                f"the format holds at most {MAX_DOCUMENT_TOKENS}"
+            )
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            bad = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise UserError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
+        stored = np.ascontiguousarray(tokens, self._dtype).data
+        with _disk_errors(self.prefix):
+            self._bin.write(stored)
+            self._index.add(lengths)
+        self._content.update(stored)
+        self.documents += lengths.size
+        self.tokens += tokens.size
+
+    def _commit(self) -> None:
+        data, sidecar, tokenizer, index = self._targets
+        if not self.documents:
+            raise UserError(f"no documents to write to {self.prefix}")
+        self._index.finish()
+        for file in (self._bin, self._idx):
+            file.flush()
+            os.fsync(file.fileno())
+        _write_part(sidecar, self._sidecar_text())
+        complete = [data, sidecar]
+        if self._tokenizer_json is not None:
+            _write_part(tokenizer, self._tokenizer_json)
+            complete.append(tokenizer)
+        index.unlink(missing_ok=True)
+        tokenizer.unlink(missing_ok=True)
+        _sync_directory(index.parent)
+        for target in complete:
+            _part(target).replace(target)
+        _sync_directory(index.parent)
+        _part(index).replace(index)
+        _sync_directory(index.parent)
+
+    def _sidecar_text(self) -> str:
+        sidecar = {
+            "format": SIDECAR_FORMAT,
+            "vocab_size": self.vocab_size,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "token_type": self._dtype.name,
+            "content_sha256": self._content.hexdigest(),
+        }
+        return json.dumps(sidecar | self.details, indent=2, sort_keys=True) + "\n"
+
+    def _discard_parts(self) -> None:
+        # Parts go while their locks are held. Closing flushes, which fails again on a full disk.
+        for target in self._targets:
+            _part(target).unlink(missing_ok=True)
+        for file in (self._bin, self._idx):
+            with suppress(OSError):
+                file.close()
+
+    def _remove_new_directories(self) -> None:
+        with suppress(OSError):  # somebody else may have put something there by now
+            for directory in self._new_directories:
+                directory.rmdir()
+
+
+def _upwards(directory: Path) -> list[Path]:
+    return [directory, *directory.parents]
+
+
+def _part(target: Path) -> Path:
+    return target.with_name(target.name + ".part")
+
+
+def _open_part(target: Path) -> Any:
+    descriptor = os.open(_part(target), os.O_RDWR | os.O_CREAT, 0o666)
+    if not try_lock(descriptor):
+        os.close(descriptor)
+        raise UserError(f"another process is writing {target}; wait for it or choose another --out")
+    os.ftruncate(descriptor, 0)
+    return os.fdopen(descriptor, "w+b", buffering=1 << 20)
+
+
+def _write_part(target: Path, text: str) -> None:
+    with _part(target).open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _disk_errors(prefix: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write token store {prefix}: {error.strerror}") from error

@@ -1,0 +1,165 @@
+"""What each layer of the model holds and needs, in bytes, on one tensor-parallel rank.
+
+Counted tensor by tensor for the model that ``wlb.training`` trains, after the method of Korthikanti et al., arXiv
+2205.05198, section 4; ``docs/memory.md`` lists the tensors. ``tests/memory/test_layers.py`` compares them with
+what PyTorch allocates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from wlb.config import ParallelConfig
+from wlb.workload.shapes import ModelShape
+
+Checkpointing = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """What memory depends on beside the lengths of micro-batches.
+
+    ``stage_blocks`` counts the blocks of every pipeline stage, ``micro_batches`` those of one data-parallel rank's
+    step. Weights and their gradients take ``compute_bytes`` or 4 bytes, whichever is more. ``fused_norms`` says that
+    RMSNorm keeps its input only, as PyTorch's CUDA kernel does; on CPU it is made of several operations.
+    ``uneven_shards`` is the most tokens that a context-parallel rank holds over their mean. With ``checkpoint_copy`` a
+    copy of weights and moments may be held while it is written.
+    """
+
+    shape: ModelShape
+    stage_blocks: tuple[int, ...]
+    parallel: ParallelConfig
+    micro_batches: int
+    compute_bytes: int
+    activation_checkpointing: Checkpointing = "none"
+    fused_norms: bool = False
+    tied_embeddings: bool = False
+    uneven_shards: float = 1.0
+    checkpoint_copy: bool = False
+
+    @property
+    def master_bytes(self) -> int:
+        return max(self.compute_bytes, 4)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Something a stage runs: its weights (elements on this tensor-parallel rank) and its bytes for some rows.
+
+    ``forward`` and ``backward`` are what it needs at most beyond what is held when they begin, ``held`` what forward
+    leaves for backward, of which ``scores`` are in the vocabulary's width. ``root`` units are gathered with the stage.
+    """
+
+    weights: int
+    held: int
+    forward: int
+    backward: int
+    scores: int = 0
+    root: bool = False
+
+
+class LayerMemory:
+    """Bytes of each kind of layer on one tensor-parallel rank, for a micro-batch of some rows.
+
+    Rows are shared by tensor-parallel ranks in norms and in the residual stream, and whole between.
+    """
+
+    def __init__(self, settings: MemorySettings, rows: int) -> None:
+        shape, parallel = settings.shape, settings.parallel
+        self.settings = settings
+        self.rows = rows
+        self.compute, self.master = settings.compute_bytes, settings.master_bytes
+        tp = parallel.tp
+        self.query = shape.heads * shape.head_dim // tp
+        self.key_value = 2 * shape.kv_heads * shape.head_dim // tp
+        self.feed_forward = shape.ffn_hidden // tp
+        self.log_sum_exp = rows * shape.heads // tp * self.master
+        self.stream = -(-rows // tp) * shape.hidden * self.compute
+        self.gathered = rows * shape.hidden * self.compute
+        self.norm = self._norm(-(-rows // tp)) + (self.stream if tp > 1 else 0)  # its output, besides the gathered one
+        self.partial_sums = self.gathered if tp > 1 else 0  # of the whole width, before they are reduced and scattered
+
+    def _norm(self, rows: int) -> int:
+        """What RMSNorm keeps: its input; composed of several operations, also the input over its norm."""
+        hidden = self.settings.shape.hidden
+        if self.settings.fused_norms:
+            return rows * (hidden * self.compute + self.master)
+        return rows * (2 * hidden * self.master + self.master)  # a half-precision input is kept as float32
+
+    def block(self) -> Unit:
+        shape, settings, rows = self.settings.shape, self.settings, self.rows
+        attention_out = rows * self.query * self.compute
+        kept_attention = attention_out + self.log_sum_exp + self._kept_received()
+        projected = rows * (self.query + self.key_value) * self.compute
+        wide = rows * self.feed_forward * self.compute
+        everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide
+        last_half = self.norm + self.gathered + 4 * wide  # released before attention's backward begins
+
+        work_forward, work_backward = self._attention_work()
+        attending = self.norm + self.gathered + projected + kept_attention + work_forward
+        backward = max(
+            2 * wide + self.stream + 2 * self.partial_sums,
+            2 * self.stream + 2 * attention_out + projected + work_backward - last_half,
+        )
+        weights = (
+            shape.hidden * (2 * self.query + self.key_value) + 3 * shape.hidden * self.feed_forward + 2 * shape.hidden
+        )
+        if settings.activation_checkpointing == "none":
+            forward = max(everything + 3 * self.stream + self.partial_sums, attending)
+            return Unit(weights, everything, forward, backward)
+        selective = settings.activation_checkpointing == "selective"
+        held = self.stream + (kept_attention if selective else 0)
+        feeding_forward = self.stream + self.partial_sums + self.gathered + 3 * wide
+        again = everything + backward if selective else max(everything + backward, attending)
+        return Unit(weights, held, held + max(feeding_forward, attending - self.norm), again - held)
+
+    def _kept_received(self) -> int:
+        """Keys and values of other ranks that are kept for the backward: at most those of an even share of tokens."""
+        if self.settings.parallel.cp == 1:
+            return 0
+        return math.ceil(self.rows / self.settings.uneven_shards) * self.key_value * self.compute
+
+    def _attention_work(self) -> tuple[int, int]:
+        """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
+
+        A run's result lies beside its place for a moment. Under context parallelism a rank sends, receives and lines up
+        at most the keys and values of all other ranks' tokens.
+        """
+        own = self.rows * self.query * self.compute + self.log_sum_exp
+        own_grads = self.rows * (self.query + self.key_value) * self.compute
+        if self.settings.parallel.cp == 1:
+            return own, own_grads
+        exchanged = 3 * (self.settings.parallel.cp - 1) * self.rows * self.key_value * self.compute
+        return own + 2 * own + exchanged, own_grads + 4 * own + 2 * exchanged
+
+    def embedding(self) -> Unit:
+        """The lookup keeps token ids only; its gradient is as large as the matrix before it is added up."""
+        shape = self.settings.shape
+        weights = shape.vocab_size * shape.hidden // self.settings.parallel.tp
+        return Unit(weights, 0, self.gathered, weights * self.compute, root=True)
+
+    def head(self) -> Unit:
+        """Final norm, scores, and the loss: log-probabilities are kept, and their two gradients come on top."""
+        settings, shape = self.settings, self.settings.shape
+        scores = self.rows * shape.vocab_size // settings.parallel.tp
+        matrix = shape.vocab_size * shape.hidden // settings.parallel.tp
+        pipelined = scores * self.compute if settings.parallel.pp > 1 else 0  # the stage keeps its output
+        held = self.norm + self.gathered + scores * self.master + pipelined
+        tied = settings.tied_embeddings and len(settings.stage_blocks) == 1
+        backward = max(2 * scores * self.master, scores * self.compute + matrix * self.compute)
+        return Unit(
+            (0 if tied else matrix) + shape.hidden,
+            held,
+            held + scores * self.master,
+            backward,
+            scores=scores * self.master + pipelined,
+            root=True,
+        )
+
+    def ends(self) -> int:
+        """What a stage keeps beside its layers: rotary angles, and what it sent on; a block keeps what it received."""
+        shape, parallel = self.settings.shape, self.settings.parallel
+        angles = 2 * self.rows * shape.head_dim * self.compute
+        return angles + (self.stream if parallel.pp > 1 else 0)

@@ -1,0 +1,221 @@
+"""Bytes that one process of a training job holds at most, from model, layout and the tokens of its micro-batches.
+
+A step is walked through operation by operation, in the order of the pipeline schedule (``wlb.schedules.operations``):
+a forward pass holds what its backward pass will read, layer by layer, a backward pass releases it and leaves gradients,
+and weights are gathered and freed where FSDP does so. The largest sum on the way is the prediction, and what it is made
+of is reported with it. How many micro-batches are in flight, and of which lengths, follows from the walk.
+
+What each layer holds is in ``wlb.memory.layers``. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from wlb.memory.layers import LayerMemory, MemorySettings, Unit
+from wlb.schedules.operations import Operation, rank_operations
+
+LARGEST_AUTO_FACTOR = 4.0  # a bound where memory sets none: a small model on a large device
+_FACTOR_STEP = 1 / 64
+_BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
+_EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The most that a process holds at once: bytes by purpose, on the pipeline rank that holds most."""
+
+    pipeline_rank: int
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in self.parts.items() if value)
+        return f"{gib(self.total)} GiB ({parts})"
+
+
+def gib(number_of_bytes: float) -> str:
+    """Bytes in GiB, with three significant digits."""
+    return f"{number_of_bytes / 2**30:.3g}"
+
+
+def predict_memory(settings: MemorySettings, tokens: Sequence[int]) -> MemoryEstimate:
+    """The peak over a step whose micro-batches hold ``tokens`` tokens each, before they are shared by cp and tp ranks.
+
+    Context-parallel ranks are taken to exchange as many tokens as one document over the whole micro-batch needs.
+    """
+    if len(tokens) != settings.micro_batches:
+        raise ValueError(f"{len(tokens)} token counts were given for {settings.micro_batches} micro-batches")
+    rows = [_largest_share(settings, count) for count in tokens]
+    parallel = settings.parallel
+    operations = rank_operations(parallel.schedule, parallel.pp, settings.micro_batches, parallel.virtual_pp)
+    estimates = [_Walk(settings, rank, rows).over(of_rank) for rank, of_rank in enumerate(operations)]
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
+    """``predict_memory`` of a step whose micro-batches hold ``tokens`` tokens each, at once however many they are.
+
+    A full pipeline of equal micro-batches holds the same round after round, but for their token ids.
+    """
+    walked = min(settings.micro_batches, _EVEN_ROUNDS * settings.parallel.pp)
+    estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked)
+    more = (settings.micro_batches - walked) * _largest_share(settings, tokens) * _BATCH_BYTES
+    return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})
+
+
+def _largest_share(settings: MemorySettings, tokens: int) -> int:
+    """Of the tokens of a micro-batch, those of the context-parallel rank that holds most."""
+    cp = settings.parallel.cp
+    return math.ceil(tokens * (settings.uneven_shards / cp)) if cp > 1 else tokens
+
+
+def largest_length_factor(settings: MemorySettings, context_window: int, limit_bytes: float) -> float | None:
+    """The largest L_max, in context windows, at which a step of micro-batches all of that length fits ``limit_bytes``.
+
+    A multiple of 1/64 from 1 to ``LARGEST_AUTO_FACTOR``; None where not even one window fits.
+    """
+
+    def fits(steps: int) -> bool:
+        tokens = int(context_window * steps * _FACTOR_STEP)
+        return predict_even_step(settings, tokens).total <= limit_bytes
+
+    low, high = round(1 / _FACTOR_STEP), round(LARGEST_AUTO_FACTOR / _FACTOR_STEP)
+    if not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * _FACTOR_STEP
+
+
+@dataclass
+class _Walk:
+    """One pipeline rank's step: what is held, by purpose, and the most so far."""
+
+    settings: MemorySettings
+    rank: int
+    rows: Sequence[int]
+    held: Counter[str] = field(default_factory=Counter)
+    most: Counter[str] = field(default_factory=Counter)
+    gathered: set[tuple[int, int]] = field(default_factory=set)
+    with_gradients: set[tuple[int, int]] = field(default_factory=set)
+
+    def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
+        """Walk through a step: forwards and backwards, then the optimizer."""
+        parallel = self.settings.parallel
+        mine = {stage: self._units(stage, 1) for stage in range(self.rank, parallel.stages, parallel.pp)}
+        weights = sum(unit.weights for units in mine.values() for unit in units)
+        shard = -(-weights // self.shards) * self.settings.master_bytes
+        self.held["weights"] = shard
+        self.held["optimizer"] = 2 * shard
+        self.held["checkpoint"] = 3 * shard if self.settings.checkpoint_copy else 0
+        self.held["batches"] = sum(self.rows) * _BATCH_BYTES
+        if parallel.pp > 1:  # all from the start of the step on
+            for stage, units in mine.items():
+                for index, unit in enumerate(units):
+                    self._gather(stage, index, unit)
+        for stage, micro_batch, backward, _ in operations:
+            if backward:
+                self._backward(stage, micro_batch)
+            else:
+                self._forward(stage, micro_batch)
+        self._note(working=shard)  # the optimizer's own
+        return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which FSDP divides weights."""
+        return self.settings.parallel.dp * self.settings.parallel.cp
+
+    def _units(self, stage: int, rows: int) -> list[Unit]:
+        layers, settings = LayerMemory(self.settings, rows), self.settings
+        units = [layers.block()] * settings.stage_blocks[stage]
+        first = [layers.embedding()] if stage == 0 else []
+        last = [layers.head()] if stage == len(settings.stage_blocks) - 1 else []
+        return [*first, *units, *last]
+
+    def _forward(self, stage: int, micro_batch: int) -> None:
+        units = self._units(stage, self.rows[micro_batch])
+        self.held["activations"] += LayerMemory(self.settings, self.rows[micro_batch]).ends()
+        self._gather_root(stage, units)
+        for index, unit in enumerate(units):
+            self._gather(stage, index, unit)
+            self._note(working=unit.forward)
+            self._hold(unit, +1)
+            if self.settings.parallel.pp == 1 and not unit.root:
+                self._free(stage, index, unit)
+        if self.settings.parallel.pp == 1:
+            self._free_root(stage, units)
+
+    def _backward(self, stage: int, micro_batch: int) -> None:
+        units = self._units(stage, self.rows[micro_batch])
+        last = micro_batch == self.settings.micro_batches - 1
+        alone = self.settings.parallel.pp == 1
+        self._gather_root(stage, units)
+        for index, unit in reversed(list(enumerate(units))):
+            self._gather(stage, index, unit)
+            if alone and index and not units[index - 1].root:
+                self._gather(stage, index - 1, units[index - 1])  # FSDP gathers one unit ahead
+            self._note(working=unit.backward)
+            self._hold(unit, -1)
+            self._add_gradients(stage, index, unit)
+            if alone and last and not unit.root:
+                self._reduce(stage, index, unit)
+        self.held["activations"] -= LayerMemory(self.settings, self.rows[micro_batch]).ends()
+        if last:
+            for index, unit in enumerate(units):
+                if (stage, index) in self.with_gradients:
+                    self._reduce(stage, index, unit)
+
+    def _hold(self, unit: Unit, sign: int) -> None:
+        self.held["activations"] += sign * (unit.held - unit.scores)
+        self.held["scores"] += sign * unit.scores
+
+    def _gather_root(self, stage: int, units: Sequence[Unit]) -> None:
+        for index, unit in enumerate(units):
+            if unit.root:
+                self._gather(stage, index, unit)
+
+    def _free_root(self, stage: int, units: Sequence[Unit]) -> None:
+        for index, unit in enumerate(units):
+            if unit.root:
+                self._free(stage, index, unit)
+
+    def _gather(self, stage: int, index: int, unit: Unit) -> None:
+        if (stage, index) in self.gathered:
+            return
+        self.gathered.add((stage, index))
+        self.held["gathered weights"] += unit.weights * self.settings.compute_bytes
+        if self.shards > 1:  # what the collective wrote, before it is cut into weights
+            self._note(working=unit.weights * self.settings.compute_bytes)
+
+    def _free(self, stage: int, index: int, unit: Unit) -> None:
+        if (stage, index) in self.gathered:
+            self.gathered.remove((stage, index))
+            self.held["gathered weights"] -= unit.weights * self.settings.compute_bytes
+
+    def _add_gradients(self, stage: int, index: int, unit: Unit) -> None:
+        if (stage, index) not in self.with_gradients:
+            self.with_gradients.add((stage, index))
+            self.held["gradients"] += unit.weights * self.settings.master_bytes
+        if self.settings.compute_bytes < self.settings.master_bytes:  # this micro-batch's, before they are added
+            self._note(working=unit.weights * self.settings.compute_bytes)
+
+    def _reduce(self, stage: int, index: int, unit: Unit) -> None:
+        """Sum gradients over the ranks that share the weights, and keep this rank's shard."""
+        whole = unit.weights * self.settings.master_bytes
+        self._free(stage, index, unit)
+        self._note(working=whole)
+        self.with_gradients.discard((stage, index))
+        self.held["gradients"] += -(-whole // self.shards) - whole
+
+    def _note(self, working: int) -> None:
+        if self.held.total() + working > self.most.total():
+            self.most = self.held + Counter(working=working)

@@ -1,0 +1,176 @@
+"""Weights from safetensors files: every rank reads the slices that it holds, and nothing else.
+
+``PretrainedWeights`` opens a directory: one ``model.safetensors``, or several with ``model.safetensors.index.json``.
+``check`` compares names, shapes and types with those of the whole model, from the headers alone, before any process
+starts; only a head that is said to be the embedding is read and compared with it.
+``load`` fills the parameters of a stage; of a parameter that is sharded over ranks, in one dimension or two, just the
+local part is read from the file, and converted to the parameter's type. Pickled weights (``.bin``) are not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from wlb.errors import UserError, require
+from wlb.models.huggingface.config import read_config
+from wlb.models.huggingface.names import EMBEDDING, HEAD, hugging_face_name
+from wlb.models.transformer import Transformer, TransformerConfig
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_NAMED = 3  # tensors, in an error message
+_TYPES = ("F64", "F32", "F16", "BF16")  # anything else is quantised, and nothing without its scales
+_ROWS_COMPARED = 4096  # at once
+_BUFFERS = ".rotary_emb.inv_freq"  # of early Llama checkpoints; follows from config.json
+
+
+class PretrainedWeights:
+    """The tensors of a Hugging Face directory, by their names there; ``tied`` says its ``config.json``."""
+
+    def __init__(self, directory: Path, files: dict[str, Path], *, tied: bool) -> None:
+        self._directory = directory
+        self._files = files
+        self._tied = tied
+
+    @classmethod
+    def open(cls, directory: Path) -> PretrainedWeights:
+        """Find every tensor's file.
+
+        Raises ``UserError`` where there are no safetensors or some of them are missing, and for a ``config.json`` that
+        ``read_config`` refuses.
+        """
+        require("safetensors", "train")
+        index = directory / INDEX_FILE
+        files = _indexed(index) if index.is_file() else _single(directory)
+        for path in sorted(set(files.values())):
+            if not path.is_file():
+                raise UserError(f"{index} names {path.name}, which is not there; download it again")
+        return cls(directory, files, tied=read_config(directory).tied_embeddings)
+
+    def check(self, config: TransformerConfig) -> None:
+        """Raise ``UserError`` unless the tensors are those of a model with ``config``, in name, shape and type.
+
+        With tied embeddings, a head that is there all the same must be equal to the embedding.
+        """
+        with torch.device("meta"):
+            model = Transformer(config)
+        expected = {self._source(name): tuple(p.shape) for name, p in model.named_parameters()}
+        passed_over = {HEAD} if config.tied_embeddings else set()
+        unexpected = {name for name in self._files if not name.endswith(_BUFFERS)} - expected.keys() - passed_over
+        for what, names in (("lacks", expected.keys() - self._files.keys()), ("has unexpected", unexpected)):
+            if names:
+                raise UserError(f"{self._directory} {what} {_list(names)}; its config.json describes another model")
+        with self._tensors() as tensors:
+            for name, shape in expected.items():
+                found = tuple(tensors[name].get_shape())
+                if found != shape:
+                    raise UserError(
+                        f"{self._directory} has {name} of shape {found}, its config.json asks for {shape}; one of them "
+                        "belongs to another model"
+                    )
+                if (kind := tensors[name].get_dtype()) not in _TYPES:
+                    raise UserError(f"{self._directory} has {name} of type {kind}; choose one of {', '.join(_TYPES)}")
+            if config.tied_embeddings and HEAD in self._files and not _equal(tensors[HEAD], tensors[EMBEDDING]):
+                raise UserError(
+                    f"{self._directory} has a {HEAD} that differs from {EMBEDDING}, but its config.json ties them; set "
+                    "model.tied_embeddings = false to train the head that is there, or remove it from the files"
+                )
+
+    @torch.no_grad()
+    def load(self, module: nn.Module) -> None:
+        """Fill the parameters of a ``Transformer``, or of one stage of it, sharded or not; ``check`` came before."""
+        with self._tensors() as tensors:
+            for name, parameter in module.named_parameters():
+                local, part = _local_part(parameter)
+                if local.numel():
+                    local.copy_(tensors[self._source(name)][part])
+
+    def _source(self, name: str) -> str:
+        """Where the parameter ``name`` comes from: a head of its own starts as the embedding that it was tied to."""
+        source = hugging_face_name(name)
+        return EMBEDDING if source == HEAD and self._tied and HEAD not in self._files else source
+
+    @contextmanager
+    def _tensors(self) -> Iterator[_Slices]:
+        from safetensors import SafetensorError
+
+        try:
+            with ExitStack() as opened:
+                yield _Slices(self._files, opened)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"weights in {self._directory} cannot be read ({error}); download them again") from error
+
+
+class _Slices:
+    """Tensors by name, as safetensors' slices; a file is opened when its first tensor is asked for."""
+
+    def __init__(self, files: dict[str, Path], opened: ExitStack) -> None:
+        self._files = files
+        self._stack = opened
+        self._opened: dict[Path, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        path = self._files[name]
+        if path not in self._opened:
+            self._opened[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._opened[path].get_slice(name)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two slices of safetensors hold the same matrix, some rows in memory at a time."""
+    if one.get_shape() != other.get_shape():
+        return False
+    rows = range(0, one.get_shape()[0], _ROWS_COMPARED)
+    return all(torch.equal(one[i : i + _ROWS_COMPARED].double(), other[i : i + _ROWS_COMPARED].double()) for i in rows)
+
+
+def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """What this rank holds of a parameter, and where that lies in the whole."""
+    if not isinstance(parameter, DTensor):
+        return parameter, tuple(slice(0, size) for size in parameter.shape)
+    # The protocol by which torch.distributed.checkpoint asks a tensor the same; one chunk, as a rank has one shard.
+    (chunk,) = parameter.__create_chunk_list__()
+    return parameter.to_local(), tuple(
+        slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+    )
+
+
+def _single(directory: Path) -> dict[str, Path]:
+    from safetensors import SafetensorError, safe_open
+
+    path = directory / WEIGHTS_FILE
+    if not path.is_file():
+        raise UserError(f"{directory} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; save the model as safetensors")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return dict.fromkeys(file.keys(), path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}); download it again") from error
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {str(tensor): str(file) for tensor, file in names.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is damaged ({type(error).__name__}); download it again") from error
+    for file in files.values():
+        if Path(file).name != file:
+            raise UserError(f"{index} names {file!r}, which is not a file beside it; download the model again")
+    return {tensor: index.parent / file for tensor, file in files.items()}
+
+
+def _list(names: Iterable[str]) -> str:
+    first = sorted(names)
+    more = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
+    return ", ".join(first[:_NAMED]) + more

@@ -1,0 +1,173 @@
+"""A Llama-style decoder that runs on packed micro-batches and knows nothing of parallelism.
+
+A micro-batch is one run of T tokens; there is no batch dimension and no padding. Token ids become vectors
+(embedding), pass the blocks (RMSNorm, grouped-query attention with rotary positions, RMSNorm, SwiGLU), and become
+scores over the vocabulary (RMSNorm, output head). Tokens meet only in the function ``attend`` that comes with the
+micro-batch: it knows the segments, and who holds which of their tokens.
+
+A ``Transformer`` may hold only some of the blocks: then it is one stage of a pipeline, takes or returns the
+residual stream at its cut ends, and still names its parameters as the full model does
+(``layers.7.attention.wq.weight``). With tied embeddings there is one matrix, ``embedding.weight``; where the first and
+the last stage are different modules, both hold it under that name.
+
+Shapes: T tokens · D hidden · H query heads · G key/value heads · E head_dim · F ffn_hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wlb.errors import UserError
+from wlb.models.rotary import RotaryScaling, Rotation, rotary_angles, rotate
+from wlb.workload.shapes import ModelShape
+
+# Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """What a ``Transformer`` needs beyond its shape; see ``wlb.config.ModelConfig`` for the meaning.
+
+    Raises ``UserError`` for heads that rotary positions cannot turn.
+    """
+
+    shape: ModelShape
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+    rope_scaling: RotaryScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shape.head_dim % 2:
+            raise UserError(
+                f"model.head_dim = {self.shape.head_dim} is odd; rotary positions turn pairs of dimensions, choose an "
+                "even one"
+            )
+
+
+class Transformer(nn.Module):
+    """The blocks in ``layers`` of a decoder, the embedding before the first and the head after the last."""
+
+    def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
+        super().__init__()
+        shape = config.shape
+        layers = range(shape.layers) if layers is None else layers
+        self.config = config
+        self.is_first, self.is_last = layers.start == 0, layers.stop == shape.layers
+        holds_embedding = self.is_first or (self.is_last and config.tied_embeddings)
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden) if holds_embedding else None
+        self.layers = nn.ModuleDict({str(layer): Block(config) for layer in layers})
+        self.head = Head(config) if self.is_last else None
+
+    def forward(self, x: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Run the blocks on one micro-batch.
+
+        Args:
+            x: Token ids (T,) if this is the first stage, else the residual stream (T, D).
+            positions_T: Position of each token in its segment.
+            attend: Attention over the segments of the micro-batch.
+
+        Returns:
+            Scores (T, V) if this is the last stage, else the residual stream (T, D).
+        """
+        config = self.config
+        x_TD: Tensor = self.embedding(x) if self.is_first and self.embedding is not None else x
+        rotation = rotary_angles(
+            positions_T, config.shape.head_dim, config.rope_theta, x_TD.dtype, scaling=config.rope_scaling
+        )
+        for block in self.layers.values():
+            x_TD = block(x_TD, rotation, attend)
+        if self.head is None:
+            return x_TD
+        tied = (self.embedding.weight,) if config.tied_embeddings and self.embedding is not None else ()
+        scores_TV: Tensor = self.head(x_TD, *tied)
+        return scores_TV
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        shape = config.shape
+        self.attention_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, attend)
+        out_TD: Tensor = x_TD + self.feed_forward(self.feed_forward_norm(x_TD))
+        return out_TD
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions, inside segments; with ``qk_norm``, of normalised q and k."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        shape, bias = config.shape, config.qkv_bias
+        self.head_dim = shape.head_dim
+        self.wq = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
+        self.wk = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
+        self.wv = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
+        self.q_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.wo = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        q_THE, k_TGE, v_TGE = self.project(x_TD, rotation)
+        out: Tensor = self.wo(attend(q_THE, k_TGE, v_TGE).flatten(-2))
+        return out
+
+    def project(self, x_TD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of this rank's heads, ready for attention."""
+        # -1 rather than the head counts: a tensor-parallel rank holds only some of the heads.
+        q_THE = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
+        k_TGE = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
+        v_TGE = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THE, k_TGE = self.q_norm(q_THE), self.k_norm(k_TGE)
+        return rotate(q_THE, rotation), rotate(k_TGE, rotation), v_TGE
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: (silu(x W1) * x W3) W2."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.hidden, shape.ffn_hidden, bias=False)
+        self.w2 = nn.Linear(shape.ffn_hidden, shape.hidden, bias=False)
+        self.w3 = nn.Linear(shape.hidden, shape.ffn_hidden, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        out_TD: Tensor = self.w2(F.silu(self.w1(x_TD)) * self.w3(x_TD))
+        return out_TD
+
+
+class Head(nn.Module):
+    """The final norm and the projection to scores over the vocabulary, by a matrix of its own or a tied one."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        shape = config.shape
+        self.norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
+        self.output = TiedOutput() if config.tied_embeddings else nn.Linear(shape.hidden, shape.vocab_size, bias=False)
+
+    def forward(self, x_TD: Tensor, *tied_VD: Tensor) -> Tensor:
+        scores_TV: Tensor = self.output(self.norm(x_TD), *tied_VD)
+        return scores_TV
+
+
+class TiedOutput(nn.Module):
+    """Projection with the embedding's matrix; it is passed in, so that one module owns the parameter."""
+
+    def forward(self, x_TD: Tensor, embedding_VD: Tensor) -> Tensor:
+        return F.linear(x_TD, embedding_VD)

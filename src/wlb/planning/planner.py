@@ -1,0 +1,170 @@
+"""From the order of documents to the plan of each step, with a state to continue from after any of them.
+
+``StepPlanner`` takes documents from the stream, feeds them to the packer until steps come out, and deals each
+step to the data-parallel ranks. It needs document lengths only, so every rank runs its own and all get the
+same plans. Each plan comes with the state right after it; that state holds what waits in the packer and the
+steps the packer emitted along with this one, so going back to it takes time proportional to what is pending.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from wlb.config import PackingConfig
+from wlb.documents.order import DocumentStream
+from wlb.documents.overlong import split_overlong
+from wlb.documents.segments import Segment
+from wlb.packing.arrange import arrange
+from wlb.packing.packer import Packer, held_segments
+from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.plan import StepPlan
+
+_DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step dealt to data-parallel ranks, the seconds spent on it and the planner's state after it.
+
+    ``documents`` are the ids of those that the step finishes, ascending: no part of them waits any more. Over an epoch
+    each document is finished once, however it was split. ``pending_documents`` counts the documents taken in of which
+    a part is yet to be planned or handed out.
+    """
+
+    plan: StepPlan
+    planning_seconds: float
+    state: dict[str, Any]
+    documents: tuple[int, ...]
+    pending_documents: int
+
+
+class StepPlanner(Iterator[PlannedStep]):
+    """Plans step after step; ends after one epoch, drained, if ``one_epoch``, and never otherwise.
+
+    Without ``one_epoch`` documents of the next epoch follow those of this one into the same steps.
+    """
+
+    def __init__(
+        self,
+        stream: DocumentStream,
+        packer: Packer[Any],
+        packing: PackingConfig,
+        dp: int,
+        pipeline: Pipeline,
+        *,
+        one_epoch: bool,
+    ) -> None:
+        self._stream = stream
+        self._packer = packer
+        self._packing = packing
+        self._dp = dp
+        self._pipeline = pipeline
+        self._one_epoch = one_epoch
+        self._emitted: deque[StepPlan] = deque()
+        self._drained = False
+        self._remember_packer()
+
+    def __next__(self) -> PlannedStep:
+        started = time.perf_counter()
+        while not self._emitted:
+            self._feed()
+        plan = self._emitted.popleft()
+        arranged = arrange(
+            plan,
+            self._dp,
+            assignment=self._packing.assignment,
+            order=self._packing.order,
+            pipeline=self._pipeline,
+        )
+        # All pieces of a document are taken in together, so what does not wait has been trained.
+        waiting = self._waiting_documents()
+        finished = {segment.document for segment in plan.segments} - waiting
+        state = self.state_dict()
+        return PlannedStep(arranged, time.perf_counter() - started, state, tuple(sorted(finished)), len(waiting))
+
+    @property
+    def pending_documents(self) -> int:
+        """Documents taken in of which a part waits in the packer or in steps not returned yet."""
+        return len(self._waiting_documents())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue after the last plan returned, as JSON-serialisable data."""
+        return {
+            "stream": self._stream.state_dict(),
+            "packer": self._packer_state,
+            "emitted": [plan.to_json() for plan in self._emitted],
+            "drained": self._drained,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, packed_otherwise: bool = False) -> None:
+        """Continue from ``state``, which was saved on the same documents; dp and micro-batches may differ.
+
+        Steps that are packed but were not handed out stay as they are where this packer could have made them, or
+        else are packed again before all that came later. With ``packed_otherwise`` (another method, or other settings)
+        everything that waits is packed anew, split where it is longer than the context window now.
+        """
+        emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
+        self._stream.load_state_dict(state["stream"])
+        self._emitted.clear()
+        self._drained = False
+        if packed_otherwise:
+            waiting, _ = split_overlong(_waiting_in(state), self._packer.context_window)
+            self._packer.begin_with(waiting, step=_next_step_of(state))
+        else:
+            self._packer.load_state_dict(state["packer"])
+            if all(self._could_have_packed(plan) for plan in emitted):
+                self._emitted.extend(emitted)
+                self._drained = state["drained"]
+            else:
+                self._packer.take_back(emitted)
+        self._remember_packer()
+
+    def begin_with_other_documents(self, state: dict[str, Any]) -> int:
+        """Continue a job that was saved on other documents, with the next epoch whose ids that job cannot have used.
+
+        Returns the number of documents that waited in ``state``: they are dropped.
+        """
+        self._stream.begin_after(state["stream"])
+        self._packer.begin_with([], step=_next_step_of(state))
+        self._remember_packer()
+        return len({segment.document for segment in _waiting_in(state)})
+
+    def _waiting_documents(self) -> set[int]:
+        return self._held.union(segment.document for plan in self._emitted for segment in plan.segments)
+
+    def _could_have_packed(self, plan: StepPlan) -> bool:
+        fits = all(micro_batch.tokens <= self._packer.capacity for micro_batch in plan.micro_batches)
+        return fits and len(plan.micro_batches) == self._packer.micro_batches
+
+    def _feed(self) -> None:
+        if not self._stream.epoch_is_over:
+            self._emitted += self._packer.plan(self._stream.take(_DOCUMENTS_AT_ONCE))
+        elif not self._one_epoch:
+            self._stream.next_epoch()
+            self._drained = False
+        elif not self._drained:
+            self._emitted += self._packer.drain()
+            self._drained = True
+        else:
+            raise StopIteration
+        if self._emitted:
+            self._remember_packer()
+
+    def _remember_packer(self) -> None:
+        self._packer_state = self._packer.state_dict()
+        self._held = {segment.document for segment in self._packer.pending}
+
+
+def _waiting_in(state: dict[str, Any]) -> list[Segment]:
+    """The segments in ``state`` that are not trained, those of steps not handed out first."""
+    emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
+    return [*(segment for plan in emitted for segment in plan.segments), *held_segments(state["packer"])]
+
+
+def _next_step_of(state: dict[str, Any]) -> int:
+    step: int = (state["emitted"] or [state["packer"]])[0]["step"]
+    return step

@@ -1,0 +1,82 @@
+"""How well a workload predicts what was measured at sizes that it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb.profiling.sizes import HeldOutSizes
+from wlb.workload.base import Seconds, Workload
+from wlb.workload.profile import ProfileWorkload
+
+_LONGEST_CROSSOVER = 10_000_000  # tokens
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out sizes with their measured seconds, forward and backward over all layers."""
+
+    sizes: HeldOutSizes
+    documents: tuple[float, ...]
+    pieces: tuple[float, ...]
+    micro_batches: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Errors of predictions, as shares of the measured seconds."""
+
+    shapes: str
+    count: int
+    median: float
+    worst: float
+
+
+def prediction_errors(workload: Workload, held_out: HeldOut) -> list[Accuracy]:
+    """Errors of ``workload`` on documents, on context-parallel pieces of them, and on whole micro-batches."""
+    sizes = held_out.sizes
+    starts, stops = np.array(sizes.pieces).T
+    micro_batches = [micro_batch_seconds(workload, lengths) for lengths in sizes.micro_batches]
+    return [
+        _accuracy("documents", workload.attention_seconds(sizes.documents), held_out.documents),
+        _accuracy("pieces of documents", _piece_seconds(workload, starts, stops), held_out.pieces),
+        _accuracy("micro-batches", micro_batches, held_out.micro_batches),
+    ]
+
+
+def micro_batch_seconds(workload: Workload, segment_lengths: Sequence[int]) -> float:
+    """W_a + W_l of a micro-batch."""
+    return float(workload.attention_seconds(segment_lengths).sum() + workload.linear_seconds(sum(segment_lengths)))
+
+
+def crossover_tokens(workload: Workload) -> int | None:
+    """Length at which a document's attention costs as much as everything else; None if over ten million tokens."""
+    shortest, longest = 0, _LONGEST_CROSSOVER
+    if not _attention_prevails(workload, longest):
+        return None
+    while longest - shortest > 1:
+        middle = (shortest + longest) // 2
+        if _attention_prevails(workload, middle):
+            longest = middle
+        else:
+            shortest = middle
+    return longest
+
+
+def _piece_seconds(workload: Workload, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Seconds:
+    if isinstance(workload, ProfileWorkload):
+        return workload.piece_seconds(starts, stops)
+    return workload.attention_seconds(stops) - workload.attention_seconds(starts)
+
+
+def _attention_prevails(workload: Workload, length: int) -> bool:
+    return bool(workload.attention_seconds(length) >= workload.linear_seconds(length))
+
+
+def _accuracy(shapes: str, predicted: ArrayLike, measured: ArrayLike) -> Accuracy:
+    truth: NDArray[np.float64] = np.asarray(measured, dtype=np.float64)
+    errors = np.abs(np.asarray(predicted) / truth - 1)
+    return Accuracy(shapes, len(errors), float(np.median(errors)), float(errors.max()))

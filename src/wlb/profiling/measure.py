@@ -1,0 +1,188 @@
+"""From a device and a model shape to a ``WorkloadProfile`` and the measurements that test it.
+
+Profiled and held-out sizes are measured in the same rounds, under the same conditions. What one block takes is
+multiplied by the number of layers, and what surrounds the blocks is added to the linear part.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from wlb import __version__
+from wlb.errors import UserError
+from wlb.profiling.accuracy import HeldOut
+from wlb.profiling.sizes import HeldOutSizes, ProfiledSizes, held_out_sizes, profiled_sizes
+from wlb.profiling.timing import Case, Clock, CudaClock, Effort, ProcessClock, Timing, WallClock, measure_in_turns
+from wlb.profiling.workbench import Workbench
+from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
+from wlb.workload.shapes import ModelShape
+
+_EFFORT, _QUICK_EFFORT = Effort(60.0, fewest_rounds=3), Effort(6.0, fewest_rounds=2)
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """What is measured, and on what; ``max_length`` is in tokens, of documents and of micro-batches."""
+
+    shape: ModelShape
+    device: torch.device
+    dtype: torch.dtype
+    max_length: int
+    tp: int = 1
+    threads: int = 1
+    quick: bool = False
+
+
+def measure_profile(
+    settings: ProfileSettings, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> tuple[WorkloadProfile, HeldOut]:
+    """Measure ``settings.shape`` and return the profile, and held-out measurements to test it with.
+
+    ``on_progress`` is told how many samples are taken and how many there will be. Raises ``UserError`` if ``tp``
+    does not divide the shape, if the device has no flash attention for the type, and if its memory is too small.
+    """
+    shard = tensor_parallel_shard(settings.shape, settings.tp)
+    sizes = profiled_sizes(settings.max_length, settings.quick)
+    held_out = held_out_sizes(settings.max_length, settings.quick)
+    clock = _clock(settings)
+    with _threads(settings.threads):
+        try:
+            bench = Workbench(shard, settings.max_length, settings.device, settings.dtype)
+            plan = _Plan(bench, sizes, held_out)
+            effort = _QUICK_EFFORT if settings.quick else _EFFORT
+            timings = _Timings(measure_in_turns(plan.cases, clock, effort, on_progress), plan.shares, shard.layers)
+        except torch.OutOfMemoryError:
+            raise UserError(
+                f"the device has too little memory for {settings.max_length} tokens; lower --max-length or raise --tp"
+            ) from None
+    return _profile(settings, clock, sizes, timings), _held_out(held_out, timings)
+
+
+def tensor_parallel_shard(shape: ModelShape, tp: int) -> ModelShape:
+    """What one of ``tp`` ranks holds: its heads, and its columns of the feed-forward layer and output head.
+
+    Raises ``UserError`` if ``tp`` does not divide them.
+    """
+    names = ("heads", "kv_heads", "ffn_hidden", "vocab_size")
+    for name in names:
+        if getattr(shape, name) % tp:
+            raise UserError(f"--tp {tp} does not divide the model's {name} = {getattr(shape, name)}; choose another")
+    return replace(shape, **{name: getattr(shape, name) // tp for name in names})
+
+
+class _Plan:
+    """All cases under one key each, and how many documents (or which share of a micro-batch) a call of it is."""
+
+    def __init__(self, bench: Workbench, sizes: ProfiledSizes, held_out: HeldOutSizes) -> None:
+        self.cases: dict[object, Case] = {}
+        self.shares: dict[object, float] = {}
+        for length in sizes.documents + held_out.documents:
+            self._add(("documents", length), *bench.documents(length))
+        for queries in sizes.queries:
+            for keys in sizes.keys:
+                self._add(("prefix", queries, keys), *bench.prefix(queries, keys))
+        for start, stop in held_out.pieces:
+            self._add(("documents", stop - start), *bench.documents(stop - start))
+            self._add(("prefix", stop - start, start), *bench.prefix(stop - start, start))
+        for tokens in sizes.micro_batches:
+            self._add(("linear", tokens), bench.linear(tokens))
+            self._add(("ends", tokens), *bench.ends(tokens))
+        for lengths in held_out.micro_batches:
+            self._add(("block", lengths), bench.block(lengths))
+            self._add(("ends", sum(lengths)), *bench.ends(sum(lengths)))
+
+    def _add(self, key: object, case: Case, share: float = 1.0) -> None:
+        self.cases[key], self.shares[key] = case, share
+
+
+class _Timings:
+    """Seconds over all layers."""
+
+    def __init__(self, timings: dict[object, Timing], shares: dict[object, float], layers: int) -> None:
+        self._timings = {key: timing * (1 / shares[key]) for key, timing in timings.items()}
+        self._layers = layers
+
+    def document(self, length: int) -> Timing:
+        return self._timings["documents", length] * self._layers
+
+    def prefix(self, queries: int, keys: int) -> Timing:
+        return self._timings["prefix", queries, keys] * self._layers
+
+    def linear(self, tokens: int) -> Timing:
+        return self._timings["linear", tokens] * self._layers + self._timings["ends", tokens]
+
+    def micro_batch(self, lengths: tuple[int, ...]) -> Timing:
+        return self._timings["block", lengths] * self._layers + self._timings["ends", sum(lengths)]
+
+
+def _profile(settings: ProfileSettings, clock: Clock, sizes: ProfiledSizes, timings: _Timings) -> WorkloadProfile:
+    table = [[timings.prefix(queries, keys) for keys in sizes.keys] for queries in sizes.queries]
+    return WorkloadProfile(
+        machine=_machine(settings),
+        versions={"wlb-llm": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        dtype=str(settings.dtype).removeprefix("torch."),
+        clock=clock.name,
+        threads=settings.threads,
+        model=settings.shape,
+        tp=settings.tp,
+        attention=_measurements(sizes.documents, [timings.document(length) for length in sizes.documents]),
+        linear=_measurements(sizes.micro_batches, [timings.linear(tokens) for tokens in sizes.micro_batches]),
+        prefix_attention=PrefixMeasurements(
+            queries=sizes.queries,
+            keys=sizes.keys,
+            forward_seconds=tuple(tuple(timing.forward for timing in row) for row in table),
+            backward_seconds=tuple(tuple(timing.backward for timing in row) for row in table),
+        ),
+    )
+
+
+def _measurements(tokens: tuple[int, ...], timings: list[Timing]) -> Measurements:
+    return Measurements(
+        tokens=tokens,
+        forward_seconds=tuple(timing.forward for timing in timings),
+        backward_seconds=tuple(timing.backward for timing in timings),
+    )
+
+
+def _held_out(sizes: HeldOutSizes, timings: _Timings) -> HeldOut:
+    return HeldOut(
+        sizes,
+        documents=tuple(timings.document(length).both for length in sizes.documents),
+        # As context_parallel_attention runs a piece: among its own tokens, and over those before it.
+        pieces=tuple(
+            (timings.document(piece.tokens) + timings.prefix(piece.tokens, piece.start)).both for piece in sizes.pieces
+        ),
+        micro_batches=tuple(timings.micro_batch(lengths).both for lengths in sizes.micro_batches),
+    )
+
+
+def _clock(settings: ProfileSettings) -> Clock:
+    if settings.device.type == "cuda":
+        return CudaClock()
+    return ProcessClock() if settings.threads == 1 else WallClock()
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _machine(settings: ProfileSettings) -> str:
+    if settings.device.type == "cuda":
+        return torch.cuda.get_device_name(settings.device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.machine()
+    return f"{settings.threads} thread{'s' if settings.threads > 1 else ''} of {cpu}"

@@ -1,0 +1,149 @@
+"""The HTML file around the charts: one file without scripts that loads nothing, for screen, dark screen and paper.
+
+A content security policy forbids the page to load or run anything, should something slip through the escaping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from wlb.errors import UserError
+from wlb.report.html.heat_map import SHADES
+from wlb.report.html.markup import Markup, join, tag
+from wlb.report.roles import BALANCED, BASELINE
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+# Names and values of colours, light and dark. Series were chosen to differ in lightness as well as in hue.
+_COLOURS = {
+    "page": ("#ffffff", "#15181c"),
+    "panel": ("#f5f6f8", "#1e2329"),
+    "ink": ("#1c2126", "#e4e7eb"),
+    "muted": ("#5b6570", "#9aa5b1"),
+    "grid": ("#dfe3e8", "#343b44"),
+    "before": (BASELINE, "#6b7682"),
+    "after": (BALANCED, "#3fb68b"),
+    "count": ("#aab3bd", "#6b7682"),
+    "tokens": ("#3b7dd8", "#5b9df0"),
+    "attention": ("#d1602b", "#f08a54"),
+    "forward": ("#7fb0ea", "#3f76b8"),
+    "backward": ("#f0b184", "#b5683a"),
+    "idle": ("#eceff2", "#262c33"),
+}
+_PARTS = (
+    ("#1b7f5c", "#3fb68b"),
+    ("#3b7dd8", "#5b9df0"),
+    ("#d1602b", "#f08a54"),
+    ("#8a5cc2", "#b48ae6"),
+    ("#c9a227", "#e0c04f"),
+    ("#b03a5b", "#e06a8c"),
+    ("#4ba3a8", "#6fcdd2"),
+    ("#7a8794", "#8995a1"),
+    ("#5d6b2f", "#a3b565"),
+    ("#e39bb0", "#f3c0cf"),
+    ("#2f4b7c", "#7f9fd6"),
+    ("#a5a58d", "#c7c7ae"),
+    ("#6d4c41", "#b08d80"),
+)
+_COLD, _MEAN, _HOT = ("#2f6fc4", "#6aa9ff"), ("#f2efe9", "#2a2f36"), ("#c23b12", "#ff7a45")
+
+_STYLE = """
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:980px;margin:0 auto;padding:32px 24px 64px}
+h1{font-size:1.9rem;line-height:1.2;margin:0 0 4px}
+h2{font-size:1.3rem;margin:48px 0 4px;border-top:1px solid var(--grid);padding-top:24px}
+p{margin:6px 0 12px;max-width:72ch}
+.muted,figcaption{color:var(--muted);font-size:.9rem}
+.label-simulated,.label-measured{display:inline-block;border:1px solid currentColor;border-radius:99px;padding:0 10px;
+font-size:.8rem;color:var(--after)}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0}
+.facts div{background:var(--panel);border-radius:8px;padding:12px 14px}
+.facts b{display:block;font-size:1.35rem;line-height:1.3}
+.facts span{color:var(--muted);font-size:.85rem}
+figure{margin:14px 0 22px}
+.wide{overflow-x:auto}
+.chart{display:block;width:100%;min-width:640px;height:auto;font-size:12.5px}
+.chart text{fill:var(--ink)}.chart .tick{fill:var(--muted);font-size:11.5px}
+.chart .inside{font-size:10px;fill:var(--ink)}
+.grid{stroke:var(--grid)}.axis{stroke:var(--ink)}.whisker{stroke:var(--after);stroke-width:3;stroke-linecap:round}
+polyline{fill:none;stroke-width:2}
+.cell{stroke:var(--page);stroke-width:.6}
+table{border-collapse:collapse;width:100%;font-size:.88rem;margin:8px 0 20px;font-variant-numeric:tabular-nums}
+caption{text-align:left;color:var(--muted);font-size:.85rem;padding-bottom:4px}
+th,td{text-align:right;padding:5px 10px;border-bottom:1px solid var(--grid)}
+th:first-child{text-align:left;font-weight:500}
+thead th{color:var(--muted);font-weight:500}
+pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;font-size:.88rem;user-select:all}
+.warning{border-left:4px solid var(--attention);padding-left:12px}
+@media print{main{max-width:none;padding:0}h2{break-after:avoid}figure,table,pre,.facts{break-inside:avoid}
+*{print-color-adjust:exact;-webkit-print-color-adjust:exact}.wide{overflow:visible}.chart{min-width:0}}
+"""
+
+
+def page(title: str, sections: Sequence[Markup]) -> str:
+    """The whole document."""
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", title),
+        tag("style", Markup(_colour_rules() + _STYLE)),
+    )
+    body = tag("body", tag("main", tag("h1", title), *sections))
+    return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
+
+
+def section(identifier: str, heading: str, *content: str) -> Markup:
+    return tag("section", tag("h2", heading), *content, id=identifier)
+
+
+def paragraph(*content: str, class_: str = "") -> Markup:
+    return tag("p", *content, class_=class_) if class_ else tag("p", *content)
+
+
+def facts(values: Sequence[tuple[str, str]]) -> Markup:
+    """Large figures with what they are."""
+    return tag("div", *(tag("div", tag("b", value), tag("span", name)) for value, name in values), class_="facts")
+
+
+def code(text: str) -> Markup:
+    return tag("pre", tag("code", text))
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write the file; raises ``UserError`` where that is not possible."""
+    try:
+        # File names may hold bytes that are no text; they become character references.
+        path.write_bytes(text.encode("utf-8", errors="xmlcharrefreplace"))
+    except OSError as error:
+        raise UserError(f"report {path} cannot be written: {error.strerror}") from error
+
+
+def _colour_rules() -> str:
+    variables = dict(_COLOURS)
+    variables |= {f"part-{n}": pair for n, pair in enumerate(_PARTS)}
+    variables |= {f"heat-{n}": (_shade(n, 0), _shade(n, 1)) for n in range(SHADES)}
+    light, dark = ("".join(f"--{name}:{pair[scheme]};" for name, pair in variables.items()) for scheme in (0, 1))
+    fills = join(
+        Markup(f".{'' if name.startswith(('part-', 'heat-')) else 'fill-'}{name}{{fill:var(--{name})}}")
+        for name in variables
+    )
+    strokes = "".join(f".stroke-{name}{{stroke:var(--{name})}}" for name in ("before", "after"))
+    # Paper is white whatever the screen is.
+    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}{fills}{strokes}"
+
+
+def _shade(number: int, scheme: int) -> str:
+    """Colour ``number`` of the heat map: cold below the mean, hot above it."""
+    place = number / (SHADES // 2) - 1
+    end = _rgb((_HOT if place > 0 else _COLD)[scheme])
+    mean = _rgb(_MEAN[scheme])
+    return "#" + "".join(f"{round(m + (e - m) * abs(place)):02x}" for m, e in zip(mean, end, strict=True))
+
+
+def _rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))

@@ -1,0 +1,267 @@
+"""Save and restore a whole job with ``torch.distributed.checkpoint``: in the background, atomically, verified.
+
+Training stands still only while tensors are copied to host memory. A thread per rank then writes the copy, together
+with the others over a process group of its own: a hidden directory, one file per rank, and when every rank is done
+the manifest and the name (``checkpoint_files``). So whatever carries the name of a checkpoint is complete, and a
+job killed at any moment leaves the previous one as the newest. At most one is being written. Tensors are saved under
+their fully qualified names, which other parallel sizes can read as well.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from wlb.config import CheckpointConfig
+from wlb.models.transformer import TransformerConfig
+from wlb.training.checkpoint.background import InBackground
+from wlb.training.checkpoint.files import (
+    FileRecord,
+    Manifest,
+    Progress,
+    checkpoint_path,
+    delete_outdated,
+    hidden_path,
+    is_whole,
+    named_checkpoints,
+    publish,
+    read_manifest,
+    start_writing,
+    step_of,
+)
+from wlb.training.checkpoint.same_model import RANDOM_STATES, check_model, check_tensors, model_record
+from wlb.training.checkpoint.storage import ChecksummedWriter, ConfinedReader
+from wlb.training.runtime.collectives import gathered
+from wlb.training.runtime.console import say
+from wlb.training.runtime.failures import TrainingError
+
+_LONGEST_WRITE = timedelta(hours=1)  # of one rank while the others wait, in the background
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A checkpoint that could not be written, and the name of the newest good one, if there is any."""
+
+    problem: str
+    newest: str | None
+
+
+class Checkpointer:
+    """Saves the stages of this rank with their optimizers into ``config.dir``; every rank calls every method.
+
+    ``stages`` are parts of ``model``, ``optimizers[i]`` belongs to ``stages[i]``. Parameters of different stages have
+    different names. ``place`` names the random generators of this rank: a rank of another layout gets them back if it
+    has the same place.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        model: TransformerConfig,
+        stages: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        place: str,
+    ) -> None:
+        self._place = place
+        self._model = model
+        self._config = config
+        self._stages = stages
+        self._optimizers = optimizers
+        self._good: list[Path] = []  # those up to the one the job continues from, and its own; others are damaged
+        self._writing: InBackground[_Failure | None] | None = None
+        self._failure: _Failure | None = None
+        if self.enabled:
+            # The thread's own: collectives of two threads in one group would meet the wrong partners.
+            self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
+            self._stager = _make_stager()
+
+    @property
+    def enabled(self) -> bool:
+        return self._config.dir is not None
+
+    def is_due(self, step: int) -> bool:
+        return self.enabled and step % self._config.every == 0
+
+    def save(self, progress: Progress) -> None:
+        """Begin to write the checkpoint of ``progress.step``, after the one before it; older than ``keep`` are deleted.
+
+        Returns when the job may train on. The first checkpoint of a job is waited for, so that a job that can write
+        none stops at once. A failure is told on stderr, on rank 0, and training goes on, as long as a good checkpoint
+        exists; otherwise raises ``TrainingError``, at the latest in the next ``save`` or ``finish``.
+        """
+        directory = self._config.dir
+        assert directory is not None, "saving needs checkpoint.dir"
+        self._wait()
+        tensors = self._tensors() | _rng_state(self._place)
+        wait = not (self._config.asynchronous and self._good)
+        copy = tensors if wait else self._stager.stage(tensors)
+        assert isinstance(copy, dict), "the stager does not return before the copy is made"
+        self._writing = InBackground(partial(self._write, directory, copy, progress), "wlb-checkpoint")
+        if wait:
+            self._wait()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint being written. Raises ``TrainingError`` if the last one could not be."""
+        self._wait()
+        if self._failure is not None:
+            raise TrainingError(self._failure.problem)
+
+    def load(self, path: Path) -> Progress:
+        """Restore model, optimizers and random generators from ``path`` in place, and return where it stands.
+
+        Raises ``UserError`` for the checkpoint of another model.
+        """
+        manifest = read_manifest(path)
+        check_model(path, manifest.model, self._model)
+        reader = ConfinedReader(path)
+        saved = reader.tensors()
+        check_tensors(path, saved, self._model)
+        rng = {name: state for name, state in _rng_state(self._place).items() if name in saved}
+        state = self._tensors() | rng
+        try:
+            dcp.load(state, storage_reader=reader)
+        except CheckpointException as error:  # which is no Exception
+            raise TrainingError(f"checkpoint {path} cannot be loaded: {_reason(error)}") from error
+        for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
+            set_model_state_dict(stage, _pick(state, get_model_state_dict(stage)))
+            groups = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
+            set_optimizer_state_dict(stage, optimizer, groups | _pick(state, _moments(stage, optimizer)), options=_FLAT)
+        _set_rng_state({name: state[name] for name in rng})
+        self._good = [older for older in named_checkpoints(path.parent) if step_of(older) <= step_of(path)]
+        return manifest.progress
+
+    def delete_outdated(self) -> None:
+        """Delete all but the newest ``keep`` checkpoints: for a job that continues with a lower ``keep``."""
+        if dist.get_rank() == 0:
+            delete_outdated(self._good, self._config.keep)
+
+    def _tensors(self) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+        for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
+            tensors |= get_model_state_dict(stage)
+            tensors |= _moments(stage, optimizer)
+        return tensors
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._settle(writing.result())
+
+    def _settle(self, failure: _Failure | None) -> None:
+        self._failure = failure
+        if failure is not None and failure.newest is None:
+            raise TrainingError(failure.problem)
+
+    def _write(self, directory: Path, tensors: dict[str, Any], progress: Progress) -> _Failure | None:
+        """Write a checkpoint together with all ranks; they all return the same."""
+        checkpoint = checkpoint_path(directory, progress.step)
+        writer = ChecksummedWriter(hidden_path(checkpoint))
+        problem = (
+            self._problem_of_any_rank(_on_rank_0(lambda: start_writing(checkpoint)))
+            or self._problem_of_any_rank(lambda: _write_tensors(tensors, writer, self._group))
+            or self._problem_of_any_rank(self._publishing(checkpoint, progress, writer.files))
+        )
+        if problem is None:
+            self._good.append(checkpoint)
+            self.delete_outdated()
+            return None
+        if dist.get_rank() == 0:
+            shutil.rmtree(hidden_path(checkpoint), ignore_errors=True)
+        (newest, *_) = gathered(next((p.name for p in reversed(self._good) if is_whole(p)), None), self._group)
+        text = f"the checkpoint of step {progress.step} could not be written to {directory}: {problem}"
+        if newest is not None and dist.get_rank() == 0:
+            say(f"wlb: warning: {text}; the newest one is still {newest}")
+        return _Failure(f"{text}; mend that or choose another checkpoint.dir, and start again", newest)
+
+    def _publishing(self, checkpoint: Path, progress: Progress, written: dict[str, FileRecord]) -> Callable[[], object]:
+        files: dict[str, FileRecord] = {}
+        for records in gathered(written, self._group):
+            files |= records
+        return _on_rank_0(lambda: publish(checkpoint, Manifest(progress, model_record(self._model), files)))
+
+    def _problem_of_any_rank(self, work: Callable[[], object]) -> str | None:
+        """Do ``work`` on every rank; what went wrong on one, or None."""
+        problem = None
+        try:
+            work()
+        except OSError as error:
+            problem = f"{error.strerror or error} (rank {dist.get_rank()})"
+        return next((text for text in gathered(problem, self._group) if text is not None), None)
+
+
+def _on_rank_0(work: Callable[[], object]) -> Callable[[], object]:
+    return work if dist.get_rank() == 0 else lambda: None
+
+
+def _write_tensors(tensors: dict[str, Any], writer: ChecksummedWriter, group: dist.ProcessGroup) -> None:
+    """Write this rank's share. Raises ``OSError`` on the ranks that could not, after all have ended."""
+    try:
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        if writer.error is not None:
+            raise writer.error from None
+        if dist.get_rank() in error.failures:
+            raise OSError(0, _reason(error)) from error
+
+
+def _reason(error: CheckpointException) -> str:
+    """The first failure of ``error`` in one line."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    (line, *_) = str(cause).splitlines() or [""]
+    return f"rank {rank}: {type(cause).__name__}: {line}"
+
+
+def _make_stager() -> DefaultStager:
+    """Copies tensors to host memory before it returns; on CUDA into pinned memory, kept from one time to the next."""
+    cuda = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
+    )
+
+
+def _moments(stage: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state by parameter name, without its settings: those are the configuration's, also on resume."""
+    state = get_optimizer_state_dict(stage, optimizer, options=_FLAT)
+    return {name: value for name, value in state.items() if not name.startswith("param_groups.")}
+
+
+def _pick(tensors: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensors[name] for name in names}
+
+
+def _rng_state(place: str) -> dict[str, Tensor]:
+    states = {f"{RANDOM_STATES}cpu.{place}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"{RANDOM_STATES}cuda.{place}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_state(states: dict[str, Tensor]) -> None:
+    for name, state in states.items():
+        if name.startswith(f"{RANDOM_STATES}cuda."):
+            torch.cuda.set_rng_state(state)
+        else:
+            torch.set_rng_state(state)

@@ -1,0 +1,137 @@
+"""From a checkpoint to a Hugging Face directory, in one process without a process group.
+
+The checkpoint holds the weights in full precision under names that do not depend on the layout. The configuration must
+describe the model that the checkpoint was written with, and every file of it is compared with its checksum first.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from wlb.config import CheckpointConfig, JobConfig
+from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.writer import tokenizer_path
+from wlb.errors import UserError
+from wlb.models.huggingface.config import read_config_json
+from wlb.models.huggingface.export import Companions, export_model, refuse_existing
+from wlb.models.transformer import Transformer
+from wlb.training.checkpoint.files import (
+    DamagedCheckpoint,
+    checkpoint_path,
+    find_damage,
+    named_checkpoints,
+    read_manifest,
+    step_of,
+)
+from wlb.training.checkpoint.same_model import check_model, check_tensors
+from wlb.training.checkpoint.storage import ConfinedReader
+from wlb.training.runtime.environment import transformer_config
+
+# What lies beside the weights of a published model and stays true of a trained one.
+_KEPT_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported: from which checkpoint, parameters counted once, and the names of the tokenizer's files."""
+
+    checkpoint: Path
+    step: int
+    parameters: int
+    tokenizer: tuple[str, ...]
+
+
+def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: torch.dtype) -> Exported:
+    """Write the model of the checkpoint of ``step``, or of the newest, into the new directory ``out``.
+
+    Raises ``UserError`` where there is no such checkpoint, it is damaged or holds another model, or ``out`` exists.
+    """
+    refuse_existing(out)
+    checkpoint = _chosen(config.checkpoint, step)
+    try:
+        recorded = read_manifest(checkpoint).model
+    except DamagedCheckpoint as damage:  # it was whole a moment ago
+        raise _deleted(checkpoint, damage) from damage
+    model = transformer_config(config.model, config.model.vocab_size or recorded["vocab_size"])
+    check_model(checkpoint, recorded, model)
+    held = ConfinedReader(checkpoint).tensors()
+    check_tensors(checkpoint, held, model)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
+
+    def read(names: Sequence[str]) -> dict[str, Tensor]:
+        empty = {name: torch.empty(held[name].size, dtype=held[name].properties.dtype) for name in names}
+        return _read(checkpoint, empty)
+
+    companions = _companions(config)
+    longest = max(config.data.context_window, companions.config.get("max_position_embeddings", 0))
+    export_model(model, read, out, dtype=dtype, longest=longest, companions=companions)
+    tokenizer = tuple(name for name in (*companions.copies, *companions.texts) if name != "generation_config.json")
+    return Exported(checkpoint, step_of(checkpoint), parameters, tokenizer)
+
+
+def _chosen(config: CheckpointConfig, step: int | None) -> Path:
+    if config.dir is None:
+        raise UserError("the configuration has no checkpoint.dir; add --set checkpoint.dir=DIR")
+    named = named_checkpoints(config.dir)
+    if not named:
+        raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint; name another with --set checkpoint.dir=DIR")
+    checkpoint = named[-1] if step is None else checkpoint_path(config.dir, step)
+    others = [step_of(path) for path in named if path != checkpoint]
+    steps = f"{', '.join(map(str, others))}" or "none"
+    if checkpoint not in named:
+        raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint of step {step}; it has {steps}")
+    if damage := find_damage(checkpoint, contents=True):
+        raise UserError(f"checkpoint {checkpoint} is damaged: {damage}; choose another --step, of {steps}")
+    return checkpoint
+
+
+def _read(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fill ``tensors`` from the checkpoint."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is")  # not initialised: there is one process
+            dcp.load(tensors, storage_reader=ConfinedReader(checkpoint), no_dist=True)
+    except (OSError, CheckpointException) as error:
+        raise _deleted(checkpoint, error) from error
+    return tensors
+
+
+def _deleted(checkpoint: Path, error: BaseException) -> UserError:
+    return UserError(f"checkpoint {checkpoint} cannot be read: {error}; was it deleted by its job?")
+
+
+def _companions(config: JobConfig) -> Companions:
+    """The tokenizer and the settings of the pretrained model, or the tokenizer that was trained for the store."""
+    if (directory := config.model.pretrained) is not None:
+        copies = {name: directory / name for name in _KEPT_FILES if (directory / name).is_file()}
+        return Companions(copies, {}, read_config_json(directory))
+    definition = tokenizer_path(config.data.store)
+    if not definition.is_file():
+        return Companions({}, {}, {})
+    store = TokenStore.open(config.data.store)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {"eos_token": store.tokenizer["end_token"]} if store.tokenizer else {}
+    ids = {"eos_token_id": store.sidecar["end_token"]} if "end_token" in store.sidecar else {}
+    return Companions({"tokenizer.json": definition}, {"tokenizer_config.json": json.dumps(settings)}, ids)

@@ -1,0 +1,178 @@
+"""DCP's own file format, with checksums on the way out and without trust on the way in.
+
+``ChecksummedWriter`` notes size and CRC-32 of each file while it is written. ``ConfinedReader`` reads what may have
+been tampered with. DCP keeps its metadata as a pickle, so only the classes that such metadata consists of are loaded;
+entries that DCP would unpickle without restriction are refused, and so is any path that leaves the checkpoint. Tensors
+DCP itself reads with ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from wlb.errors import UserError
+from wlb.training.checkpoint.files import FileRecord, is_plain_name, open_regular
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.serialization", "_get_layout"),  # a name to a torch.layout
+}
+
+
+class ChecksummedWriter(FileSystemWriter):
+    """Writes one file per rank into ``path``; ``files`` records those this rank has written.
+
+    ``error`` is the first failure of the file system: what DCP raises in its place may not name it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Nothing is copied from a GPU ahead of writing: that would use its streams from a second thread.
+        super().__init__(path, per_thread_copy_ahead=0)
+        self.fs: _ChecksummedFiles = _ChecksummedFiles()
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        return self.fs.records
+
+    @property
+    def error(self) -> OSError | None:
+        return self.fs.error
+
+    def storage_meta(self) -> None:
+        """Nothing: it would tell where the checkpoint was written, which does not matter to whoever reads it."""
+
+
+class ConfinedReader(FileSystemReader):
+    """Reads the checkpoint at ``path`` and nothing else. Raises ``UserError`` for one that was tampered with."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _ConfinedFiles()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = self._get_metadata_path()
+        try:
+            with self.fs.create_stream(path, "rb") as file:
+                metadata = _checked(_MetadataUnpickler(file).load())
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            KeyError,
+            IndexError,
+            pickle.PickleError,
+        ) as e:
+            raise UserError(
+                f"checkpoint {self.path} was not written by this program: {Path(path).name}: {e}; remove it to "
+                "continue from the one before it"
+            ) from e
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """What the checkpoint holds, by name."""
+        return cast(dict[str, TensorStorageMetadata], self.read_metadata().state_dict_metadata)  # ``_checked``
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_type or (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _checked(metadata: Any) -> Metadata:
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError("it holds no metadata")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{name} is no tensor")
+    for index, info in metadata.storage_data.items():
+        if not is_plain_name(info.relative_path):
+            raise pickle.UnpicklingError(f"{index.fqn} lies in {info.relative_path!r}, outside the checkpoint")
+    return metadata
+
+
+class _ConfinedFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        with open(open_regular(Path(path)), mode) as stream:
+            yield cast(io.IOBase, stream)
+
+
+class _ChecksummedFiles(FileSystem):
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        try:
+            with super().create_stream(path, mode) as stream:
+                file = _ChecksummedFile(stream, self)
+                yield cast(io.IOBase, file)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.records[Path(path).name] = FileRecord(file.size, file.crc32)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _ChecksummedFile:
+    """A file that is written from its start to its end."""
+
+    def __init__(self, file: Any, owner: _ChecksummedFiles) -> None:
+        self._file = file
+        self._owner = owner
+        self.size = 0
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self._owner.error = self._owner.error or error
+            raise
+        self.size += view.nbytes
+        self.crc32 = zlib.crc32(view, self.crc32)
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        descriptor: int = self._file.fileno()
+        return descriptor
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,191 @@
+"""The data loader: plans and tokens of the next steps, ready before training asks for them.
+
+One thread plans (lengths only, the same on every rank), a second shards the micro-batches of this data-parallel rank
+over its context-parallel ranks and reads this one's tokens from the memory-mapped store. ``StepLoader`` hands out
+``LoadedStep``s; its state belongs to the last step handed out, whatever the threads have prepared beyond it, and names
+the data and the settings it is valid for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from wlb.config import JobConfig
+from wlb.documents.order import DocumentStream, EpochSummary
+from wlb.documents.store.reader import TokenStore
+from wlb.packing.packer import Packer
+from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.planning.planner import PlannedStep, StepPlanner
+from wlb.sharding import make_shard_plan
+from wlb.training.data.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
+from wlb.training.data.loader_state import STORE, accepted_changes, check_identity, data_identity
+from wlb.training.data.prefetch import Prefetcher, Shutdown
+from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
+from wlb.workload.base import Workload
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """One step, ready to train: ``batches`` are this rank's shares of its micro-batches, in pipeline order.
+
+    ``plan`` covers all ranks and ``loss_tokens`` counts their labelled tokens; ``documents`` are the ids of those
+    that the step finishes (see ``PlannedStep``). ``fingerprint`` is equal where plans are equal, ``shard_fingerprint``
+    where the shard plans of all batches are. ``wait_seconds`` is how long training stood still for this step.
+    """
+
+    plan: StepPlan
+    batches: tuple[ShardedBatch, ...]
+    loss_tokens: int
+    documents: tuple[int, ...]
+    fingerprint: int
+    shard_fingerprint: int
+    planning_seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """Which part of a step a rank trains, and how the others of its context-parallel group share it with it.
+
+    ``workload`` prices shards: that of one GPU without context parallelism. Pipeline ranks with the same dp and cp
+    rank, and all tensor-parallel ranks, have the same share.
+    """
+
+    dp_rank: int = 0
+    cp_rank: int = 0
+    cp_size: int = 1
+    tp_size: int = 1
+    strategy: str = "hybrid"
+    workload: Workload | None = None
+
+    def of(self, batch: TokenBatch) -> ShardedBatch:
+        plan = make_shard_plan(batch.segment_lengths, self.cp_size, self.strategy, workload=self.workload)
+        return shard_batch(batch, plan, self.cp_rank, multiple_of=self.tp_size)
+
+
+@dataclass(frozen=True)
+class _ReadStep:
+    planned: PlannedStep
+    batches: tuple[ShardedBatch, ...]
+    loss_tokens: int
+    fingerprint: int
+    shard_fingerprint: int
+
+
+class StepLoader(Iterator[LoadedStep]):
+    """Iterates over the steps of a job for the rank that trains ``share`` of each, from ``state`` if given.
+
+    Ends after one epoch if ``training.steps`` is unset and never otherwise. Close it, or use it as a context manager.
+    Raises ``UserError`` if ``state`` was saved on other data or settings, unless ``checkpoint.allow_changed_data``
+    accepts that: then ``changed_data`` says what has changed and what became of the documents that waited. Failures of
+    the threads surface in ``next``.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        config: JobConfig,
+        packer: Packer[Any],
+        pipeline: Pipeline,
+        *,
+        vocab_size: int,
+        share: RankShare | None = None,
+        state: dict[str, Any] | None = None,
+    ) -> None:
+        self._store = store
+        self._vocab_size = vocab_size
+        self._share = share or RankShare()
+        self._identity = data_identity(store, config)
+        stream = DocumentStream(store.lengths, config.data)
+        self.epoch_summary: EpochSummary = stream.summary
+        planner = StepPlanner(
+            stream, packer, config.packing, config.parallel.dp, pipeline, one_epoch=config.training.steps is None
+        )
+        self.changed_data: str | None = None
+        if state is not None:
+            changed = check_identity(state, self._identity, allow_changes=config.checkpoint.allow_changed_data)
+            waiting = _continue(planner, state["planner"], changed)
+            if changed:
+                self.changed_data = f"{accepted_changes(state, self._identity, changed)}; {waiting}"
+        self._state = planner.state_dict()
+        self._pending_documents = planner.pending_documents
+        self._shutdown = Shutdown()
+        depth = config.training.prefetch
+        self._plans = Prefetcher(planner, depth, "wlb-planning", self._shutdown)
+        self._steps = Prefetcher(map(self._read, self._plans), depth, "wlb-reading", self._shutdown)
+
+    def __next__(self) -> LoadedStep:
+        started = time.perf_counter()
+        step = next(self._steps)
+        self._state = step.planned.state
+        self._pending_documents = step.planned.pending_documents
+        return LoadedStep(
+            plan=step.planned.plan,
+            batches=step.batches,
+            loss_tokens=step.loss_tokens,
+            documents=step.planned.documents,
+            fingerprint=step.fingerprint,
+            shard_fingerprint=step.shard_fingerprint,
+            planning_seconds=step.planned.planning_seconds,
+            wait_seconds=time.perf_counter() - started,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue with the step after the last one handed out; JSON-serialisable."""
+        return {"identity": self._identity, "planner": self._state}
+
+    def totals(self) -> dict[str, Any]:
+        """What became of the documents taken in, from the job's first step to the last one handed out.
+
+        ``overlong`` has the fields of ``OverlongReport``; of ``pending_documents`` a part still waits.
+        """
+        return {"overlong": self._state["stream"]["overlong"], "pending_documents": self._pending_documents}
+
+    def close(self) -> None:
+        """End the threads; safe to call twice."""
+        self._shutdown.close()
+        self._plans.join()
+        self._steps.join()
+
+    def __enter__(self) -> StepLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _batch(self, micro_batch: MicroBatch) -> ShardedBatch:
+        batch = make_batch(micro_batch, self._store)
+        check_vocabulary(batch, micro_batch, self._vocab_size)
+        return self._share.of(batch)
+
+    def _read(self, planned: PlannedStep) -> _ReadStep:
+        plan = planned.plan
+        batches = tuple(map(self._batch, plan.ranks[self._share.dp_rank]))
+        return _ReadStep(
+            planned=planned,
+            batches=batches,
+            loss_tokens=labelled_tokens(plan, self._store.lengths),
+            fingerprint=_fingerprint((plan.step, [[part.segments for part in rank] for rank in plan.ranks])),
+            shard_fingerprint=_fingerprint([[table.tolist() for table in b.shard_plan.pieces] for b in batches]),
+        )
+
+
+def _continue(planner: StepPlanner, state: dict[str, Any], changed: list[str]) -> str:
+    """Let ``planner`` go on from ``state`` although ``changed`` has; what became of waiting documents, in words."""
+    if STORE in changed:
+        dropped = planner.begin_with_other_documents(state)
+        return (
+            f"{dropped} documents of the old token store that waited are dropped, the new one starts with a new epoch"
+        )
+    planner.load_state_dict(state, packed_otherwise=bool(changed))
+    return f"{planner.pending_documents} waiting documents are carried over"
+
+
+def _fingerprint(layout: object) -> int:
+    digest = hashlib.sha256(repr(layout).encode()).digest()
+    return int.from_bytes(digest[:7], "little")  # 56 bits fit an int64

@@ -1,0 +1,98 @@
+"""A rank's share of a micro-batch under context parallelism.
+
+Labels and positions are those of the whole micro-batch, taken along with the tokens: the label of a piece's last token
+is the next token of its document although another rank holds it, and a piece that starts inside a segment goes on
+counting where the piece before it ends. So rotary angles and loss are those without sharding, and the losses of the
+ranks, each summed over its labels, add up to that of the micro-batch.
+
+Tensor-parallel ranks split these tokens evenly between them, so some that mean nothing may follow: without a label
+and kept out of attention, they change no result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from wlb.attention import context_parallel_attention
+from wlb.attention.saved_attention import KeptAttention
+from wlb.sharding.plan import ShardPlan
+from wlb.training.data.batch import IGNORE_LABEL, TokenBatch
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """The tokens of one rank; every tensor is int64 of shape (rows,), in the order of the plan.
+
+    The first ``local_tokens`` rows are tokens, the rest padding. ``labels`` and ``positions`` mean what they do in
+    ``TokenBatch``.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    local_tokens: int
+    shard_plan: ShardPlan
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+    def attention(self, group: dist.ProcessGroup) -> ShardedAttention:
+        """Attention over these rows, together with the context-parallel ``group``."""
+        return ShardedAttention(self.local_tokens, self.shard_plan, group if self.shard_plan.cp_size > 1 else None)
+
+    def to(self, device: torch.device) -> ShardedBatch:
+        tokens, labels, positions = (
+            tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)
+        )
+        return ShardedBatch(tokens, labels, positions, self.local_tokens, self.shard_plan)
+
+
+def shard_batch(batch: TokenBatch, shard_plan: ShardPlan, rank: int, multiple_of: int = 1) -> ShardedBatch:
+    """The part of ``batch`` that ``rank`` of the context-parallel group holds.
+
+    Padded to a multiple of ``multiple_of`` (the tensor-parallel size), and to at least one: a rank without tokens has
+    padding only. Raises ``ValueError`` if the plan is for other segments.
+    """
+    if shard_plan.segment_lengths != batch.segment_lengths:
+        raise ValueError(
+            f"the plan shards {len(shard_plan.segment_lengths)} segments of {shard_plan.tokens} tokens, "
+            f"the batch has {len(batch.segment_lengths)} of {len(batch.tokens)}, or of other lengths"
+        )
+    mine = torch.from_numpy(shard_plan.positions(rank)).to(batch.tokens.device)
+    padding = max(-len(mine) % multiple_of, 0 if len(mine) else multiple_of)
+    return ShardedBatch(
+        F.pad(batch.tokens[mine], (0, padding)),
+        F.pad(batch.labels[mine], (0, padding), value=IGNORE_LABEL),
+        F.pad(batch.positions[mine], (0, padding)),
+        len(mine),
+        shard_plan,
+    )
+
+
+@dataclass(frozen=True)
+class ShardedAttention:
+    """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, zero for padding.
+
+    ``group`` holds the ranks of the plan; None where it is for one.
+    """
+
+    local_tokens: int
+    shard_plan: ShardPlan
+    group: dist.ProcessGroup | None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kept: KeptAttention | None = None) -> Tensor:
+        """Query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to output, shaped as the query.
+
+        ``kept`` is for activation checkpointing, as in ``context_parallel_attention``.
+        """
+        padding = len(query) - self.local_tokens
+        if padding:
+            query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
+        out = context_parallel_attention(query, key, value, self.shard_plan, self.group, kept=kept)
+        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out

@@ -1,0 +1,117 @@
+"""The loss on held-out documents, in every layout: forward passes only, and nothing of training is touched.
+
+Losses of single tokens are added up in float64 on the ranks of the last stage, one sum for every bucket of documents of
+similar length (``held_out``), then over all ranks. So the result depends on the layout by rounding only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from wlb.attention.profiler_regions import region
+from wlb.config import JobConfig
+from wlb.models.transformer import Transformer
+from wlb.packing.plan import MicroBatch
+from wlb.training.data.batch import IGNORE_LABEL, check_vocabulary, make_batch
+from wlb.training.data.loader import RankShare
+from wlb.training.data.sharded_batch import ShardedBatch
+from wlb.training.evaluation.forward_only import ForwardOnly
+from wlb.training.evaluation.held_out import Evaluation, HeldOut
+from wlb.training.parallel.parallelize import JobMesh, master_dtype
+from wlb.training.runtime.collectives import gathered, gathered_rows
+
+
+class Evaluator:
+    """Scores the held-out documents with this rank's ``stages``; every rank of the job calls it alike.
+
+    ``share`` is what this rank takes of a step, as in training. ``recorded`` is the step of the newest evaluation on
+    record, as rank 0 knows it.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        stages: Sequence[Transformer],
+        mesh: JobMesh,
+        share: RankShare,
+        recorded: int = 0,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = stages[0].config.shape
+        self._held_out = HeldOut(config, shape)
+        self._every = config.evaluation.every
+        self._evaluated = gathered(recorded)[0]
+        self.broken_off = False  # the last evaluation, as a rank was asked to end
+        self._vocab_size = shape.vocab_size
+        self._forward = ForwardOnly(stages, mesh.group("pp"), dtype)
+        self._mesh = mesh
+        self._share = share
+        self._loss_dtype = master_dtype(dtype)
+        self._device = device
+
+    def after(self, step: int, *, last: bool, asked_to_end: Callable[[], bool]) -> Evaluation | None:
+        """What ``run`` finds, where an evaluation after ``step`` is due: at the ``last`` one too, and no step twice."""
+        due = step > 0 and (last or step % self._every == 0)
+        if not due or step == self._evaluated:
+            return None
+        with region("evaluation"):
+            evaluation = self.run(asked_to_end)
+        if evaluation is not None:
+            self._evaluated = step
+        return evaluation
+
+    def run(self, asked_to_end: Callable[[], bool] = lambda: False) -> Evaluation | None:
+        """Score every document once; the same result on every rank, but for its own seconds.
+
+        None where ``asked_to_end`` becomes true on a rank before all are scored: they stop together.
+        """
+        started = time.perf_counter()
+        sums = torch.zeros(self._held_out.buckets, dtype=torch.float64, device=self._device)
+        for plan in self._held_out.plans:
+            self.broken_off = bool(gathered_rows([asked_to_end()], torch.int64, self._device).any())
+            if self.broken_off:
+                self._forward.release()
+                return None
+            for micro_batch in plan.ranks[self._share.dp_rank]:
+                self._add_losses(micro_batch, sums)
+        self._forward.release()
+        dist.all_reduce(sums)
+        return self._held_out.result(sums.tolist(), time.perf_counter() - started)
+
+    def _add_losses(self, micro_batch: MicroBatch, sums: Tensor) -> None:
+        whole = make_batch(micro_batch, self._held_out.store)
+        check_vocabulary(whole, micro_batch, self._vocab_size)
+        batch = self._share.of(whole).to(self._device)
+        scores = self._scores(batch)
+        if scores is None:
+            return
+        losses = self._token_losses(scores, batch.labels)[: batch.local_tokens]
+        if self._mesh.rank("tp") != 0:  # the others computed the same
+            return
+        mine = batch.shard_plan.positions(self._share.cp_rank)
+        buckets = torch.from_numpy(self._held_out.buckets_of(micro_batch)[mine]).to(self._device)
+        for bucket in buckets.unique().tolist():
+            sums[bucket] += losses[buckets == bucket].sum(dtype=torch.float64)
+
+    def _scores(self, batch: ShardedBatch) -> Tensor | None:
+        attend = batch.attention(self._mesh.group("cp"))
+        return self._forward(batch.tokens, batch.positions, attend, batch.rows // self._mesh.size("tp"))
+
+    @torch.no_grad()
+    def _token_losses(self, scores_TV: Tensor, labels_T: Tensor) -> Tensor:
+        """Cross entropy of every token, zero where it has no label; ``scores_TV`` may be split by vocabulary."""
+        with loss_parallel() if isinstance(scores_TV, DTensor) else nullcontext():
+            scores_TV = scores_TV.to(self._loss_dtype)
+            losses = F.cross_entropy(scores_TV, labels_T, ignore_index=IGNORE_LABEL, reduction="none")
+        return losses.to_local() if isinstance(losses, DTensor) else losses

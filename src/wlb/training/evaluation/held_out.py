@@ -1,0 +1,182 @@
+"""Which held-out documents an evaluation scores, in which micro-batches, and what is reported of their losses.
+
+Every document of ``evaluation.store`` comes once, cut as in training where it is longer than the context window, in
+even micro-batches that depend on nothing but documents, model and ``[packing]``: the same in every layout and at every
+step. Documents of similar length share a bucket. How many labelled tokens a bucket has follows from the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.config import DataConfig, JobConfig
+from wlb.documents.order import summarise_epoch
+from wlb.documents.overlong import split_overlong
+from wlb.documents.segments import Segment
+from wlb.documents.store.reader import TokenStore
+from wlb.errors import UserError
+from wlb.packing import make_packer
+from wlb.packing.arrange import arrange
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.workload import ModelShape, make_workload
+
+_FIRST_BOUNDARY, _BOUNDARY_RATIO = 256, 4
+
+
+@dataclass(frozen=True)
+class BucketLoss:
+    """Documents of ``start`` to ``stop - 1`` tokens (None: no upper limit), their labelled tokens and mean loss."""
+
+    start: int
+    stop: int | None
+    documents: int
+    tokens: int
+    loss: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.start}-{self.stop - 1}" if self.stop else f"{self.start}+"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One pass over the held-out documents; ``loss`` is the mean over their labelled tokens."""
+
+    loss: float
+    tokens: int
+    documents: int
+    buckets: tuple[BucketLoss, ...]
+    seconds: float
+
+    def to_json(self, step: int) -> dict[str, Any]:
+        """One line of evaluation.jsonl; a loss that is no number, or of no tokens, is null."""
+        return {
+            "step": step,
+            "loss": _finite(self.loss),
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "buckets": [
+                {"from": b.start, "to": b.stop, "documents": b.documents, "tokens": b.tokens, "loss": _finite(b.loss)}
+                for b in self.buckets
+            ],
+            "seconds": self.seconds,
+        }
+
+    def line(self, step: int) -> str:
+        """The result for the console."""
+        buckets = "  ".join(f"{b.name}: {b.loss:.4f}" for b in self.buckets if b.tokens)
+        return (
+            f"evaluation after step {step}  loss {self.loss:.4f}  {self.documents:,} documents  {buckets}  "
+            f"{self.seconds:.1f} s"
+        )
+
+
+class HeldOut:
+    """The held-out documents of a job, packed for a model of ``shape``; ``plans`` are dealt to data-parallel ranks.
+
+    Raises ``UserError`` where there is nothing to score.
+    """
+
+    def __init__(self, config: JobConfig, shape: ModelShape) -> None:
+        assert config.evaluation.store is not None, "evaluating needs evaluation.store"
+        self.store = TokenStore.open(config.evaluation.store)
+        segments = _segments(self.store, config)
+        self.plans = [arrange(plan, config.parallel.dp, order="arrival") for plan in _pack(segments, config, shape)]
+        self._boundaries = bucket_boundaries(config)
+        self._bucket: NDArray[np.int64] = np.searchsorted(self._boundaries, self.store.lengths, side="right")
+        documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
+        labelled = lengths - (starts + lengths >= self.store.lengths[documents])
+        self._tokens = np.bincount(self._bucket[documents], labelled, self.buckets).astype(np.int64).tolist()
+        self._documents = np.bincount(self._bucket[np.unique(documents)], minlength=self.buckets).tolist()
+
+    @property
+    def buckets(self) -> int:
+        return len(self._boundaries) + 1
+
+    def buckets_of(self, micro_batch: MicroBatch) -> NDArray[np.int64]:
+        """The bucket of every token of a micro-batch, (tokens,); of the one token of a micro-batch without segments."""
+        if not micro_batch.segments:
+            return np.zeros(1, np.int64)
+        documents = [segment.document for segment in micro_batch.segments]
+        return np.repeat(self._bucket[documents], micro_batch.lengths)
+
+    def result(self, sums: Sequence[float], seconds: float) -> Evaluation:
+        """``sums`` are losses by bucket, added up over tokens."""
+        limits = [1, *self._boundaries, None]
+        rows = zip(pairwise(limits), self._documents, self._tokens, sums, strict=True)
+        return Evaluation(
+            loss=_mean(math.fsum(sums), sum(self._tokens)),
+            tokens=sum(self._tokens),
+            documents=sum(self._documents),
+            buckets=tuple(
+                BucketLoss(start or 1, stop, documents, tokens, _mean(total, tokens))
+                for (start, stop), documents, tokens, total in rows
+            ),
+            seconds=seconds,
+        )
+
+
+def check_evaluation(config: JobConfig, trained: TokenStore, vocab_size: int) -> None:
+    """Raise ``UserError`` for held-out documents that cannot be scored by a model of ``vocab_size`` tokens.
+
+    ``trained`` is the store that the job trains on.
+    """
+    prefix = config.evaluation.store
+    if prefix is None:
+        return
+    store = TokenStore.open(prefix)
+    if store.vocab_size is not None and store.vocab_size > vocab_size:
+        raise UserError(
+            f"evaluation.store {prefix} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; prepare "
+            "both stores with the same tokenizer"
+        )
+    if store.tokenizer and trained.tokenizer and store.tokenizer_identity != trained.tokenizer_identity:
+        raise UserError(
+            f"evaluation.store {prefix} was prepared with another tokenizer than data.store {trained.prefix}; prepare "
+            "both with the same"
+        )
+    _segments(store, config)
+
+
+def bucket_boundaries(config: JobConfig) -> list[int]:
+    """Document lengths at which a bucket ends and the next begins: by default 256, 1,024, ... up to the window."""
+    if config.evaluation.length_buckets != "auto":
+        return list(config.evaluation.length_buckets)
+    boundaries = [_FIRST_BOUNDARY]
+    while boundaries[-1] * _BOUNDARY_RATIO <= config.data.context_window:
+        boundaries.append(boundaries[-1] * _BOUNDARY_RATIO)
+    return boundaries
+
+
+def _segments(store: TokenStore, config: JobConfig) -> list[Segment]:
+    lengths = store.lengths[: config.evaluation.documents]
+    data: DataConfig = config.data.model_copy(update={"store": store.prefix})
+    summarise_epoch(lengths, data)
+    whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist()) if length]
+    return split_overlong(whole, data.context_window, data.overlong)[0]
+
+
+def _pack(segments: Sequence[Segment], config: JobConfig, shape: ModelShape) -> list[StepPlan]:
+    """Even micro-batches of at most a context window; nothing waits long, as all documents are there at once."""
+    packer = make_packer(
+        "fixed_greedy",
+        micro_batches=config.packing.micro_batches,
+        context_window=config.data.context_window,
+        workload=make_workload(shape),
+    )
+    return packer.plan(segments) + packer.drain()
+
+
+def _mean(total: float, tokens: int) -> float:
+    return total / tokens if tokens else math.nan
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,205 @@
+"""Start one process per rank on this machine and see them through to the end.
+
+The processes run ``python -m wlb.training CONFIG`` in the environment that ``torchrun`` would give them, and meet in a
+store that the launcher holds. When one fails, the others have a moment to end by themselves, and are killed then.
+Whatever can be checked without them is checked before they start. Where a rank was killed or the job hung, all of them
+start again from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wlb.config import JobConfig
+from wlb.config_file import load_config
+from wlb.errors import require
+from wlb.training.runtime.console import say
+from wlb.training.runtime.failures import (
+    HUNG_STATUS,
+    TERMINATED_STATUS,
+    USER_ERROR_STATUS,
+    Ending,
+    Terminated,
+    explain_failures,
+    leave,
+    recorded_failure,
+)
+from wlb.training.runtime.termination import signals_to_end
+
+if TYPE_CHECKING:
+    from wlb.training.restarts import Restarts
+
+_BEYOND_GRACE_SECONDS = 5.0  # ranks leave by themselves when training.grace_seconds are over; then they are killed
+_LAST_WORDS_SECONDS = 2.0  # for the other ranks to end by themselves when it is known what has ended the job
+_LOST_PEER_SECONDS = 30.0  # the same after any other error: a peer may have been killed and still be about to end
+_KILL_SECONDS = 30.0  # a process that waits for a disk or a device dies only when that answers
+_POLL_SECONDS = 0.1
+
+
+def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = False) -> int:
+    """Train ``config_path`` with ``parallel.*`` processes on this machine; returns the exit status.
+
+    With ``summary``, rank 0 prints one JSON object on stdout at the end. Raises ``UserError`` for mistakes that show
+    before the processes start, and ``KeyboardInterrupt`` on Ctrl-C once they have ended.
+    """
+    with _EndRequest() as request:
+        config = load_config(config_path, overrides)
+        require("torch", "train")
+        from wlb.training.preflight import check_job
+        from wlb.training.restarts import Restarts
+
+        check_job(config, local_processes=config.parallel.world_size)
+        arguments = ["-m", "wlb.training", str(config_path)]
+        for override in overrides:
+            arguments += ["--set", override]
+        if summary:
+            arguments.append("--json")
+        restarts = Restarts(config)
+        request.ranks_answer = True
+        while ending := _run_ranks(config, arguments, request):
+            origin = restarts.take() if ending.restart and not request.received else None
+            if origin is None:
+                _tell(ending, restarts)
+                return ending.status
+            say(f"wlb: {ending.cause}; restarting from {origin}, restarts left: {restarts.left}")
+    return 0
+
+
+class _EndRequest:
+    """Listens for SIGTERM and SIGHUP inside its block.
+
+    Until ``ranks_answer`` is set, one of them ends this process at once; from then on ``received`` says that one came.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self.ranks_answer = False
+
+    def __enter__(self) -> _EndRequest:
+        self._handlers = {asked: signal.signal(asked, self._answer) for asked in signals_to_end()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for asked, handler in self._handlers.items():
+            signal.signal(asked, handler)
+
+    def _answer(self, *_: object) -> None:
+        self.received = True
+        if not self.ranks_answer:
+            leave(Terminated("terminated before the first step"))
+
+
+def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest) -> Ending | None:
+    """Start all ranks and wait until they have ended; returns how, unless they have trained to the end."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = _environment(config, store.port)
+    with tempfile.TemporaryDirectory(prefix="wlb-") as folder:
+        error_files = [Path(folder, f"rank-{rank}.json") for rank in range(config.parallel.world_size)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, error_file in enumerate(error_files):
+                ranks.append(_start(arguments, environment, rank, error_file))
+            unfinished = _wait(ranks, request, config.training.grace_seconds)
+        finally:
+            _kill(ranks)
+        failures = {
+            rank: recorded_failure(process.pid, process.returncode, error_files[rank])
+            for rank, process in enumerate(ranks)
+            if process not in unfinished and process.returncode != 0
+        }
+    if failures:
+        return explain_failures(failures)
+    if unfinished:
+        limit = config.training.grace_seconds + _BEYOND_GRACE_SECONDS
+        text = f"terminated: not all ranks ended within {limit:g} s, and were killed; the newest checkpoint stands"
+        return Ending(text, f"wlb: {text}", TERMINATED_STATUS)
+    return None
+
+
+def _environment(config: JobConfig, port: int) -> dict[str, str]:
+    """What all ranks find in their environment, under the names that ``torchrun`` has for it."""
+    from wlb.training.runtime.environment import threads_per_process
+
+    world_size = config.parallel.world_size
+    return os.environ | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"wlb-{os.getpid()}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Before the ranks import torch; where the variable is set and training.threads is not, it keeps its value.
+        "OMP_NUM_THREADS": str(threads_per_process(config.training, world_size)),
+    }
+
+
+def _start(
+    arguments: Sequence[str], environment: Mapping[str, str], rank: int, error_file: Path
+) -> subprocess.Popen[bytes]:
+    """Start a rank in a session of its own: what is meant for this process by a terminal does not reach it.
+
+    SIGTERM is blocked until it listens for it, so that none is too early.
+    """
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
+    try:
+        return subprocess.Popen([sys.executable, *arguments], env={**environment, **own}, start_new_session=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _wait(
+    ranks: Sequence[subprocess.Popen[bytes]], request: _EndRequest, grace_seconds: float
+) -> list[subprocess.Popen[bytes]]:
+    """Wait until all ranks have ended, but not for long after a failure or a request to end; returns those that run."""
+    deadline, asked = math.inf, False
+    while running := [process for process in ranks if process.poll() is None]:
+        now = time.monotonic()
+        if now > deadline:
+            break
+        failed = {process.returncode for process in ranks} - {None, 0}
+        if not asked and (request.received or TERMINATED_STATUS in failed):
+            asked, deadline = True, now + grace_seconds + _BEYOND_GRACE_SECONDS
+            for process in running:
+                process.terminate()
+        elif not asked and failed:
+            known = any(status < 0 or status in (USER_ERROR_STATUS, HUNG_STATUS) for status in failed)
+            deadline = min(deadline, now + (_LAST_WORDS_SECONDS if known else _LOST_PEER_SECONDS))
+        time.sleep(_POLL_SECONDS)
+    return running
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End what still runs with all that it has started, also what is stopped and would not answer a SIGTERM."""
+    running = [process for process in ranks if process.poll() is None]
+    for process in running:
+        os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + _KILL_SECONDS
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _tell(ending: Ending, restarts: Restarts) -> None:
+    if not ending.text:
+        return
+    if ending.restart and restarts.refusal:
+        say(f"{ending.text}; {restarts.refusal}")
+    elif ending.restart:
+        say(f"{ending.text}. Run the same command to continue from the newest checkpoint, if there is one")
+    else:
+        say(ending.text)

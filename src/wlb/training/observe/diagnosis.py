@@ -1,0 +1,181 @@
+"""Where the time of a running job goes: the paper's Figure 1 as a table, and what causes it.
+
+``diagnose`` looks at the seconds of all ranks over some steps and returns plain data, which rank 0 writes to
+``diagnosis.json`` while the job runs; ``render`` is that as text. Factors are given as measured and as predicted from
+the plans. Where both agree the plan is uneven, and a setting may help; where only the measured one is large the plan is
+even, and a machine is slow or the workload model wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wlb.errors import UserError
+from wlb.training.observe.imbalance import Imbalance, imbalance_of
+from wlb.training.observe.rank_seconds import RankSteps
+from wlb.training.observe.stragglers import RankName, expected_seconds
+
+FILE = "diagnosis.json"  # in metrics.dir
+_WORTH_NAMING = 0.02  # of a step; less is noise
+_AS_PLANNED = 0.5  # a plan that foresees at least this share of an imbalance is its cause
+_RANKS_NAMED = 4
+
+# What differs, and what to do where the plan says so too; in the order in which waiting propagates.
+_DIMENSIONS = {
+    "tp": ("tensor-parallel ranks", "their work is equal by construction"),
+    "cp": ("shards of context-parallel ranks", 'try another sharding.strategy ("hybrid", "adaptive")'),
+    "pp": ("pipeline stages", "choose parallel.pp and virtual_pp so that layers and output head divide evenly"),
+    "dp": ("data-parallel ranks", 'set packing.assignment = "balanced" or raise packing.micro_batches'),
+    "micro_batches": (
+        "micro-batches of a pipeline",
+        'use packing.method = "makespan" or raise packing.max_length_factor',
+    ),
+}
+
+
+def diagnose(
+    steps: Sequence[RankSteps],
+    names: Sequence[RankName],
+    mesh_shape: tuple[int, ...],
+    micro_batches: int,
+    *,
+    last_step: int,
+    step_seconds: float,
+    straggler_factor: float,
+) -> dict[str, Any]:
+    """Look at measured ``steps``, at least one; the last of them is ``last_step``.
+
+    ``names`` are those of the ranks, ``mesh_shape`` is (pp, dp, cp, tp), ``micro_batches`` are those of a data-parallel
+    rank and ``step_seconds`` the mean wall time of a step. The result is JSON-serialisable.
+    """
+    mean = {name: np.mean([rows[name] for rows in steps], axis=0) for name in steps[0].dtype.names or ()}
+    compute, predicted = mean["compute_seconds"], mean["predicted_seconds"]
+    expected = expected_seconds(compute, predicted, mesh_shape[0])
+    coordinates = np.stack(np.unravel_index(np.arange(len(names)), mesh_shape), axis=1)
+    ranks = [
+        {
+            "rank": rank,
+            "host": name.host,
+            "process": name.process,
+            "device": name.device,
+            **dict(zip(("pp", "dp", "cp", "tp"), coordinates[rank].tolist(), strict=True)),
+            "compute_seconds": float(compute[rank]),
+            "normalised": float(compute[rank] / compute.mean()),
+            "predicted_normalised": float(predicted[rank] / predicted.mean()),
+            "over_expected": float(compute[rank] / expected[rank]),
+            "core_wait_seconds": float(mean["core_wait_seconds"][rank]),
+            "data_wait_seconds": float(mean["data_wait_seconds"][rank]),
+        }
+        for rank, name in enumerate(names)
+    ]
+    imbalance = imbalance_of(steps, mesh_shape, micro_batches)
+    slow = [rank for rank in ranks if rank["over_expected"] > straggler_factor]
+    causes = _stragglers(slow) + _uneven(imbalance, mesh_shape[0], micro_batches) + _waits(ranks, step_seconds)
+    return {
+        "last_step": last_step,
+        "steps": len(steps),
+        "step_seconds": step_seconds,
+        "mean_compute_seconds": float(compute.mean()),
+        "slowest_over_mean": float(compute.max() / compute.mean()),
+        "imbalance": imbalance,
+        "causes": sorted(causes, key=lambda cause: -cause["cost"]),
+        "ranks": ranks,
+    }
+
+
+def read_diagnosis(metrics_dir: Path) -> dict[str, Any]:
+    """What a job last wrote into its ``metrics_dir``; raises ``UserError`` if that cannot be read."""
+    path = metrics_dir / FILE
+    try:
+        diagnosis: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        render(diagnosis)
+    except FileNotFoundError:
+        raise UserError(
+            f"{metrics_dir} has no {FILE}: name the metrics.dir of a job that has trained metrics.diagnose_every steps"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a diagnosis ({type(error).__name__}); let the job write it anew") from error
+    return diagnosis
+
+
+def _stragglers(slow: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    by_cost = sorted(slow, key=lambda rank: -rank["over_expected"])[:_RANKS_NAMED]
+    return [
+        {
+            "what": "straggler",
+            "cost": rank["over_expected"] - 1,
+            "text": f"{_named(rank)} takes {rank['over_expected']:.2f} times the seconds expected of it: look at its "
+            "machine (other processes, clock speed, temperature)",
+        }
+        for rank in by_cost
+    ]
+
+
+def _uneven(imbalance: Imbalance, pp: int, micro_batches: int) -> list[dict[str, Any]]:
+    causes = []
+    for dimension, (what, remedy) in _DIMENSIONS.items():
+        measured, predicted = (imbalance[dimension][kind] for kind in ("measured", "predicted"))
+        if measured is None or predicted is None:
+            continue
+        # A stage waits for the largest micro-batch while the pipeline fills and empties, for all others all the time.
+        share = (pp - 1) / micro_batches if dimension == "micro_batches" else 1.0
+        cost = (measured - 1) * share
+        if cost < _WORTH_NAMING:
+            continue
+        as_planned = predicted - 1 >= _AS_PLANNED * (measured - 1)
+        why = (
+            remedy
+            if as_planned
+            else f"the plan foresees {predicted:.2f}; the rest is machines, or a workload model that does not fit"
+        )
+        causes.append({"what": dimension, "cost": cost, "text": f"{what} differ ({measured:.2f}): {why}"})
+    return causes
+
+
+def _waits(ranks: Sequence[dict[str, Any]], step_seconds: float) -> list[dict[str, Any]]:
+    causes = []
+    for what, field, text in (
+        ("cores", "core_wait_seconds", "a core that other processes have: give the job cores of its own"),
+        ("data", "data_wait_seconds", "data: raise training.prefetch"),
+    ):
+        worst = max(ranks, key=lambda rank: rank[field])
+        cost = worst[field] / step_seconds
+        if cost >= _WORTH_NAMING:
+            text = f"{_named(worst)} waits {worst[field]:.3g} s a step for {text}"
+            causes.append({"what": what, "cost": cost, "text": text})
+    return causes
+
+
+def render(diagnosis: dict[str, Any]) -> str:
+    """``diagnosis`` as lines of text."""
+    ranks = diagnosis["ranks"]
+    slowest = max(ranks, key=lambda rank: rank["normalised"])
+    fastest = min(ranks, key=lambda rank: rank["normalised"])
+    steps = f"{diagnosis['steps']} step{'s' if diagnosis['steps'] > 1 else ''}"
+    lines = [
+        f"compute of {len(ranks)} ranks without collectives, mean of {steps} up to step "
+        f"{diagnosis['last_step']} ({diagnosis['step_seconds']:.3g} s each)",
+        f"  {'':<15}{'s a step':>9}{'normalised':>12}",
+        f"  {'slowest':<15}{slowest['compute_seconds']:>9.3g}{slowest['normalised']:>12.3f}  {_named(slowest)}",
+        f"  {'mean':<15}{diagnosis['mean_compute_seconds']:>9.3g}{1:>12.3f}",
+        f"  {'fastest':<15}{fastest['compute_seconds']:>9.3g}{fastest['normalised']:>12.3f}  {_named(fastest)}",
+        f"  {'slowest/mean':<15}{'measured':>9}{'predicted':>12}",
+    ]
+    for dimension in _DIMENSIONS:
+        factor = diagnosis["imbalance"][dimension]
+        lines.append(f"  {dimension.replace('_', '-'):<15}{factor['measured']:>9.3f}{factor['predicted']:>12.3f}")
+    causes = [cause["text"] for cause in diagnosis["causes"]]
+    lines.append("causes, costliest first:" if causes else f"no cause costs {_WORTH_NAMING:.0%} of a step")
+    return "\n".join(lines + [f"  {number}. {text}" for number, text in enumerate(causes, 1)])
+
+
+def _named(rank: dict[str, Any]) -> str:
+    where = RankName(rank["host"], rank["process"], rank["device"])
+    return f"rank {rank['rank']} ({where})"

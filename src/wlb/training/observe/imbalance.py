@@ -1,0 +1,60 @@
+"""How much of the time goes into waiting, by the dimension along which ranks wait.
+
+Waiting propagates from TP to CP to PP to DP (WLB-LLM, Figure 1): ranks of a tensor- or context-parallel group wait for
+their slowest in every layer, a pipeline runs at the pace of its slowest stage, and data-parallel ranks meet at the end
+of the step. So each factor compares the seconds that count along one dimension with those that the one below it left:
+
+    tp   what counts for a tensor-parallel group, mean over groups, over the mean rank
+    cp   what counts for a context-parallel group over what counts for its tensor-parallel groups, means
+    pp   a pipeline's slowest stage over its mean stage, means over pipelines
+    dp   the slowest of these slowest stages over their mean
+
+Each is at least 1, and their product is the slowest over the mean rank, as in the paper's figure, with what the slowest
+waits inside its own groups counted as its. Over several steps the seconds are added first.
+
+``micro_batches`` comes on top: the largest micro-batch of a stage over its mean one, means over stages. While a
+pipeline fills and empties its stages wait for the largest, about pp - 1 times a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.training.observe.rank_seconds import RankSteps
+
+Imbalance = dict[str, dict[str, float | None]]  # dimension -> "predicted", "measured"
+
+_FIELDS = {
+    "predicted": ("predicted_seconds", "predicted_seconds", "predicted_cp_seconds", "predicted_largest_seconds"),
+    "measured": ("compute_seconds", "tp_seconds", "cp_seconds", "largest_seconds"),
+}
+
+
+def imbalance_of(steps: Sequence[RankSteps], mesh_shape: tuple[int, ...], micro_batches: int) -> Imbalance:
+    """The factors over ``steps``, as predicted and as measured; None where there is nothing to compare.
+
+    ``mesh_shape`` is (pp, dp, cp, tp) and ``micro_batches`` their number on each data-parallel rank.
+    """
+    by_kind = {
+        kind: _factors(np.sum([_ladder(rows, fields, mesh_shape) for rows in steps], axis=0), micro_batches)
+        for kind, fields in _FIELDS.items()
+    }
+    return {name: {kind: by_kind[kind][name] for kind in _FIELDS} for name in ("tp", "cp", "pp", "dp", "micro_batches")}
+
+
+def _ladder(rows: RankSteps, fields: tuple[str, ...], mesh_shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Mean seconds that count for a rank, TP group, CP group, pipeline; for the step; mean largest micro-batch."""
+    rank, tp, cp, largest = (rows[name].reshape(mesh_shape) for name in fields)
+    pipelines = cp[:, :, 0, 0].max(axis=0)  # all ranks of a group have the same
+    return np.array([rank.mean(), tp.mean(), cp.mean(), pipelines.mean(), pipelines.max(), largest.mean()])
+
+
+def _factors(ladder: NDArray[np.float64], micro_batches: int) -> dict[str, float | None]:
+    names = ("tp", "cp", "pp", "dp", "micro_batches")
+    if not ladder[0] > 0:  # also NaN: not measured
+        return dict.fromkeys(names)
+    factors = [*(ladder[1:5] / ladder[:4]), ladder[5] * micro_batches / ladder[2]]
+    return {name: float(factor) for name, factor in zip(names, factors, strict=True)}

@@ -1,0 +1,186 @@
+"""What a job says about itself: a console line, one JSON line and TensorBoard scalars for each step.
+
+Only rank 0 writes. ``steps.jsonl`` never holds a step twice: a resumed job first cuts off what was written past its
+checkpoint, a new job sets an older file aside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wlb.config import MetricsConfig
+from wlb.documents.segments import Segment
+from wlb.errors import UserError, require
+from wlb.training.evaluation.held_out import Evaluation
+from wlb.training.observe.imbalance import Imbalance
+from wlb.training.observe.step_lines import continue_file, last_step_in
+from wlb.training.runtime.console import end_progress, say, show_progress
+from wlb.training.runtime.failures import TrainingError
+
+_NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks"}
+_SHORT = {"micro_batches": "mb"}  # in the live line
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of steps.jsonl; steps count from 1.
+
+    ``loss`` is the mean over the step's labelled tokens and ``grad_norm`` the global norm before clipping.
+    ``documents`` counts, and ``document_ids`` lists, the documents that the step finished: no part of them waits any
+    more, so over an epoch each document appears once, however it was split. ``token_delay`` is the mean steps a token
+    waited since it arrived; of ``pending_documents`` a part still waits. ``step_seconds`` includes
+    ``data_wait_seconds``; ``planning_seconds`` were spent in another thread. ``mfu`` is the model FLOPs utilisation of
+    ``model_flops``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
+    are slow still. ``segments`` are all that the step trained, in the order of documents.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    documents: int
+    step_seconds: float
+    tokens_per_second: float
+    imbalance_degree: float
+    token_delay: float
+    data_wait_seconds: float
+    planning_seconds: float
+    pending_documents: int
+    mfu: float
+    imbalance: Imbalance
+    slow_ranks: tuple[int, ...]
+    document_ids: tuple[int, ...] | None = None
+    segments: tuple[Segment, ...] | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step left the weights as they were: its loss or its gradient norm is not finite."""
+        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+
+    def to_json(self) -> dict[str, Any]:
+        """The row of steps.jsonl; what is not finite is null, as JSON has no word for it."""
+        row = asdict(self)
+        for name in ("document_ids", "segments"):
+            if row[name] is None:
+                del row[name]
+        if self.skipped:
+            row["skipped"] = True
+            row |= {name: None for name in ("loss", "grad_norm") if not math.isfinite(row[name])}
+        return row
+
+
+class MetricsWriter:
+    """Writes the metrics of a job that continues after ``last_step`` (0 for a new job).
+
+    ``evaluated`` is the last step up to it whose evaluation is on record.
+    """
+
+    def __init__(self, config: MetricsConfig, last_step: int) -> None:
+        self._last: StepMetrics | None = None
+        self._tokens = self._documents = 0
+        self._seconds, self._imbalance = array("d"), array("d")  # of every step: 16 bytes, over months of them
+        self._evaluation: Evaluation | None = None
+        try:
+            config.dir.mkdir(parents=True, exist_ok=True)
+            self._evaluations = config.dir / "evaluation.jsonl"
+            for path in (config.dir / "steps.jsonl", self._evaluations):
+                if note := continue_file(path, last_step):
+                    say(note)
+            self.evaluated = last_step_in(self._evaluations)
+            self._file = (config.dir / "steps.jsonl").open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"metrics.dir {config.dir} cannot be written: {error.strerror}") from error
+        self._tensorboard = _tensorboard(config.dir, last_step) if config.tensorboard else None
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._last = metrics
+        self._tokens += metrics.tokens
+        self._documents += metrics.documents
+        self._seconds.append(metrics.step_seconds)
+        self._imbalance.append(metrics.imbalance_degree)
+        row = metrics.to_json()
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"step {metrics.step}: metrics.dir {self._file.name} cannot be written: {error.strerror}"
+            ) from error
+        if self._tensorboard is not None:
+            for name, value in _scalars(row):
+                self._tensorboard.add_scalar(name, value, metrics.step)
+        show_progress(live_line(metrics))
+
+    def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        try:
+            with self._evaluations.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(evaluation.to_json(step)) + "\n")
+        except OSError as error:
+            raise TrainingError(f"step {step}: {self._evaluations} cannot be written: {error.strerror}") from error
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar("evaluation/loss", evaluation.loss, step)
+            for bucket in evaluation.buckets:
+                if bucket.tokens:
+                    self._tensorboard.add_scalar(f"evaluation/loss by length/{bucket.name}", bucket.loss, step)
+        say(evaluation.line(step))
+
+    def summary(self) -> dict[str, Any]:
+        """The steps of this run in one object; means and medians are null when no step was trained."""
+        last, seconds = self._last, self._seconds
+        return {
+            "steps": len(seconds),
+            "last_step": last.step if last else None,
+            "tokens": self._tokens,
+            "documents": self._documents,
+            "median_step_seconds": statistics.median(seconds) if seconds else None,
+            "tokens_per_second": self._tokens / sum(seconds) if seconds else None,
+            "mean_imbalance_degree": statistics.fmean(self._imbalance) if seconds else None,
+            "last_loss": last.to_json()["loss"] if last else None,
+            "evaluation_loss": self._evaluation.to_json(0)["loss"] if self._evaluation else None,
+        }
+
+    def close(self) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        end_progress()
+
+
+def live_line(metrics: StepMetrics) -> str:
+    """A step in one line; imbalance by dimension is predicted/measured, where the dimension has more than one rank."""
+    by_dimension = "".join(
+        f" {_SHORT.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
+        for name, factor in metrics.imbalance.items()
+        if factor["predicted"] is not None and factor["measured"] is not None and factor["measured"] != 1
+    )
+    return (
+        f"step {metrics.step}  loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
+        f"mfu {metrics.mfu:.1%}  imbalance {metrics.imbalance_degree:.3f}{by_dimension}  "
+        f"delay {metrics.token_delay:.2f}  {metrics.pending_documents} waiting  {metrics.step_seconds:.2f} s  "
+        f"wait {metrics.data_wait_seconds / metrics.step_seconds:.0%}"
+    )
+
+
+def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """What can be plotted of a row, nested names joined by "/"."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{name}/")
+        elif name not in _NOT_PLOTTED and value is not None:
+            yield prefix + name, value
+
+
+def _tensorboard(directory: Path, last_step: int) -> Any:
+    require("tensorboard", "train")
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(directory), purge_step=last_step + 1)

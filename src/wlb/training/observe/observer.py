@@ -1,0 +1,98 @@
+"""What rank 0 makes of all ranks' seconds: imbalance, utilisation, warnings about slow ranks, the diagnosis.
+
+The first step of a run is left out of warnings and diagnosis: it warms up caches and allocators, and compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from wlb.config import JobConfig
+from wlb.packing.plan import StepPlan
+from wlb.training.observe.diagnosis import FILE, diagnose, render
+from wlb.training.observe.imbalance import Imbalance, imbalance_of
+from wlb.training.observe.model_flops import model_flops, peak_flops
+from wlb.training.observe.rank_seconds import RankSteps
+from wlb.training.observe.stragglers import RankName, StragglerWatch
+from wlb.training.parallel.parallelize import MESH_DIMENSIONS
+from wlb.training.runtime.console import say
+from wlb.training.runtime.environment import hardware_name
+from wlb.workload import ModelShape
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a step says about the job: see ``StepMetrics`` for the meaning."""
+
+    mfu: float
+    imbalance: Imbalance
+    slow_ranks: tuple[int, ...]
+
+
+class Observer:
+    """Looks at every step; ``names`` are those of the ranks."""
+
+    def __init__(self, config: JobConfig, shape: ModelShape, names: Sequence[RankName], device: torch.device) -> None:
+        self._config = config
+        self._shape = shape
+        self._names = names
+        self._mesh_shape = tuple(getattr(config.parallel, name) for name in MESH_DIMENSIONS)
+        self._micro_batches = config.packing.micro_batches // config.parallel.dp
+        self._peak = peak_flops(hardware_name(device), device) * config.parallel.world_size
+        self._watch = StragglerWatch(names, config.parallel.pp, config.metrics.straggler_factor)
+        self._every = config.metrics.diagnose_every
+        self._recent: deque[tuple[int, RankSteps, float]] = deque()
+        self._observed = 0  # steps of this run
+        self._path = config.metrics.dir / FILE
+        self._path.unlink(missing_ok=True)  # an earlier run's
+
+    def observe(self, step: int, plan: StepPlan, rows: RankSteps, step_seconds: float) -> Observation:
+        """Take in a step that took ``step_seconds``; warns of slow ranks and writes the diagnosis when it is due."""
+        self._observed += 1
+        if self._observed > 1 and not np.isnan(rows["compute_seconds"]).any():
+            self._recent.append((step, rows, step_seconds))
+            for line in self._watch.observe(rows):
+                say(f"wlb: warning: {line}")
+        while self._recent and self._recent[0][0] <= step - self._every:
+            self._recent.popleft()
+        if self._observed % self._every == 0:
+            self._write()
+        return Observation(
+            mfu=model_flops(self._shape, plan) / (step_seconds * self._peak),
+            imbalance=imbalance_of([rows], self._mesh_shape, self._micro_batches),
+            slow_ranks=tuple(sorted(self._watch.slow)),
+        )
+
+    def finish(self) -> None:
+        """Write and print the diagnosis of the last steps."""
+        if diagnosis := self._write():
+            say(render(diagnosis))
+
+    def _write(self) -> dict[str, Any] | None:
+        if not self._recent:
+            return None
+        steps, rows, seconds = zip(*self._recent, strict=True)
+        diagnosis = diagnose(
+            rows,
+            self._names,
+            self._mesh_shape,
+            self._micro_batches,
+            last_step=steps[-1],
+            step_seconds=float(np.mean(seconds)),
+            straggler_factor=self._config.metrics.straggler_factor,
+        )
+        fresh = self._path.with_suffix(".tmp")
+        try:
+            fresh.write_text(json.dumps(diagnosis, allow_nan=False), encoding="utf-8")
+            os.replace(fresh, self._path)  # a reader sees the old one or the new one
+        except OSError as error:
+            say(f"wlb: warning: {self._path} could not be written: {error.strerror}")
+        return diagnosis

@@ -1,0 +1,129 @@
+"""Micro-batches of different lengths on PyTorch's pipeline schedules, without exchanging shapes.
+
+The stock ``PipelineStage`` learns one shape and allocates all its receive buffers for it. Every rank knows
+the plan of the step, though, and with it the tokens of each micro-batch. ``PlannedStage`` therefore makes
+each buffer when the schedule asks for the receive, in the size of that micro-batch, and forgets it when the
+schedule takes the data. It is constructed once and never re-initialised, which would clear accumulated
+gradients (NeMo Automodel #3530).
+
+This is the only file that touches private parts of ``torch.distributed.pipelining``. It relies on the
+following in torch 2.11 to 2.13: a stage that is given example inputs and outputs infers no shapes at run
+time; schedules get what was received through the two ``_retrieve_recv_*`` methods and run micro-batches through the two
+``*_one_chunk`` methods; ``_step_microbatches`` runs lists of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from wlb.training.observe.compute_clock import ComputeClock
+
+
+class PlannedStage(PipelineStage):
+    """A pipeline stage that passes a residual stream (tokens, hidden) of known length per micro-batch."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: int,
+        stages: int,
+        *,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        clock: ComputeClock,
+    ) -> None:
+        example = torch.empty(1, hidden, dtype=dtype, device=device, requires_grad=True)
+        tokens = torch.empty(1, dtype=torch.int64, device=device)
+        super().__init__(
+            module,
+            stage,
+            stages,
+            device,
+            input_args=example if stage else tokens,
+            output_args=example,
+            group=group,
+        )
+        self._clock = clock
+        self._stream = example.detach()
+        self._token_counts: Sequence[int] = ()
+        self._activations: dict[int, Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
+        # Under TORCH_DISTRIBUTED_DEBUG=DETAIL torch 2.13 would hold every tensor against the example.
+        self._runtime_validate = False
+
+    def begin_step(self, token_counts: Sequence[int]) -> None:
+        """Announce the tokens of each micro-batch of the step to come."""
+        self._token_counts = token_counts
+        self.has_backward = True
+        self.clear_runtime_states()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._clock.measuring("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._clock.measuring("backward", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_first:
+            return []
+        return self._receive(self._activations, fwd_chunk_id, self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.is_last:
+            return []
+        return self._receive(self._gradients, bwd_chunk_id, self.stage_index + 1)
+
+    def _receive(self, buffers: dict[int, Tensor], micro_batch: int, sender: int) -> list[dist.P2POp]:
+        buffer = self._stream.new_empty(self._token_counts[micro_batch], self._stream.shape[1])
+        buffers[micro_batch] = buffer
+        peer = self.stage_index_to_group_rank[sender]
+        return [dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=peer)]
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor]:
+        return (self._activations.pop(fwd_chunk_id).requires_grad_(),)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor]:
+        return (self._gradients.pop(bwd_chunk_id),)
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """torch 2.11 would refuse inputs that differ in shape from the example."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """torch 2.11 would refuse outputs that differ in shape from the example."""
+
+
+def make_schedule(
+    stages: Sequence[PlannedStage], micro_batches: int, loss: Callable[[Tensor, Any], Tensor]
+) -> Schedule1F1B | ScheduleInterleaved1F1B:
+    """1F1B over one stage per rank, interleaved 1F1B over several; micro-batches' gradients are summed."""
+    if len(stages) == 1:
+        return Schedule1F1B(stages[0], micro_batches, loss_fn=loss, scale_grads=False)
+    return ScheduleInterleaved1F1B(list(stages), micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def run_schedule(
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B,
+    inputs: Sequence[Tensor],
+    keywords: Sequence[dict[str, Any]],
+    targets: Sequence[Any],
+) -> list[Tensor]:
+    """Run forward and backward of every micro-batch of a step whose stages have seen ``begin_step``.
+
+    ``inputs`` (token ids) reach the first stage only, ``keywords`` every stage, ``targets`` the loss of the
+    last. Returns the losses, one per micro-batch, on the rank of the last stage; none elsewhere.
+    """
+    losses: list[Tensor] = []
+    schedule._step_microbatches(
+        [(tokens,) for tokens in inputs], list(keywords), list(targets), losses, return_outputs=False
+    )
+    return losses

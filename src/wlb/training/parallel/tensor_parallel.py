@@ -1,0 +1,79 @@
+"""Tensor parallelism with sequence parallelism, applied to a plain ``Transformer`` from outside.
+
+Every block's projections are split over the tensor-parallel ranks: the first of a pair by its outputs (heads, columns
+of the feed-forward layer), the second by its inputs, so that a pair needs one all-gather of tokens before and one
+reduce-scatter after it (Megatron-LM, arXiv 1909.08053, section 3; with tokens split between them, arXiv 2205.05198,
+section 4.2.2). Between the pairs every rank holds an equal part of the tokens, norms included: T must be a multiple of
+the group, which ``shard_batch`` takes care of. The embedding is split by vocabulary, the head as well, and the loss is
+computed on scores that stay split.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from wlb.models.transformer import Transformer
+
+_TOKENS = Shard(0)  # of a stream (T, D)
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+def apply_tensor_parallel(module: Transformer, mesh: DeviceMesh) -> None:
+    """Split the weights of ``module``, which may still be on the meta device, over the one dimension of ``mesh``."""
+    plan: dict[str, ParallelStyle] = {}
+    if module.embedding is not None:
+        plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=_TOKENS)
+    for layer in module.layers:
+        plan |= {f"layers.{layer}.{name}": style for name, style in _block_plan(module.config.qk_norm).items()}
+    if module.head is not None:
+        plan["head.norm"] = SequenceParallel(sequence_dim=0)
+        plan["head.output"] = _tied_output() if module.config.tied_embeddings else _output()
+    parallelize_module(module, mesh, plan)
+
+
+def _output() -> ColwiseParallel:
+    """The head gives scores split by vocabulary, as a DTensor for ``loss_parallel``."""
+    return ColwiseParallel(input_layouts=_TOKENS, output_layouts=Shard(-1), use_local_output=False)
+
+
+def _tied_output() -> PrepareModuleInput:
+    """The same with the embedding's matrix, which is split by vocabulary already."""
+    return PrepareModuleInput(
+        input_layouts=(_TOKENS, None), desired_input_layouts=(Replicate(), None), use_local_output=False
+    )
+
+
+def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
+    # Norms of single heads run on this rank's heads; their weights are whole on every rank.
+    head_norms = {f"attention.{name}": SequenceParallel(sequence_dim=1, use_local_output=True) for name in _HEAD_NORMS}
+    return {
+        **(head_norms if qk_norm else {}),
+        "attention_norm": SequenceParallel(sequence_dim=0),
+        "attention": _all_tokens(inputs=3),  # x, and the rotation and attention function that stay as they are
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=_TOKENS),
+        "feed_forward_norm": SequenceParallel(sequence_dim=0),
+        "feed_forward": _all_tokens(inputs=1),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w3": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=_TOKENS),
+    }
+
+
+def _all_tokens(inputs: int) -> PrepareModuleInput:
+    """Gather the tokens of the first input for all projections of the module at once."""
+    others = (None,) * (inputs - 1)
+    return PrepareModuleInput(
+        input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others), use_local_output=True
+    )

@@ -1,0 +1,52 @@
+"""One matrix for embedding and head, on two pipeline ranks.
+
+With tied embeddings the first and the last stage each hold ``embedding.weight``, equal from the start as initial values
+follow from the name. Each computes the gradient of its own use; both get the sum, as in Megatron-LM, so the optimizer
+changes both copies alike and they stay equal to the last bit. A checkpoint has the matrix once, under its one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from wlb.models.transformer import Transformer
+
+
+def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
+    """Add to the gradient of a tied embedding that of its other copy, where the ranks of ``group`` hold two.
+
+    ``group`` holds the pipeline ranks, in order; call it on all of them, once when a step's gradients are complete.
+    """
+    shared = next((stage.embedding for stage in stages if _has_other_copy(stage)), None)
+    if shared is None or shared.weight.grad is None:
+        return
+    grad = shared.weight.grad
+    mine = grad.to_local() if isinstance(grad, DTensor) else grad
+    if mine.numel() == 0:  # the other copy is sharded alike
+        return
+    last = dist.get_world_size(group) - 1
+    peer = last - dist.get_rank(group)
+    others = torch.empty_like(mine, memory_format=torch.contiguous_format)
+    operations = [
+        dist.P2POp(dist.isend, mine.contiguous(), group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, others, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    mine += others
+
+
+def is_second_copy(stage: Transformer, parameter: Tensor) -> bool:
+    """Whether ``parameter`` is the last stage's copy of what the first stage holds as well."""
+    return (
+        _has_other_copy(stage) and stage.is_last and stage.embedding is not None and parameter is stage.embedding.weight
+    )
+
+
+def _has_other_copy(stage: Transformer) -> bool:
+    return stage.config.tied_embeddings and stage.is_first != stage.is_last

@@ -1,0 +1,52 @@
+"""One job at a time in a directory: two that write the same files would destroy each other's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from wlb.config import JobConfig
+from wlb.errors import UserError
+from wlb.os_limits import try_lock
+
+LOCK_NAME = ".lock"
+
+
+@contextmanager
+def directories_of(config: JobConfig) -> Iterator[None]:
+    """Hold ``metrics.dir`` and ``checkpoint.dir`` for this job; ends with this process at the latest, however it ends.
+
+    Called by rank 0, which is the one that writes. Raises ``UserError`` when another job holds one of them.
+    """
+    named = {"metrics.dir": config.metrics.dir, "checkpoint.dir": config.checkpoint.dir}
+    held: set[Path] = set()
+    with ExitStack() as locks:
+        for name, directory in named.items():
+            if directory is not None and directory.resolve() not in held:
+                locks.enter_context(_locked(name, directory))
+                held.add(directory.resolve())
+        yield
+
+
+def check_shared(config: JobConfig) -> None:
+    """Raise ``UserError`` on a rank that does not see the ``checkpoint.dir`` that rank 0 holds, but one of its own."""
+    directory = config.checkpoint.dir
+    if directory is not None and not (directory / LOCK_NAME).exists():
+        raise UserError(f"checkpoint.dir {directory.absolute()} must be shared by all machines, and is not")
+
+
+@contextmanager
+def _locked(name: str, directory: Path) -> Iterator[None]:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise UserError(f"{name} {directory} cannot be written: {error.strerror}") from error
+    try:
+        if not try_lock(descriptor):
+            raise UserError(f"another job is writing to {name} {directory}; wait for it or choose another directory")
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,180 @@
+"""The surroundings of a rank: its device and process group, and the model and hardware the configuration names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from wlb.config import JobConfig, ModelConfig, TrainingConfig
+from wlb.documents.store.reader import TokenStore
+from wlb.errors import UserError
+from wlb.models.pretrained import pretrained_config
+from wlb.models.rotary import RotaryScaling
+from wlb.models.transformer import TransformerConfig
+from wlb.os_limits import usable_cores
+from wlb.planning.memory import compute_type
+from wlb.planning.shape import configured_shape
+from wlb.training.runtime.watchdog import backend_timeout
+
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+# A length of a micro-batch has 18 products, whatever the number of blocks: one forward, two backward, of six matrices.
+_COMPILED_PRODUCTS = "64"
+
+
+@contextmanager
+def joined_job(config: JobConfig) -> Iterator[torch.device]:
+    """Join the process group of ``torchrun``'s environment, or be a job of one process; yields this rank's device.
+
+    Raises ``UserError`` if the number of processes is not the product of ``parallel.*``.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != config.parallel.world_size:
+        sizes = " x ".join(f"{name} {getattr(config.parallel, name)}" for name in ("dp", "pp", "cp", "tp"))
+        raise UserError(
+            f"{world_size} processes were started, but parallel.* asks for {config.parallel.world_size} ({sizes}); "
+            "start as many, or start them with wlb train"
+        )
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device(device_type(config.training, local_processes), int(os.environ.get("LOCAL_RANK", "0")))
+    torch.set_num_threads(threads_per_process(config.training, local_processes))
+    bound_compiled_products()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = backend_timeout(config.training.timeout_seconds)
+    store, rank = _meeting_place(timeout)
+    dist.init_process_group(_BACKENDS[device.type], timeout=timeout, store=store, rank=rank, world_size=world_size)
+    yield device
+    dist.destroy_process_group()  # not after an error: peers may be gone, and the process ends anyway
+
+
+def bound_compiled_products() -> None:
+    """Keep fewer matrix products compiled, where the environment does not say how many; before the first product.
+
+    In half precision on CPU, oneDNN compiles a product for its exact shape, so for every length of a micro-batch anew.
+    It keeps the latest 1,024, PyTorch's layer above it as many again, and each takes about half a MB: a GiB.
+    """
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, _COMPILED_PRODUCTS)
+
+
+def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:
+    """The store in which the ranks find each other, and this process's rank.
+
+    ``torchrun`` keeps its store over restarts, and in it the addresses of ranks that were killed; so on one machine
+    every attempt has keys of its own. Several machines need not agree on the number of restarts; see
+    ``shared_store_warning``.
+    """
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0
+    store, rank, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    store.set_timeout(timeout)
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store, rank
+
+
+def shared_store_warning() -> str | None:
+    """What to tell the user where ``torchrun`` could not restart the ranks of several machines, or None."""
+    several = os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if not (several and restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        return None
+    return (
+        "wlb: warning: torchrun cannot reliably restart ranks on several machines while it shares its store with them; "
+        "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all of them"
+    )
+
+
+def device_type(config: TrainingConfig, local_processes: int) -> str:
+    """``"cuda"`` or ``"cpu"``, as ``training.device`` asks and this machine allows: one GPU per process."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus < local_processes:
+        raise UserError(
+            f"{local_processes} processes on this machine need a GPU each, it has {gpus}; reduce parallel.* or set "
+            "training.device = 'cpu'"
+        )
+    return "cuda"
+
+
+def vocab_size(config: JobConfig, store: TokenStore) -> int:
+    """The model's vocabulary: the pretrained one, ``model.vocab_size``, or else the store's.
+
+    Raises ``UserError`` where there is none of these, or the store needs a larger one.
+    """
+    needed, pretrained = store.vocab_size, config.model.pretrained
+    if pretrained is not None:
+        held = pretrained_config(pretrained, config.model).shape.vocab_size
+        if needed is not None and held < needed:
+            raise UserError(
+                f"{pretrained} has a vocabulary of {held}, below the {needed} of token store {store.prefix}; prepare "
+                f"the store with its tokenizer: wlb prepare --tokenizer {pretrained}"
+            )
+        return held
+    if config.model.vocab_size is None and needed is None:
+        raise UserError(f"token store {store.prefix} does not say how large its vocabulary is; set model.vocab_size")
+    return configured_shape(config.model, needed).vocab_size
+
+
+def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
+    """CPU threads of each process: ``training.threads``, or else what ``OMP_NUM_THREADS`` says, or else an equal share
+    of the cores this job may use. Raises ``UserError`` for more than the machine has cores."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
+    given = int(wanted) if wanted.isdecimal() else 0
+    threads = config.threads or given or max(1, usable_cores() // local_processes)
+    if threads > (cores := os.cpu_count() or threads):
+        name = "training.threads" if config.threads else "OMP_NUM_THREADS"
+        raise UserError(f"{name} = {threads} threads for each process, but this machine has {cores} cores; lower it")
+    return threads
+
+
+def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
+    """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
+    dtype: torch.dtype = getattr(torch, compute_type(config, device.type))
+    return dtype
+
+
+def dense_attention_warning(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What to tell the user where no fast attention runs in ``dtype``, or None."""
+    if device.type != "cuda" or dtype == torch.bfloat16:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"wlb: warning: training.dtype = '{name}' on CUDA runs attention on the dense reference back end, whose memory "
+        "grows with the square of a document's tokens; set training.dtype = 'bfloat16' for flash attention"
+    )
+
+
+def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig:
+    """The model that ``[model]`` describes, with a vocabulary of ``vocab_size``.
+
+    Dimensions that are not given are those of the preset or of the pretrained model; the width of a head is
+    hidden / heads where one of these is given. Raises ``UserError`` for dimensions that do not fit together or are not
+    those of the pretrained model.
+    """
+    if model.pretrained is not None:
+        return pretrained_config(model.pretrained, model)
+    return TransformerConfig(
+        replace(configured_shape(model), vocab_size=vocab_size),
+        rope_theta=model.rope_theta,
+        norm_eps=model.norm_eps,
+        rope_scaling=RotaryScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None,
+        qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
+        tied_embeddings=model.tied_embeddings,
+    )
+
+
+def hardware_name(device: torch.device) -> str:
+    """The hardware preset whose rates are closest to this device."""
+    if device.type == "cpu":
+        return "cpu"
+    return "a100" if "A100" in torch.cuda.get_device_name(device) else "h100"

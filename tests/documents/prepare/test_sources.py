@@ -1,0 +1,167 @@
+"""Every kind of source gives the documents that were put into it, and names what it could not take."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.documents.prepare.batches import Reject, documents_of
+from wlb.documents.prepare.sources import FileCorpus
+from wlb.errors import UserError
+
+documents = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30), max_size=20)
+
+
+def read(*sources, **options):
+    return [text for batch in FileCorpus(sources, **options).batches() for text in documents_of(batch)]
+
+
+def compressed(path, content):
+    match path.suffix:
+        case ".gz":
+            content = gzip.compress(content)
+        case ".zst":
+            # Two frames, as tools that compress in parallel write.
+            half = len(content) // 2
+            content = zstandard.compress(content[:half]) + zstandard.compress(content[half:])
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "d.ndjson", "d.json", "d.json.gz"])
+def test_json_lines_give_their_texts(tmp_path, name):
+    @given(documents.filter(bool), st.sampled_from(["\n", "\r\n"]), st.booleans())
+    def same(texts, newline, escape):
+        body = "".join(json.dumps({"id": 1, "text": t}, ensure_ascii=escape) + newline for t in texts)
+        path = compressed(tmp_path / name, body.encode())
+        assert read(path) == texts
+
+    same()
+
+
+def test_parquet_gives_its_texts(tmp_path):
+    @given(documents, st.sampled_from([pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]))
+    def same(texts, kind):
+        path = tmp_path / "d.parquet"
+        pq.write_table(pa.table({"body": pa.array(texts).cast(kind)}), path, row_group_size=7)
+        assert read(path, text_field="body") == texts
+
+    same()
+
+
+@pytest.mark.parametrize("name", ["d.txt", "d.txt.gz", "d.txt.zst", "README", "d.weird"])
+def test_a_text_file_is_one_document(tmp_path, name):
+    text = "one\r\ntwo\n\fthree\x00\n"
+    assert read(compressed(tmp_path / name, text.encode())) == [text]
+    assert read(compressed(tmp_path / name, text.encode("utf-8-sig"))) == [text]
+
+
+def test_bad_lines_are_rejected_by_reason(tmp_path):
+    path = tmp_path / "d.jsonl"
+    lines = {
+        b'{"text": "good"}': "good",
+        b'{"text": ""}': Reject.EMPTY,
+        b'{"text": "half \\ud800"}': Reject.UNDECODABLE,
+        b'{"text": "\xff"}': Reject.UNDECODABLE,
+        b"  ": Reject.BLANK_LINE,
+        b'{"text": "cut': Reject.BAD_JSON,
+        b"[" * 100_000: Reject.BAD_JSON,
+        b"9" * 10_000: Reject.BAD_JSON,
+        b'{"body": "x"}': Reject.NO_FIELD,
+        b"[1]": Reject.NO_FIELD,
+        b'{"text": 5}': Reject.NOT_TEXT,
+        b'{"text": null}': Reject.NOT_TEXT,
+        b'{"text": "last, without a newline"}': "last, without a newline",
+    }
+    path.write_bytes(b"\n".join(lines))
+    assert read(path) == list(lines.values())
+
+
+def test_bad_cells_and_files_are_rejected_by_reason(tmp_path):
+    raw = pa.array([b"good", b"\xff", b"", None], pa.binary())
+    pq.write_table(pa.table({"text": raw}), tmp_path / "a.parquet")
+    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "c.txt").write_bytes(b"")
+    expected = ["good", Reject.UNDECODABLE, Reject.EMPTY, Reject.NOT_TEXT, Reject.UNDECODABLE, Reject.EMPTY]
+    assert read(tmp_path) == expected
+
+
+def test_text_of_parquet_need_not_be_utf8(tmp_path):
+    cells = pa.Array.from_buffers(pa.string(), 2, pa.array([b"ok", b"\xff"], pa.binary()).buffers())
+    pq.write_table(pa.table({"text": cells}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ["ok", Reject.UNDECODABLE]
+
+
+def test_directories_are_read_in_order_of_names(tmp_path):
+    for name in ("b.py", "a/z.md", "a/y.jsonl", "c.txt", ".git/config.txt", "d.png", "e.json", "a/.hidden.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"text": name}) if name.endswith("jsonl") else name)
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
+    corpus = FileCorpus([tmp_path])
+    texts = [text for batch in corpus.batches() for text in documents_of(batch)]
+    assert texts == ["a/y.jsonl", "a/z.md", "b.py", "c.txt"]
+    # .git, d.png, e.json, .hidden.txt, broken.txt, again; the second walk does not count again.
+    assert corpus.skipped_files == 6
+    assert read(tmp_path / "c.txt", tmp_path / "d.png", tmp_path / "b.py") == ["c.txt", "d.png", "b.py"]
+
+
+def test_batches_are_bounded_and_their_progress_is_the_size_of_the_sources(tmp_path):
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "x" * 900}) + "\n") * 5000)
+    compressed(tmp_path / "b.jsonl.gz", (json.dumps({"text": "y" * 90}) + "\n").encode() * 5000)
+    for i in range(300):
+        (tmp_path / f"c{i}.txt").write_text("z" * 10_000)
+    corpus = FileCorpus([tmp_path])
+    batches = list(corpus.batches())
+    assert len(batches) > 6
+    assert sum(batch.progress for batch in batches) == corpus.total_bytes
+    assert max(sum(map(len, batch.items)) for batch in batches if isinstance(batch.items[0], bytes)) < 1.1 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("d.jsonl.gz", lambda whole: whole[:-20]),
+        ("d.jsonl.gz", lambda whole: whole[:40] + b"\0\0\0\0" + whole[44:]),
+        ("d.jsonl.gz", lambda whole: b"plain text"),
+        ("d.jsonl.zst", lambda whole: whole[:-5]),
+        ("d.jsonl.zst", lambda whole: b"plain text"),
+        ("d.txt.zst", lambda whole: whole[:-5]),
+        ("d.txt.gz", lambda whole: whole[:-9]),
+        ("d.parquet", lambda whole: whole[: len(whole) // 2]),
+        ("d.parquet", lambda whole: b""),
+    ],
+)
+def test_damaged_containers_are_errors_of_the_file(tmp_path, name, damage):
+    path = tmp_path / name
+    content = "".join(json.dumps({"text": os.urandom(30).hex()}) + "\n" for _ in range(300))
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table({"text": content.splitlines()}), path)
+    else:
+        compressed(path, content.encode())
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError, match=rf"{name} (is|cannot)") as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_empty_and_unsuitable_sources(tmp_path):
+    with pytest.raises(UserError, match=r"source .*nowhere does not exist"):
+        FileCorpus([tmp_path / "nowhere"])
+    (tmp_path / "picture.png").write_bytes(b"")
+    with pytest.raises(UserError, match="no text, JSON Lines or Parquet files in"):
+        FileCorpus([tmp_path])
+    pq.write_table(pa.table({"length": [1, 2]}), tmp_path / "n.parquet")
+    with pytest.raises(UserError, match=r"no column 'text', only length; choose one with --text-field"):
+        read(tmp_path / "n.parquet")
+    with pytest.raises(UserError, match=r"column 'length' of .* holds int64, not text"):
+        read(tmp_path / "n.parquet", text_field="length")

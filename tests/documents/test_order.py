@@ -1,0 +1,139 @@
+"""Every epoch visits every document once; a position in the order is two integers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.config import DataConfig
+from wlb.documents.order import DocumentStream, shuffled
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+
+WINDOW = 10
+some_lengths = st.lists(st.integers(0, 35), min_size=1, max_size=40).filter(any)
+
+
+def stream_of(lengths: list[int], **settings: Any) -> DocumentStream:
+    config = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, **settings})
+    return DocumentStream(np.array(lengths, dtype=np.int64), config)
+
+
+def read_epoch(stream: DocumentStream, chunk: int) -> list[Segment]:
+    segments = []
+    while not stream.epoch_is_over:
+        segments += stream.take(chunk)
+    return segments
+
+
+@settings(deadline=None)
+@given(some_lengths, st.integers(1, 7), st.integers(0, 3), st.booleans())
+def test_an_epoch_holds_every_token_once(lengths, chunk, seed, shuffle):
+    stream = stream_of(lengths, seed=seed, shuffle=shuffle)
+    for epoch in range(2):
+        tokens = [
+            (document, start + offset)
+            for document, start, length in read_epoch(stream, chunk)
+            for offset in range(length)
+        ]
+        first = epoch * len(lengths)
+        assert sorted(tokens) == [(first + i, offset) for i, length in enumerate(lengths) for offset in range(length)]
+        stream.next_epoch()
+
+
+@settings(deadline=None)
+@given(some_lengths, st.integers(1, 7), st.integers(0, 40), st.integers(0, 2))
+def test_continues_from_its_state(lengths, chunk, taken, epochs):
+    stream, copy = stream_of(lengths), stream_of(lengths)
+    for _ in range(epochs):
+        stream.next_epoch()
+    stream.take(taken)
+    copy.load_state_dict(stream.state_dict())
+    assert read_epoch(copy, chunk) == read_epoch(stream, chunk)
+
+
+@settings(deadline=None)
+@given(some_lengths, st.integers(0, 40), st.booleans())
+def test_another_order_begins_with_the_next_epoch(lengths, taken, shuffle):
+    stream, changed, fresh = (
+        stream_of(lengths),
+        stream_of(lengths, seed=8, shuffle=shuffle),
+        stream_of(lengths, seed=8, shuffle=shuffle),
+    )
+    stream.take(taken)
+    changed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert read_epoch(changed, 3) == read_epoch(stream, 3)
+    for other in (changed, fresh):
+        other.next_epoch()
+    assert changed.state_dict() | {"overlong": None} == fresh.state_dict() | {"overlong": None}
+    assert read_epoch(changed, 3) == read_epoch(fresh, 3)
+
+
+@settings(deadline=None)
+@given(st.lists(some_lengths, min_size=2, max_size=4), st.integers(0, 2), st.integers(0, 40))
+def test_ids_stay_unique_over_changes_of_documents(stores, epochs, taken):
+    used: set[int] = set()
+    state = None
+    for lengths in stores:
+        stream = stream_of(lengths)
+        if state is not None:
+            stream.begin_after(state)
+        seen: set[int] = set()
+        for _ in range(epochs):
+            seen |= {segment.document for segment in read_epoch(stream, 5)}
+            stream.next_epoch()
+        seen |= {segment.document for segment in stream.take(taken)}
+        assert not seen & used
+        used |= seen
+        state = json.loads(json.dumps(stream.state_dict()))
+
+
+def test_a_position_in_a_late_epoch_is_as_close_as_any():
+    count = 1000
+    stream = stream_of([1] * count, seed=3)
+    stream.load_state_dict(stream.state_dict() | {"epoch": 10_000, "cursor": count - 2})
+    expected = shuffled(count, 3, 10_000)[-2:] + 10_000 * count
+    assert [segment.document for segment in stream.take(5)] == expected.tolist()
+    assert stream.epoch_is_over
+
+
+def test_epochs_and_seeds_differ_in_order():
+    lengths = [1] * 50
+    stream, other = stream_of(lengths), stream_of(lengths, seed=1)
+    first = stream.take(50)
+    assert other.take(50) != first
+    stream.next_epoch()
+    assert [s.document - 50 for s in stream.take(50)] != [s.document for s in first]
+
+
+def test_refuses_data_without_anything_to_train():
+    with pytest.raises(UserError, match=r"document 1 has 11 tokens, over data\.context_window = 10"):
+        stream_of([3, 11], overlong="error")
+    with pytest.raises(UserError, match="nothing to train on"):
+        stream_of([0, 11], overlong="drop")
+
+
+def test_summary_counts_what_is_passed_over():
+    summary = stream_of([0, 3, 11, 12, 0]).summary
+    assert (summary.documents, summary.empty, summary.overlong) == (5, 2, 2)
+
+
+def test_the_order_is_pinned():
+    """It must not change with the version of NumPy, or a continued job would repeat and lose documents."""
+    assert shuffled(10, seed=0, epoch=0).tolist() == [3, 2, 1, 8, 6, 0, 7, 4, 5, 9]
+    assert shuffled(10, seed=7, epoch=3).tolist() == [2, 4, 7, 3, 5, 1, 8, 9, 0, 6]
+
+
+def test_what_the_policy_did_is_counted_over_epochs_and_continued():
+    stream = stream_of([0, 3, 11, 25], overlong="split")
+    read_epoch(stream, 3)
+    stream.next_epoch()
+    copy = stream_of([0, 3, 11, 25], overlong="split")
+    copy.load_state_dict(stream.state_dict())
+    read_epoch(copy, 3)
+    assert copy.state_dict()["overlong"] == {"documents": 4, "pieces": 10, "tokens_dropped": 0}

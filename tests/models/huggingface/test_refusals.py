@@ -1,0 +1,159 @@
+"""What we would compute wrongly, or cannot read, is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models.huggingface.models import save_random_model
+from wlb.errors import UserError
+from wlb.models.huggingface.config import read_config, to_config_json
+from wlb.models.huggingface.names import EMBEDDING, HEAD
+from wlb.models.huggingface.weights import PretrainedWeights
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save_random_model("llama", tmp_path, torch.float32)
+    return tmp_path
+
+
+def _change(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; choose a model of llama, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias = True is not supported"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"use_sliding_window": True}, "use_sliding_window = True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "has no factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "full_attention is not supported"),
+        ({"rope_parameters": {"rope_type": "default", "type": "linear"}}, "rope_type 'default' and type 'linear'"),
+        ({"rope_parameters": LLAMA3 | {"factor": 0}}, "factor: Input should be greater than or equal to 1 (got 0)"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": -1.0}}, "low_freq_factor: Input should be greater than 0"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 5.0}}, "must be over low_freq_factor = 5.0"),
+        ({"rope_parameters": LLAMA3 | {"factor": True}}, "factor: Input should be a valid number"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta: Input should be greater than or equal to 1 (got 0)"),
+        ({"rope_parameters": {"rope_theta": -5.0}}, "rope_theta: Input should be greater than or equal to 1"),
+        ({"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0}, "rope_theta is given twice, as 7.0 and as 5.0"),
+        ({"attention_dropout": 0.5}, "attention_dropout = 0.5 is not supported; set it to 0"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps: Input should be greater than 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: Input should be a finite number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: Input should be a valid boolean (got 'false')"),
+        ({"attention_bias": "false"}, "attention_bias: Input should be a valid boolean"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings: Input should be a valid integer"),
+        ({"hidden_size": "wide"}, "hidden_size: Input should be a valid integer (got 'wide')"),
+        ({"hidden_size": 32.7}, "hidden_size: Input should be a valid integer (got 32.7)"),
+        ({"vocab_size": True}, "vocab_size: Input should be a valid integer (got True)"),
+        ({"num_hidden_layers": 10**6}, "layers = 1000000; it must be at most 10000"),
+        ({"num_attention_heads": 0}, "num_attention_heads: Input should be greater than or equal to 1 (got 0)"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads: Input should be greater than or equal to 1 (got 0)"),
+        ({"head_dim": 3}, "head_dim = 3 is odd"),
+        ({"head_dim": 0}, "head_dim: Input should be greater than or equal to 1 (got 0)"),
+        ({"head_dim": None, "hidden_size": 34}, "hidden_size = 34 is no multiple of num_attention_heads = 4"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
+        ({"num_key_value_heads": 3}, "heads = 4, not a multiple of kv_heads = 3"),
+    ],
+)
+def test_a_configuration_we_do_not_compute_is_named(model: Path, changes: dict[str, Any], said: str) -> None:
+    _change(model, **changes)
+    with pytest.raises(UserError, match=r"config\.json") as caught:
+        read_config(model)
+    assert said in str(caught.value)
+
+
+def test_old_and_new_spelling_of_rotary_settings_mean_the_same(model: Path) -> None:
+    _change(model, rope_parameters={"rope_theta": 77.0} | LLAMA3)
+    new = read_config(model)
+    _change(model, rope_parameters=None, rope_theta=77.0, rope_scaling=LLAMA3)
+    assert read_config(model) == new
+    assert new.rope_theta == 77.0
+    assert new.rope_scaling is not None
+
+
+def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        read_config(tmp_path)
+    with pytest.raises(UserError, match=r"holds neither model.safetensors nor .*; save the model as safetensors"):
+        PretrainedWeights.open(tmp_path)
+
+
+def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_named(model: Path) -> None:
+    config, file = read_config(model), model / "model.safetensors"
+    tensors = load_file(file)
+
+    def check(changed: dict[str, torch.Tensor]) -> None:
+        save_file(changed, file)
+        PretrainedWeights.open(model).check(config)
+
+    check(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    norm = "model.layers.1.input_layernorm.weight"
+    with pytest.raises(UserError, match=f"lacks {norm}"):
+        check({name: tensor for name, tensor in tensors.items() if name != norm})
+    with pytest.raises(UserError, match=r"has unexpected a, b, c and 1 more"):
+        check(tensors | {name: torch.ones(1) for name in "abcd"})
+    with pytest.raises(UserError, match=rf"{norm} of shape \(31,\), its config.json asks for \(32,\)"):
+        check(tensors | {norm: torch.ones(31)})
+    with pytest.raises(UserError, match=rf"{norm} of type I8; choose one of F64, F32, F16, BF16"):
+        check(tensors | {norm: torch.ones(32, dtype=torch.int8)})
+    with pytest.raises(UserError, match=r"lacks lm_head.weight"):
+        check({name: tensor for name, tensor in tensors.items() if name != HEAD})
+
+
+def test_a_head_beside_tied_embeddings_is_their_copy_or_refused(model: Path) -> None:
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    _change(model, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"has a lm_head.weight that differs .* set model.tied_embeddings = false"):
+        PretrainedWeights.open(model).check(read_config(model))
+    PretrainedWeights.open(model).check(replace(read_config(model), tied_embeddings=False))
+    save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, file)
+    PretrainedWeights.open(model).check(read_config(model))
+
+
+def test_files_that_are_damaged_missing_or_elsewhere_are_named(model: Path) -> None:
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:1000])
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
+        PretrainedWeights.open(model)
+    index = model / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(UserError, match="is damaged"):
+        PretrainedWeights.open(model)
+    index.write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    with pytest.raises(UserError, match=r"names model-2.safetensors, which is not there"):
+        PretrainedWeights.open(model)
+    index.write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
+    with pytest.raises(UserError, match="is not a file beside it"):
+        PretrainedWeights.open(model)
+
+
+def test_a_model_that_no_family_computes_is_not_exported(model: Path) -> None:
+    config = replace(read_config(model), qkv_bias=True, qk_norm=True)
+    with pytest.raises(UserError, match="no Hugging Face family"):
+        to_config_json(config, longest=1, dtype="float32")

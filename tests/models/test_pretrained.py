@@ -1,0 +1,151 @@
+"""Jobs that start from a Hugging Face directory: what they take from it, in every layout, and what they refuse."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.models.huggingface.models import load_model, save_random_model, their_scores
+from tests.training.distributed import run_ranks
+from tests.training.jobs import job, read_steps, write_store
+from wlb.config import JobConfig, ModelConfig, ParallelConfig
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.errors import UserError
+from wlb.models.huggingface.config import read_config
+from wlb.models.pretrained import check_weights, load_weights, tokenizer_warning
+from wlb.models.transformer import Transformer
+from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.preflight import check_job
+from wlb.training.runtime.environment import transformer_config, vocab_size
+from wlb.training.trainer import Trainer
+
+LAYOUTS = {"llama-3.2": {"pp": 2, "tp": 2}, "qwen3": {"dp": 2, "tp": 2}}
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path) -> TokenStore:
+    """Eight short documents with the vocabulary of the random models."""
+    random = torch.Generator().manual_seed(2)
+    with TokenStoreWriter(tmp_path / "store", vocab_size=60) as writer:
+        for length in (5, 40, 17, 1, 64, 30, 9, 26):
+            writer.add(torch.randint(60, (length,), generator=random).numpy())
+    return TokenStore.open(tmp_path / "store")
+
+
+def _job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
+    changes["model"] = {"pretrained": str(folder / "model"), **changes.get("model", {})}
+    sections = job(folder, **{**changes, "model": {}}).model_dump(mode="json", exclude_unset=True)
+    return JobConfig.model_validate(sections | {"model": changes["model"]})
+
+
+def _weights_in(directories: list[Path], layouts: list[ParallelConfig]) -> list[dict[str, Tensor]]:
+    found, device = [], torch.device("cpu")
+    for directory, parallel in zip(directories, layouts, strict=True):
+        config, mesh = read_config(directory), build_mesh(parallel, "cpu")
+        stages = build_stage_modules(config, parallel, mesh, dtype=torch.float32, device=device, seed=None)
+        load_weights(directory, stages)
+        weights = {name: weight for stage in stages for name, weight in stage.named_parameters()}
+        found.append({name: w.full_tensor().detach() for name, w in weights.items() if isinstance(w, DTensor)})
+    return found
+
+
+def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
+    for name in LAYOUTS:
+        save_random_model(name, tmp_path / name, torch.bfloat16, max_shard_size="10KB")
+    directories = [tmp_path / name for name in LAYOUTS]
+    by_rank = run_ranks(4, _weights_in, directories, [ParallelConfig(**layout) for layout in LAYOUTS.values()])
+    for directory, ranks in zip(directories, zip(*by_rank, strict=True), strict=True):
+        whole = Transformer(read_config(directory))
+        load_weights(directory, [whole])
+        expected = {name: weight.detach() for name, weight in whole.named_parameters()}
+        assert {name for held in ranks for name in held} == expected.keys()
+        for held in ranks:
+            assert all(torch.equal(weight, expected[name]) for name, weight in held.items())
+
+
+def _train(config: JobConfig) -> None:
+    Trainer(config, torch.device("cpu")).run()
+
+
+def test_the_first_loss_is_that_of_transformers(tmp_path: Path, store: TokenStore) -> None:
+    save_random_model("qwen3", tmp_path / "model", torch.float32)
+    config = _job(tmp_path, training={"steps": None, "dtype": "float32"}, packing={"micro_batches": 1})
+    run_ranks(1, _train, config)
+    rows = read_steps(tmp_path)
+    model, total, labels = load_model(tmp_path / "model", torch.float32), 0.0, 0
+    for document in rows[0]["document_ids"]:
+        tokens = torch.from_numpy(store.read(document).astype("int64"))
+        scores = their_scores(model, [tokens])
+        total += F.cross_entropy(scores[:-1], tokens[1:], reduction="sum").item()
+        labels += len(tokens) - 1
+    assert rows[0]["loss"] == pytest.approx(total / labels, rel=1e-5)
+    assert rows[0]["tokens"] == labels + len(rows[0]["document_ids"])
+
+
+def test_the_model_is_the_files_with_rotary_settings_and_untying_of_the_job(tmp_path: Path, store: TokenStore) -> None:
+    save_random_model("llama-3.2", tmp_path / "model", torch.float32)
+    config = _job(tmp_path, model={"rope_theta": 5e6, "layers": 3, "tied_embeddings": False})
+    model = transformer_config(config.model, vocab_size(config, store))
+    pretrained = read_config(tmp_path / "model")
+    assert model.shape == pretrained.shape
+    assert (model.rope_theta, model.tied_embeddings) == (5e6, False)
+    assert (model.norm_eps, model.rope_scaling) == (pretrained.norm_eps, pretrained.rope_scaling)
+    check_weights(tmp_path / "model", model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layers": 4}, r"model.layers = 4, but .*model has 3"),
+        ({"qk_norm": True}, r"model.qk_norm = True, but .*model has False"),
+        ({"vocab_size": 99}, r"model.vocab_size = 99, but .*model has 60"),
+        ({"tied_embeddings": True}, "has a head of its own"),
+    ],
+)
+def test_settings_that_the_weights_do_not_have_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    save_random_model("llama", tmp_path / "model", torch.float32)
+    with pytest.raises(UserError, match=said):
+        check_job(_job(tmp_path, model=changes), 1)
+
+
+def test_a_preset_beside_pretrained_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="both say the shape"):
+        _job(tmp_path, model={"name": "7b"})
+
+
+def test_a_store_of_another_vocabulary_or_foreign_weights_stop_a_job_before_it_starts(tmp_path: Path) -> None:
+    save_random_model("llama", tmp_path / "model", torch.float32)
+    check_job(_job(tmp_path), 1)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(file) | {"visual.weight": torch.ones(1)}, file)
+    with pytest.raises(UserError, match=r"has unexpected visual\.weight"):
+        check_job(_job(tmp_path), 1)
+    write_store(tmp_path / "other")
+    with pytest.raises(UserError, match="vocabulary of 60, below the 67"):
+        check_job(_job(tmp_path, data={"store": str(tmp_path / "other")}), 1)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({}))
+    with pytest.raises(UserError, match=r"config.json has no model_type"):
+        check_job(_job(tmp_path), 1)
+
+
+def test_a_store_of_another_tokenizer_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    same = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+
+    def warning(name: str, sha256: str) -> str | None:
+        details = {"tokenizer": {"kind": "huggingface", "name": name, "sha256": sha256}}
+        with TokenStoreWriter(tmp_path / name, vocab_size=9, details=details) as writer:
+            writer.add(torch.arange(9).numpy())
+        return tokenizer_warning(ModelConfig(pretrained=tmp_path), TokenStore.open(tmp_path / name))
+
+    assert warning("same", same) is None
+    assert "prepared with the tokenizer other, not with" in (warning("other", "0" * 64) or "")

@@ -1,0 +1,205 @@
+"""Profiles measured on this machine: complete, consistent, and of the work they claim; nothing about speed."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from wlb.errors import UserError
+from wlb.profiling import (
+    HeldOut,
+    ProfileSettings,
+    crossover_tokens,
+    measure_profile,
+    prediction_errors,
+    tensor_parallel_shard,
+)
+from wlb.profiling.sizes import Piece, held_out_sizes, profiled_sizes
+from wlb.profiling.timing import Case, Effort, measure_in_turns
+from wlb.profiling.workbench import Workbench
+from wlb.workload import make_workload, model_shape
+from wlb.workload.profile import load_profile, write_profile
+
+TINY = model_shape("tiny")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def measured():
+    reports = []
+    settings = ProfileSettings(TINY, CPU, torch.float32, max_length=256, tp=2, quick=True)
+    profile, held_out = measure_profile(settings, lambda done, total: reports.append((done, total)))
+    return profile, held_out, reports
+
+
+def test_a_measured_profile_survives_its_file_and_prices_more_work_higher(measured, tmp_path):
+    profile, _, _ = measured
+    path = tmp_path / "profile.json"
+    write_profile(profile, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
+    workload = load_profile(path)
+    lengths = np.arange(1, 600)
+    for phase in ("forward", "backward", "both"):
+        assert np.all(np.diff(workload.attention_seconds(lengths, phase)) > 0)
+        assert np.all(np.diff(workload.linear_seconds(lengths, phase)) >= 0)
+        assert np.all(np.diff(workload.piece_seconds(lengths, lengths + 16, phase)) >= 0)
+        assert np.all(np.diff(workload.piece_seconds(0 * lengths + 32, lengths + 32, phase)) >= 0)
+    assert (profile.version, profile.tp, profile.threads, profile.dtype) == (2, 2, 1, "float32")
+    assert profile.clock == "process CPU time"
+    assert profile.model == TINY
+    assert profile.attention.tokens[-1] == profile.linear.tokens[-1] == 256
+
+
+def test_progress_ends_where_it_said(measured):
+    _, _, reports = measured
+    done, total = zip(*reports, strict=True)
+    assert done == tuple(range(1, len(done) + 1))
+    assert done[-1] == total[-1]
+
+
+def test_what_was_held_out_is_not_in_the_profile(measured):
+    profile, held_out, _ = measured
+    sizes = held_out.sizes
+    assert not set(sizes.documents) & set(profile.attention.tokens)
+    for result, expected in (
+        (held_out.documents, sizes.documents),
+        (held_out.pieces, sizes.pieces),
+        (held_out.micro_batches, sizes.micro_batches),
+    ):
+        assert len(result) == len(expected) >= 2
+        assert min(result) > 0
+
+
+@pytest.mark.parametrize("max_length", [256, 4096, 131_072])
+@pytest.mark.parametrize("quick", [False, True])
+def test_sizes_fit_the_longest_document(max_length, quick):
+    profiled, held_out = profiled_sizes(max_length, quick), held_out_sizes(max_length, quick)
+    for axis in (profiled.documents, profiled.micro_batches, profiled.queries, profiled.keys):
+        assert list(axis) == sorted(set(axis))
+        assert len(axis) >= 2
+        assert axis[-1] <= max_length
+    assert all(0 < piece.start < piece.stop <= max_length for piece in held_out.pieces)
+    for lengths in held_out.micro_batches:
+        assert min(lengths) > 0
+        assert max_length // 2 <= sum(lengths) <= max_length
+
+
+def test_errors_are_zero_for_the_workload_that_was_measured_and_as_large_as_its_change():
+    sizes = held_out_sizes(4096, quick=False)
+    workload = make_workload("tiny", "cpu")
+
+    def held_out(factor: float) -> HeldOut:
+        starts, stops = np.array(sizes.pieces).T
+        return HeldOut(
+            sizes,
+            tuple(workload.attention_seconds(sizes.documents) / factor),
+            tuple((workload.attention_seconds(stops) - workload.attention_seconds(starts)) / factor),
+            tuple(
+                (workload.attention_seconds(lengths).sum() + workload.linear_seconds(sum(lengths))) / factor
+                for lengths in sizes.micro_batches
+            ),
+        )
+
+    for factor in (1.0, 1.25):
+        for row in prediction_errors(workload, held_out(factor)):
+            assert (row.median, row.worst) == pytest.approx((factor - 1, factor - 1))
+
+
+def test_crossover_is_where_both_parts_meet():
+    workload = make_workload("tiny", "cpu")
+    length = crossover_tokens(workload)
+    assert length is not None
+    assert workload.attention_seconds(length) >= workload.linear_seconds(length)
+    assert workload.attention_seconds(length - 1) < workload.linear_seconds(length - 1)
+
+
+def test_the_work_is_the_trainers_own():
+    bench = Workbench(TINY, 256, CPU, torch.float64)
+    lengths = (100, 1, 99)
+    block = bench.block(lengths)
+    linear = bench.linear(200)
+    with_attention, without = block.forward(), linear.forward()
+    assert with_attention.shape == without.shape == (200, TINY.hidden)
+    assert not torch.equal(with_attention, without)
+    block.backward(with_attention)
+    linear.backward(without)
+    for module in (bench._block, bench._linear_block):
+        assert {name for name, p in module.named_parameters() if p.grad is None} == set()
+    case, count = bench.documents(64)
+    out, log_sum_exp = case.forward()
+    assert count == 4
+    assert out.shape == (256, TINY.heads, TINY.head_dim)
+    assert log_sum_exp.shape == (TINY.heads, 256)
+    case, count = bench.prefix(32, 128)
+    assert count == 2
+    assert case.forward()[0].shape == (64, TINY.heads, TINY.head_dim)
+    case, share = bench.ends(128)
+    case.backward(case.forward())
+    assert share == 1
+
+
+def test_measuring_takes_turns_and_keeps_medians():
+    class Ticks:
+        name = "ticks"
+        now = 0.0
+
+        def get_ready(self, case, calls):
+            raise AssertionError("these calls are long")
+
+        def mark(self):
+            return self.now
+
+        def seconds(self, begin, end):
+            return end - begin
+
+    clock, calls = Ticks(), []
+
+    def case(name, forward, backward):
+        def advance(seconds):
+            calls.append(name)
+            clock.now += seconds
+
+        return Case(lambda: advance(forward), lambda _: advance(backward))
+
+    cases = {"long": case("long", 1.0, 2.0), "longer": case("longer", 4.0, 8.0)}
+    timings = measure_in_turns(cases, clock, Effort(0.0, fewest_rounds=3), lambda done, total: None)
+    assert (timings["long"].forward, timings["long"].backward, timings["longer"].both) == (1.0, 2.0, 12.0)
+    assert calls == ["long", "long", "longer", "longer"] * 4
+
+
+def test_short_calls_are_timed_after_getting_ready():
+    class Ready:
+        name = "ready"
+        prepared: ClassVar[list[int]] = []
+
+        def get_ready(self, case, calls):
+            self.prepared.append(calls)
+
+        def mark(self):
+            return 0.0
+
+        def seconds(self, begin, end):
+            return 1e-6
+
+    clock = Ready()
+    measure_in_turns(
+        {"short": Case(lambda: None, lambda _: None)}, clock, Effort(0.0, fewest_rounds=2), lambda done, total: None
+    )
+    assert clock.prepared == [20, 20]
+
+
+def test_a_shape_is_divided_by_tp_or_refused():
+    assert tensor_parallel_shard(TINY, 2) == replace(TINY, heads=2, kv_heads=1, ffn_hidden=176, vocab_size=256)
+    for change, message in (
+        ({}, "does not divide the model's kv_heads = 2"),
+        ({"kv_heads": 4, "ffn_hidden": 350}, "ffn_hidden = 350"),
+        ({"kv_heads": 4, "vocab_size": 511}, "vocab_size = 511"),
+    ):
+        with pytest.raises(UserError, match=message):
+            tensor_parallel_shard(replace(TINY, **change), 4)
+
+
+def test_a_piece_counts_its_queries():
+    assert Piece(96, 128).tokens == 32

@@ -1,0 +1,112 @@
+"""Charts are well-formed, accessible, and as long as their values."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.report.gain import Gain
+from wlb.report.html.charts import bars, intervals, length_histogram, series, stacked
+from wlb.report.html.heat_map import heat_map
+from wlb.report.html.shard_chart import attended_areas, shard_chart
+from wlb.report.html.svg import Scale
+from wlb.sharding import STRATEGIES, make_shard_plan
+
+
+def parse(figure: str) -> ElementTree.Element:
+    """The chart as XML; checks what every chart must have."""
+    root = ElementTree.fromstring(figure)
+    svg = root.find("div/svg")
+    assert svg is not None
+    assert svg.get("role") == "img"
+    labels = [svg.find(f"*[@id='{name}']") for name in (svg.get("aria-labelledby") or "").split()]
+    assert [label.tag for label in labels if label is not None and label.text] == ["title", "desc"]
+    assert "nan" not in figure.lower().replace("</span>", "")
+    return svg
+
+
+def boxes(svg: ElementTree.Element, class_: str) -> list[float]:
+    return [float(rect.get("width", 0)) for rect in svg.iter("rect") if rect.get("class") == class_ and len(rect)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 2**20), min_size=1, max_size=50))
+def test_histogram_of_any_lengths(lengths):
+    svg = parse(length_histogram(np.array(lengths)))
+    hints = [title.text or "" for rect in svg.iter("rect") for title in rect.iter("title")]
+    for kind in ("documents", "tokens", "attention"):
+        shares = [float(hint.split(": ")[1].split("%")[0]) for hint in hints if hint.endswith(f"of {kind}")]
+        assert sum(shares) == pytest.approx(100, abs=0.06 * len(shares))
+
+
+def test_bars_are_as_long_as_their_values():
+    svg = parse(bars("b", "title", [("a", 2.0, "2"), ("b", 1.5, "1.5")], "label", "note", origin=1.0, highlights=["b"]))
+    (long,), (short,) = boxes(svg, "fill-before"), boxes(svg, "fill-after")
+    assert long == pytest.approx(2 * short, abs=0.02)
+
+
+def test_stacked_parts_are_as_long_as_their_values():
+    svg = parse(stacked("s", "title", [("row", [1.0, 3.0], "4 s")], ["a", "b"], "seconds", "note", str))
+    assert boxes(svg, "part-1")[0] == pytest.approx(3 * boxes(svg, "part-0")[0], abs=0.05)
+
+
+def test_intervals_and_series_are_drawn():
+    svg = parse(intervals("i", "t", [("x", Gain(1.2, 1.1, 1.3, 9)), ("y", Gain(0.9, 0.8, 1.0, 9))], "times", "note"))
+    assert len(list(svg.iter("circle"))) == 2
+    steps = np.arange(5.0)
+    svg = parse(series("l", "t", [("run", "after", steps, steps**2)], "tokens", "note"))
+    (line,) = svg.iter("polyline")
+    assert len((line.get("points") or "").split()) == 5
+
+
+def test_a_line_of_many_steps_stays_short():
+    steps = np.arange(1_000_003.0)
+    figure = series("l", "t", [("run", "after", steps, np.ones(len(steps)))], "tokens", "note")
+    parse(figure)
+    assert len(figure) < 20_000
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4)), st.integers(0, 100))
+def test_the_heat_map_has_a_cell_for_every_gpu(shape, seed):
+    panels = [("before", np.random.default_rng(seed).uniform(0.5, 2, shape)), ("after", np.ones(shape))]
+    svg = parse(heat_map("h", "title", panels, "seconds", "note"))
+    cells = sum((path.get("d") or "").count("M") for path in svg.iter("path"))
+    assert cells == 2 * np.prod(shape)
+    description = svg.find("desc")
+    assert description is not None
+    place = np.unravel_index(panels[0][1].argmax(), shape)
+    assert "at pp {}, dp {}, cp {}".format(*place) in (description.text or "")
+
+
+def test_a_heat_map_of_a_hundred_thousand_gpus_stays_small():
+    seconds = np.random.default_rng(0).uniform(0.9, 1.1, (16, 50, 16))  # x tp 8
+    assert len(heat_map("h", "title", [("before", seconds), ("after", seconds)], "seconds", "note")) < 1.5e6
+
+
+@pytest.mark.parametrize("cp", [2, 16])
+def test_shards_show_every_strategy(cp):
+    plans = [make_shard_plan([5000, 300, 800, 200, 90, 4000, 77], cp, strategy) for strategy in STRATEGIES]
+    svg = parse(shard_chart("s", "title", plans, "note"))
+    shown = {element.text for element in svg.iter("text")}
+    assert set(STRATEGIES) <= shown
+    for plan in plans:
+        np.testing.assert_allclose(attended_areas(plan).sum(axis=1) * plan.attended_pairs.mean(), plan.attended_pairs)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_few_and_inside(low, span):
+    scale = Scale(low, low + span, 0, 100)
+    ticks = scale.ticks()
+    assert len(ticks) <= 12
+    assert all(low - 1e-6 * span - 1e-9 <= tick <= low + span * (1 + 1e-6) + 1e-9 for tick in ticks)
+
+
+def test_coordinates_are_short():
+    text = length_histogram(np.array([10, 1000, 70000]))
+    assert not re.search(r'"\d+\.\d{3,}"', text)

@@ -1,0 +1,107 @@
+"""Which room may import which, and that the planning half needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import wlb
+
+PACKAGE = Path(wlb.__file__).parent
+GROUND = {"errors", "os_limits", "settings", "token_count"}
+# A room may import these rooms and the ground floor, and nothing else, not even in a function.
+MAY_IMPORT = {
+    "errors": set(),
+    "os_limits": set(),
+    "token_count": {"errors"},
+    "settings": {"token_count"},
+    "documents": set(),
+    "workload": set(),
+    "schedules": {"workload"},
+    "packing": {"documents", "workload", "schedules"},
+    "sharding": {"workload"},
+    "config": {"documents", "packing", "workload"},
+    "config_file": {"config"},
+    "memory": {"config", "workload", "schedules"},
+    "planning": {"config", "config_file", "documents", "memory", "packing", "sharding", "workload", "schedules"},
+    "simulate": {
+        "config",
+        "config_file",
+        "documents",
+        "memory",
+        "packing",
+        "planning",
+        "sharding",
+        "workload",
+        "schedules",
+    },
+    "serving": {"workload"},
+    "report": {"config", "documents", "memory", "packing", "planning", "sharding", "simulate", "workload"},
+    "reproduce": {"config", "documents", "packing", "planning", "report", "sharding", "simulate", "workload"},
+    "attention": {"sharding"},
+    "models": {"config", "documents", "workload"},
+    "training": {
+        *("attention", "config", "config_file", "documents", "memory", "models", "packing", "planning", "schedules"),
+        *("sharding", "workload"),
+    },
+    "profiling": {"attention", "documents", "models", "training", "workload"},
+    "integrations": {"sharding"},
+}
+TORCH = {"attention", "models", "training", "profiling"}  # and commands and integrations that use them
+ANYTHING = {"cli", "__main__", "__init__"}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"), path
+
+
+NAMES = {name for name, _ in modules()}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of ours that ``path`` imports anywhere, names without ``wlb.``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "wlb":
+            module = node.module.removeprefix("wlb").removeprefix(".")
+            for alias in node.names:
+                inner = f"{module}.{alias.name}".removeprefix(".")
+                yield inner if inner in NAMES else module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("wlb.") for alias in node.names if alias.name.startswith("wlb."))
+
+
+@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_rooms_import_only_what_they_may(name: str, path: Path):
+    room = name.partition(".")[0]
+    if room in ANYTHING:
+        return
+    others = {module.partition(".")[0] for module in imported(path) if module} - {room}
+    assert others <= MAY_IMPORT[room] | GROUND
+
+
+def test_no_file_imports_itself_through_others():
+    graph = {name: {other for other in imported(path) if other in NAMES} - {name} for name, path in modules()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " imports ".join([*trail[trail.index(name) :], name])
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+
+
+def test_the_planning_half_imports_no_torch():
+    elsewhere = {*TORCH, "integrations", "__main__", "__init__", ""}
+    names = [name for name, _ in modules() if name.partition(".")[0] not in elsewhere]
+    code = "\n".join(["import sys", *(f"import wlb.{name}" for name in names), "assert 'torch' not in sys.modules"])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

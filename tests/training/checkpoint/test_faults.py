@@ -1,0 +1,203 @@
+"""Real faults of disks and files: what the user reads, and that the job goes on exactly as long as it can."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.training.distributed import RankFailure, run_ranks
+from tests.training.jobs import job, read_steps, write_config, write_store
+from wlb.config import JobConfig
+from wlb.documents.store.reader import TokenStore
+from wlb.errors import UserError
+from wlb.training.checkpoint.files import HIDDEN, complete_checkpoints
+from wlb.training.trainer import Trainer
+
+SECONDS = 90.0
+CPU = torch.device("cpu")
+_LARGEST_FILE = 20_000  # bytes, less than a rank's share of a checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_store(tmp_path / "store")
+    return tmp_path
+
+
+def checkpoints_every(steps: int, folder: Path, **settings: object) -> dict[str, object]:
+    return {"dir": str(folder / "checkpoints"), "every": steps, **settings}
+
+
+def steps_saved(folder: Path) -> list[int]:
+    assert not list((folder / "checkpoints").glob(f"{HIDDEN}*"))
+    return [int(path.name[5:]) for path in complete_checkpoints(folder / "checkpoints")]
+
+
+@pytest.fixture(scope="session")
+def mounts() -> list[str]:
+    """The start of a command that runs in a mount namespace of its own, in which it may mount."""
+    command = ["unshare", "--map-root-user", "--mount"]
+    try:
+        subprocess.run([*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system lets nobody mount")
+    return command
+
+
+def train_where(mount: str, mounts: list[str], folder: Path, config: Path) -> subprocess.CompletedProcess[str]:
+    """Train after ``mount``, a shell command on the directory of checkpoints ``$1``; then list it on stdout."""
+    (folder / "checkpoints").mkdir()
+    script = f'{mount} || exit 99; shift; "$@"; status=$?; ls -A "$0"; exit $status'
+    train = [sys.executable, "-m", "wlb", "train", str(config)]
+    directory = str(folder / "checkpoints")
+    return subprocess.run(
+        [*mounts, "sh", "-c", script, directory, directory, *train], capture_output=True, text=True, timeout=SECONDS
+    )
+
+
+def test_a_disk_without_room_for_one_checkpoint_ends_the_job_at_the_first(folder, mounts):
+    config = write_config(folder, checkpoint=checkpoints_every(2, folder))
+    done = train_where('mount -t tmpfs -o size=64k tmpfs "$1"', mounts, folder, config)
+    assert done.returncode == 1, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line == (
+        f"wlb: error: the checkpoint of step 2 could not be written to {folder / 'checkpoints'}: No space left on "
+        "device (rank 0); mend that or choose another checkpoint.dir, and start again"
+    )
+    assert [row["step"] for row in read_steps(folder)] == [1, 2]
+    assert done.stdout.split() == [".lock"]
+
+
+def test_a_disk_that_fills_up_ends_the_job_only_at_its_end(folder, mounts):
+    config = write_config(folder, parallel={"dp": 2}, checkpoint=checkpoints_every(2, folder, keep=9))
+    done = train_where('mount -t tmpfs -o size=500k tmpfs "$1"', mounts, folder, config)
+    assert done.returncode == 1, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("wlb: warning: the checkpoint")]
+    assert len(warnings) == 2
+    for step, line in zip((4, 6), warnings, strict=True):
+        assert f"checkpoint of step {step} could not be written" in line
+        assert "No space left on device (rank " in line
+        assert line.endswith("; the newest one is still step-00000002")
+    assert done.stderr.count("wlb: error: the checkpoint of step 6 could not be written") == 1
+    assert [row["step"] for row in read_steps(folder)] == [1, 2, 3, 4, 5, 6]
+    assert done.stdout.split() == [".lock", "step-00000002"]
+
+
+def test_a_read_only_directory_is_named_before_anything_starts(folder, mounts):
+    config = write_config(folder, checkpoint=checkpoints_every(2, folder))
+    done = train_where('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"', mounts, folder, config)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"wlb: error: checkpoint.dir {folder / 'checkpoints'} cannot be written: Read-only file system"
+    ]
+
+
+def _train_with_small_files(config: JobConfig, steps: range, said: Path) -> None:
+    """Rank 1 alone cannot write large files during ``steps``."""
+    sys.stderr = said.open("a", encoding="utf-8", buffering=1)
+    trainer = Trainer(config, CPU)
+    for step in trainer.steps():
+        if dist.get_rank() == 1:
+            largest = _LARGEST_FILE if step + 1 in steps else resource.RLIM_INFINITY
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+
+
+def test_training_goes_on_after_a_checkpoint_that_one_rank_cannot_write(folder):
+    checkpoint = checkpoints_every(2, folder, keep=9, asynchronous=False)
+    config = job(folder, parallel={"dp": 2}, checkpoint=checkpoint)
+    run_ranks(2, _train_with_small_files, config, range(3, 6), folder / "said", seconds=SECONDS)
+    assert steps_saved(folder) == [2, 6]
+    (line,) = [line for line in (folder / "said").read_text().splitlines() if "could not be written" in line]
+    assert "checkpoint of step 4" in line
+    assert line.endswith("File too large (rank 1); the newest one is still step-00000002")
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_the_last_checkpoint_must_be_written(folder, first):
+    config = job(folder, parallel={"dp": 2}, checkpoint=checkpoints_every(2, folder))
+    with pytest.raises(
+        RankFailure, match=r"checkpoint of step \d could not be .*: File too large \(rank 1\); mend that"
+    ):
+        run_ranks(2, _train_with_small_files, config, range(first, 9), folder / "said", seconds=SECONDS)
+    assert steps_saved(folder) == ([2] if first == 3 else [])
+    assert len(read_steps(folder)) == (6 if first == 3 else 2)
+
+
+def _train_and_die_while_writing(config: JobConfig) -> None:
+    for step in Trainer(config, CPU).steps():
+        if step == 4 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train(config: JobConfig) -> None:
+    Trainer(config, CPU).run()
+
+
+def test_a_rank_killed_while_checkpoints_are_written_costs_nothing(folder, tmp_path_factory):
+    straight = tmp_path_factory.mktemp("straight")
+    write_store(straight / "store")
+    run_ranks(2, _train, job(straight, parallel={"dp": 2}, checkpoint=checkpoints_every(2, straight)), seconds=SECONDS)
+    config = job(folder, parallel={"dp": 2}, checkpoint=checkpoints_every(2, folder))
+    with pytest.raises(RankFailure):
+        run_ranks(2, _train_and_die_while_writing, config, seconds=SECONDS)
+    run_ranks(2, _train, config, seconds=SECONDS)
+    expected, actual = read_steps(straight), read_steps(folder)
+    for key in ("step", "loss", "grad_norm", "document_ids"):
+        assert [row[key] for row in actual] == [row[key] for row in expected], key
+    assert steps_saved(folder) == [4, 6]
+
+
+def test_a_store_that_may_not_be_read_is_named(folder):
+    index = folder / "store.idx"
+    index.chmod(0)
+    try:
+        if os.geteuid() == 0:
+            os.seteuid(65534)  # nobody: root may read everything
+        with pytest.raises(UserError, match=r"store\.idx cannot be read: Permission denied"):
+            TokenStore.open(folder / "store")
+    finally:
+        os.seteuid(os.getuid())
+
+
+def _train_without_store(config: JobConfig) -> None:
+    for step in Trainer(config, CPU).steps():
+        if step == 2:
+            for suffix in (".bin", ".idx"):
+                config.data.store.with_suffix(suffix).unlink()
+
+
+def test_a_store_removed_while_it_is_read_is_missed_at_the_next_start(folder):
+    config = job(folder, checkpoint=checkpoints_every(3, folder))
+    run_ranks(1, _train_without_store, config, seconds=SECONDS)
+    assert [row["step"] for row in read_steps(folder)] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(RankFailure, match=r"store\.idx does not exist"):
+        run_ranks(1, _train, config, seconds=SECONDS)
+
+
+def test_a_store_truncated_while_it_is_read_is_named_after_the_restart(folder):
+    config = write_config(folder, training={"steps": 100_000}, checkpoint=checkpoints_every(2, folder))
+    train = [sys.executable, "-m", "wlb", "train", str(config)]
+    with subprocess.Popen(train, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        killer = threading.Timer(SECONDS, os.killpg, (process.pid, signal.SIGKILL))
+        killer.start()
+        try:
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if line.startswith("step 3 "):
+                    os.truncate(folder / "store.bin", 100)
+        finally:
+            killer.cancel()
+    assert process.returncode == 2, "".join(lines)
+    assert "was killed by SIGBUS; restarting from checkpoint step-0" in "".join(lines)
+    assert "store.bin has 100 bytes where its index asks for" in lines[-1]

@@ -1,0 +1,58 @@
+"""Batches against a token-by-token oracle, over random plans."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.training.documents import RandomDocuments
+from wlb.documents.segments import Segment
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.training.data.batch import IGNORE_LABEL, labelled_tokens, make_batch
+
+STORE = RandomDocuments(np.array([1, 9, 2, 30, 17]), vocab_size=50_000)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    epoch, index = draw(st.integers(0, 3)), draw(st.integers(0, len(STORE.lengths) - 1))
+    start = draw(st.integers(0, int(STORE.lengths[index]) - 1))
+    length = draw(st.integers(1, int(STORE.lengths[index]) - start))
+    return Segment(epoch * len(STORE.lengths) + index, start, length)
+
+
+MICRO_BATCHES = st.lists(segments(), max_size=6).map(lambda chosen: MicroBatch(tuple(chosen), 0.0))
+
+
+@settings(deadline=None)
+@given(MICRO_BATCHES)
+def test_every_token_has_its_document_position_and_successor(micro_batch: MicroBatch) -> None:
+    expected = []
+    for document, start, length in micro_batch.segments:
+        whole = STORE.read(document % len(STORE.lengths)).tolist()
+        labels = [*whole[1:], IGNORE_LABEL]
+        expected += [(whole[start + i], labels[start + i], i) for i in range(length)]
+    batch = make_batch(micro_batch, STORE)
+    if expected:
+        columns = (batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist())
+        assert list(zip(*columns, strict=True)) == expected
+        assert batch.segment_lengths == tuple(micro_batch.lengths)
+    assert {tensor.dtype for tensor in (batch.tokens, batch.labels, batch.positions)} == {torch.int64}
+
+
+def test_a_micro_batch_without_segments_is_one_unlabelled_token() -> None:
+    batch = make_batch(MicroBatch((), 0.0), STORE)
+    assert batch.segment_lengths == (1,)
+    assert len(batch.tokens) == len(batch.positions) == 1
+    assert batch.labels.tolist() == [IGNORE_LABEL]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(MICRO_BATCHES, min_size=2, max_size=2), min_size=1, max_size=3))
+def test_labelled_tokens_are_known_from_the_plan_alone(ranks: list[list[MicroBatch]]) -> None:
+    plan = StepPlan(0, tuple(tuple(rank) for rank in ranks))
+    batches = [make_batch(micro_batch, STORE) for micro_batch in plan.micro_batches]
+    counted = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in batches)
+    assert labelled_tokens(plan, STORE.lengths) == counted

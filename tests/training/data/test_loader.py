@@ -1,0 +1,249 @@
+"""The loader hands out what the plan says, ahead of time, and its state is that of the step last handed out."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.jobs import VOCABULARY, job, write_store
+from wlb.documents.store.reader import TokenStore
+from wlb.errors import UserError
+from wlb.packing.pipeline_order import Pipeline
+from wlb.planning.planner import PlannedStep, StepPlanner
+from wlb.training.data.batch import IGNORE_LABEL
+from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
+from wlb.workload import make_workload
+
+WORKLOAD = make_workload("tiny", "h100")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loader")
+    write_store(folder / "store")
+    return folder
+
+
+def open_loader(
+    folder: Path,
+    changes: dict[str, dict[str, Any]] | None = None,
+    *,
+    share: RankShare | None = None,
+    state: dict[str, Any] | None = None,
+) -> StepLoader:
+    config = job(folder, **(changes or {}))
+    packer = config.packing.packer(config.data.context_window, WORKLOAD)
+    store = TokenStore.open(config.data.store)
+    return StepLoader(
+        store,
+        config,
+        packer,
+        Pipeline("1f1b", 1, WORKLOAD),
+        vocab_size=config.model.vocab_size or VOCABULARY,
+        share=share,
+        state=state,
+    )
+
+
+def same_step(left: LoadedStep, right: LoadedStep) -> bool:
+    return (
+        left.plan == right.plan
+        and left.documents == right.documents
+        and left.loss_tokens == right.loss_tokens
+        and left.fingerprint == right.fingerprint
+        and all(
+            torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels)
+            for a, b in zip(left.batches, right.batches, strict=True)
+        )
+    )
+
+
+def test_an_epoch_trains_every_document_once(folder):
+    store = TokenStore.open(folder / "store")
+    tokens: dict[int, dict[int, int]] = {}
+    finished: list[int] = []
+    labelled = 0
+    with open_loader(folder, {"training": {"steps": None}}) as loader:
+        for step in loader:
+            finished += step.documents
+            labels = torch.cat([batch.labels for batch in step.batches])
+            assert step.loss_tokens == int((labels != IGNORE_LABEL).sum())
+            labelled += step.loss_tokens
+            for planned, batch in zip(step.plan.ranks[0], step.batches, strict=True):
+                position = 0
+                for document, start, length in planned.segments:
+                    piece = batch.tokens[position : position + length].tolist()
+                    tokens.setdefault(document, {}).update(enumerate(piece, start))
+                    position += length
+    assert sorted(finished) == list(range(len(store)))
+    assert labelled == store.tokens - len(store)
+    for document, read in tokens.items():
+        assert [read[i] for i in sorted(read)] == store.read(document).tolist()
+
+
+def test_ranks_share_a_step(folder):
+    both = {"parallel": {"dp": 2}}
+    with open_loader(folder, both) as first, open_loader(folder, both, share=RankShare(dp_rank=1)) as second:
+        for left, right in islice(zip(first, second, strict=True), 5):
+            assert left.plan == right.plan
+            assert left.fingerprint == right.fingerprint
+            assert [len(b.tokens) for b in left.batches] == [m.tokens for m in left.plan.ranks[0]]
+            assert [len(b.tokens) for b in right.batches] == [m.tokens for m in left.plan.ranks[1]]
+
+
+@pytest.mark.parametrize("steps", [None, 100])
+def test_the_state_is_that_of_the_last_step_handed_out(folder, steps):
+    changes = {"training": {"steps": steps, "prefetch": 3}}
+    with open_loader(folder, changes) as straight:
+        list(islice(straight, 4))
+        time.sleep(0.1)  # the threads are ahead by now
+        state = json.loads(json.dumps(straight.state_dict()))
+        rest = list(islice(straight, 5))
+    with open_loader(folder, changes, state=state) as resumed:
+        assert resumed.state_dict() == state
+        for expected, actual in zip(rest, islice(resumed, 5), strict=True):
+            assert same_step(expected, actual)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"data": {"seed": 1}}, "data.seed = 0, this job has 1"),
+        ({"packing": {"method": "sequential"}}, "packing.method = 'makespan'"),
+        ({"data": {"seed": 1, "overlong": "drop"}}, r"data.overlong = 'split', .* 'drop' \(1 more settings differ\)"),
+    ],
+)
+def test_a_state_is_refused_on_other_settings(folder, changes, named):
+    with open_loader(folder) as loader:
+        state = loader.state_dict()
+    with pytest.raises(UserError, match=named):
+        open_loader(folder, changes, state=state)
+
+
+def test_settings_that_the_packer_has_no_use_for_may_change(folder):
+    """Also where a state is older than they are."""
+    changes = {"packing": {"method": "variable_length"}}
+    with open_loader(folder, changes) as loader:
+        state = loader.state_dict()
+    assert not any("delay_price" in name for name in state["identity"])
+    same = {"packing": {"method": "variable_length", "max_delay": 16, "delay_price": 0.3, "window": 2}}
+    with open_loader(folder, same, state=state) as resumed:
+        assert resumed.changed_data is None
+    with pytest.raises(UserError, match=r"packing.max_delay = 16, this job has 3"):
+        open_loader(folder, {"packing": {"method": "variable_length", "max_delay": 3}}, state=state)
+
+
+def test_a_state_is_refused_on_other_data(folder, tmp_path):
+    write_store(tmp_path / "store", documents=401)
+    with open_loader(folder) as loader:
+        state = loader.state_dict()
+    with pytest.raises(UserError, match=r"token store = .* set checkpoint\.allow_changed_data = true"):
+        open_loader(tmp_path, state=state)
+
+
+def after(steps: int, loader: StepLoader) -> tuple[dict[str, Any], list[int]]:
+    """The state after ``steps`` steps, and the documents they finished."""
+    with loader:
+        finished = [document for step in islice(loader, steps) for document in step.documents]
+        return json.loads(json.dumps(loader.state_dict())), finished
+
+
+def test_other_settings_on_purpose_lose_and_repeat_no_document(folder):
+    state, finished = after(2, open_loader(folder))
+    waiting = open_loader(folder, state=state)
+    waiting.close()
+    changes: dict[str, dict[str, Any]] = {
+        "data": {"context_window": 96, "seed": 9},
+        "packing": {"method": "sequential", "micro_batches": 2},
+        "training": {"steps": None},
+        "checkpoint": {"allow_changed_data": True},
+    }
+    with open_loader(folder, changes, state=state) as changed:
+        assert changed.changed_data is not None
+        assert "data.seed was 0 and is 9" in changed.changed_data
+        assert "packing.method was 'makespan' and is 'sequential'" in changed.changed_data
+        kept = waiting.totals()["pending_documents"]
+        assert kept > 0
+        assert changed.changed_data.endswith(f"; {kept} waiting documents are carried over")
+        finished += [document for step in changed for document in step.documents]
+    assert sorted(finished) == list(range(len(TokenStore.open(folder / "store"))))
+
+
+def test_other_data_on_purpose_begin_a_new_epoch_with_new_ids(folder, tmp_path):
+    other = write_store(tmp_path / "store", documents=37)
+    first = open_loader(folder)
+    state, finished = after(5, first)
+    waiting = first.totals()["pending_documents"]
+    assert waiting > 0
+    changes: dict[str, dict[str, Any]] = {"training": {"steps": None}, "checkpoint": {"allow_changed_data": True}}
+    with open_loader(tmp_path, changes, state=state) as changed:
+        assert changed.changed_data is not None
+        assert f"; {waiting} documents of the old token store that waited are dropped" in changed.changed_data
+        steps = list(changed)
+    trained = [document for step in steps for document in step.documents]
+    assert sorted(document % len(other) for document in trained) == list(range(len(other)))
+    assert min(trained) >= 2 * len(TokenStore.open(folder / "store"))  # documents of its second epoch had been read
+    assert max(finished) > len(TokenStore.open(folder / "store"))
+    assert [step.plan.step for step in steps] == list(range(5, 5 + len(steps)))
+
+
+def test_unchanged_data_need_no_word(folder):
+    state, _ = after(1, open_loader(folder))
+    with open_loader(folder, {"checkpoint": {"allow_changed_data": True}}, state=state) as loader:
+        assert loader.changed_data is None
+
+
+def test_steps_are_ready_before_training_asks(folder, monkeypatch):
+    read: list[int] = []
+    ready = threading.Event()
+
+    def counting(store: TokenStore, document: int, *place: int) -> np.ndarray:
+        read.append(document)
+        return original(store, document, *place)
+
+    def announce_the_fourth(self: StepPlanner) -> PlannedStep:
+        planned = plan_next(self)
+        if planned.plan.step == 3:
+            ready.set()
+        return planned
+
+    original, plan_next = TokenStore.read, StepPlanner.__next__
+    monkeypatch.setattr(TokenStore, "read", counting)
+    monkeypatch.setattr(StepPlanner, "__next__", announce_the_fourth)
+    with open_loader(folder, {"training": {"prefetch": 1}}):
+        assert ready.wait(10)  # nobody has asked for a step, and the first is read, the fourth planned
+        assert read
+
+
+def test_closing_ends_the_threads(folder):
+    before = threading.active_count()
+    with open_loader(folder) as loader:
+        next(loader)
+        assert threading.active_count() == before + 2
+    assert threading.active_count() == before
+
+
+def test_a_failing_read_reaches_the_training_loop(folder, monkeypatch):
+    def broken(*_: object) -> np.ndarray:
+        raise OSError("input/output error")
+
+    with open_loader(folder) as loader:
+        monkeypatch.setattr(TokenStore, "read", broken)
+        with pytest.raises(OSError, match="input/output error"):
+            list(islice(loader, 10))
+
+
+def test_a_token_outside_the_models_vocabulary_is_named(folder):
+    with (
+        open_loader(folder, {"model": {"vocab_size": VOCABULARY - 1}}) as loader,
+        pytest.raises(UserError, match=rf"token {VOCABULARY - 1} is outside .*model\.vocab_size = {VOCABULARY - 1}"),
+    ):
+        next(loader)

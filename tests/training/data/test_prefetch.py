@@ -1,0 +1,67 @@
+"""Threads work ahead, tell of failures at once, and end when told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from wlb.training.data.prefetch import Prefetcher, Shutdown
+
+
+def test_yields_everything_in_order():
+    shutdown = Shutdown()
+    numbers = Prefetcher(range(100), 3, "numbers", shutdown)
+    assert list(Prefetcher(map(str, numbers), 2, "texts", shutdown)) == [str(n) for n in range(100)]
+
+
+def test_stays_within_its_depth():
+    taken: list[int] = []
+    third = threading.Event()
+
+    def source() -> Iterator[int]:
+        for n in range(100):
+            taken.append(n)
+            if n == 3:
+                third.set()
+            yield n
+
+    shutdown = Shutdown()
+    items = Prefetcher(source(), 3, "items", shutdown)
+    assert third.wait(10)
+    time.sleep(0.05)
+    assert taken == [0, 1, 2, 3]  # three in the buffer, one waiting for room
+    shutdown.close()
+    items.join()
+
+
+def test_a_failure_overtakes_what_is_buffered():
+    failed = threading.Event()
+
+    def source() -> Iterator[int]:
+        yield from range(2)
+        failed.set()
+        raise RuntimeError("disk gone")
+
+    shutdown = Shutdown()
+    items = Prefetcher(Prefetcher(source(), 5, "inner", shutdown), 5, "outer", shutdown)
+    assert failed.wait(10)
+    time.sleep(0.05)
+    with pytest.raises(RuntimeError, match="disk gone"):
+        next(items)
+    items.join()
+
+
+def test_closing_ends_all_threads():
+    before = threading.active_count()
+    shutdown = Shutdown()
+    inner = Prefetcher(iter(int, 1), 2, "inner", shutdown)  # endless
+    outer = Prefetcher(inner, 2, "outer", shutdown)
+    assert next(outer) == 0
+    shutdown.close()
+    inner.join()
+    outer.join()
+    assert threading.active_count() == before
+    assert next(outer, None) is None

@@ -1,0 +1,76 @@
+"""The shards of all ranks together are the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.training.documents import RandomDocuments
+from wlb.documents.segments import Segment
+from wlb.packing.plan import MicroBatch
+from wlb.sharding import STRATEGIES, make_shard_plan
+from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, make_batch
+from wlb.training.data.sharded_batch import shard_batch
+
+STORE = RandomDocuments(np.array([1, 9, 2, 60, 17, 33]), vocab_size=50)
+STRATEGY = st.sampled_from(list(STRATEGIES))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> TokenBatch:
+    """Whole documents and pieces of them, also such that end before their document does."""
+    segments = []
+    for index in draw(st.lists(st.integers(0, len(STORE.lengths) - 1), min_size=1, max_size=6)):
+        start = draw(st.integers(0, int(STORE.lengths[index]) - 1))
+        segments.append(Segment(index, start, draw(st.integers(1, int(STORE.lengths[index]) - start))))
+    return make_batch(MicroBatch(tuple(segments), 0.0), STORE)
+
+
+@settings(deadline=None)
+@given(batches(), st.integers(1, 5), STRATEGY)
+def test_the_shards_together_are_the_batch(batch: TokenBatch, cp_size: int, strategy: str) -> None:
+    plan = make_shard_plan(batch.segment_lengths, cp_size, strategy)
+    shards = [shard_batch(batch, plan, rank) for rank in range(cp_size)]
+    order = torch.from_numpy(np.concatenate([plan.positions(rank) for rank in range(cp_size)])).argsort()
+    for name in ("tokens", "labels", "positions"):
+        whole = torch.cat([getattr(shard, name)[: shard.local_tokens] for shard in shards])[order]
+        assert torch.equal(whole, getattr(batch, name))
+
+
+@settings(deadline=None)
+@given(batches(), st.integers(2, 5), STRATEGY)
+def test_labels_and_positions_do_not_see_the_borders_of_shards(batch: TokenBatch, cp_size: int, strategy: str) -> None:
+    plan = make_shard_plan(batch.segment_lengths, cp_size, strategy)
+    for rank in range(cp_size):
+        shard = shard_batch(batch, plan, rank)
+        expected_positions: list[int] = []
+        for segment, start, stop in plan.pieces[rank].tolist():
+            expected_positions += range(start, stop)
+            first = int(plan.segment_starts[segment])
+            end = len(expected_positions)
+            if stop < plan.segment_lengths[segment]:  # the next token is on another rank
+                assert int(shard.labels[end - 1]) == int(batch.tokens[first + stop])
+        assert shard.positions[: shard.local_tokens].tolist() == expected_positions
+
+
+def test_a_plan_of_other_segments_is_refused() -> None:
+    batch = make_batch(MicroBatch((Segment(3, 0, 60),), 0.0), STORE)
+    with pytest.raises(ValueError, match="shards 2 segments of 60 tokens, the batch has 1 of 60"):
+        shard_batch(batch, make_shard_plan([20, 40], 2, "per_document"), 0)
+
+
+@settings(deadline=None)
+@given(batches(), st.integers(1, 5), STRATEGY, st.integers(1, 8))
+def test_rows_divide_evenly_and_padding_has_no_label(
+    batch: TokenBatch, cp_size: int, strategy: str, multiple_of: int
+) -> None:
+    plan = make_shard_plan(batch.segment_lengths, cp_size, strategy)
+    for rank in range(cp_size):
+        shard = shard_batch(batch, plan, rank, multiple_of)
+        assert shard.rows > 0
+        assert shard.rows % multiple_of == 0
+        assert shard.rows - shard.local_tokens < multiple_of or shard.local_tokens == 0
+        assert (shard.labels[shard.local_tokens :] == IGNORE_LABEL).all()

@@ -1,0 +1,98 @@
+"""The clock counts computing and waiting for a core, and not waiting for other ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.training.distributed import run_ranks
+from wlb.training.observe.compute_clock import ThreadClock, thread_seconds
+
+LINUX = pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="needs Linux's schedstat")
+
+
+def compute(seconds: float) -> None:
+    """Run matrix products, forward and backward, until this thread has spent ``seconds`` on them."""
+    x = torch.randn(128, 128, requires_grad=True)
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        (x @ x).sum().backward()
+
+
+def test_each_micro_batch_gets_what_was_measured_for_it():
+    # (ran, waited for a core)
+    ticks = iter([(0.0, 0.0), (1.0, 0.0), (10.0, 2.0), (11.0, 3.0), (20.0, 3.0), (23.0, 4.0)])
+    clock = ThreadClock(lambda: next(ticks))
+    clock.begin_step(3)
+    for phase, micro_batch in (("forward", 0), ("forward", 2), ("backward", 0)):
+        with clock.measuring(phase, micro_batch):
+            pass
+    measured = clock.end_step()
+    assert (measured.seconds.tolist(), measured.core_wait_seconds) == ([5.0, 0.0, 2.0], 2.0)
+    clock.begin_step(2)
+    measured = clock.end_step()
+    assert (measured.seconds.tolist(), measured.core_wait_seconds) == ([0.0, 0.0], 0.0)
+
+
+def test_sleeping_is_not_computing():
+    now = thread_seconds()
+    before = sum(now())
+    time.sleep(0.3)
+    assert sum(now()) - before < 0.1
+
+
+def _wait_for_each_other() -> tuple[float, float]:
+    """Rank 0 computes five times as long as rank 1 before every collective; (clock, wall) seconds."""
+    clock, started = ThreadClock(), time.monotonic()
+    clock.begin_step(1)
+    for _ in range(3):
+        with clock.measuring("forward", 0):
+            compute(0.05 if dist.get_rank() else 0.25)
+            dist.all_reduce(torch.ones(1000))
+    (measured,) = clock.end_step().seconds
+    return float(measured), time.monotonic() - started
+
+
+def test_waiting_in_a_collective_is_not_computing():
+    (slow, _), (quick, quick_wall) = run_ranks(2, _wait_for_each_other, seconds=60.0)
+    assert slow >= 0.75
+    assert quick >= 0.15
+    assert quick_wall >= 0.75
+    # Rank 1 waits for 0.6 s of rank 0's computing; a loaded machine stretches computing and waiting alike.
+    assert quick < 0.6 * quick_wall
+
+
+_BUSY = "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"
+
+
+@LINUX
+def test_waiting_for_a_core_counts():
+    """With two other processes on its core, a thread that computes for 0.3 s needs and is charged more."""
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    hogs = [
+        subprocess.Popen([sys.executable, "-c", _BUSY], preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+        for _ in range(2)
+    ]
+    try:
+        os.sched_setaffinity(0, {core})
+        now, started = thread_seconds(), time.monotonic()
+        ran_before, waited_before = now()
+        compute(0.3)
+        ran, waited = now()
+        wall = time.monotonic() - started
+    finally:
+        os.sched_setaffinity(0, cores)
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    assert ran - ran_before == pytest.approx(0.3, rel=0.1)
+    assert waited - waited_before > 0.15
+    assert ran - ran_before + waited - waited_before == pytest.approx(wall, rel=0.1)

@@ -1,0 +1,163 @@
+"""steps.jsonl holds every step once, whatever happened to its writers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from wlb.config import MetricsConfig
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.training.observe.metrics import MetricsWriter, StepMetrics, live_line
+from wlb.training.runtime.failures import TrainingError
+
+ROW = StepMetrics(
+    step=1,
+    loss=2.5,
+    grad_norm=1.0,
+    learning_rate=1e-3,
+    tokens=100,
+    documents=3,
+    step_seconds=0.5,
+    tokens_per_second=200.0,
+    imbalance_degree=1.1,
+    token_delay=0.0,
+    data_wait_seconds=0.0,
+    planning_seconds=0.001,
+    pending_documents=12,
+    mfu=0.25,
+    imbalance={
+        "cp": {"predicted": 1.0, "measured": 1.0},
+        "dp": {"predicted": 1.02, "measured": 1.051},
+        "pp": {"predicted": 1.1, "measured": None},
+    },
+    slow_ranks=(),
+    document_ids=(4, 7, 9),
+)
+
+
+def config(folder: Path, tensorboard: bool = False) -> MetricsConfig:
+    return MetricsConfig(dir=folder, tensorboard=tensorboard, document_ids=True)
+
+
+def write(folder: Path, last_step: int, steps: range) -> None:
+    writer = MetricsWriter(config(folder), last_step)
+    for step in steps:
+        writer.write(replace(ROW, step=step))
+    writer.close()
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_line_holds_the_metrics_as_soon_as_it_is_written(tmp_path):
+    writer = MetricsWriter(config(tmp_path), 0)
+    writer.write(ROW)
+    (line,) = (tmp_path / "steps.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert row["document_ids"] == [4, 7, 9]
+    assert {name: row[name] for name in ("step", "loss", "tokens", "documents")} == {
+        "step": 1,
+        "loss": 2.5,
+        "tokens": 100,
+        "documents": 3,
+    }
+    assert "segments" not in row
+    writer.write(replace(ROW, step=2, document_ids=None))
+    writer.write(replace(ROW, step=3, segments=(Segment(4, 0, 60), Segment(9, 128, 40))))
+    writer.close()
+    _, without, audited = map(json.loads, (tmp_path / "steps.jsonl").read_text().splitlines())
+    assert not {"document_ids", "segments"} & without.keys()
+    assert audited["segments"] == [[4, 0, 60], [9, 128, 40]]
+
+
+def test_a_resumed_job_continues_after_its_checkpoint(tmp_path, capsys):
+    write(tmp_path, 0, range(1, 6))
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # killed in the middle of a line
+    write(tmp_path, 3, range(4, 7))
+    assert steps_in(tmp_path / "steps.jsonl") == [1, 2, 3, 4, 5, 6]
+    assert "goes back to step 3, later lines removed: 3" in capsys.readouterr().err
+
+
+def test_a_new_job_sets_an_older_file_aside(tmp_path):
+    write(tmp_path, 0, range(1, 4))
+    write(tmp_path, 0, range(1, 3))
+    write(tmp_path, 0, range(1, 2))
+    assert steps_in(tmp_path / "steps.jsonl") == [1]
+    assert steps_in(tmp_path / "steps.1.jsonl") == [1, 2, 3]
+    assert steps_in(tmp_path / "steps.2.jsonl") == [1, 2]
+
+
+def test_summary_covers_the_steps_of_this_run(tmp_path):
+    writer = MetricsWriter(config(tmp_path), 10)
+    assert writer.summary()["median_step_seconds"] is None
+    writer.write(replace(ROW, step=11))
+    writer.write(replace(ROW, step=12, loss=2.0, step_seconds=1.5, imbalance_degree=1.3))
+    assert writer.summary() == {
+        "steps": 2,
+        "last_step": 12,
+        "tokens": 200,
+        "documents": 6,
+        "median_step_seconds": 1.0,
+        "tokens_per_second": 100.0,
+        "mean_imbalance_degree": pytest.approx(1.2),
+        "last_loss": 2.0,
+        "evaluation_loss": None,
+    }
+    writer.close()
+
+
+def test_an_unwritable_directory_is_a_users_mistake(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"metrics\.dir .* cannot be written"):
+        MetricsWriter(config(tmp_path / "file"), 0)
+
+
+def test_scalars_reach_tensorboard(tmp_path):
+    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = MetricsWriter(config(tmp_path, tensorboard=True), 0)
+    writer.write(ROW)
+    writer.close()
+    events = reading.EventAccumulator(str(tmp_path))
+    events.Reload()
+    names = set(events.Tags()["scalars"])
+    assert {
+        "loss",
+        "tokens_per_second",
+        "imbalance_degree",
+        "mfu",
+        "pending_documents",
+        "imbalance/pp/predicted",
+    } <= names
+    assert not {"step", "document_ids", "imbalance/pp/measured"} & names  # the last was not measured
+    assert events.Scalars("loss")[0].value == 2.5
+    assert events.Scalars("imbalance/dp/measured")[0].value == pytest.approx(1.051)
+
+
+def test_the_live_line_shows_dimensions_that_have_several_ranks():
+    assert live_line(ROW) == (
+        "step 1  loss 2.5000  200 tokens/s  mfu 25.0%  imbalance 1.100 dp 1.02/1.05  delay 0.00  12 waiting  0.50 s  "
+        "wait 0%"
+    )
+
+
+def test_a_skipped_step_is_valid_json_and_says_so(tmp_path):
+    writer = MetricsWriter(config(tmp_path, tensorboard=True), 0)
+    writer.write(replace(ROW, loss=math.nan, grad_norm=math.inf))
+    writer.close()
+    row = json.loads((tmp_path / "steps.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (row["loss"], row["grad_norm"], row["skipped"]) == (None, None, True)
+    assert writer.summary()["last_loss"] is None
+
+
+def test_a_full_disk_is_told_in_one_line(tmp_path):
+    (tmp_path / "steps.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(config(tmp_path), 0)
+    with pytest.raises(TrainingError, match=r"step 1: .*steps\.jsonl cannot be written: No space left on device"):
+        writer.write(ROW)

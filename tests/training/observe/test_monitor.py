@@ -1,0 +1,127 @@
+"""What a real job shows of itself: imbalance in every step, a diagnosis, traces of all ranks, the rank that is slow."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.training.distributed import run_ranks
+from tests.training.jobs import job, read_steps, write_store
+from wlb.config import JobConfig
+from wlb.training.observe import observer
+from wlb.training.trainer import Trainer
+
+DIMENSIONS = {"tp", "cp", "pp", "dp", "micro_batches"}
+_BUSY = "import time\nprint(flush=True)\nend = time.monotonic() + 120\nwhile time.monotonic() < end: pass"
+
+
+def _train(config: JobConfig) -> list[str]:
+    """Train; returns what the observer said."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(observer, "say", said.append)
+        Trainer(config, torch.device("cpu")).run()
+    return said
+
+
+def _train_beside_a_busy_process(config: JobConfig) -> list[str]:
+    """Each rank has a core, but rank 1 shares it with a process that is always busy and more important."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[dist.get_rank()]})
+    hogs = [subprocess.Popen([sys.executable, "-c", _BUSY], stdout=subprocess.PIPE) for _ in range(dist.get_rank())]
+    try:
+        for hog in hogs:
+            assert hog.stdout is not None
+            hog.stdout.readline()  # it is running
+            os.nice(10)
+        return _train(config)
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+        os.sched_setaffinity(0, cores)
+
+
+def names_in_trace(path: Path) -> set[str]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return {event.get("name", "") for event in json.load(file)["traceEvents"]}
+
+
+def test_a_job_shows_its_imbalance_and_leaves_traces(tmp_path):
+    write_store(tmp_path / "store")
+    config = job(
+        tmp_path,
+        parallel={"pp": 2, "cp": 2},
+        sharding={"strategy": "per_document"},
+        checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 2},
+        metrics={"profile": True, "diagnose_every": 4},
+    )
+    said = run_ranks(4, _train, config, seconds=120.0)
+    rows = read_steps(tmp_path)
+    for row in rows:
+        assert set(row["imbalance"]) == DIMENSIONS
+        assert all(
+            factor[kind] >= 1 - 1e-9 for factor in row["imbalance"].values() for kind in ("predicted", "measured")
+        )
+        assert row["imbalance"]["dp"]["measured"] == row["imbalance"]["tp"]["measured"] == 1
+        assert 0 < row["mfu"] < 1
+        assert row["pending_documents"] >= 0
+    # The first step warms up and is not in it; four steps would be, but the run ends two after the last four.
+    (text,) = [line for line in said[0] if "causes" in line or "no cause" in line]
+    assert "compute of 4 ranks without collectives, mean of 4 steps up to step 6" in text
+    assert not any(said[1:])
+    diagnosis = json.loads((tmp_path / "metrics" / "diagnosis.json").read_text())
+    assert [(rank["pp"], rank["cp"]) for rank in diagnosis["ranks"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({rank["process"] for rank in diagnosis["ranks"]}) == 4
+    assert all(0 < rank["compute_seconds"] < diagnosis["step_seconds"] for rank in diagnosis["ranks"])
+    for rank in range(4):
+        names = names_in_trace(tmp_path / "metrics" / "trace" / f"rank-{rank}.json.gz")
+        expected = {"data", "plan agreement", "gradient norm", "optimizer", "checkpoint"}
+        expected |= {"key/value exchange", "attention own", "attention received"}
+        expected |= {f"{phase} micro-batch {i}" for phase in ("forward", "backward") for i in range(4)}
+        assert expected <= names
+        assert ("loss micro-batch 3" in names) == (rank >= 2)
+
+
+# A step computes for some 30 ms: long enough for the scheduler to share the core evenly.
+LARGER: dict[str, dict[str, Any]] = {
+    "model": {"hidden": 256, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_hidden": 512},
+    "data": {"context_window": 512},
+    "packing": {"micro_batches": 2, "outlier_thresholds": "auto"},
+    "parallel": {"dp": 2},
+    "training": {"steps": 7},
+}
+
+
+@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) < 2, reason="needs a core for each rank")
+def test_a_rank_on_a_busy_core_is_reported_by_name(tmp_path):
+    write_store(tmp_path / "store")
+    config = job(tmp_path, **LARGER)
+    said, _ = run_ranks(2, _train_beside_a_busy_process, config, seconds=120.0)
+    process = json.loads((tmp_path / "metrics" / "diagnosis.json").read_text())["ranks"][1]["process"]
+    (warning,) = [line for line in said if "warning" in line]
+    pattern = (
+        rf"wlb: warning: rank 1 \(host \S+, process {process}, cpu:?0?\) is slow: \S+ s of compute a step where \S+ s"
+    )
+    assert re.match(pattern, warning)
+    assert read_steps(tmp_path)[-1]["slow_ranks"] == [1]
+    assert "causes, costliest first:\n  1. rank 1 (" in said[-1]
+
+
+def test_an_even_job_warns_of_nobody(tmp_path):
+    write_store(tmp_path / "store")
+    # On a loaded machine ranks wait for cores, which is what the warning is about; so only a large factor is safe here.
+    config = job(tmp_path, **LARGER, metrics={"straggler_factor": 5.0})
+    said, _ = run_ranks(2, _train, config, seconds=120.0)
+    assert not [line for line in said if "warning" in line]
+    assert all(row["slow_ranks"] == [] for row in read_steps(tmp_path))

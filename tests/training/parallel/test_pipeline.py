@@ -1,0 +1,144 @@
+"""Running steps: what is refused, what is returned, and lower precision. Exactness is test_equivalence's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from tests.training.distributed import run_ranks
+from tests.training.documents import RandomDocuments
+from wlb.config import ParallelConfig
+from wlb.documents.segments import Segment
+from wlb.models.transformer import TransformerConfig
+from wlb.packing.plan import MicroBatch
+from wlb.training.data.batch import make_batch
+from wlb.training.data.loader import RankShare
+from wlb.training.data.sharded_batch import ShardedBatch
+from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.pipeline import PipelineRunner
+from wlb.workload import ModelShape
+
+CONFIG = TransformerConfig(
+    ModelShape(hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, ffn_hidden=48, vocab_size=64)
+)
+STORE = RandomDocuments(np.array([50, 7, 23, 64, 3, 90]), vocab_size=64)
+MICRO_BATCHES = [(0, 1), (2,), (3, 4), (5,)]
+LOSS_TOKENS = int((STORE.lengths - 1).sum())
+
+
+def _batches(micro_batches: list[tuple[int, ...]]) -> list[ShardedBatch]:
+    return [
+        RankShare().of(
+            make_batch(MicroBatch(tuple(Segment(d, 0, int(STORE.lengths[d])) for d in documents), 0.0), STORE)
+        )
+        for documents in micro_batches
+    ]
+
+
+def _run(parallel: ParallelConfig, dtype: torch.dtype, steps: int = 1) -> dict[str, Any]:
+    """Train nothing for some steps; the share of the loss and the gradients of every step added up."""
+    mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
+    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=dtype, device=device, seed=0)
+    per_rank = len(MICRO_BATCHES) // parallel.dp
+    runner = PipelineRunner(stages, parallel, mesh, per_rank, dtype=dtype, device=device)
+    first = mesh.rank("dp") * per_rank
+    for _ in range(steps):
+        loss = runner.run_step(_batches(MICRO_BATCHES[first : first + per_rank]), LOSS_TOKENS)
+    assert not loss.requires_grad
+    gradients = {
+        name: weight.grad.full_tensor()
+        for stage in stages
+        for name, weight in stage.named_parameters()
+        if isinstance(weight.grad, DTensor)
+    }
+    return {"loss": loss, "gradients": gradients, "pp_rank": mesh.rank("pp")}
+
+
+def _merged(results: list[dict[str, Any]]) -> tuple[float, dict[str, torch.Tensor]]:
+    gradients = {name: grad for result in results for name, grad in result["gradients"].items()}
+    return sum(float(result["loss"]) for result in results), gradients
+
+
+@pytest.fixture(scope="module")
+def exact() -> tuple[float, dict[str, torch.Tensor]]:
+    return _merged(run_ranks(1, _run, ParallelConfig(), torch.float64))
+
+
+def test_a_fresh_model_guesses_about_uniformly(exact: tuple[float, dict[str, torch.Tensor]]) -> None:
+    assert exact[0] == pytest.approx(np.log(CONFIG.shape.vocab_size), rel=0.02)
+
+
+def test_only_the_last_stage_knows_the_loss(exact: tuple[float, dict[str, torch.Tensor]]) -> None:
+    results = run_ranks(2, _run, ParallelConfig(pp=2), torch.float64)
+    assert float(results[0]["loss"]) == 0.0
+    assert float(results[1]["loss"]) == pytest.approx(exact[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(pp=2)], ids=["dp2", "pp2"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str)
+def test_lower_precision_stays_close_to_float64(
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    tolerance: float,
+    exact: tuple[float, dict[str, torch.Tensor]],
+) -> None:
+    loss, gradients = _merged(run_ranks(2, _run, parallel, dtype))
+    assert loss == pytest.approx(exact[0], rel=tolerance)
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    for name, gradient in exact[1].items():
+        assert float((gradients[name] - gradient).norm() / gradient.norm()) < tolerance, name
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(pp=2)], ids=["dp2", "pp2"])
+def test_gradients_of_several_steps_add_up(
+    parallel: ParallelConfig, exact: tuple[float, dict[str, torch.Tensor]]
+) -> None:
+    _, gradients = _merged(run_ranks(2, _run, parallel, torch.float64, 3))
+    for name, gradient in exact[1].items():
+        torch.testing.assert_close(gradients[name], 3 * gradient, rtol=1e-9, atol=1e-14)
+
+
+def _reductions_of_a_step(parallel: ParallelConfig) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        _run(parallel, torch.float32)
+    return sum(event.name == "c10d::_reduce_scatter_base_" for event in profiler.events() or ())
+
+
+@pytest.mark.parametrize(("pp", "units"), [(1, 5), (2, 3)])  # FSDP units per rank: blocks and the rest
+def test_gradients_are_reduced_once_per_step_not_per_micro_batch(pp: int, units: int) -> None:
+    assert run_ranks(2 * pp, _reductions_of_a_step, ParallelConfig(dp=2, pp=pp)) == [units] * 2 * pp
+
+
+def _debug_run() -> float:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    return float(_run(ParallelConfig(pp=2), torch.float32)["loss"])
+
+
+def test_torch_debugging_does_not_mistake_lengths_for_errors() -> None:
+    assert run_ranks(2, _debug_run)[1] > 0
+
+
+def _gathers_before_embedding() -> tuple[int, int]:
+    """Of the second step on this rank: gathers that start before the first embedding, and all."""
+    parallel = ParallelConfig(pp=2, dp=2)
+    mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
+    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=torch.float32, device=device, seed=0)
+    runner = PipelineRunner(stages, parallel, mesh, 2, dtype=torch.float32, device=device)
+    runner.run_step(_batches(MICRO_BATCHES[:2]), LOSS_TOKENS)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        runner.run_step(_batches(MICRO_BATCHES[:2]), LOSS_TOKENS)
+    events = profiler.events() or ()
+    embedding = min((e.time_range.start for e in events if e.name == "aten::embedding"), default=float("inf"))
+    gathers = [event.time_range.start for event in events if event.name == "c10d::_allgather_base_"]
+    return sum(start < embedding for start in gathers), len(gathers)
+
+
+def test_a_pipeline_rank_gathers_all_its_weights_before_its_first_forward() -> None:
+    for early, gathers in run_ranks(4, _gathers_before_embedding)[:2]:  # the ranks of the first stage
+        assert early == gathers == 3  # two blocks, and the rest of the stage

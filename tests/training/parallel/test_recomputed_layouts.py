@@ -1,0 +1,110 @@
+"""Recomputed and compiled blocks inside FSDP, pipeline and tensor parallelism: the same gradients as plain blocks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+
+from tests.training.distributed import run_ranks
+from wlb.config import ParallelConfig
+from wlb.models.transformer import TransformerConfig
+from wlb.sharding import make_shard_plan
+from wlb.training.data.batch import TokenBatch
+from wlb.training.data.sharded_batch import shard_batch
+from wlb.training.parallel.activation_checkpointing import Strategy
+from wlb.training.parallel.compile import compile_blocks
+from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.pipeline import PipelineRunner
+from wlb.workload import ModelShape
+
+CONFIG = TransformerConfig(
+    ModelShape(hidden=16, layers=4, heads=4, kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=32)
+)
+STEPS = ([(9, 4), (12,), (7, 7, 3), (5,)], [(11,), (2, 9), (21,), (6, 6)])  # segment lengths of micro-batches
+LAYOUTS = [
+    ParallelConfig(dp=2),
+    ParallelConfig(cp=2),
+    ParallelConfig(tp=2),
+    ParallelConfig(pp=2),
+    ParallelConfig(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
+]
+COMPILED_LAYOUTS = [ParallelConfig(pp=2), ParallelConfig(tp=2)]  # with FSDP inside; each takes seconds to compile
+GRAPHS = 5  # those of tests/training/parallel/test_compile.py, and one more under tp
+
+
+def _gradients(parallel: ParallelConfig, strategy: Strategy = "none", compiled: bool = False) -> dict[str, Tensor]:
+    """Loss and gradients of this rank after two steps of four micro-batches, by name."""
+    mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
+    stages = build_stage_modules(
+        CONFIG,
+        parallel,
+        mesh,
+        dtype=torch.float64,
+        device=device,
+        seed=0,
+        activation_checkpointing=strategy,
+        compiled=compiled,
+    )
+    runner = PipelineRunner(stages, parallel, mesh, 4, dtype=torch.float64, device=device)
+    found = {}
+    for step, lengths in enumerate(STEPS):
+        batches = []
+        for segments in lengths:
+            tokens = torch.arange(sum(segments)) * 7 % CONFIG.shape.vocab_size
+            positions = torch.cat([torch.arange(length) for length in segments])
+            batch = TokenBatch(tokens, tokens.roll(-1), positions, segments)
+            plan = make_shard_plan(segments, parallel.cp, "per_document")
+            batches.append(shard_batch(batch, plan, mesh.rank("cp"), parallel.tp))
+        found[f"loss of step {step}"] = runner.run_step(batches, 100)
+    for stage in stages:
+        for name, weight in stage.named_parameters():
+            assert isinstance(weight.grad, DTensor)
+            found[name] = weight.grad.to_local().clone()
+    return found
+
+
+def _largest_difference(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    assert found.keys() == exact.keys()
+    return max(float((found[name] - exact[name]).abs().max()) if exact[name].numel() else 0.0 for name in exact)
+
+
+def _recomputed(layouts: list[ParallelConfig]) -> list[float]:
+    differences: list[float] = []
+    for parallel in layouts:
+        exact = _gradients(parallel)
+        strategies: tuple[Strategy, ...] = ("selective", "full")
+        differences += [_largest_difference(_gradients(parallel, strategy), exact) for strategy in strategies]
+    return differences
+
+
+def test_recomputation_changes_no_bit_in_any_layout():
+    for differences in run_ranks(2, _recomputed, LAYOUTS):
+        assert differences == [0.0] * 2 * len(LAYOUTS)
+
+
+def _compiled(layouts: list[ParallelConfig]) -> list[tuple[float, int]]:
+    """Compiled against plain, and graphs compiled over two steps of lengths that are all different."""
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        # Traces forward and backward as inductor does, and writes no code.
+        patch.setattr("wlb.training.parallel.parallelize.compile_blocks", partial(compile_blocks, backend="aot_eager"))
+        for parallel in layouts:
+            torch.compiler.reset()
+            counters.clear()
+            difference = _largest_difference(_gradients(parallel, "selective", compiled=True), _gradients(parallel))
+            results.append((difference, counters["stats"]["unique_graphs"]))
+    dist.barrier()
+    return results
+
+
+def test_compiled_blocks_agree_and_are_compiled_once():
+    for results in run_ranks(2, _compiled, COMPILED_LAYOUTS):
+        for parallel, (difference, graphs) in zip(COMPILED_LAYOUTS, results, strict=True):
+            assert difference < 1e-12, parallel
+            assert graphs <= GRAPHS, (parallel, graphs)

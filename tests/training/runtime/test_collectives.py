@@ -1,0 +1,37 @@
+"""A mistake that only one rank can see ends all of them, at once and in the same words."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from tests.training.distributed import run_ranks
+from wlb.errors import UserError
+from wlb.training.runtime.collectives import gathered, on_every_rank
+
+
+def _check(wrong: int) -> str:
+    def check() -> str:
+        if dist.get_rank() >= wrong:
+            raise UserError(f"rank {dist.get_rank()} has no disk")
+        return f"rank {dist.get_rank()} is fine"
+
+    try:
+        return on_every_rank(check)
+    except UserError as error:
+        return str(error)
+
+
+def test_the_first_problem_is_every_ranks():
+    assert run_ranks(3, _check, 1, seconds=30.0) == ["rank 1 has no disk"] * 3
+
+
+def test_without_a_problem_every_rank_gets_its_own_result():
+    assert run_ranks(2, _check, 2, seconds=30.0) == ["rank 0 is fine", "rank 1 is fine"]
+
+
+def _ranks() -> list[int]:
+    return gathered(dist.get_rank())
+
+
+def test_values_are_gathered_in_rank_order():
+    assert run_ranks(2, _ranks, seconds=30.0) == [[0, 1], [0, 1]]

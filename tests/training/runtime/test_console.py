@@ -1,0 +1,37 @@
+"""Training goes on where nobody reads what it says."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from wlb.training.runtime.console import end_progress, flush, say, show_progress
+
+
+def test_lines_are_lost_where_the_reader_has_ended(monkeypatch: pytest.MonkeyPatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, stream)
+        print("a summary")
+        say("step 1")
+        show_progress("step 2")
+        end_progress()
+        flush()
+        assert os.readlink(f"/proc/self/fd/{writer}") == os.devnull
+
+
+def test_a_log_on_a_full_disk_goes_on_when_there_is_room(monkeypatch: pytest.MonkeyPatch):
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        say("step 1")
+        assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == "/dev/full"
+        reader, writer = os.pipe()
+        os.dup2(writer, stream.fileno())
+        os.close(writer)
+        say("step 2")
+    with os.fdopen(reader) as lines:
+        assert lines.read() == "step 1\nstep 2\n"

@@ -1,0 +1,70 @@
+"""What a rank takes from its surroundings: threads, and the type it computes in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from wlb.config import TrainingConfig
+from wlb.errors import UserError
+from wlb.os_limits import usable_cores
+from wlb.training.runtime.environment import (
+    compute_dtype,
+    dense_attention_warning,
+    shared_store_warning,
+    threads_per_process,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "expected"),
+    [
+        ("auto", CPU, torch.float32),
+        ("auto", CUDA, torch.bfloat16),
+        ("float64", CPU, torch.float64),
+        ("float32", CUDA, torch.float32),
+    ],
+)
+def test_auto_is_the_type_the_device_is_fast_in(dtype, device, expected):
+    assert compute_dtype(TrainingConfig(dtype=dtype), device) == expected
+
+
+def test_dense_attention_on_a_gpu_is_told():
+    assert dense_attention_warning(torch.bfloat16, CUDA) is None
+    assert dense_attention_warning(torch.float32, CPU) is None
+    warning = dense_attention_warning(torch.float32, CUDA)
+    assert warning is not None
+    assert "training.dtype = 'float32' on CUDA" in warning
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "shared", "told"),
+    [("2", "3", "True", True), ("1", "3", "True", False), ("2", "0", "True", False), ("2", "3", "False", False)],
+)
+def test_restarts_on_several_machines_need_a_store_of_their_own(nodes, restarts, shared, told, monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    assert (shared_store_warning() is not None) == told
+
+
+@pytest.mark.parametrize(
+    ("threads", "variable", "expected"), [(3, "5", 3), (None, "5", 5), (None, "4,2", 4), (None, "many", None)]
+)
+def test_threads_are_the_settings_then_the_variables_then_a_share(threads, variable, expected, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: max(5, usable_cores()))
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    config = TrainingConfig(threads=threads)
+    assert threads_per_process(config, 1) == (expected or usable_cores())
+
+
+def test_more_threads_than_cores_are_refused(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    with pytest.raises(UserError, match="OMP_NUM_THREADS = 5 threads for each process, but this machine has 4 cores"):
+        threads_per_process(TrainingConfig(), 1)
+    with pytest.raises(UserError, match=r"training\.threads = 1000000 threads for each process"):
+        threads_per_process(TrainingConfig(threads=1_000_000), 1)
+    assert threads_per_process(TrainingConfig(threads=4), 1) == 4

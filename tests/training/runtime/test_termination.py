@@ -1,0 +1,107 @@
+"""SIGTERM, sent as schedulers send it: the job saves the step it is in and leaves, all ranks at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.training.jobs import read_steps, write_config, write_store
+from tests.training.processes import SECONDS, is_running, process, ranks_of, steps_written, wait_until
+from wlb.training.checkpoint.files import complete_checkpoints, step_of
+from wlb.training.runtime import termination as termination_module
+from wlb.training.runtime.failures import Terminated
+from wlb.training.runtime.termination import Termination, signals_to_end
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_store(tmp_path / "store")
+    return tmp_path
+
+
+def endless(folder: Path, **training: float) -> Path:
+    return write_config(
+        folder,
+        parallel={"dp": 2},
+        training={"steps": 100_000, **training},
+        checkpoint={"dir": str(folder / "checkpoints"), "every": 10_000},
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "to", "asked"),
+    [
+        ("wlb", "launcher", signal.SIGHUP),  # a terminal that is closed
+        ("wlb", "rank 1", signal.SIGTERM),
+        ("torchrun", "launcher", signal.SIGTERM),
+    ],
+)
+def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to, asked):
+    config = endless(folder)
+    command = {"wlb": ("-m", "wlb", "train"), "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2")}
+    module = ("-m", "wlb.training") if launcher == "torchrun" else ()
+    with process(*command[launcher], *module, config) as job:
+        wait_until(lambda: steps_written(folder) >= 3)
+        ranks = ranks_of(job.pid)
+        os.kill(job.pid if to == "launcher" else ranks[1], asked)
+        _, err = job.communicate(timeout=SECONDS)
+    last = read_steps(folder)[-1]["step"]
+    lines = [line for line in err.splitlines() if line.startswith("wlb: ")]
+    assert lines == [f"wlb: terminated after step {last}; checkpoint saved, run the same command to continue"]
+    assert [step_of(path) for path in complete_checkpoints(folder / "checkpoints")] == [last]
+    assert not any(is_running(rank) for rank in ranks)
+    if launcher == "wlb":
+        assert job.returncode == 143
+        assert "Traceback" not in err
+        return
+    with process("-m", "wlb", "train", config, "--set", f"training.steps={last + 2}") as job:
+        _, err = job.communicate(timeout=SECONDS)
+    assert job.returncode == 0, err
+    assert f"resuming after step {last} " in err
+    trained = [document for row in read_steps(folder) for document in row["document_ids"]]
+    assert len(trained) == len(set(trained))
+
+
+def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
+    config = write_config(
+        folder,
+        training={"steps": 100_000, "grace_seconds": 1.0},
+        checkpoint={"dir": str(folder / "checkpoints"), "every": 10_000},
+    )
+    with process("-m", "tests.training.faulty_rank", "sleep", "0", "3", config) as job:
+        wait_until(lambda: steps_written(folder) >= 3)
+        job.send_signal(signal.SIGTERM)
+        _, err = job.communicate(timeout=SECONDS)
+    assert job.returncode == 143
+    assert "wlb: terminated: training.grace_seconds = 1 were too few to finish the step and save it" in err
+    assert complete_checkpoints(folder / "checkpoints") == []
+
+
+@pytest.mark.parametrize(
+    ("grace_seconds", "message"),
+    [(None, "terminated before the first step"), (0.0, "training.grace_seconds = 0 were too few")],
+)
+def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
+    def leave(error: Exception) -> None:
+        raise error
+
+    monkeypatch.setattr(termination_module, "leave", leave)
+    monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGTERM)
+    termination = Termination()
+    if grace_seconds is not None:
+        termination.allow(grace_seconds)
+    with pytest.raises(Terminated, match=message):
+        termination._answer({signal.SIGTERM})
+
+
+def test_a_job_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signals_to_end() == {signal.SIGTERM}
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert signals_to_end() == {signal.SIGTERM, signal.SIGHUP}
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,256 @@
+"""Whole jobs, started as a user starts them: what is written, and how they end when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from shlex import quote
+
+import pytest
+
+from tests.training.jobs import read_steps, write_config, write_store
+from tests.training.processes import SECONDS, is_running, process, ranks_of, said, steps_written, wait_until
+from wlb.config import JobConfig
+from wlb.training import launcher as launch_module
+from wlb.training.runtime.failures import Ending
+
+PARALLEL = {"dp": 2}
+COMMANDS = {
+    "wlb": ("-m", "wlb", "train"),
+    "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "wlb.training"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_store(tmp_path / "store")
+    return tmp_path
+
+
+def endless(folder: Path) -> Path:
+    return write_config(
+        folder,
+        parallel=PARALLEL,
+        training={"steps": 100_000},
+        checkpoint={"dir": str(folder / "checkpoints"), "every": 5},
+    )
+
+
+def started(*arguments: str | Path) -> AbstractContextManager[subprocess.Popen[str]]:
+    return process("-m", "wlb", "train", *arguments)
+
+
+def test_train_writes_metrics_and_a_summary(folder):
+    config = write_config(folder, parallel=PARALLEL)
+    with started(config, "--json", "--set", "training.steps=4") as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    rows = read_steps(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    summary = json.loads(out)
+    assert summary["steps"] == 4
+    assert summary["tokens"] == sum(row["tokens"] for row in rows)
+    assert summary["last_loss"] == rows[-1]["loss"]
+    assert summary["pending_documents"] > 0
+    assert [line.split()[1] for line in err.splitlines() if line.startswith("step ")] == ["1", "2", "3", "4"]
+
+
+def test_without_restarts_a_killed_rank_ends_the_job_and_resuming_loses_nothing(folder):
+    config = endless(folder)
+    with started(config, "--set", "training.max_restarts=0") as process:
+        wait_until(lambda: steps_written(folder) >= 7)
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    (line,) = said(err)
+    assert "rank 1" in line
+    assert "was killed by SIGKILL; all ranks were stopped. Run the same command to continue" in line
+    before = {row["step"]: row["document_ids"] for row in read_steps(folder)}
+    with started(config, "--set", "training.steps=12", "--json") as process:
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()  # nobody reads what the job says any more
+        assert process.wait(timeout=SECONDS) == 0
+    rows = read_steps(folder)
+    assert [row["step"] for row in rows] == list(range(1, max(len(before) // 5 * 5, 12) + 1))
+    for row in rows:
+        assert row["document_ids"] == before.get(row["step"], row["document_ids"])
+    trained = [document for row in rows for document in row["document_ids"]]
+    assert len(trained) == len(set(trained))
+
+
+def test_ctrl_c_ends_the_job_at_once(folder):
+    with started(endless(folder)) as process:
+        wait_until(lambda: steps_written(folder) >= 1)
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches every process of a terminal
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "wlb: interrupted"
+    assert "Traceback" not in err
+    assert not any(is_running(rank) for rank in ranks)
+
+
+@pytest.mark.parametrize(("launcher", "steps"), [("wlb", 1), ("wlb", 0), ("torchrun", 0)])
+def test_ranks_do_not_outlive_their_launcher(folder, launcher, steps):
+    config = endless(folder)
+    with process(*COMMANDS[launcher], config) as job:
+        wait_until(lambda: len(ranks_of(job.pid)) == 2 and steps_written(folder) >= steps)
+        ranks = ranks_of(job.pid)
+        job.kill()
+        wait_until(lambda: not any(is_running(rank) for rank in ranks), seconds=20)
+
+
+def listens(pid: int) -> bool:
+    """Whether the launcher ``pid`` has begun its work: it has a handler for SIGHUP, which no other command has."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (caught,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(caught & 1 << signal.SIGHUP - 1)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_job_that_is_terminated_while_it_starts_says_so(folder, ranks):
+    with started(endless(folder)) as process:
+        wait_until(lambda: listens(process.pid) and len(ranks_of(process.pid)) == ranks)
+        process.terminate()
+        _, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, err) == (143, "wlb: terminated before the first step\n")
+
+
+class Script:
+    """Stands in for the ranks: shell commands, one a rank. ``record WORDS`` leaves words for the launcher."""
+
+    def __init__(self, *commands: str) -> None:
+        self._commands = commands
+        self._request = launch_module._EndRequest()
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def ask_when(self, ready: Callable[[], bool]) -> None:
+        """Ask the job to end once it is ``ready``."""
+
+        def ask() -> None:
+            wait_until(ready)
+            self._request.received = True
+
+        threading.Thread(target=ask, daemon=True).start()
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, last_words: float = 60.0, grace: float = 60.0) -> Ending | None:
+        """How a job of these ranks ends, with so many seconds for the others after a failure or a request to end."""
+        monkeypatch.setattr(launch_module, "_start", self._start)
+        monkeypatch.setattr(launch_module, "_LAST_WORDS_SECONDS", last_words)
+        monkeypatch.setattr(launch_module, "_BEYOND_GRACE_SECONDS", grace)
+        config = JobConfig.model_validate(
+            {
+                "data": {"store": "s"},
+                "parallel": {"dp": len(self._commands)},
+                "packing": {"micro_batches": len(self._commands)},
+                "training": {"grace_seconds": 0.0},
+            }
+        )
+        ending = launch_module._run_ranks(config, (), self._request)
+        assert not any(is_running(process.pid) for process in self.processes)
+        return ending
+
+    def _start(self, _: object, __: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
+        record = f"""record() {{ echo '{{"message": {{"message": "'$1'"}}}}' > {quote(str(error_file))}; }}"""
+        self.processes.append(
+            subprocess.Popen(["sh", "-c", f"{record}; {self._commands[rank]}"], start_new_session=True)
+        )
+        return self.processes[-1]
+
+
+def test_a_job_whose_ranks_all_end_well_has_ended_well(monkeypatch):
+    assert Script("exit 0", "sleep 0.3").run(monkeypatch) is None
+
+
+@pytest.mark.parametrize("other", ["kill -STOP $$", "trap '' TERM; while :; do sleep 1; done"])
+def test_a_rank_that_does_not_end_is_killed_when_another_has_failed(monkeypatch, other):
+    ending = Script("record 'no progress'; exit 124", other).run(monkeypatch, last_words=0.2)
+    assert ending is not None
+    assert (ending.cause, ending.status, ending.restart) == ("no progress", 124, True)
+
+
+def test_ranks_that_end_by_themselves_after_another_are_heard(monkeypatch):
+    ending = Script("record 'lost a peer'; exit 1", "sleep 0.2; record 'correct the config'; exit 2").run(monkeypatch)
+    assert ending is not None
+    assert (ending.text, ending.status) == ("correct the config", 2)
+
+
+def test_where_one_rank_is_terminated_the_others_end_in_good_order(monkeypatch, tmp_path):
+    ready = quote(str(tmp_path / "ready"))
+    other = f"trap 'record saved; exit 143' TERM; touch {ready}; while :; do sleep 0.1; done"
+    ending = Script(f"until [ -e {ready} ]; do sleep 0.1; done; exit 143", other).run(monkeypatch)
+    assert ending is not None
+    assert (ending.cause, ending.status, ending.restart) == ("saved", 143, False)
+
+
+def test_ranks_that_pass_over_a_request_to_end_are_killed(monkeypatch, tmp_path):
+    ready = tmp_path / "ready"
+    script = Script(f"trap '' TERM; touch {quote(str(ready))}; kill -STOP $$")
+    script.ask_when(ready.exists)
+    ending = script.run(monkeypatch, grace=0.2)
+    assert ending is not None
+    assert ending.text.startswith("wlb: terminated: not all ranks ended within 0.2 s, and were killed")
+    assert (ending.status, ending.restart) == (143, False)
+
+
+def test_a_mistake_found_by_the_ranks_is_told_once(folder):
+    (folder / "store.json").unlink()  # without it nothing says that tokens go up to 66, until they are read
+    config = write_config(folder, parallel=PARALLEL, model={"vocab_size": 66})
+    with started(config) as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.count("wlb: error: token 66 is outside the vocabulary of model.vocab_size = 66") == 1
+    assert err.count("error:") == 1
+    assert "Traceback" not in err
+
+
+def run_rank(config: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wlb.training", str(config)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def test_a_job_of_one_process_needs_no_launcher(folder):
+    done = run_rank(write_config(folder, training={"steps": 2}))
+    assert done.returncode == 0, done.stderr
+    assert len(read_steps(folder)) == 2
+
+
+def test_a_wrong_number_of_processes_is_refused(folder):
+    done = run_rank(write_config(folder, parallel={"dp": 2, "pp": 2}), WORLD_SIZE="3", RANK="0")
+    assert done.returncode == 2
+    assert "3 processes were started, but parallel.* asks for 4 (dp 2 x pp 2 x cp 1 x tp 1)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_second_job_keeps_off_the_files_of_the_first(folder):
+    config = endless(folder)
+    with started(config) as first:
+        wait_until(lambda: steps_written(folder) >= 1)
+        with started(config) as second:
+            _, err = second.communicate(timeout=SECONDS)
+        assert first.poll() is None
+    assert second.returncode == 2
+    (line,) = err.splitlines()
+    assert f"another job is writing to metrics.dir {folder / 'metrics'}" in line
+
+
+def test_a_rank_without_arguments_says_what_is_missing_in_one_line():
+    done = subprocess.run([sys.executable, "-m", "wlb.training"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("wlb: error: the following arguments are required: config")
