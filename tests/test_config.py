@@ -172,3 +172,10 @@ def test_a_job_may_depart_from_its_preset(config):
 def test_an_unknown_preset_is_refused(config):
     with pytest.raises(UserError, match=r"preset: .*'plain-4d', 'fixed-4d', 'wlb-llm' or 'best'.*got 'worst'"):
         load_config(config, ["preset=worst"])
+
+
+def test_thresholds_over_the_window_are_refused(config):
+    method = "packing.method=variable_length"
+    with pytest.raises(UserError, match=r"outlier_thresholds has 8192, over data\.context_window = 4096: no document"):
+        load_config(config, [method, "packing.outlier_thresholds=[8192]", "data.context_window=4096"])
+    load_config(config, [method, "packing.outlier_thresholds=[4096]", "data.context_window=4096"])

@@ -352,6 +352,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> JobConfig:
+        self.packing.options.check_window(self.data.context_window)
         if self.packing.micro_batches % self.parallel.dp:
             raise ValueError(
                 f"packing.micro_batches = {self.packing.micro_batches} counts all data-parallel ranks and must "

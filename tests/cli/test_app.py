@@ -70,6 +70,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
     [
         ([*COMPARE, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower pp"),
         ([*COMPARE, "--pp", 10**9], "model has 32 layers, fewer than the 1000000000 pipeline stages"),
+        ([*TUNE, "--max-delay", 0], "max_delay = 0: must be at least 1 here; makespan takes 0"),
         ([*TUNE, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
         ([*PREFILL, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
         ([*COMPARE, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),

@@ -21,8 +21,10 @@ from tests.packing.streams import (
 )
 from wlb.errors import UserError
 from wlb.packing import make_packer
+from wlb.packing.fixed import SolverOptions
 from wlb.packing.packer import held_segments
 from wlb.packing.tuning import ThresholdTuner
+from wlb.packing.variable_length import VariableLengthOptions
 
 
 def small_tuner(monkeypatch):
@@ -188,3 +190,14 @@ def test_a_tuner_starts_afresh_from_a_state_without_one():
     assert json.dumps(auto.state_dict()) == json.dumps(fresh.state_dict())
     assert auto.state_dict()["outlier_thresholds"] == [2, 6]
     assert plan_all(auto, [8, 1] * 40) == plan_all(fresh, [8, 1] * 40)
+
+
+def test_a_job_keeps_to_the_options_that_decide_its_steps():
+    """Not to how they are said, nor to those that only place documents within a step."""
+    assert VariableLengthOptions().identity(4096) == VariableLengthOptions(outlier_thresholds=(768, 2304)).identity(
+        4096
+    )
+    assert VariableLengthOptions().identity(4096) != VariableLengthOptions(outlier_thresholds="auto").identity(4096)
+    assert VariableLengthOptions().identity(4096) != VariableLengthOptions().identity(8192)
+    assert SolverOptions(solver_nodes=5).identity(64) == SolverOptions().identity(64)
+    assert SolverOptions(window=2).identity(64) != SolverOptions().identity(64)

@@ -55,6 +55,7 @@ def tune(
     Example: wlb tune synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
+    from wlb.packing import packer_options
     from wlb.packing.packer import PackingTask
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
     from wlb.packing.variable_length import VariableLengthOptions
@@ -70,13 +71,14 @@ def tune(
         trials = search(
             [document.length for document in documents],
             PackingTask(micro_batches, context_window, workload),
-            VariableLengthOptions() if max_delay is None else VariableLengthOptions(max_delay=max_delay),
+            VariableLengthOptions.model_validate(packer_options("variable_length", {"max_delay": max_delay})),
             factors=factors,
             max_token_delay=max_token_delay,
             on_trial=lambda done, total: bar.update(task, completed=done, total=total),
         )
         best, curve = trials[0], trade_off(trials)
-        packers = {name: packer_for(name, cluster, workload) for name in options.method_names(methods, ["sequential"])}
+        names = options.method_names(methods, ["sequential"])
+        packers = {name: packer_for(name, cluster, workload, max_delay=max_delay) for name in names}
         packers[_TUNED] = packer_for(
             "variable_length",
             cluster,

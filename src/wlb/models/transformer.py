@@ -47,7 +47,7 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         if self.shape.head_dim % 2:
             raise UserError(
-                f"model.head_dim = {self.shape.head_dim} is odd; rotary positions turn pairs of dimensions, choose an "
+                f"head_dim = {self.shape.head_dim} is odd; rotary positions turn pairs of dimensions, choose an "
                 "even one"
             )
 

@@ -31,7 +31,8 @@ def make_packer(
     """The packer called ``name``, for N = ``micro_batches`` over all data-parallel ranks.
 
     ``options`` are the packer's own, with the names, defaults and bounds of ``PACKERS[name].options_class``
-    (docs/configuration.md). Raises ``UserError`` for an unknown name or option, and for a value out of bounds.
+    (docs/configuration.md); None is the default. Raises ``UserError`` for an unknown name or option, and for a value
+    out of bounds.
     """
     task = PackingTask(micro_batches, context_window, workload)
     return PACKERS[checked_name(name)](task, packer_options(name, options))
@@ -41,7 +42,7 @@ def packer_options(name: str, options: dict[str, Any]) -> PackerOptions:
     """``options`` of the packer called ``name``, with its defaults. Raises ``UserError`` as ``make_packer`` does."""
     options_class = PACKERS[checked_name(name)].options_class
     try:
-        return options_class(**options)
+        return options_class(**{option: value for option, value in options.items() if value is not None})
     except ValidationError as error:
         problem = main_problem(error)
         option = problem["loc"][0]

@@ -7,7 +7,7 @@ costly upper baseline, lets an integer program improve the placement (section 2.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -16,7 +16,7 @@ from wlb.packing.options import DelayOptions, whole_number
 from wlb.packing.packer import PackingTask
 from wlb.packing.placement import OpenMicroBatches
 from wlb.packing.pooling import PoolingPacker
-from wlb.settings import MicroBatches, Number
+from wlb.settings import MicroBatches, Number, PositiveInt
 
 
 class FixedOptions(DelayOptions):
@@ -37,10 +37,13 @@ class FixedOptions(DelayOptions):
 class SolverOptions(FixedOptions):
     """Options of ``fixed_solver``; one with a time limit plans differently on machines of different speed."""
 
-    solver_nodes: Annotated[int, Field(ge=1, le=100_000, strict=True)] = Field(
+    solver_nodes: Annotated[PositiveInt, Field(le=100_000)] = Field(
         1000, description="Branch-and-bound nodes of one solve; every rank searches the same ones"
     )
     solver_seconds: Number | None = Field(None, gt=0, exclude=True, description="Longest time of one solve")
+
+    def identity(self, context_window: int) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude={"solver_nodes"})  # they place documents within their step
 
     @property
     def node_limit(self) -> int | None:

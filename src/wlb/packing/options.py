@@ -6,7 +6,7 @@ packers means the same in all of them and has one type; its default may differ.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -34,6 +34,13 @@ class PackerOptions(Section):
         """Global batches that are planned together."""
         return 1
 
+    def identity(self, context_window: int) -> dict[str, Any]:
+        """What decides which document is trained in which step, as JSON; a job keeps to it when it continues."""
+        return self.model_dump(mode="json")
+
+    def check_window(self, context_window: int) -> None:
+        """Raise ``ValueError`` for an option that has no effect on documents of up to ``context_window`` tokens."""
+
 
 class DelayOptions(PackerOptions):
     """Of packers in which a document may wait."""
@@ -41,7 +48,9 @@ class DelayOptions(PackerOptions):
     least_max_delay: ClassVar[int] = 1  # 0 where no document needs to wait
 
     max_delay: NonNegativeInt = Field(
-        16, description="Planning rounds (steps, or windows) after which a waiting document goes first"
+        16,
+        description="Planning rounds (steps, or windows) after which a waiting document goes first; 0, with makespan "
+        "alone, lets none wait",
     )
 
     @field_validator("max_delay")

@@ -59,6 +59,23 @@ class VariableLengthOptions(LengthFactorOptions):
         True, description="Release a waiting outlier that the step can balance; false is the paper's algorithm"
     )
 
+    def thresholds(self, context_window: int) -> tuple[int, ...]:
+        """Those given, or else the usual ones, which "auto" starts from."""
+        given = self.outlier_thresholds
+        return given if isinstance(given, tuple) else default_thresholds(context_window)
+
+    def identity(self, context_window: int) -> dict[str, Any]:
+        named = "auto" if self.outlier_thresholds == "auto" else [*self.thresholds(context_window)]
+        return super().identity(context_window) | {"outlier_thresholds": named}
+
+    def check_window(self, context_window: int) -> None:
+        for threshold in self.thresholds(context_window):
+            if threshold > context_window:
+                raise ValueError(
+                    f"packing.outlier_thresholds has {threshold}, over data.context_window = {context_window}: no "
+                    "document could reach it"
+                )
+
     @classmethod
     def from_argument(cls, argument: str, context_window: int) -> dict[str, object]:
         """``auto``, ``paper`` (Algorithm 1 without early release) or a number of outlier queues."""
@@ -80,10 +97,7 @@ class VariableLengthPacker(PoolingPacker[VariableLengthOptions]):
 
     def __init__(self, task: PackingTask, options: VariableLengthOptions) -> None:
         super().__init__(task, options)
-        thresholds = options.outlier_thresholds
-        self.outlier_thresholds = (
-            thresholds if isinstance(thresholds, tuple) else default_thresholds(self.context_window)
-        )
+        self.outlier_thresholds = options.thresholds(self.context_window)
         self._queues: list[deque[Pending]] = [deque() for _ in self.outlier_thresholds]
 
     @property

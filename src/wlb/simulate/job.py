@@ -207,7 +207,7 @@ def simulated_job(
     settings = sections.get("packing", {}) | {"micro_batches": per_rank * dp} | (packing or {})
     shape = model_shape(model) if isinstance(model, str) else model
     strategy = {"strategy": sharding} if sharding else sections.get("sharding", {})
-    return SimulatedJob(
+    job = SimulatedJob(
         shape=replicate_kv_heads(shape, layout.get("tp", 1)),
         hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
         packing=validated(PackingConfig, settings, "packing"),
@@ -217,6 +217,7 @@ def simulated_job(
         pp=pp,
         **layout,
     )
+    return with_length_factor(job)
 
 
 def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:

@@ -24,6 +24,7 @@ from wlb.config import PRESETS, PackingConfig, ShardingConfig
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing
 from wlb.memory.step import gib
+from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.job import SimulatedJob, predicted_memory, replicate_kv_heads, simulated_job, usable_bytes
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.workload import Hardware, ModelShape, hardware_preset, make_workload, model_shape
@@ -36,7 +37,6 @@ _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
 _LARGEST_CP = 16
 _LARGEST_PP = 32
-_MOST_MICRO_BATCHES = 65_536
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def search_space(
     micro_batches = batch_tokens // context_window
     if micro_batches < 1:
         raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")
-    if micro_batches > _MOST_MICRO_BATCHES:
+    if micro_batches > MOST_MICRO_BATCHES:
         raise UserError(
             f"a global batch of {batch_tokens} tokens holds {micro_batches} windows of {context_window}, over "
-            f"{_MOST_MICRO_BATCHES}; lower it"
+            f"{MOST_MICRO_BATCHES}; lower it"
         )
     return SearchSpace(
         gpus,

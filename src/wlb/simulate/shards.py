@@ -1,6 +1,6 @@
 """Seconds and tokens of every context-parallel rank, for many micro-batches at once.
 
-``wlb.sharding.batch`` shards them as the trainer would; the prices are the job's (``wlb.simulate.costs``).
+``wlb.sharding.shard_many`` shards them as the trainer would; the prices are the job's (``wlb.simulate.costs``).
 """
 
 from __future__ import annotations

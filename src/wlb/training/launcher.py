@@ -67,7 +67,9 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
         restarts = Restarts(config)
         request.ranks_answer = True
         while ending := _run_ranks(config, arguments, request):
+            request.ranks_answer = False  # there are none: verifying a checkpoint may take longer than a grace time
             origin = restarts.take() if ending.restart and not request.received else None
+            request.ranks_answer = True
             if origin is None:
                 _tell(ending, restarts)
                 return ending.status

@@ -14,13 +14,12 @@ import socket
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from wlb.errors import UserError
 from wlb.training.runtime.console import flush
-from wlb.training.runtime.failures import leave
+from wlb.training.runtime.failures import TrainingError, leave
 from wlb.training.runtime.termination import Termination
 
 _WATCH_SECONDS = 0.2
@@ -44,9 +43,15 @@ def main() -> None:
         gc.freeze()  # or every full collection while planning walks all that torch has imported
         summary = train(config, termination)
         if arguments.json and summary is not None:
-            with suppress(BrokenPipeError):  # the job is done, whether or not anybody reads about it
+            try:
                 print(json.dumps(summary, allow_nan=False))
                 sys.stdout.flush()
+            except BrokenPipeError:
+                pass  # the job is done, whether or not anybody reads about it
+            except OSError as error:
+                raise TrainingError(
+                    f"training has ended, but its summary could not be written: {error.strerror}"
+                ) from None
     except Exception as error:
         leave(error)
     flush()
@@ -94,9 +99,9 @@ def _store_answers() -> bool:
         return True
     try:
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        socket.create_connection(address, timeout=_CONNECT_SECONDS).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:  # not reached in time: the process group will say what is wrong
+        socket.create_connection(address, timeout=_CONNECT_SECONDS, all_errors=True).close()
+    except ExceptionGroup as errors:  # one for each address of the host
+        return errors.subgroup(ConnectionRefusedError) is None  # else the process group will say what is wrong
+    except OSError:
         return True
     return True

@@ -35,3 +35,12 @@ def test_a_log_on_a_full_disk_goes_on_when_there_is_room(monkeypatch: pytest.Mon
         say("step 2")
     with os.fdopen(reader) as lines:
         assert lines.read() == "step 1\nstep 2\n"
+
+
+def test_streams_that_were_closed_before_the_start_are_passed_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    say("nobody reads this")
+    show_progress("nor this")
+    end_progress()
+    flush()

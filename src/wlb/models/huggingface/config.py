@@ -135,12 +135,15 @@ def _mistake(error: ValidationError) -> str:
         return f" has no {name}; complete it"
     if problem["type"] == "extra_forbidden":
         return f": {name} is not supported for rotary positions; choose another model"
-    return f": {name}: {problem['msg']} (got {problem['input']!r})"
+    if not name:
+        return f": {problem['msg'].removeprefix('Value error, ')}"
+    return f": {name}: {problem['msg'].removeprefix('Value error, ')} (got {problem['input']!r})"
 
 
 def _from_json(document: Mapping[str, Any]) -> TransformerConfig:
     if (family := document.get("model_type", "llama")) not in list(_CLASSES):  # other families have other keys
         raise UserError(f"model_type {family!r} is not supported; choose a model of {', '.join(_CLASSES)}")
+    document = {name: value for name, value in document.items() if value is not None}  # null is the default
     described = _ConfigJson.model_validate(document)
     _check_supported(described)
     if family != "llama" and "num_key_value_heads" not in document:  # its default is that of one size of the family

@@ -23,7 +23,7 @@ def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
     has no use for are absent: they may change.
     """
     data = config.data.model_dump(mode="json", exclude={"store"})
-    packing = {"method": config.packing.method, **config.packing.options.model_dump(mode="json")}
+    packing = {"method": config.packing.method, **config.packing.options.identity(config.data.context_window)}
     return {
         STORE: store.identity,
         "tokenizer": store.tokenizer_identity,

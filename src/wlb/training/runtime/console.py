@@ -12,17 +12,17 @@ import sys
 from typing import TextIO
 
 _ERASE_LINE = "\r\x1b[K"
-_NOBODY_READS = {errno.EPIPE, errno.EIO}  # a pipe and a terminal without another end
+_NOBODY_READS = {errno.EPIPE, errno.EIO}  # the other end of the pipe or terminal is gone
 
 
 def say(line: str) -> None:
     """One line that stays; it takes the place of the progress line, which comes back with the next step."""
-    _write(f"{_ERASE_LINE if sys.stderr.isatty() else ''}{line}\n")
+    _write(f"{_ERASE_LINE if _on_terminal() else ''}{line}\n")
 
 
 def show_progress(line: str) -> None:
     """Show ``line`` in place of the progress line shown before it."""
-    if sys.stderr.isatty():
+    if _on_terminal():
         _write(f"{_ERASE_LINE}{line}")
     else:
         say(line)
@@ -30,7 +30,7 @@ def show_progress(line: str) -> None:
 
 def end_progress() -> None:
     """Leave the last progress line where it is."""
-    if sys.stderr.isatty():
+    if _on_terminal():
         _write("\n")
 
 
@@ -38,12 +38,19 @@ def flush() -> None:
     """Write out what was printed; a process that leaves with ``os._exit`` has to."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
+            if stream is not None:  # it was closed before Python started
+                stream.flush()
         except OSError:
             _discard(stream)
 
 
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def _write(text: str) -> None:
+    if sys.stderr is None:
+        return
     try:
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -126,14 +126,15 @@ def vocab_size(config: JobConfig, store: TokenStore) -> int:
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
     """CPU threads of each process: ``training.threads``, or else what ``OMP_NUM_THREADS`` says, or else an equal share
-    of the cores this job may use. Raises ``UserError`` for more than the machine has cores."""
+    of the cores this job may use. Raises ``UserError`` for a setting over the number of the machine's cores."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # further numbers are for nested parallelism
-    given = int(wanted) if wanted.isdecimal() else 0
-    threads = config.threads or given or max(1, usable_cores() // local_processes)
-    if threads > (cores := os.cpu_count() or threads):
-        name = "training.threads" if config.threads else "OMP_NUM_THREADS"
-        raise UserError(f"{name} = {threads} threads for each process, but this machine has {cores} cores; lower it")
-    return threads
+    cores = os.cpu_count() or usable_cores()
+    if config.threads and config.threads > cores:
+        raise UserError(
+            f"training.threads = {config.threads} for each process, but this machine has {cores} cores; lower it"
+        )
+    given = min(int(wanted), cores) if wanted.isdecimal() else 0
+    return config.threads or given or max(1, usable_cores() // local_processes)
 
 
 def compute_dtype(config: TrainingConfig, device: torch.device) -> torch.dtype:
