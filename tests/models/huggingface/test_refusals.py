@@ -118,7 +118,7 @@ def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_named(model
         check(tensors | {name: torch.ones(1) for name in "abcd"})
     with pytest.raises(UserError, match=rf"{norm} of shape \(31,\), its config.json asks for \(32,\)"):
         check(tensors | {norm: torch.ones(31)})
-    with pytest.raises(UserError, match=rf"{norm} of type I8; choose one of F64, F32, F16, BF16"):
+    with pytest.raises(UserError, match=rf"{norm} of type I8; save the model as one of F64, F32, F16, BF16"):
         check(tensors | {norm: torch.ones(32, dtype=torch.int8)})
     with pytest.raises(UserError, match=r"lacks lm_head.weight"):
         check({name: tensor for name, tensor in tensors.items() if name != HEAD})

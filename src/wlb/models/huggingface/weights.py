@@ -27,7 +27,7 @@ from wlb.models.transformer import Transformer, TransformerConfig
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _NAMED = 3  # tensors, in an error message
-_TYPES = ("F64", "F32", "F16", "BF16")  # anything else is quantised, and nothing without its scales
+_TYPES = ("F64", "F32", "F16", "BF16")  # others are quantised, and mean nothing without their scales
 _ROWS_COMPARED = 4096  # at once
 _BUFFERS = ".rotary_emb.inv_freq"  # of early Llama checkpoints; follows from config.json
 
@@ -77,7 +77,9 @@ class PretrainedWeights:
                         "belongs to another model"
                     )
                 if (kind := tensors[name].get_dtype()) not in _TYPES:
-                    raise UserError(f"{self._directory} has {name} of type {kind}; choose one of {', '.join(_TYPES)}")
+                    raise UserError(
+                        f"{self._directory} has {name} of type {kind}; save the model as one of {', '.join(_TYPES)}"
+                    )
             if config.tied_embeddings and HEAD in self._files and not _equal(tensors[HEAD], tensors[EMBEDDING]):
                 raise UserError(
                     f"{self._directory} has a {HEAD} that differs from {EMBEDDING}, but its config.json ties them; set "

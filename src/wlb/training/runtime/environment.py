@@ -24,7 +24,8 @@ from wlb.training.runtime.watchdog import backend_timeout
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
-# A length of a micro-batch has 18 products, whatever the number of blocks: one forward, two backward, of six matrices.
+# One forward and two backward of six matrices are 18 for each length of a micro-batch, whatever the number of blocks;
+# attention has more. docs/memory.md compares memory and CPU time with those of the libraries' 1,024.
 _COMPILED_PRODUCTS = "64"
 
 
