@@ -188,9 +188,9 @@ class PackingConfig(_PackerSettings):
         return self.model_copy(update={"max_length_factor": factor}) if self.has_length_factor else self
 
     def in_use(self) -> dict[str, Any]:
-        """The settings as JSON, without options of other packers."""
+        """The settings as JSON: L_max, the longest delay (None where no document waits), and the packer's options."""
         own = self.model_dump(mode="json", include={"method", "micro_batches", "assignment", "order"})
-        return own | self.options.model_dump(mode="json")
+        return own | {"max_length_factor": self.length_factor, "max_delay": None} | self.options.model_dump(mode="json")
 
     def packer(self, context_window: int, workload: DocumentPrices) -> Packer[Any]:
         """The packer that this section describes, in which ``max_length_factor`` is no longer "auto"."""

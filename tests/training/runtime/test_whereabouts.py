@@ -16,7 +16,7 @@ from wlb.training.runtime.whereabouts import stack_of, whereabouts_of
 
 PACKAGE = Path(wlb.__file__).parent
 TORCH = Path(torch.__file__).parent
-OURS = f"{PACKAGE}/training/agreement.py"
+OURS = f"{PACKAGE}/training/runtime/collectives.py"
 COLLECTIVE = f"{TORCH}/distributed/distributed_c10d.py"
 WRAPPER = f"{TORCH}/distributed/c10d_logger.py"
 
@@ -46,7 +46,7 @@ def standing_in(*files: str) -> Iterator[int]:
         (
             [OURS, COLLECTIVE],
             True,
-            "f (torch/distributed/distributed_c10d.py:2), called from f (wlb/training/agreement.py:2)",
+            "f (torch/distributed/distributed_c10d.py:2), called from f (wlb/training/runtime/collectives.py:2)",
         ),
         ([OURS, COLLECTIVE, WRAPPER], True, "f (torch/distributed/distributed_c10d.py:2), called from f (wlb/"),
         (

@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-_OURS = f"{Path(__file__).parents[1]}/"  # the package's own directory: the checkout around it may be called wlb as well
+import wlb
+
+_OURS = f"{Path(wlb.__file__).parent}/"  # the package's own directory: the checkout around it may be called wlb as well
 _OUR_WAITS = f"{_OURS}attention/exchange.py"
 _TORCH = f"{Path(torch.__file__).parent}/"
 _TORCH_DISTRIBUTED = f"{_TORCH}distributed/"
@@ -76,5 +78,7 @@ def _file(frame: FrameType) -> str:
 
 def _place(frame: FrameType | None) -> str:
     assert frame is not None
-    parts = PurePath(_file(frame)).parts[-_FILE_PARTS_SHOWN:]
-    return f"{frame.f_code.co_name} ({'/'.join(parts)}:{frame.f_lineno})"
+    file = _file(frame)
+    ours = file.startswith(_OURS)
+    shown = f"wlb/{file[len(_OURS) :]}" if ours else "/".join(PurePath(file).parts[-_FILE_PARTS_SHOWN:])
+    return f"{frame.f_code.co_name} ({shown}:{frame.f_lineno})"
