@@ -162,7 +162,7 @@ def test_pictures_say_their_format(wlb, command):
     for name in ("picture", "picture.txt"):
         status, _, err = wlb(*command, "--plot", name)
         assert status == 2
-        assert err == (f"wlb: error: picture {name} has no ending that says its format; use one of .png, .pdf, .svg\n")
+        assert err == (f"wlb: error: picture {name} must end in one of .png, .pdf, .svg\n")
 
 
 @pytest.mark.parametrize(

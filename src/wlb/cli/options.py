@@ -90,7 +90,7 @@ def check_writable(path: Path) -> None:
 def check_picture(path: Path) -> None:
     """Refuse, before any work is done, a picture that could not be drawn afterwards."""
     if path.suffix.lower() not in _PICTURES:
-        raise UserError(f"picture {path} has an ending that is not drawn; use one of {', '.join(_PICTURES)}")
+        raise UserError(f"picture {path} must end in one of {', '.join(_PICTURES)}")
     check_writable(path)
     require("matplotlib", "plot")
 
