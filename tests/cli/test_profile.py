@@ -53,7 +53,7 @@ def test_the_table_names_the_clock_and_the_crossover(tmp_path: Path):
         (["--out", "p.json", "--max-length", "8"], "--max-length 8 is below 256 tokens"),
         (["--out", "p.json", "--max-length", "5M"], "--max-length 5242880 is over 4194304 tokens"),
         (["--out", "p.json", "--threads", "1025"], "--threads"),
-        (["--out", "p.json", "--plot", "p.foo"], "picture p.foo has no ending that says its format"),
+        (["--out", "p.json", "--plot", "p.foo"], "picture p.foo must end in one of"),
         (["--out", "p.json", "--tp", "3"], "--tp 3 does not divide the model's heads = 4"),
         (["--out", "p.json", "--model", "huge"], "unknown model 'huge'"),
         (["--out", "p.json", "--dtype", "int8"], "'int8' is not one of"),
