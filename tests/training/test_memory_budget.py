@@ -55,7 +55,7 @@ def test_auto_is_bounded_where_memory_is_not(tmp_path):
 
 
 def test_a_job_that_continues_keeps_its_length(tmp_path):
-    assert decide(auto_job(tmp_path), {"packing.length_factor": 1.25}).packing.length_factor == 1.25
+    assert decide(auto_job(tmp_path), {"packing.max_length_factor": 1.25}).packing.length_factor == 1.25
 
 
 @pytest.mark.parametrize("factor", ["auto", 2.0])
@@ -69,7 +69,7 @@ def test_a_job_that_does_not_fit_is_refused_with_numbers(tmp_path, factor):
         "optimizer",
         "activations",
         "0.0001 GiB of training.memory_gib",
-        "packing.length_factor",
+        "packing.max_length_factor",
     ):
         assert part in message
     assert f"micro-batches of {WINDOW if factor == 'auto' else 2 * WINDOW} tokens" in message
