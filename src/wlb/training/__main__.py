@@ -1,4 +1,4 @@
-"""``python -m wlb.training CONFIG``: one rank of a job, for ``torchrun``, ``wlb train`` or alone; see ``rank``."""
+"""``python -m wlb.training CONFIG``: one rank of a job, for ``torchrun``, ``wlb train`` or alone; see ``worker``."""
 
 import signal
 
