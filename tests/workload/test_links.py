@@ -137,7 +137,7 @@ def test_the_exchange_costs_the_same_whoever_asks(tp, cp):
 
 
 def test_the_simulation_and_the_workload_model_price_tensor_parallelism_alike():
-    shape, tokens = replace(model_shape("7b"), vocab_size=1), 4096
+    shape, tokens = replace(model_shape("7b"), vocab_size=8), 4096
     calls, values = 4 * shape.layers, tokens * shape.hidden
     link = group_link(H100, "all_gather", 8, stride=1)
     expected = calls * float(link.seconds(shard_bytes(values * H100.bytes_per_value, 8)))
