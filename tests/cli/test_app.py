@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.processes import ignore_nothing
+
 
 @pytest.mark.parametrize(("sent", "status", "line"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
 def test_a_signal_while_the_command_line_is_imported_is_one_line(tmp_path: Path, sent, status, line):
@@ -23,6 +25,7 @@ def test_a_signal_while_the_command_line_is_imported_is_one_line(tmp_path: Path,
         text=True,
         timeout=50,
         check=False,
+        preexec_fn=ignore_nothing,
     )
     assert result.returncode == status
     assert result.stderr == f"wlb: {line}\n"

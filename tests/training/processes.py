@@ -27,7 +27,7 @@ def process(
         text=True,
         start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        preexec_fn=_ignore_nothing,
+        preexec_fn=ignore_nothing,
     )
     try:
         yield started
@@ -37,7 +37,7 @@ def process(
         started.communicate(timeout=SECONDS)
 
 
-def _ignore_nothing() -> None:
+def ignore_nothing() -> None:
     """Hear the signals that tests send, also where the tests run under nohup or in the background and ignore them."""
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_DFL)

@@ -146,13 +146,14 @@ def measure_in_turns(
     done = 0
     while done < rounds:
         round_began = time.perf_counter()
-        for position, (name, case) in enumerate(cases.items()):
+        for position, (name, case) in enumerate(cases.items(), 1):
             samples[name] += _time(case, clock, calls[name])
-            on_progress(len(cases) * (1 + done) + position + 1, len(cases) * (1 + rounds))
+            if position == len(cases):  # before the report, so that the last one says what there was
+                now = time.perf_counter()
+                affordable = int((began + effort.seconds - now) / (now - round_began))
+                rounds = max(effort.fewest_rounds, min(done + 1 + affordable, _MOST_ROUNDS))
+            on_progress(len(cases) * (1 + done) + position, len(cases) * (1 + rounds))
         done += 1
-        now = time.perf_counter()
-        affordable = int((began + effort.seconds - now) / (now - round_began))
-        rounds = max(effort.fewest_rounds, min(done + affordable, _MOST_ROUNDS))
     return {name: _median(timings) for name, timings in samples.items()}
 
 
