@@ -211,7 +211,7 @@ class PackingConfig(_PackerSettings):
 class ShardingConfig(Section):
     """How context-parallel ranks share a micro-batch (used when parallel.cp > 1)."""
 
-    strategy: Literal["per_sequence", "per_document", "adaptive", "hybrid"] = Field(
+    strategy: Literal["per_sequence", "per_document", "adaptive", "hybrid", "elastic"] = Field(
         "hybrid", description="Which context-parallel rank attends for which tokens"
     )
 

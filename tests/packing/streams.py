@@ -1,6 +1,7 @@
 """Random documents, packers and workloads for the packing tests, and the checks that every plan must pass."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from wlb.workload import Phase, ProfileWorkload, make_workload
 SETTINGS = settings(deadline=None, max_examples=200)
 METHODS = tuple(PACKERS)
 POOLING = tuple(
-    name for name in METHODS if name not in ("sequential", "makespan")
+    name for name in METHODS if name not in ("sequential", "makespan", "elastic")
 )  # arrival is the step that takes a document in
 
 
@@ -72,7 +73,10 @@ def packings(draw: Any, /, methods: Sequence[str] = METHODS, auto: bool = True, 
         options["window"] = draw(st.integers(1, 4 if method == "fixed_greedy" else 2))
     if method == "fixed_solver":
         options["solver_nodes"] = 5
-    if method == "makespan":
+    if method == "elastic":
+        options["global_batch"] = draw(st.none() | st.integers(1, 9))
+        options["max_length_factor"] = "auto"
+    if method in ("makespan", "elastic"):
         options["max_delay"] = draw(st.integers(0, 8))
         options["delay_price"] = draw(st.sampled_from([0.0, 0.1, 3.0]))
         options["lookahead"] = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
@@ -158,6 +162,9 @@ def check_plans(plans, method, options, documents):
     limit = options["context_window"]
     if method in ("variable_length", "makespan"):
         limit = int(options["max_length_factor"] * limit)
+    if method == "elastic":
+        mean = (options["global_batch"] or options["micro_batches"]) / options["micro_batches"]
+        limit = math.ceil(max(2 * mean, mean + 1) * limit)
     for number, plan in enumerate(plans):
         assert plan.step == number
         assert len(plan.micro_batches) == options["micro_batches"]

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from wlb.errors import UserError
+from wlb.packing.elastic import ElasticPacker
 from wlb.packing.fixed import FixedGreedyPacker, FixedSolverPacker
 from wlb.packing.makespan import MakespanPacker
 from wlb.packing.options import PackerOptions
@@ -21,7 +22,14 @@ from wlb.workload.base import DocumentPrices
 
 PACKERS: dict[str, type[Packer[Any]]] = {
     packer.name: packer
-    for packer in (SequentialPacker, FixedGreedyPacker, FixedSolverPacker, TunedVariableLengthPacker, MakespanPacker)
+    for packer in (
+        SequentialPacker,
+        FixedGreedyPacker,
+        FixedSolverPacker,
+        TunedVariableLengthPacker,
+        MakespanPacker,
+        ElasticPacker,
+    )
 }
 
 

@@ -25,8 +25,8 @@ class PackerOptions(Section):
         """
         raise UserError(f"the method takes no argument, {argument!r} was given")
 
-    def most_tokens(self, context_window: int) -> int:
-        """L_max: the most tokens of a micro-batch."""
+    def most_tokens(self, context_window: int, micro_batches: int) -> int:
+        """L_max: the most tokens of a micro-batch, where a step has so many."""
         return context_window
 
     @property
@@ -70,7 +70,7 @@ class LengthFactorOptions(DelayOptions):
         "up to 4, in a job that is trained or simulated",
     )
 
-    def most_tokens(self, context_window: int) -> int:
+    def most_tokens(self, context_window: int, micro_batches: int) -> int:
         if self.max_length_factor == "auto":
             raise UserError("max_length_factor = 'auto' is decided by a job's memory; give a number of context windows")
         return int(self.max_length_factor * context_window)

@@ -74,7 +74,7 @@ class Packer(ABC, Generic[Options]):
         self.context_window = positive_integer("context_window", task.context_window)
         self.workload = task.workload
         self.options = options
-        self.capacity = options.most_tokens(self.context_window)  # the most tokens of a micro-batch
+        self.capacity = options.most_tokens(self.context_window, self.micro_batches)  # the most tokens of a micro-batch
         self._step = 0
         self._documents_seen = 0
         self._arrived: deque[Segment] = deque()

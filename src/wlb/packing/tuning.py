@@ -167,7 +167,9 @@ class ThresholdTuner:
         if not moved:
             return None
         self._tuned_shares = shares
-        factor = self._options.most_tokens(self._task.context_window) / self._task.context_window
+        factor = (
+            self._options.most_tokens(self._task.context_window, self._task.micro_batches) / self._task.context_window
+        )
         return search(sample, self._task, self._options, factors=[factor])[0].outlier_thresholds
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class PackedJob(Protocol):
 
 def longest_micro_batch(job: PackedJob) -> int:
     """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
-    return job.packing.options.most_tokens(job.data.context_window)
+    return job.packing.options.most_tokens(job.data.context_window, job.packing.micro_batches)
 
 
 def compute_type(training: TrainingConfig, device_type: str) -> str:

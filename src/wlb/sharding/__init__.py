@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.sharding.adaptive import adaptive
+from wlb.sharding.elastic import elastic
 from wlb.sharding.hybrid import hybrid
 from wlb.sharding.latency import ShardLatency, shard_latency
 from wlb.sharding.pieces import MicroBatches, Pieces, rank_tables
@@ -30,6 +31,7 @@ STRATEGIES: dict[str, Callable[[MicroBatches, int, Workload], Pieces]] = {
     "per_document": per_document,
     "adaptive": adaptive,
     "hybrid": hybrid,
+    "elastic": elastic,
 }
 
 

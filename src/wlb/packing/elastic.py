@@ -1,0 +1,59 @@
+"""Every step trains exactly its global batch: no document waits for another step, and none comes early.
+
+The documents that begin in a global batch of the stream are trained whole in its step, so steps differ in tokens by
+less than a document. They are even without a queue because a micro-batch runs on a pool of ranks, and holds several
+context windows: documents dealt longest first come out even, but for one that is dearer than the mean micro-batch.
+``max_delay`` lets such a document wait for a step in which others are as dear, by the rules of ``makespan``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from wlb.packing.makespan import MakespanOptions, MakespanPacker
+from wlb.settings import NonNegativeInt, Number, PositiveInt
+
+_LENGTH_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds
+
+
+class ElasticOptions(MakespanOptions):
+    """Options of ``elastic``: those of ``makespan``, with defaults that move no document to another step."""
+
+    max_length_factor: Annotated[Number, Field(ge=1, le=1000)] | Literal["auto"] = "auto"
+    max_delay: NonNegativeInt = 0
+    lookahead: Number = Field(0.0, ge=0, le=1)
+    global_batch: PositiveInt | None = Field(
+        None, description="Context windows that a step trains; default: as many as micro_batches"
+    )
+    pool_micro_batches: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Micro-batches that each pool runs in a step; auto is the number that is fastest by simulation",
+    )
+
+    def most_tokens(self, context_window: int, micro_batches: int) -> int:
+        """L_max; where no factor is given, twice the mean micro-batch, and room beside that for one document."""
+        if self.max_length_factor == "auto":
+            mean = (self.global_batch or micro_batches) / micro_batches
+            return math.ceil(max(_LENGTH_FACTOR * mean, mean + 1) * context_window)
+        return super().most_tokens(context_window, micro_batches)
+
+    def identity(self, context_window: int) -> dict[str, Any]:
+        """As for every packer, but for the number of micro-batches: a step trains the same documents in any."""
+        return {key: value for key, value in super().identity(context_window).items() if key != "pool_micro_batches"}
+
+
+class ElasticPacker(MakespanPacker):
+    """Micro-batches of equal workload, whose documents are those of one global batch of the stream.
+
+    A global batch is ``global_batch`` context windows, whatever the number of micro-batches.
+    """
+
+    name = "elastic"
+    options_class = ElasticOptions
+
+    @property
+    def global_batch_tokens(self) -> int:
+        return (self.options.global_batch or self.micro_batches) * self.context_window

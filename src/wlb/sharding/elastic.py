@@ -1,0 +1,195 @@
+"""Elastic sharding: every rank gets as many tokens as any other and as much attention, moving keys and values only.
+
+A slice of a long document has two degrees of freedom: how long it is, and how deep in the document it lies, because
+attention per token grows with depth. So ranks can be level in tokens and in attention at once, and then they are level
+in the forward, in the backward and in memory. A micro-batch is shared out in three steps:
+
+1. Documents that no rank could hold whole within its even share are to be cut. As if everything else were a fluid of
+   one price per token, their parts dearer than the mean token are poured over the ranks in contiguous slices of equal
+   excess; that says how much of them each rank will hold.
+2. Documents that fit are assigned whole, largest first, each to the rank that it leaves least full in tokens and in
+   attention. The shortest are kept for the end; what fits nowhere is cut too.
+3. What is to be cut is laid out in one row: cheap tokens first (heads of cut documents, short documents), then the
+   dear parts, the deepest last. Each rank in turn takes from both ends of the row: as many tokens as it lacks, divided
+   between the two ends so that it also gets the attention that it lacks.
+
+A document of a micro-batch of its own is thus cut into pairs of a head and a tail slice. Among short documents, which
+are the cheap tokens, it is cut into contiguous slices, shorter the deeper they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged
+from wlb.workload.base import Seconds, Workload
+
+# Cuts lie at multiples of the kernel's tile of queries, where that leaves enough places to cut in an even share.
+_TILE = 128
+_LEAST_CELLS = 128  # of an even share
+_SHORT = 1 / 24  # of an even share: a document up to this is kept for the end
+_SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
+
+
+def elastic(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
+    """Level tokens and attention of all ranks, within a cell of about a hundredth of a rank's share."""
+    lanes, tables = [], []
+    for index, lengths in enumerate(np.split(micro_batches.sizes, micro_batches.first[1:])):
+        ranks, table = _Slicing(lengths, cp_size, workload).rows()
+        lanes.append(ranks + index * cp_size)
+        tables.append(table + np.array([micro_batches.first[index], 0, 0]))
+    lane, (segment, start, stop) = np.concatenate(lanes), np.concatenate(tables).T
+    order = np.lexsort((start, segment))
+    return merged(lane[order], segment[order], start[order], stop[order])
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Cells of documents in a row, with the tokens and the seconds of attention before each and, last, of all."""
+
+    cells: Integers  # (cells, 3): document, start, stop
+    tokens: Integers  # (cells + 1,)
+    attention: Seconds  # (cells + 1,)
+
+    @property
+    def size(self) -> int:
+        return len(self.cells)
+
+
+class _Slicing:
+    """One micro-batch of documents of ``lengths`` tokens among ``ranks`` ranks."""
+
+    def __init__(self, lengths: Integers, ranks: int, workload: Workload) -> None:
+        self._lengths, self._ranks, self._workload = lengths, ranks, workload
+        self._attention = workload.attention_seconds(lengths)
+        self._even_tokens = float(lengths.sum()) / ranks
+        self._even_attention = float(self._attention.sum()) / ranks
+        self._cell = 1
+        while self._cell < _TILE and 2 * self._cell * _LEAST_CELLS <= self._even_tokens:
+            self._cell *= 2
+        self._depth = self._mean_depth()
+
+    def rows(self) -> tuple[Integers, Integers]:
+        """The rank of every piece, shape (pieces,), and the pieces (document, start, stop); some continue others."""
+        order = np.argsort(-self._lengths, kind="stable")
+        fits = (self._lengths <= self._even_tokens) & (self._attention <= self._even_attention)
+        long, whole = order[~fits[order]], order[fits[order]]
+        short = self._kept_for_the_end(whole)
+        owners, tokens, attention = self._assign(whole[: len(whole) - len(short)], *self._room(long))
+        cut = np.concatenate([long, whole[: len(owners)][owners < 0]])
+        assigned = whole[: len(owners)][owners >= 0]
+        ranks, cells = self._share_out(cut, short, tokens, attention, in_order=len(long) > 0)
+        uncut = np.stack([assigned, np.zeros_like(assigned), self._lengths[assigned]], axis=1)
+        return np.concatenate([owners[owners >= 0], ranks]), np.concatenate([uncut, cells])
+
+    def _kept_for_the_end(self, descending: Integers) -> Integers:
+        """The shortest of documents."""
+        sizes = self._lengths[descending]
+        together = np.cumsum(sizes[::-1])[::-1]
+        keep = (sizes <= _SHORT * self._even_tokens) & (together <= _SHORT_TOKENS * self._even_tokens * self._ranks)
+        return descending[keep]
+
+    def _room(self, long: Integers) -> tuple[Seconds, Seconds]:
+        """Tokens and attention that each rank has room for, once the dear parts of ``long`` documents are shared."""
+        dear = self._row([(document, self._depth, None) for document in long[::-1]])
+        cheap_tokens = self._even_tokens * self._ranks - dear.tokens[-1]
+        price = max(0.0, self._even_attention * self._ranks - dear.attention[-1]) / max(cheap_tokens, 1.0)
+        excess = dear.attention - price * dear.tokens
+        # The deepest part, which is the last of the row, goes to the first rank.
+        bounds = np.searchsorted(excess, excess[-1] * np.arange(self._ranks, -1, -1) / self._ranks)
+        bounds[0], bounds[-1] = dear.size, 0
+        return (
+            np.maximum(0.0, self._even_tokens + np.diff(dear.tokens[bounds])),
+            np.maximum(0.0, self._even_attention + np.diff(dear.attention[bounds])),
+        )
+
+    def _assign(
+        self, descending: Integers, room_tokens: Seconds, room_attention: Seconds
+    ) -> tuple[Integers, Seconds, Seconds]:
+        """The rank of every whole document, -1 for one that fits nowhere; what each rank then holds."""
+        owners = np.full(len(descending), -1)
+        tokens, attention = np.zeros(self._ranks), np.zeros(self._ranks)
+        per_token = 1 / np.maximum(room_tokens, 1e-3)
+        per_second = 1 / np.maximum(room_attention, 1e-3 * self._even_attention)
+        full_tokens, full_attention = np.zeros(self._ranks), np.zeros(self._ranks)  # shares of the room
+        for index, document in enumerate(descending.tolist()):
+            length, seconds = self._lengths[document], self._attention[document]
+            fullness = np.maximum(full_tokens + length * per_token, full_attention + seconds * per_second)
+            rank = int(fullness.argmin())
+            if fullness[rank] <= 1.0:
+                owners[index] = rank
+                tokens[rank] += length
+                attention[rank] += seconds
+                full_tokens[rank] += length * per_token[rank]
+                full_attention[rank] += seconds * per_second[rank]
+        return owners, tokens, attention
+
+    def _share_out(
+        self, cut: Integers, short: Integers, tokens: Seconds, attention: Seconds, *, in_order: bool
+    ) -> tuple[Integers, Integers]:
+        """Ranks and cells of what is to be cut, for ranks that hold so many tokens and seconds already."""
+        row = self._row(
+            [(document, 0, self._depth) for document in cut]
+            + [(document, 0, None) for document in short]
+            + [(document, self._depth, None) for document in cut[::-1]]
+        )
+        lacks_tokens, lacks_attention = self._even_tokens - tokens, self._even_attention - attention
+        ranks = np.arange(self._ranks)
+        if not in_order:  # who lacks the dearest tokens takes the deepest
+            ranks = np.argsort(-lacks_attention / np.maximum(lacks_tokens, 1.0), kind="stable")
+        owner = np.empty(row.size, np.int64)
+        first, last = 0, row.size
+        for place, rank in enumerate(ranks[:-1].tolist()):
+            # What rounding has left over so far is shared by all that follow.
+            following = ranks[place:]
+            over_tokens = (row.tokens[last] - row.tokens[first] - lacks_tokens[following].sum()) / len(following)
+            over_attention = row.attention[last] - row.attention[first] - lacks_attention[following].sum()
+            front, back = self._take(
+                row,
+                first,
+                last,
+                lacks_tokens[rank] + over_tokens,
+                lacks_attention[rank] + over_attention / len(following),
+            )
+            owner[first:front] = owner[back:last] = rank
+            first, last = front, back
+        owner[first:last] = ranks[-1]
+        return owner, row.cells
+
+    def _take(self, row: _Row, first: int, last: int, tokens: float, attention: float) -> tuple[int, int]:
+        """Where a rank stops that takes cells from ``first`` on and cells before ``last``, to get closest to both."""
+        earliest = int(np.searchsorted(row.tokens, row.tokens[last] - tokens))
+        back = np.arange(max(first, earliest), last + 1)
+        wanted = row.tokens[first] + tokens - (row.tokens[last] - row.tokens[back])  # tokens before the front's end
+        front = np.searchsorted(row.tokens, wanted).clip(first, row.size)
+        nearer = (front > first) & (wanted - row.tokens[front - 1] <= row.tokens[front] - wanted)
+        front = np.minimum(front - nearer, back)
+        off_tokens = np.abs(row.tokens[front] - wanted)
+        off_attention = (
+            row.attention[front] - row.attention[first] + row.attention[last] - row.attention[back] - attention
+        )
+        off = np.abs(off_attention) / self._even_attention
+        off += np.maximum(0.0, off_tokens - self._cell) / self._even_tokens
+        best = int(off.argmin())
+        return int(front[best]), int(back[best])
+
+    def _row(self, parts: list[tuple[int, int, int | None]]) -> _Row:
+        """Cells of parts (document, start, stop), in order; to the document's end where stop is None."""
+        cells = [np.empty((0, 3), np.int64)]
+        for document, start, stop in parts:
+            length = int(self._lengths[document])
+            cuts = np.arange(start, min(length, length if stop is None else stop), self._cell)
+            stops = np.append(cuts[1:], min(length, length if stop is None else stop))
+            cells.append(np.stack([np.full_like(cuts, document), cuts, stops[: len(cuts)]], axis=1))
+        together = np.concatenate(cells)
+        start, stop = together[:, 1], together[:, 2]
+        seconds = self._workload.attention_seconds(stop) - self._workload.attention_seconds(start)
+        return _Row(together, np.append(0, np.cumsum(stop - start)), np.append(0.0, np.cumsum(seconds)))
+
+    def _mean_depth(self) -> int:
+        """How deep in a document a token costs what the mean token does; a multiple of the cell."""
+        places = np.arange(0, int(self._lengths.max()) + 2 * self._cell, self._cell)
+        price = np.diff(self._workload.attention_seconds(places)) / self._cell
+        return int(places[np.searchsorted(price, self._even_attention / self._even_tokens)])
