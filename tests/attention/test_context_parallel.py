@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.attention.oracle import output_and_gradients, random_inputs
 from tests.attention.plans import random_plan
 from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention, exchange
+from wlb.attention.context_parallel import Resends
 from wlb.errors import UserError
 from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb.sharding.plan import ShardPlan
@@ -150,8 +152,8 @@ def test_groups_that_are_part_of_the_world_work_beside_each_other() -> None:
     assert max(run_ranks(4, _second_group_errors, case)) < 1e-10
 
 
-def _events(plan: ShardPlan) -> tuple[list[str], list[str]]:
-    """What this rank does in forward and backward, in order: collectives it starts, and parts it attends."""
+def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list[str], list[str], list[Tensor]]:
+    """What this rank does in forward and backward, in order: messages it starts, parts it attends; and gradients."""
     tensors = random_inputs(int(plan.tokens_per_rank[dist.get_rank()]), 2, 2, 8, seed=0)
     query, key, value = (tensor.requires_grad_() for tensor in tensors[:3])
     events: list[str] = []
@@ -161,7 +163,7 @@ def _events(plan: ShardPlan) -> tuple[list[str], list[str]]:
         return nullcontext()
 
     def collective(*arguments: Any) -> exchange.Arrival:
-        events.append("collective")
+        events.append("send")
         return start(*arguments)
 
     start = exchange._all_to_all
@@ -169,23 +171,39 @@ def _events(plan: ShardPlan) -> tuple[list[str], list[str]]:
         mock.patch("wlb.attention.context_parallel.region", part),
         mock.patch.object(exchange, "_all_to_all", collective),
     ):
-        out = context_parallel_attention(query, key, value, plan, None)
+        out, together = query, Resends() if resends else None
+        for _ in range(layers):
+            out = context_parallel_attention(out, key, value, plan, None, resends=together)
         forward = events.copy()
-        out.sum().backward()
-    return forward, events[len(forward) :]
+        grads = torch.autograd.grad(out.sum(), (query, key, value))
+    return forward, events[len(forward) :], list(grads)
 
 
-def _all_events(plans: list[dict[str, Any]]) -> list[tuple[list[str], list[str]]]:
-    return [_events(ShardPlan.from_json(plan)) for plan in plans]
+def _all_events(plans: list[dict[str, Any]]) -> list[tuple[list[str], list[str], list[Tensor]]]:
+    return [_events(ShardPlan.from_json(plan), 1) for plan in plans]
 
 
-def test_ranks_meet_once_in_a_backward_that_kept_what_it_received() -> None:
+def test_gradients_go_home_behind_what_is_still_to_attend() -> None:
     kept = make_shard_plan(MIXES["many"], 2, "per_document")
     again = _tails_apart(MIXES["many"], 2)
     whole = ShardPlan("whole", (4, 4), (np.array([[0, 0, 4]]), np.array([[1, 0, 4]])))
+    assert (kept.exchange_parts, again.exchange_parts) == (1, 2)
     plans = [plan.to_json() for plan in (kept, again, whole)]
     for of_kept, of_again, of_whole in run_ranks(2, _all_events, plans):
-        forward = ["collective", "own", "received"]
-        assert of_kept == (forward, ["received", "collective", "own"])
-        assert of_again == (forward, ["collective", "own", "received", "collective"])
-        assert of_whole == (["own"], ["own"])
+        assert of_kept[:2] == (["send", "own", "received"], ["received", "send", "own"])
+        forward = ["send", "send", "own", "received", "received"]
+        assert of_again[:2] == (forward, ["send", "send", "received", "send", "received", "send", "own"])
+        assert of_whole[:2] == (["own"], ["own"])
+
+
+def _events_of_two_layers(plan: dict[str, Any]) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    shard_plan = ShardPlan.from_json(plan)
+    _, backward, grads = _events(shard_plan, 2)
+    return backward, grads, _events(shard_plan, 2, resends=False)[2]
+
+
+def test_a_layers_keys_are_sent_again_while_the_layer_above_is_computed() -> None:
+    layer = ["received", "send", "received", "send"]
+    for backward, grads, grads_without in run_ranks(2, _events_of_two_layers, _tails_apart(MIXES["many"], 2).to_json()):
+        assert backward == ["send", "send", *layer, "send", "send", "own", *layer, "own"]
+        assert all(torch.equal(one, other) for one, other in zip(grads, grads_without, strict=True))

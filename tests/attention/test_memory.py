@@ -48,9 +48,10 @@ def _measure(plan: ShardPlan, rank: int, group: dist.ProcessGroup | None) -> Mem
         grads = torch.autograd.grad(out, (query, key, value), grad_out)
         backward_peak = live.peak - held
     assert len(grads) == 3
-    received = sum(layout.receive_counts)
-    exchanged = len(layout.send_rows) + received + len(layout.key_rows)
-    return Memory(tokens, len(layout.query_rows), received, exchanged, held, forward_peak, backward_peak)
+    received = sum(sum(part.receive_counts) for part in layout.parts)
+    exchanged = received + sum(len(part.send_rows) + len(part.key_rows) for part in layout.parts)
+    attending = sum(len(part.query_rows) for part in layout.parts)
+    return Memory(tokens, attending, received, exchanged, held, forward_peak, backward_peak)
 
 
 def _measure_all(plans: list[dict[str, object]]) -> list[Memory]:

@@ -29,12 +29,13 @@ def plans(draw: st.DrawFn) -> ShardPlan:
     return random_plan(lengths, cp_size, draw(st.integers(1, cp_size)), draw(st.integers(0, 1000)))
 
 
-def _received_positions(plan: ShardPlan, layouts: list[ShardLayout], rank: int) -> NDArray[np.int64]:
+def _received_positions(plan: ShardPlan, layouts: list[ShardLayout], rank: int, part: int) -> NDArray[np.int64]:
     """What an all-to-all brings to ``rank``, as positions in the micro-batch."""
     arrived = []
     for source, layout in enumerate(layouts):
-        sent = layout.send_rows.split(layout.send_counts)[rank].numpy()
-        assert len(sent) == layouts[rank].receive_counts[source]
+        sending = layout.parts[part]
+        sent = sending.send_rows.split(sending.send_counts)[rank].numpy()
+        assert len(sent) == layouts[rank].parts[part].receive_counts[source]
         arrived.append(plan.positions(source)[sent])
     return np.concatenate(arrived)
 
@@ -44,18 +45,21 @@ def _received_positions(plan: ShardPlan, layouts: list[ShardLayout], rank: int) 
 def test_every_query_meets_the_keys_before_it_in_its_segment_once(plan: ShardPlan) -> None:
     layouts = [shard_layout(plan, rank, CPU) for rank in range(plan.cp_size)]
     for rank, layout in enumerate(layouts):
-        own, received = plan.positions(rank), _received_positions(plan, layouts, rank)
-        assert not set(received) & set(own)
-        assert len(set(received)) == len(received)
+        own = plan.positions(rank)
         seen: dict[int, list[int]] = {position: [] for position in own}
         if layout.own_runs is not None:
             for run in np.split(own, np.cumsum(layout.own_runs.query_lengths)[:-1]):
                 for index, position in enumerate(run):
                     seen[position] += run[: index + 1].tolist()
-        if layout.remote_runs is not None:
-            queries = layout.query_rows.split(layout.remote_runs.query_lengths)
-            keys = layout.key_rows.split(layout.remote_runs.key_lengths)
-            assert not layout.remote_runs.causal
+        for index, part in enumerate(layout.parts):
+            received = _received_positions(plan, layouts, rank, index)
+            assert not set(received) & set(own)
+            assert len(set(received)) == len(received)
+            if part.runs is None:
+                continue
+            queries = part.query_rows.split(part.runs.query_lengths)
+            keys = part.key_rows.split(part.runs.key_lengths)
+            assert not part.runs.causal
             for query_rows, key_rows in zip(queries, keys, strict=True):
                 for position in own[query_rows.numpy()]:
                     seen[position] += received[key_rows.numpy()].tolist()
@@ -68,14 +72,14 @@ def test_every_query_meets_the_keys_before_it_in_its_segment_once(plan: ShardPla
 @given(plans())
 def test_nothing_travels_that_is_not_attended(plan: ShardPlan) -> None:
     for rank in range(plan.cp_size):
-        layout = shard_layout(plan, rank, CPU)
-        assert set(layout.key_rows.tolist()) == set(range(sum(layout.receive_counts)))
+        for part in shard_layout(plan, rank, CPU).parts:
+            assert set(part.key_rows.tolist()) == set(range(sum(part.receive_counts)))
 
 
 def test_whole_documents_need_no_exchange() -> None:
     rows = (np.array([[0, 0, 5], [2, 0, 7]]), np.array([[1, 0, 9]]))
     plan = ShardPlan("whole", (5, 9, 7), rows)
-    assert not any(shard_layout(plan, rank, CPU).exchanges for rank in range(2))
+    assert not any(shard_layout(plan, rank, CPU).parts for rank in range(2))
 
 
 def test_a_layout_is_made_once_and_goes_with_its_plan() -> None:

@@ -89,6 +89,6 @@ def test_short_documents_prefer_cuts_regardless_of_documents():
     many_short = [128] * 64
     plan = make_shard_plan(many_short, 4, "adaptive")
     assert pieces(plan) == pieces(make_shard_plan(many_short, 4, "per_sequence"))
-    few_long = [5000, 300, 60_000]
+    few_long = [30_000, 300, 60_000]
     plan = make_shard_plan(few_long, 4, "adaptive")
     assert pieces(plan) == pieces(make_shard_plan(few_long, 4, "per_document"))

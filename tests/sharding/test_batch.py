@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.sharding.micro_batches import sampled_micro_batches
 from wlb.errors import UserError
 from wlb.planning.prices import sharded_prices
-from wlb.sharding import STRATEGIES, MicroBatches, make_shard_plan, shard_latency, shard_many
+from wlb.sharding import STRATEGIES, MicroBatches, ShardPlan, make_shard_plan, shard_latency, shard_many
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality
 from wlb.workload import hardware_preset, make_workload, model_shape
@@ -33,11 +33,37 @@ def check(micro_batches: list[list[int]], cp: int, strategy: str) -> None:
             np.testing.assert_array_equal(table, plan.pieces[rank])
         traffic = plan.kv_traffic
         latency = shard_latency(plan, WORKLOAD)
-        assert where.exchanged_tokens[index] == max(traffic.sum(axis=0).max(), traffic.sum(axis=1).max())
+        np.testing.assert_array_equal(where.received[index], traffic.sum(axis=0))
+        np.testing.assert_array_equal(where.sent[index], traffic.sum(axis=1))
+        np.testing.assert_array_equal(where.waits_for[index], _waits_for(plan))
+        np.testing.assert_array_equal(where.merged_tokens[index], _merged_tokens(plan))
         assert where.gathered_tokens[index] == latency.gathered_tokens
         assert where.gathered_tokens[index] == round(plan.kv_gather_fraction * plan.tokens)
         assert where.kept[index] == plan.keeps_received
+        assert where.parts[index] == plan.exchange_parts
         assert seconds[index] == latency.slowest
+
+
+def _waits_for(plan: ShardPlan) -> list[int]:
+    """The most that a rank or one that it shares a segment with moves, where it moves anything."""
+    moved = np.maximum(plan.kv_traffic.sum(axis=0), plan.kv_traffic.sum(axis=1))
+    held = [set(table[:, 0].tolist()) for table in plan.pieces]
+    return [
+        max(int(moved[other]) for other in range(plan.cp_size) if held[rank] & held[other]) if moved[rank] else 0
+        for rank in range(plan.cp_size)
+    ]
+
+
+def _merged_tokens(plan: ShardPlan) -> list[int]:
+    """Tokens of pieces that have keys before them which their rank does not hold."""
+    merged = []
+    for table in plan.pieces:
+        tokens = 0
+        for segment, start, stop in table.tolist():
+            held = sum(e - b for s, b, e in table.tolist() if s == segment and e <= start)
+            tokens += stop - start if start > held else 0
+        merged.append(tokens)
+    return merged
 
 
 @settings(deadline=None, max_examples=60)

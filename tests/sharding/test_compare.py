@@ -35,7 +35,7 @@ def test_samples_do_not_repeat_and_follow_the_seed():
 
 def test_means_over_micro_batches_and_what_adaptive_chose():
     workload = make_workload()
-    micro_batches = [np.array([128] * 64), np.array([5000, 300, 60_000]), np.array([40_000])]
+    micro_batches = [np.array([128] * 64), np.array([30_000, 300, 60_000]), np.array([40_000])]
     calls: list[None] = []
     result = compare_strategy("adaptive", micro_batches, 4, workload, on_progress=lambda: calls.append(None))
     assert len(calls) == result.micro_batches == 3

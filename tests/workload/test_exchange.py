@@ -38,11 +38,13 @@ def test_bytes_follow_the_shape_and_latency_is_paid_in_every_layer():
     assert make_workload(shape, tp=2).kv_gather_seconds(1000, 8) > 2 * seconds, "across nodes"
 
 
-def test_copies_follow_the_tokens_and_the_memory():
-    workload = make_workload("llama3-8b")
-    both = workload.kv_copy_seconds([0, 500, 1000])
-    np.testing.assert_allclose(both, both[2] * np.array([0, 0.5, 1]))
-    phases = (workload.kv_copy_seconds(1000, phase) for phase in ("forward", "backward"))
-    assert sum(phases) == pytest.approx(both[2])
+@pytest.mark.parametrize(("moved", "values"), [((1000, 0, 0), 17), ((0, 1000, 0), 7), ((0, 0, 1000), 2 * 34)])
+def test_copies_follow_the_tokens_and_the_memory(moved, values):
+    workload = make_workload("llama3-8b")  # with 4 query heads for each key/value head
+    both = workload.kv_copy_seconds(*moved)
+    np.testing.assert_allclose(
+        workload.kv_copy_seconds(*(np.multiply(m, [0, 0.5, 1]) for m in moved)), both * [0, 0.5, 1]
+    )
+    assert sum(workload.kv_copy_seconds(*moved, phase) for phase in ("forward", "backward")) == pytest.approx(both)
     read_once = 1000 * 32 * 2 * 8 * 128 * 2 / HARDWARE["h100"].memory_bandwidth
-    assert float(both[2]) == pytest.approx(24 * read_once)
+    assert float(both) == pytest.approx(values * read_once)

@@ -1,13 +1,15 @@
 """The collective part: keys and values to the ranks that attend them, and their gradients back.
 
-One all-to-all carries keys and values together and exactly the tokens that the plan needs: a rank gets the keys before
+An all-to-all carries keys and values together and exactly the tokens that the plan needs: a rank gets the keys before
 its last piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold different numbers
-of tokens. It runs on gloo and NCCL alike. Gradients go the opposite way and are added where they arrive, rank after
+of tokens. NCCL makes it of messages between the ranks that share a segment, and no rank waits for others; gloo sends
+empty messages too. Gradients go the opposite way and are added where they arrive, rank after
 rank, so that the sum has the same rounding every time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.attention.profiler_regions import region
-from wlb.attention.shard_layout import ShardLayout
+from wlb.attention.shard_layout import ExchangePart
 
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
@@ -34,23 +36,24 @@ class Arrival:
         return self.received
 
 
-def send_keys(key: Tensor, value: Tensor, layout: ShardLayout, group: dist.ProcessGroup | None) -> Arrival:
-    """Start sending local keys and values; what arrives is (received tokens, 2, kv_heads, head_dim)."""
-    sent = torch.stack([tensor.index_select(0, layout.send_rows) for tensor in (key, value)], dim=1)
-    return _all_to_all(sent, layout.send_counts, layout.receive_counts, group)
+def send_keys(key: Tensor, value: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+    """Start sending a part of local keys and values; what arrives is (received tokens, 2, kv_heads, head_dim)."""
+    sent = torch.stack([tensor.index_select(0, part.send_rows) for tensor in (key, value)], dim=1)
+    return _all_to_all(sent, part.send_counts, part.receive_counts, group)
 
 
-def return_gradients(grad_received: Tensor, layout: ShardLayout, group: dist.ProcessGroup | None) -> Arrival:
-    """Start sending the gradients of received keys and values back to their owners."""
-    return _all_to_all(grad_received, layout.receive_counts, layout.send_counts, group)
+def return_gradients(grad_received: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+    """Start sending the gradients of a part's received keys and values back to their owners."""
+    return _all_to_all(grad_received, part.receive_counts, part.send_counts, group)
 
 
-def add_returned(grad: Tensor, returned: Tensor, layout: ShardLayout) -> Tensor:
-    """Local gradients (tokens, kv_heads, head_dim) plus those ``returned`` from other ranks, in ``grad``'s type."""
+def add_returned(grad: Tensor, returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> Tensor:
+    """Local gradients (tokens, kv_heads, head_dim) plus those ``returned`` for each part, in ``grad``'s type."""
     total = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    by_rank = zip(layout.send_rows.split(layout.send_counts), returned.split(layout.send_counts), strict=True)
-    for rows, share in by_rank:
-        add_rows(total, rows, share)
+    for part, shares in zip(parts, returned, strict=True):
+        by_rank = zip(part.send_rows.split(part.send_counts), shares.split(part.send_counts), strict=True)
+        for rows, share in by_rank:
+            add_rows(total, rows, share)
     return total.to(grad.dtype)
 
 

@@ -18,11 +18,13 @@ class AttentionResults(NamedTuple):
 
     out: Tensor
     log_sum_exp: Tensor
-    received: Tensor | None  # other ranks' keys and values, where they are kept and not sent again
+    received: tuple[Tensor, ...]  # other ranks' keys and values, part by part; none where they are to be sent again
 
 
 class KeptAttention:
     """The results of one call of attention, computed when they are first asked for."""
+
+    computed_again = False
 
     def __init__(self) -> None:
         self._results: AttentionResults | None = None
@@ -33,3 +35,12 @@ class KeptAttention:
             self._results = compute()
         # The caller's output gets a history, which must not come to live in here.
         return self._results._replace(out=self._results.out.detach())
+
+
+class AttentionComputedAgain(KeptAttention):
+    """In place of ``KeptAttention`` where attention, too, is computed anew, right before its backward pass."""
+
+    computed_again = True
+
+    def get(self, compute: Callable[[], AttentionResults]) -> AttentionResults:
+        return compute()

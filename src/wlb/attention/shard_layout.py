@@ -3,7 +3,8 @@
 The tokens of a segment that lie on one rank attend each other causally, in their order: that part needs nothing
 from others. What is missing for the rank's piece ``start`` to ``stop`` are the segment's keys before ``start`` on
 other ranks; the piece attends all of them, so no mask is needed. So each rank sends a piece of its own to every rank
-that holds a later piece of the same segment, and to no other (``ShardPlan.kv_traffic``).
+that holds a later piece of the same segment, and to no other (``ShardPlan.kv_traffic``); in equal parts where that is
+much (``ShardPlan.exchange_parts``), so that the first is attended while the others are on their way.
 """
 
 from __future__ import annotations
@@ -24,18 +25,24 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class ShardLayout:
-    """One rank's part of a plan; tensors are int64 on the rank's device."""
+class ExchangePart:
+    """One message to and from every rank, and who attends it; tensors are int64 on the rank's device."""
 
-    own_runs: Runs | None  # this rank's tokens of each segment; None where it has no tokens
-    exchanges: bool  # whether any rank sends anything; the same on all
-    keeps_received: bool  # until the backward; the same on all
     send_rows: Tensor  # local tokens to send, destination after destination
     send_counts: list[int]  # tokens for each rank
     receive_counts: list[int]  # tokens from each rank
-    remote_runs: Runs | None  # local pieces against the keys before them on other ranks; None where there are none
+    runs: Runs | None  # local pieces against the keys before them on other ranks; None where there are none
     query_rows: Tensor  # local tokens that attend received keys, run after run
     key_rows: Tensor  # received tokens that they attend, run after run
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """One rank's side of a plan."""
+
+    own_runs: Runs | None  # this rank's tokens of each segment; None where it has no tokens
+    parts: tuple[ExchangePart, ...]  # in the order in which they are sent; none where no rank sends anything
+    keeps_received: bool  # until the backward; the same on all
 
 
 def shard_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
@@ -49,32 +56,47 @@ def shard_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayou
 def _make_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
     own = plan.pieces[rank]
     _check_order(own, rank)
+    parts = range(plan.exchange_parts) if plan.kv_traffic.any() else range(0)
+    return ShardLayout(
+        own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
+        parts=tuple([_make_part(plan, rank, part, len(parts), device) for part in parts]),
+        keeps_received=plan.keeps_received,
+    )
+
+
+def _make_part(plan: ShardPlan, rank: int, part: int, parts: int, device: torch.device) -> ExchangePart:
+    """The ``part``-th of ``parts`` equal parts of every piece that travels."""
+    own, table = plan.pieces[rank], np.concatenate(plan.pieces)
+    owner, attends = owners(plan.pieces), receivers(plan.pieces)
+    segment, start, stop = table.T
+    begin = start + (stop - start) * part // parts
+    lengths = start + (stop - start) * (part + 1) // parts - begin
+    counts = np.zeros((plan.cp_size, plan.cp_size), np.int64)  # from i to j
+    receiver, piece = np.nonzero(attends)
+    np.add.at(counts, (owner[piece], receiver), lengths[piece])
+
     own_lengths = own[:, 2] - own[:, 1]
     own_rows = _starts(own_lengths)
-
-    owner, attends = owners(plan.pieces), receivers(plan.pieces)
-    _, sent = np.nonzero(attends[:, owner == rank])  # by destination
-    arriving = np.concatenate(plan.pieces)[attends[rank]]  # by source
-    attending, key_pieces, key_lengths = _keys_before(own, arriving)
-    arriving_lengths = arriving[:, 2] - arriving[:, 1]
+    mine = owner == rank
+    _, sent = np.nonzero(attends[:, mine])  # by destination
+    arriving = np.flatnonzero(attends[rank] & (lengths > 0))  # by source
+    pieces_before = np.stack([segment, begin, begin + lengths], axis=1)[arriving]
+    attending, key_pieces, key_lengths = _keys_before(own, pieces_before)
 
     def on_device(indices: Indices) -> Tensor:
         return torch.from_numpy(indices).to(device)
 
-    return ShardLayout(
-        own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
-        exchanges=bool(plan.kv_traffic.any()),
-        keeps_received=plan.keeps_received,
-        send_rows=on_device(ranges(own_rows[sent], own_lengths[sent])),
-        send_counts=plan.kv_traffic[rank].tolist(),
-        receive_counts=plan.kv_traffic[:, rank].tolist(),
-        remote_runs=(
+    return ExchangePart(
+        send_rows=on_device(ranges((own_rows + (begin - start)[mine])[sent], lengths[mine][sent])),
+        send_counts=counts[rank].tolist(),
+        receive_counts=counts[:, rank].tolist(),
+        runs=(
             Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths.tolist()), causal=False)
             if len(attending)
             else None
         ),
         query_rows=on_device(ranges(own_rows[attending], own_lengths[attending])),
-        key_rows=on_device(ranges(_starts(arriving_lengths)[key_pieces], arriving_lengths[key_pieces])),
+        key_rows=on_device(ranges(_starts(lengths[arriving])[key_pieces], lengths[arriving][key_pieces])),
     )
 
 

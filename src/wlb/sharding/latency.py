@@ -1,24 +1,79 @@
-"""Predicted seconds of every context-parallel rank under a shard plan, and of the group that they make up.
+"""What a shard plan takes: every context-parallel rank, and the group whose ranks wait for each other in every layer.
 
-A rank pays attention over its pieces, W_l for the tokens that it holds, and the exchange of keys and values, which ends
-for all ranks when it ends for the one that sends or receives most. What the group takes follows from where ranks wait
-for each other (``wlb.sharding.group``), and by that strategies choose.
+A rank pays attention over its pieces, W_l for the tokens that it holds, and copies in its own memory for what it
+exchanges. Where ranks wait follows from how ``wlb.attention.context_parallel`` runs a layer. Forward, keys and values
+arrive in parts while the rank attends its own tokens, and then each part while the next is on its way. Backward, the
+received parts come first, and the gradients of each travel home behind what follows. A rank waits for those that it
+shares segments with: a message is there when the busiest of them has moved all of its own. Ranks that did not keep what
+they received have it sent again while they compute what lies between the attention of two layers.
+
+Every layer takes its share of the seconds, so those of all layers wait as those of one do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.group import RankSeconds, backward_seconds, forward_seconds
 from wlb.sharding.pieces import Locality, Pieces, locality, pieces_of
 from wlb.sharding.plan import ShardPlan
 from wlb.workload.base import Phase, Workload
 from wlb.workload.exchange import EXCHANGES
 
 _PHASES: tuple[Phase, Phase] = ("forward", "backward")
+
+Seconds = NDArray[np.float64]
+
+
+class RankSeconds(NamedTuple):
+    """What ranks compute in a forward, or in a backward; ranks are the last axis of every array."""
+
+    own: Seconds  # attention among the rank's own tokens
+    received: Seconds  # attention over keys of other ranks
+    rest: Seconds  # everything else
+
+
+def slowest_rank(seconds: Seconds) -> Seconds:
+    """The most over the last axis."""
+    most: Seconds = seconds.max(axis=-1)
+    return most
+
+
+def forward_seconds(
+    ranks: RankSeconds,
+    exchange: Seconds,
+    parts: NDArray[np.int64],
+    together: Callable[[Seconds], Seconds] = slowest_rank,
+) -> Seconds:
+    """Seconds of groups: ``exchange`` are those in which each rank's keys arrive, in so many ``parts`` for each group.
+
+    ``together`` makes a group's seconds of those of its ranks.
+    """
+    return together(_attending(ranks, exchange, parts) + ranks.rest)
+
+
+def backward_seconds(
+    ranks: RankSeconds,
+    exchange: Seconds,
+    parts: NDArray[np.int64],
+    kept: NDArray[np.bool_],
+    together: Callable[[Seconds], Seconds] = slowest_rank,
+) -> Seconds:
+    """As ``forward_seconds``; ``kept`` says of each group whether it keeps what it receives in the forward."""
+    late = np.where(kept[..., None], 0.0, np.maximum(0.0, exchange - ranks.rest))
+    return together(late + _attending(ranks, exchange, parts) + ranks.rest)
+
+
+def _attending(ranks: RankSeconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
+    """Attention with what it waits: for its first part, if not before, all is there to go on; or for its last."""
+    count = parts[..., None]
+    first = exchange / count + ranks.received
+    last = exchange + ranks.received / count
+    return np.where(exchange > 0, np.maximum(first, last), 0.0).clip(min=ranks.own + ranks.received)
 
 
 @dataclass(frozen=True)
@@ -51,7 +106,7 @@ def shard_latency(plan: ShardPlan, workload: Workload) -> ShardLatency:
     return ShardLatency(
         attention=forward + backward,
         linear=workload.linear_seconds(where.tokens[0]),
-        gather=float(workload.kv_gather_seconds(where.exchanged_tokens[0], cp_size)),
+        gather=float(workload.kv_gather_seconds(where.waits_for[0].max(), cp_size)),
         gathered_tokens=int(where.gathered_tokens[0]),
         slowest=float(group_seconds(pieces, where, workload)[0]),
     )
@@ -59,16 +114,18 @@ def shard_latency(plan: ShardPlan, workload: Workload) -> ShardLatency:
 
 def group_seconds(pieces: Pieces, where: Locality, workload: Workload) -> NDArray[np.float64]:
     """What the group of each plan takes, forward and backward over all layers; shape (plans,)."""
-    exchange = workload.kv_gather_seconds(where.exchanged_tokens, where.tokens.shape[1]) / EXCHANGES
+    exchange = workload.kv_gather_seconds(where.waits_for, where.tokens.shape[1]) / EXCHANGES
     forward, backward = (_rank_seconds(pieces, where, workload, phase) for phase in _PHASES)
-    waiting = forward_seconds(forward, exchange) + backward_seconds(backward, exchange, where.kept)
-    return waiting + workload.kv_copy_seconds(where.exchanged_tokens)
+    return forward_seconds(forward, exchange, where.parts) + backward_seconds(
+        backward, exchange, where.parts, where.kept
+    )
 
 
 def _rank_seconds(pieces: Pieces, where: Locality, workload: Workload, phase: Phase) -> RankSeconds:
     attention = _attention(pieces, where, workload, phase)
     own = where.own_share * attention
-    return RankSeconds(own, attention - own, workload.linear_seconds(where.tokens, phase))
+    copies = workload.kv_copy_seconds(where.sent, where.received, where.parts[:, None] * where.merged_tokens, phase)
+    return RankSeconds(own, attention - own, workload.linear_seconds(where.tokens, phase) + copies)
 
 
 def _attention(pieces: Pieces, where: Locality, workload: Workload, phase: Phase) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.sharding.plan import ShardPlan, Table, keeps_received, owners
+from wlb.sharding.plan import ShardPlan, Table, exchange_parts, keeps_received, owners
 from wlb.workload.flops import attended_pairs
 
 Integers = NDArray[np.int64]
@@ -47,9 +47,15 @@ class Locality(NamedTuple):
 
     tokens: Integers  # of every lane
     own_share: NDArray[np.float64]  # of the query-key pairs of every lane: those whose keys it holds; 1 where none are
-    exchanged_tokens: Integers  # that the busiest rank of every plan sends or receives
+    received: Integers  # tokens whose keys every lane receives
+    sent: Integers  # tokens whose keys it sends, counted once for each receiver
+    waits_for: (
+        Integers  # the most that it, or a rank that it shares a segment with, sends or receives; 0 if it shares none
+    )
+    merged_tokens: Integers  # of every lane, that attend received keys
     gathered_tokens: Integers  # of every plan, whose keys and values another rank attends
     kept: NDArray[np.bool_]  # whether the ranks of every plan keep what they receive until the backward
+    parts: Integers  # in which keys and values of every plan arrive
 
 
 def merged(lane: Integers, segment: Integers, start: Integers, stop: Integers) -> Pieces:
@@ -95,8 +101,15 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
     Rank 0 attends keys 0 to 6 and holds 4 of them, so it receives 2, the middle; rank 1 attends keys 0 to 4 and holds
     2, so it receives 2, the head. The tail and the segment of 3 go to nobody, so 4 tokens travel:
 
-    >>> found.exchanged_tokens.tolist(), found.gathered_tokens.tolist(), found.kept.tolist()
-    ([2], [4], [True])
+    >>> found.received.tolist(), found.sent.tolist(), found.waits_for.tolist()
+    ([[2, 2]], [[2, 2]], [[2, 2]])
+    >>> found.gathered_tokens.tolist(), found.kept.tolist(), found.parts.tolist()
+    ([4], [True], [1])
+
+    The tail of rank 0 and the middle of rank 1 attend what was received:
+
+    >>> found.merged_tokens.tolist()
+    [[2, 2]]
 
     Of its 3 + 11 pairs rank 0 attends 4 x 5 / 2 = 10 among its own tokens; rank 1 of its 7 + 6 pairs 3 + 6:
 
@@ -124,13 +137,39 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
         sums = np.bincount(lane[which], values, plans * cp_size)
         return sums.astype(np.int64).reshape(plans, cp_size)
 
-    tokens = of_ranks(size)
-    most_received = of_ranks(received, last).max(axis=1)
+    tokens, received_tokens, sent_tokens = of_ranks(size), of_ranks(received, last), of_ranks(receivers * size)
     own_pairs, pairs = of_ranks(attended_pairs(held), last), of_ranks(attended_pairs(stop) - attended_pairs(start))
+    most_received = received_tokens.max(axis=1)
+    busiest = np.maximum(most_received, sent_tokens.max(axis=1))
     return Locality(
         tokens=tokens,
         own_share=np.divide(own_pairs, pairs, out=np.ones(pairs.shape), where=pairs > 0),
-        exchanged_tokens=np.maximum(most_received, of_ranks(receivers * size).max(axis=1)),
+        received=received_tokens,
+        sent=sent_tokens,
+        waits_for=_waits_for(pieces, np.maximum(received_tokens, sent_tokens), segments),
+        merged_tokens=of_ranks(np.where(start > _held_before(pieces, holding), size, 0)),
         gathered_tokens=of_ranks(np.where(receivers > 0, size, 0)).sum(axis=1),
         kept=keeps_received(most_received, tokens.sum(axis=1), cp_size),
+        parts=exchange_parts(busiest, tokens.sum(axis=1), cp_size),
     )
+
+
+def _waits_for(pieces: Pieces, moved: Integers, segments: int) -> Integers:
+    """The most tokens that a lane, or one that shares a segment with it, moves; of shape (plans, cp_size)."""
+    lane, segment, _, _ = pieces
+    of_segment = np.zeros(segments, np.int64)
+    np.maximum.at(of_segment, segment, moved.ravel()[lane])
+    most = np.zeros(moved.size, np.int64)
+    np.maximum.at(most, lane, of_segment[segment])
+    return np.where(moved > 0, most.reshape(moved.shape), 0)
+
+
+def _held_before(pieces: Pieces, holding: Integers) -> Integers:
+    """Tokens of its segment that a piece's lane holds before the piece; ``holding`` is one number for each of both."""
+    order = np.argsort(holding, kind="stable")  # pieces of one segment are in order already
+    size = (pieces.stop - pieces.start)[order]
+    before = np.cumsum(size) - size
+    first = np.flatnonzero(np.append(True, np.diff(holding[order]) > 0))
+    held = np.empty_like(before)
+    held[order] = before - np.repeat(before[first], np.diff(np.append(first, len(order))))
+    return held

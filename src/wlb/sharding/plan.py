@@ -20,6 +20,8 @@ from wlb.workload.flops import attended_pairs
 
 Table = NDArray[np.int64]
 
+MOST_PARTS = 4  # in which keys and values arrive
+
 
 @dataclass(frozen=True, eq=False)
 class ShardPlan:
@@ -85,6 +87,12 @@ class ShardPlan:
         """Whether ranks keep what they receive until the backward, as ``keeps_received`` decides."""
         return bool(keeps_received(self.kv_traffic.sum(axis=0).max(), self.tokens, self.cp_size))
 
+    @property
+    def exchange_parts(self) -> int:
+        """In how many parts keys and values arrive, as ``exchange_parts`` decides."""
+        busiest = max(self.kv_traffic.sum(axis=0).max(), self.kv_traffic.sum(axis=1).max())
+        return int(exchange_parts(busiest, self.tokens, self.cp_size))
+
     def positions(self, rank: int) -> NDArray[np.int64]:
         """Positions in the micro-batch of the tokens that ``rank`` holds, in its order; shape (local tokens,)."""
         segment, start, stop = self.pieces[rank].T
@@ -126,6 +134,17 @@ def keeps_received(received: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDAr
     """
     kept: NDArray[np.bool_] = np.asarray(received) <= -(-np.asarray(tokens) // cp_size)
     return kept
+
+
+def exchange_parts(exchanged: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDArray[np.int64]:
+    """In how many parts the keys and values of a micro-batch are sent, each attended while the next is on its way.
+
+    As many as even shares of the micro-batch's ``tokens`` are in what the busiest rank sends or receives, ``exchanged``
+    tokens, up to ``MOST_PARTS``: every part costs passes over the queries' results. Arrays of many micro-batches alike.
+    """
+    even = -(-np.asarray(tokens) // cp_size)
+    parts: NDArray[np.int64] = np.clip(-(-np.asarray(exchanged) // even), 1, MOST_PARTS)
+    return parts
 
 
 def owners(pieces: tuple[Table, ...]) -> NDArray[np.int64]:

@@ -92,9 +92,11 @@ class AnalyticWorkload:
         """Receiving K and V of ``tokens`` tokens from other ranks, returning their gradients; shape of ``tokens``."""
         return self.kv_gather.seconds(tokens, cp_size)
 
-    def kv_copy_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """Picking, lining up and adding K, V and gradients of ``tokens`` tokens each way; shape of ``tokens``."""
-        return self.kv_gather.copy_seconds(tokens, phase)
+    def kv_copy_seconds(
+        self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both"
+    ) -> Seconds:
+        """What a rank spends in memory on its part of an exchange, as ``Workload`` says."""
+        return self.kv_gather.copy_seconds(sent, received, merged, phase)
 
     def _cost(self, phase: Phase) -> PhaseCost:
         return {"forward": self.forward, "backward": self.backward, "both": self.both}[phase]

@@ -51,9 +51,12 @@ class Workload(DocumentPrices, Protocol):
         """
         ...
 
-    def kv_copy_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """Beside that: what a rank spends in memory on bringing together and taking apart what it sends and receives.
+    def kv_copy_seconds(
+        self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both"
+    ) -> Seconds:
+        """Beside that: what a rank spends in memory on bringing together and taking apart what it exchanges.
 
-        Of ``tokens`` tokens each way, over all layers. Shape of ``tokens``; 0 where it was not measured.
+        It sends and receives the keys of so many tokens, and ``merged`` queries attend what it receives, counted once
+        for every part in which that arrives. Over all layers; 0 where it was not measured.
         """
         ...

@@ -18,11 +18,15 @@ from wlb.workload.links import group_link
 from wlb.workload.shapes import ModelShape
 
 EXCHANGES = 2  # of keys and values, and of their gradients, that are priced together
-# Values read and written in memory for each value of K and V that a rank sends and each that it receives. Derived by
-# counting the operations of ``wlb.attention``, each a kernel of its own. Forward: picking what is sent and stacking it,
-# 4; lining up what arrived, 2. Backward: lining up again, clearing the gradients and putting them in place, 5; adding
-# those that come home in float32, which counts twice where values are half as wide, 13.
-_COPIES = {"forward": 6.0, "backward": 18.0, "both": 24.0}
+# Values read and written in a rank's memory, by counting the operations of ``wlb.attention``, each a kernel of its own.
+# For each value of K and V that it sends: picking and stacking it, 4; its gradient, when it comes home, is added in
+# float32, which counts twice where values are half as wide, 13.
+_SENT = {"forward": 4.0, "backward": 13.0, "both": 17.0}
+# For each that it receives: lining it up, 2; backward again, and clearing the gradients and putting them in place, 3.
+_RECEIVED = {"forward": 2.0, "backward": 5.0, "both": 7.0}
+# For each value of a query that attends a part of what was received: picking it, 2, and merging two outputs in float32,
+# 19; backward, picking query, output and its gradient, 6, and adding the query's, 7.
+_MERGED = {"forward": 21.0, "backward": 13.0, "both": 34.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,10 @@ class KvGather:
         link = group_link(self.hardware, "all_to_all", cp_size, stride=self.tp)
         return EXCHANGES * self.shape.layers * link.seconds(np.asarray(tokens) * self._token_bytes)
 
-    def copy_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """All layers, of a rank that sends ``tokens`` tokens and receives as many."""
-        seconds = self.shape.layers * _COPIES[phase] * self._token_bytes / self.hardware.memory_bandwidth
-        return seconds * np.asarray(tokens, dtype=np.float64)
+    def copy_seconds(self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both") -> Seconds:
+        """All layers, of ranks that send and receive so many tokens, and ``merged`` of which attend part by part."""
+        moved = _SENT[phase] * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
+        query_bytes = self.shape.heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
+        touched = self._token_bytes * moved + query_bytes * _MERGED[phase] * np.asarray(merged)
+        seconds: Seconds = self.shape.layers / self.hardware.memory_bandwidth * touched
+        return seconds

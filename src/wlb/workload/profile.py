@@ -162,9 +162,11 @@ class ProfileWorkload:
         """None: a profile measures one GPU and knows no links; shape of ``tokens``."""
         return np.zeros(np.shape(tokens))
 
-    def kv_copy_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """None: a profile measures attention without an exchange; shape of ``tokens``."""
-        return np.zeros(np.shape(tokens))
+    def kv_copy_seconds(
+        self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both"
+    ) -> Seconds:
+        """None: a profile measures attention without an exchange."""
+        return np.zeros(np.broadcast_shapes(*map(np.shape, (sent, received, merged))))
 
 
 def read_profile(path: str | Path) -> WorkloadProfile:

@@ -11,14 +11,14 @@ and kept out of attention, they change no result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from wlb.attention import context_parallel_attention
+from wlb.attention.context_parallel import Resends, context_parallel_attention
 from wlb.attention.saved_attention import KeptAttention
 from wlb.sharding.plan import ShardPlan
 from wlb.training.data.batch import IGNORE_LABEL, TokenBatch
@@ -79,12 +79,13 @@ def shard_batch(batch: TokenBatch, shard_plan: ShardPlan, rank: int, multiple_of
 class ShardedAttention:
     """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, zero for padding.
 
-    ``group`` holds the ranks of the plan; None where it is for one.
+    ``group`` holds the ranks of the plan; None where it is for one. All layers of a stage call the same object.
     """
 
     local_tokens: int
     shard_plan: ShardPlan
     group: dist.ProcessGroup | None
+    resends: Resends = field(default_factory=Resends)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kept: KeptAttention | None = None) -> Tensor:
         """Query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to output, shaped as the query.
@@ -94,5 +95,7 @@ class ShardedAttention:
         padding = len(query) - self.local_tokens
         if padding:
             query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
-        out = context_parallel_attention(query, key, value, self.shard_plan, self.group, kept=kept)
+        out = context_parallel_attention(
+            query, key, value, self.shard_plan, self.group, kept=kept, resends=self.resends
+        )
         return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from wlb.attention.saved_attention import KeptAttention
+from wlb.attention.saved_attention import AttentionComputedAgain, KeptAttention
 from wlb.models.transformer import Block, Transformer
 
 Strategy = Literal["none", "selective", "full"]
@@ -30,8 +30,7 @@ _BlockForward = Callable[..., Tensor]  # of (x_TD, rotation, attend)
 def apply_activation_checkpointing(module: Transformer, strategy: Strategy) -> None:
     """Make every block of ``module`` keep less between forward and backward; call it before ``fully_shard``.
 
-    Under ``selective`` the attention function that comes with a micro-batch must take ``kept`` as
-    ``context_parallel_attention`` does.
+    The attention function that comes with a micro-batch must take ``kept`` as ``context_parallel_attention`` does.
     """
     if strategy == "none":
         return
@@ -43,8 +42,7 @@ def apply_activation_checkpointing(module: Transformer, strategy: Strategy) -> N
 def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForward:
     @wraps(forward)
     def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
-        if keep_attention:
-            attend = partial(attend, kept=KeptAttention())
+        attend = partial(attend, kept=KeptAttention() if keep_attention else AttentionComputedAgain())
         # There is no dropout, so no random state that the second pass would have to find again.
         out: Tensor = checkpoint(forward, x_TD, rotation, attend, use_reentrant=False, preserve_rng_state=False)
         return out

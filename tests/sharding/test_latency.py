@@ -1,0 +1,81 @@
+"""What a group takes, against ranks that run layer after layer and wait where ``wlb.attention`` makes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from wlb.sharding.latency import RankSeconds, backward_seconds, forward_seconds
+
+LAYERS = 200
+seconds = st.floats(0, 10)
+Group = tuple[RankSeconds, NDArray[np.float64], NDArray[np.int64]]
+
+
+@st.composite
+def groups(draw: st.DrawFn, most: int = 6) -> Group:
+    """What the ranks of a group compute in one layer, how long their messages take, and in how many parts they come."""
+    ranks = draw(st.integers(1, most))
+    columns = [np.array(draw(st.lists(seconds, min_size=ranks, max_size=ranks))) for _ in range(4)]
+    return RankSeconds(*columns[:3]), columns[3], np.array(draw(st.integers(1, 4)))
+
+
+def _arrivals(begin: float, seconds_each: float, parts: int) -> list[float]:
+    return [begin + seconds_each * part / parts for part in range(1, parts + 1)]
+
+
+def _forward(ranks: RankSeconds, exchange: NDArray[np.float64], parts: int) -> float:
+    now = np.zeros(len(ranks.own))
+    for _ in range(LAYERS):
+        begin = now.max()  # the slowest sends last
+        for rank in range(len(now)):
+            now[rank] += ranks.own[rank]
+            for arrival in _arrivals(begin, exchange[rank], parts) if exchange[rank] else [0.0] * parts:
+                now[rank] = max(now[rank], arrival) + ranks.received[rank] / parts
+        now += ranks.rest
+    return float(now.max()) / LAYERS
+
+
+def _backward_of_equal_ranks(ranks: RankSeconds, exchange: float, parts: int, *, kept: bool) -> float:
+    own, received, rest = (float(column[0]) for column in ranks)
+    now = 0.0
+    for _ in range(LAYERS):
+        if not kept:
+            now = max(now, now - rest + exchange)  # sent while the layer above was computed
+        home = now
+        for _ in range(parts):
+            now += received / parts
+            home = max(home, now) + exchange / parts
+        now = max(now + own, home if exchange else 0.0) + rest
+    return now / LAYERS
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups())
+def test_many_forwards_take_what_one_does_times_their_number(group):
+    ranks, exchange, parts = group
+    slack = 4 * (exchange.max() + sum(part.max() for part in ranks)) / LAYERS + 1e-9  # filling and draining
+    assert _forward(ranks, exchange, int(parts)) == pytest.approx(forward_seconds(ranks, exchange, parts), abs=slack)
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups(most=1), st.booleans())
+def test_many_backwards_take_what_one_does_times_their_number(group, kept):
+    ranks, exchange, parts = group
+    predicted = float(backward_seconds(ranks, exchange, parts, np.array(kept)))
+    simulated = _backward_of_equal_ranks(ranks, float(exchange[0]), int(parts), kept=kept)
+    assert simulated == pytest.approx(predicted, rel=1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups())
+def test_waiting_is_bounded_by_what_travels(group):
+    ranks, exchange, parts = group
+    computing = (ranks.own + ranks.received + ranks.rest).max()
+    kept, again = (backward_seconds(ranks, exchange, parts, np.array(keeps)) for keeps in (True, False))
+    assert computing - 1e-9 <= forward_seconds(ranks, exchange, parts) <= computing + exchange.max() + 1e-9
+    assert computing - 1e-9 <= kept <= again + 1e-9
+    assert again <= kept + exchange.max() + 1e-9
