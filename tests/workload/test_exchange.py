@@ -43,7 +43,7 @@ def test_copies_follow_the_tokens_and_the_memory(moved, values):
     workload = make_workload("llama3-8b")  # with 4 query heads for each key/value head
     both = workload.kv_copy_seconds(*moved)
     np.testing.assert_allclose(
-        workload.kv_copy_seconds(*(np.multiply(m, [0, 0.5, 1]) for m in moved)), both * [0, 0.5, 1]
+        workload.kv_copy_seconds(*(np.multiply(m, [0, 0.5, 1]) for m in moved)), np.multiply(both, [0, 0.5, 1])
     )
     assert sum(workload.kv_copy_seconds(*moved, phase) for phase in ("forward", "backward")) == pytest.approx(both)
     read_once = 1000 * 32 * 2 * 8 * 128 * 2 / HARDWARE["h100"].memory_bandwidth

@@ -1,0 +1,71 @@
+"""The elastic packer trains exactly its global batch, in micro-batches of equal workload."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.documents.lengths import read_lengths
+from wlb.packing import make_packer
+from wlb.workload import make_workload
+
+WORKLOAD = make_workload("llama3-8b", "h100", tp=8, cp=8)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 64), min_size=20, max_size=200), st.integers(2, 6), st.integers(1, 4))
+def test_a_step_trains_the_documents_that_begin_in_its_global_batch(lengths, global_batch, micro_batches):
+    packer = make_packer(
+        "elastic", micro_batches=micro_batches, context_window=64, workload=WORKLOAD, global_batch=global_batch
+    )
+    plans = packer.plan(lengths)
+    starts = [0, *accumulate(lengths)]
+    for plan in plans:
+        assert (plan.delay_token_steps, plan.longest_delay) == (0, 0)
+        expected = [d for d, start in enumerate(starts[:-1]) if start // (64 * global_batch) == plan.step]
+        if len(expected) >= micro_batches:  # otherwise others come early, so that no micro-batch is empty
+            assert sorted(segment.document for segment in plan.segments) == expected
+        else:
+            break
+
+
+def test_steps_are_of_one_size_and_micro_batches_of_one_workload():
+    lengths = read_lengths("synthetic:20000:131072:0")
+    packer = make_packer("elastic", micro_batches=8, context_window=131_072, workload=WORKLOAD, global_batch=32)
+    plans = packer.plan(lengths)
+    tokens = np.array([plan.tokens for plan in plans])
+    assert tokens.std() / tokens.mean() < 0.02
+    assert np.mean([plan.imbalance for plan in plans]) < 1.001
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4, 32])
+def test_the_number_of_micro_batches_does_not_move_a_document(micro_batches):
+    lengths = read_lengths("synthetic:3000:4096:0")
+    packers = [
+        make_packer("elastic", micro_batches=count, context_window=4096, workload=WORKLOAD, global_batch=16)
+        for count in (8, micro_batches)
+    ]
+    one, other = ([sorted(plan.segments) for plan in packer.plan(lengths)] for packer in packers)
+    assert one == other
+
+
+def test_a_document_dearer_than_a_micro_batch_may_wait_where_that_is_asked_for():
+    lengths = read_lengths("synthetic:20000:131072:0")
+    imbalance = []
+    for max_delay in (0, 8):
+        packer = make_packer(
+            "elastic",
+            micro_batches=32,
+            context_window=131_072,
+            workload=WORKLOAD,
+            global_batch=32,
+            max_delay=max_delay,
+        )
+        plans = packer.plan(lengths)
+        imbalance.append(np.mean([plan.imbalance for plan in plans]))
+        assert (sum(plan.delay_token_steps for plan in plans) > 0) == (max_delay > 0)
+    assert imbalance[1] < imbalance[0]

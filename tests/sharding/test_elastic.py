@@ -1,0 +1,72 @@
+"""Elastic sharding levels tokens and attention at once, and cuts what it must."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from wlb.documents.lengths import read_lengths
+from wlb.sharding import ShardPlan, make_shard_plan, shard_latency
+from wlb.workload import make_workload
+
+WINDOW = 131_072
+WORKLOAD = make_workload("llama3-8b", "h100", tp=8)
+
+
+def _slice(lengths: list[int], ranks: int) -> ShardPlan:
+    return make_shard_plan(lengths, ranks, "elastic", workload=WORKLOAD)
+
+
+def _unevenness(plan: ShardPlan) -> tuple[float, float]:
+    """The most over the mean, of tokens and of attended pairs."""
+    return tuple(float(values.max() / values.mean()) for values in (plan.tokens_per_rank, plan.attended_pairs))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16])
+def test_a_document_alone_is_cut_into_pairs_of_head_and_tail(ranks):
+    plan = _slice([WINDOW], ranks)
+    assert max(_unevenness(plan)) < 1.01
+    assert max(len(table) for table in plan.pieces) <= 2
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_among_short_documents_a_long_one_is_cut_into_contiguous_slices(ranks):
+    plan = _slice([WINDOW, *[512] * 512], ranks)
+    assert max(_unevenness(plan)) < 1.01
+    slices = [table[table[:, 0] == 0] for table in plan.pieces]
+    assert all(len(table) <= 2 for table in slices)  # its head lies where there is room
+    deepest = [int(table[-1, 1]) for table in slices]
+    lengths = [int(table[-1, 2] - table[-1, 1]) for table in slices]
+    assert deepest == sorted(deepest, reverse=True)
+    assert (np.diff(lengths[:-1]) >= -256).all()  # shorter the deeper they lie, but for rounding
+
+
+def test_documents_that_fit_stay_whole():
+    plan = _slice([8192] * 8 + [1024] * 64, 8)
+    assert len(plan.gathered_segments) == 0
+    assert max(_unevenness(plan)) == 1
+
+
+@pytest.mark.parametrize(("windows", "ranks"), [(2, 8), (4, 8), (4, 16)])
+def test_sampled_micro_batches_are_level_in_tokens_in_forward_and_in_backward(windows, ranks):
+    lengths = read_lengths(f"synthetic:2000:{WINDOW}:0").tolist()
+    tokens, seconds = [], []
+    for _ in range(4):
+        micro_batch: list[int] = []
+        while sum(micro_batch) < windows * WINDOW:
+            micro_batch.append(lengths.pop(0))
+        plan = _slice(micro_batch, ranks)
+        latency = shard_latency(plan, WORKLOAD)
+        computing = latency.attention + latency.linear
+        tokens.append(_unevenness(plan)[0])
+        seconds.append(computing.max() / computing.mean())
+    assert max(tokens) < 1.01
+    assert np.mean(seconds) < 1.03
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [3, 2], [100, 1], [128] * 5])
+@pytest.mark.parametrize("ranks", [1, 2, 7])
+def test_less_than_there_is_to_level(lengths, ranks):
+    plan = _slice(lengths, ranks)
+    assert plan.tokens_per_rank.sum() == sum(lengths)
+    assert plan.tokens_per_rank.max() <= -(-sum(lengths) // ranks) + 1
