@@ -41,8 +41,8 @@ def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: 
     """Return, for each of ``pp`` ranks, its operations in the order in which the rank runs them.
 
     Rank r holds the stages that ``stages_of_rank`` names. ``interleaved_1f1b`` with one stage on each rank is ``1f1b``,
-    as the trainer runs it. ``1f1b`` also takes fewer micro-batches than ranks, which torch's ``Schedule1F1B`` refuses to
-    build and Megatron-Core runs.
+    as the trainer runs it. ``1f1b`` also takes fewer micro-batches than ranks, which torch's ``Schedule1F1B`` refuses
+    to build and Megatron-Core runs.
 
     Raises ``UserError`` for an unknown schedule, a size below 1, more than one stage for each rank where the schedule
     runs one, and micro-batches that do not fill whole rounds.
