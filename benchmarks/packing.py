@@ -34,11 +34,12 @@ from packing_sections import Row, balance, memory, oracle, scaling
 from rich.console import Console
 from rich.table import Table
 
+from wlb.documents.filling import documents_filling
 from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.packing.packer import PackingTask
-from wlb.packing.tuning import documents_filling, search
+from wlb.packing.tuning import search
 from wlb.workload import make_workload
 
 SECTIONS = ("balance", "scaling", "oracle", "memory")

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from packing_methods import Method, OurMethod, Outcome, PeerMethod, Setting
 from packing_peers import Peer
 
+from wlb.documents.filling import documents_filling
 from wlb.packing import make_packer
 from wlb.packing.exact import solve
 from wlb.packing.packer import Packer
-from wlb.packing.tuning import documents_filling
 from wlb.packing.variable_length import VariableLengthOptions
 
 Row = dict[str, Any]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from wlb.reproduce.documents import corpus, cut_by_loader
 from wlb.reproduce.experiment import Documents, Settings
 from wlb.reproduce.systems import Bench
-from wlb.simulate.named_jobs import NamedJob
+from wlb.simulate.job import NamedJob
 
 JOB = NamedJob("550m", 4096, 2, 2, 2, 1)
 

@@ -9,7 +9,7 @@ from wlb.packing import PACKERS
 from wlb.packing.variable_length import VariableLengthOptions
 from wlb.reproduce.experiment import Documents, Settings
 from wlb.reproduce.systems import Bench
-from wlb.simulate.named_jobs import PAPER_JOBS
+from wlb.simulate.job import PAPER_JOBS
 
 
 def test_wlb_llm_is_algorithm_1_and_nobody_else_is():

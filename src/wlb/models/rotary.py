@@ -11,20 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class RotaryScaling:
-    """Llama 3.1's stretching of positions to a longer context (``rope_type = "llama3"`` of Hugging Face's config).
-
-    Frequencies that turn less than ``low_freq_factor`` times over ``original_max_position_embeddings`` tokens are
-    divided by ``factor``, those that turn more than ``high_freq_factor`` times are kept, and those between are
-    interpolated by how often they turn.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+from wlb.planning.model import RotaryScaling
 
 
 @dataclass(frozen=True)

@@ -16,40 +16,16 @@ Shapes: T tokens · D hidden · H query heads · G key/value heads · E head_dim
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wlb.errors import UserError
-from wlb.models.rotary import RotaryScaling, Rotation, rotary_angles, rotate
+from wlb.models.rotary import Rotation, rotary_angles, rotate
+from wlb.planning.model import TransformerConfig as TransformerConfig
 from wlb.workload.shapes import ModelShape
 
 # Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """What a ``Transformer`` needs beyond its shape; see ``wlb.config.ModelConfig`` for the meaning.
-
-    Raises ``UserError`` for heads that rotary positions cannot turn.
-    """
-
-    shape: ModelShape
-    rope_theta: float = 500_000.0
-    norm_eps: float = 1e-5
-    rope_scaling: RotaryScaling | None = None
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    tied_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        if self.shape.head_dim % 2:
-            raise UserError(
-                f"head_dim = {self.shape.head_dim} is odd; rotary positions turn pairs of dimensions, choose an "
-                "even one"
-            )
 
 
 class Transformer(nn.Module):

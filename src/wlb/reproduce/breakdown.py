@@ -16,7 +16,7 @@ from wlb.reproduce.documents import corpus
 from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
 from wlb.reproduce.systems import ASSUMED, Bench, speedup
 from wlb.simulate import SimulatedJob
-from wlb.simulate.named_jobs import PAPER_JOBS
+from wlb.simulate.job import PAPER_JOBS
 
 _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]

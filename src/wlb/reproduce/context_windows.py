@@ -17,7 +17,7 @@ from wlb.reproduce.charts import lines_over_tokens
 from wlb.reproduce.documents import corpus, grown_corpus
 from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
 from wlb.reproduce.systems import ASSUMED, Bench, speedup
-from wlb.simulate.named_jobs import PAPER_JOBS
+from wlb.simulate.job import PAPER_JOBS
 
 _1K = 1024
 WINDOWS = tuple(thousands * _1K for thousands in (32, 64, 96, 128, 160, 256, 512, 1024))

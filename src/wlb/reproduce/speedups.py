@@ -17,7 +17,7 @@ from wlb.reproduce.charts import grouped_bars
 from wlb.reproduce.documents import corpus
 from wlb.reproduce.experiment import Column, Documents, Finding, Report, Settings, Table
 from wlb.reproduce.systems import ASSUMED, Bench, Treatment, speedup
-from wlb.simulate.named_jobs import PAPER_JOBS
+from wlb.simulate.job import PAPER_JOBS
 
 _STEPS = 200  # over fewer, tokens/s favour systems in which many long documents still wait at the end
 

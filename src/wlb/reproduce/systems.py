@@ -9,7 +9,7 @@ from typing import Any, Literal
 from wlb.reproduce.documents import cut_by_loader
 from wlb.reproduce.experiment import Documents, Settings
 from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job
-from wlb.simulate.named_jobs import NamedJob
+from wlb.simulate.job import NamedJob
 
 # The paper runs interleaved 1F1B (section 6) with "several chunks of layers" on each rank (section 2.1), and as many
 # micro-batches as pipeline ranks (section 7.1). Assumed: two chunks.

@@ -22,10 +22,10 @@ from wlb.attention.profiler_regions import region
 from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.models.pretrained import load_weights
-from wlb.training.assemble import assemble_loader, assemble_stages
+from wlb.planning.job import JobSpec
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.checkpoint.resuming import agreed_checkpoint
-from wlb.training.data.loader import LoadedStep
+from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.learning_rate import learning_rate
 from wlb.training.memory_budget import with_agreed_factor
@@ -35,14 +35,14 @@ from wlb.training.observe.monitor import Monitor, rank_names
 from wlb.training.observe.observer import Observation, Observer
 from wlb.training.observe.startup_report import greeting
 from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from wlb.training.parallel.parallelize import build_mesh
+from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.parallel.seeds import place_of, seed_this_rank
 from wlb.training.preflight import check_job
 from wlb.training.runtime.collectives import gathered_rows, on_every_rank
 from wlb.training.runtime.console import say
 from wlb.training.runtime.directory_lock import check_shared, directories_of
-from wlb.training.runtime.environment import compute_dtype, hardware_name, joined_job, transformer_config, vocab_size
+from wlb.training.runtime.environment import compute_dtype, hardware_name, joined_job, trained_model
 from wlb.training.runtime.failures import Terminated, TrainingError
 from wlb.training.runtime.termination import Termination
 from wlb.training.runtime.watchdog import Pulse, time_outs_are_hangs, watched
@@ -83,20 +83,35 @@ class Trainer:
         self.pulse = pulse or Pulse()
         self._last_step = config.training.steps or math.inf
         store = store if store is not None else TokenStore.open(config.data.store)
-        model = transformer_config(config.model, vocab_size(config, store))
+        model = trained_model(config, store)
+        job = JobSpec.from_config(config, hardware_name(device), model=model)
         dtype = compute_dtype(config.training, device)
         self.mesh = mesh = build_mesh(config.parallel, device.type)
         seed_this_rank(config.training.seed, mesh)
         newest, pretrained = agreed_checkpoint(config.checkpoint), config.model.pretrained
         initialise = newest is None and pretrained is None
-        self.stages = assemble_stages(config, model, mesh, dtype=dtype, device=device, initialise=initialise)
+        self.stages = build_stage_modules(
+            model,
+            config.parallel,
+            mesh,
+            dtype=dtype,
+            device=device,
+            seed=config.training.seed if initialise else None,
+            activation_checkpointing=config.training.activation_checkpointing,
+            compiled=config.training.compile,
+        )
         for stage in self.stages:
             stage.register_forward_pre_hook(self.pulse.beat)  # every micro-batch
         self.optimizers = [build_optimizer(stage, config.training) for stage in self.stages]
-        micro_batches = config.packing.micro_batches // config.parallel.dp
         self.monitor = Monitor(config, model.shape, mesh, device)
         self.runner = PipelineRunner(
-            self.stages, config.parallel, mesh, micro_batches, dtype=dtype, device=device, clock=self.monitor.clock
+            self.stages,
+            config.parallel,
+            mesh,
+            job.micro_batches_per_rank,
+            dtype=dtype,
+            device=device,
+            clock=self.monitor.clock,
         )
         self.checkpointer = Checkpointer(config.checkpoint, model, self.stages, self.optimizers, place_of(mesh))
         if newest is None and pretrained is not None:
@@ -104,7 +119,8 @@ class Trainer:
         progress = self.checkpointer.load(newest) if newest else None
         self.step = progress.step if progress else 0
         state = progress.loader if progress else None
-        self.loader, share = assemble_loader(config, store, model, mesh, hardware_name(device), state)
+        share = RankShare.in_job(job, mesh.rank("dp"), mesh.rank("cp"))
+        self.loader = StepLoader(store, config, job, share=share, state=state)
         self._trained = self.loader.state_dict()
         self.checkpointer.delete_outdated()  # first of all that writes: the disk may be full
         self.non_finite = NonFiniteSteps(config.training, mesh.rank("dp"))
@@ -118,7 +134,7 @@ class Trainer:
         self.evaluator = None
         if config.evaluation.store:
             recorded = self.metrics.evaluated if self.metrics else 0
-            self.evaluator = Evaluator(config, self.stages, mesh, share, recorded, dtype=dtype, device=device)
+            self.evaluator = Evaluator(config, job, self.stages, mesh, share, recorded, dtype=dtype, device=device)
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from wlb.errors import UserError, require
-from wlb.models.huggingface.config import to_config_json
 from wlb.models.huggingface.names import hugging_face_name
 from wlb.models.huggingface.weights import INDEX_FILE, WEIGHTS_FILE
 from wlb.models.transformer import Transformer, TransformerConfig
+from wlb.planning.config_json import to_config_json
 
 _LARGEST_FILE = 5_000_000_000  # bytes; where transformers starts another file, unless asked otherwise
 

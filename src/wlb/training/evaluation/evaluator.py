@@ -21,6 +21,7 @@ from wlb.attention.profiler_regions import region
 from wlb.config import JobConfig
 from wlb.models.transformer import Transformer
 from wlb.packing.plan import MicroBatch
+from wlb.planning.job import JobSpec
 from wlb.training.data.batch import IGNORE_LABEL, check_vocabulary, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.data.sharded_batch import ShardedBatch
@@ -40,6 +41,7 @@ class Evaluator:
     def __init__(
         self,
         config: JobConfig,
+        job: JobSpec,
         stages: Sequence[Transformer],
         mesh: JobMesh,
         share: RankShare,
@@ -48,12 +50,11 @@ class Evaluator:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = stages[0].config.shape
-        self._held_out = HeldOut(config, shape)
+        self._held_out = HeldOut(config, job)
         self._every = config.evaluation.every
         self._evaluated = gathered(recorded)[0]
         self.broken_off = False  # the last evaluation, as a rank was asked to end
-        self._vocab_size = shape.vocab_size
+        self._vocab_size = job.shape.vocab_size
         self._forward = ForwardOnly(stages, mesh.group("pp"), dtype)
         self._mesh = mesh
         self._share = share

@@ -9,7 +9,6 @@ import torch
 from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.models.pretrained import tokenizer_warning
-from wlb.planning.memory import longest_micro_batch
 from wlb.training.data.loader import StepLoader
 from wlb.training.runtime.environment import dense_attention_warning, shared_store_warning
 
@@ -26,9 +25,10 @@ def greeting(
         documents += f", {data.empty:,} empty ones passed over"
     if data.overlong:
         documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {_OVERLONG[config.data.overlong]}"
+    longest = config.packing.options.most_tokens(config.data.context_window)
     yield (
         f"{f'resuming after step {step}' if step else 'starting'} on {config.parallel.world_size} {device.type} "
-        f"processes; {documents}; micro-batches of up to {longest_micro_batch(config):,} tokens"
+        f"processes; {documents}; micro-batches of up to {longest:,} tokens"
     )
     if config.training.steps and step >= config.training.steps:
         yield f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on"
