@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from wlb.documents.order import DataConfig
 from wlb.packing import PACKERS, checked_name
+from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions, PackerOptions
 from wlb.packing.packer import Packer, PackingTask
 from wlb.settings import (
@@ -45,6 +46,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "sharding": {"strategy": "adaptive"},
     },
     "best": {},
+    "elastic": {"packing": {"method": "elastic"}, "sharding": {"strategy": "elastic"}},
 }
 
 
@@ -105,6 +107,11 @@ class ParallelConfig(Section):
     dp: PositiveInt = Field(1, description="Data-parallel size (FSDP2)")
     pp: PositiveInt = Field(1, description="Pipeline-parallel size")
     cp: PositiveInt = Field(1, description="Context-parallel size")
+    pool: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="With packing.method elastic: ranks of a pool, a divisor of dp x cp; auto is the size that is "
+        "fastest by simulation",
+    )
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
     virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
     schedule: Literal["1f1b", "interleaved_1f1b"] = Field("1f1b", description="Pipeline schedule")
@@ -323,10 +330,17 @@ class EvaluationConfig(Section):
         return self
 
 
+def check_pool(ranks: int, pool: int) -> None:
+    """Raise ``ValueError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
+    if ranks % pool:
+        sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        raise ValueError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
+
+
 class JobConfig(Section):
     """All sections of one training job; ``preset`` sets what [packing] and [sharding] leave out."""
 
-    preset: Literal["plain-4d", "fixed-4d", "wlb-llm", "best"] = Field(
+    preset: Literal["plain-4d", "fixed-4d", "wlb-llm", "best", "elastic"] = Field(
         "best", description="System of which [packing] and [sharding] take the settings they leave out"
     )
     model: ModelConfig = ModelConfig()
@@ -353,11 +367,21 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> JobConfig:
         self.packing.options.check_window(self.data.context_window)
+        pooled = isinstance(self.packing.options, ElasticOptions)
+        if self.parallel.pool != "auto":
+            if not pooled:
+                raise ValueError(
+                    f"parallel.pool = {self.parallel.pool} is for packing.method = 'elastic', not "
+                    f"{self.packing.method!r}; leave it out, or set preset = 'elastic'"
+                )
+            check_pool(self.parallel.dp * self.parallel.cp, self.parallel.pool)
         if self.packing.micro_batches % self.parallel.dp:
             raise ValueError(
                 f"packing.micro_batches = {self.packing.micro_batches} counts all data-parallel ranks and must "
                 f"be a multiple of parallel.dp = {self.parallel.dp}"
             )
+        if pooled:
+            return self  # the micro-batches of pools are checked when they are known (``wlb.planning.job``)
         per_rank = self.packing.micro_batches // self.parallel.dp
         if per_rank < self.parallel.pp:
             raise ValueError(

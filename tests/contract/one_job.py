@@ -197,5 +197,5 @@ def simulated_shards(case: Case) -> list[Shards]:
     plans, costs = simulated_plans(case), JobCosts(simulated_job(case))
     lengths = [m.lengths for plan in plans for m in plan.ranks[-1] if m.segments]
     shards = price_shards(lengths, costs)
-    columns = (shards.tokens, shards.attention_forward, shards.exchanged, shards.kept)
+    columns = (shards.tokens, shards.attention_forward, shards.received, shards.kept)
     return [Shards(*row) for row in zip(lengths, *(column.tolist() for column in columns), strict=True)]

@@ -33,16 +33,20 @@ class ElasticOptions(MakespanOptions):
         description="Micro-batches that each pool runs in a step; auto is the number that is fastest by simulation",
     )
 
+    def largest_auto_factor(self, micro_batches: int) -> float:
+        """Twice the mean micro-batch, and room beside that for one document."""
+        mean = (self.global_batch or micro_batches) / micro_batches
+        return max(_LENGTH_FACTOR * mean, mean + 1)
+
     def most_tokens(self, context_window: int, micro_batches: int) -> int:
-        """L_max; where no factor is given, twice the mean micro-batch, and room beside that for one document."""
         if self.max_length_factor == "auto":
-            mean = (self.global_batch or micro_batches) / micro_batches
-            return math.ceil(max(_LENGTH_FACTOR * mean, mean + 1) * context_window)
+            return math.ceil(self.largest_auto_factor(micro_batches) * context_window)
         return super().most_tokens(context_window, micro_batches)
 
     def identity(self, context_window: int) -> dict[str, Any]:
-        """As for every packer, but for the number of micro-batches: a step trains the same documents in any."""
-        return {key: value for key, value in super().identity(context_window).items() if key != "pool_micro_batches"}
+        """As for every packer, but for what decides in which micro-batch of its step a document is trained."""
+        free = ("pool_micro_batches", "max_length_factor")
+        return {key: value for key, value in super().identity(context_window).items() if key not in free}
 
 
 class ElasticPacker(MakespanPacker):

@@ -13,6 +13,8 @@ from pydantic import Field, field_validator
 from wlb.errors import UserError
 from wlb.settings import NonNegativeInt, Number, Section
 
+LARGEST_AUTO_FACTOR = 4.0  # of L_max: a bound where memory sets none, as for a small model on a large device
+
 
 class PackerOptions(Section):
     """Base of all options; a packer without any has this class."""
@@ -69,6 +71,10 @@ class LengthFactorOptions(DelayOptions):
         description="L_max, the most tokens of a micro-batch, in context windows; auto is the most that memory allows, "
         "up to 4, in a job that is trained or simulated",
     )
+
+    def largest_auto_factor(self, micro_batches: int) -> float:
+        """The most that "auto" is decided to be, where memory allows it and a step has so many micro-batches."""
+        return LARGEST_AUTO_FACTOR
 
     def most_tokens(self, context_window: int, micro_batches: int) -> int:
         if self.max_length_factor == "auto":

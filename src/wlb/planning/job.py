@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from wlb.config import DataConfig, JobConfig, PackingConfig, ParallelConfig, ShardingConfig, TrainingConfig
+from wlb.config import DataConfig, JobConfig, PackingConfig, ParallelConfig, ShardingConfig, TrainingConfig, check_pool
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing, MemorySettings
 from wlb.packing import PACKERS
+from wlb.packing.elastic import ElasticOptions
 from wlb.packing.packer import Packer
 from wlb.packing.pipeline_order import Pipeline
 from wlb.planning.configured_model import configured_model
@@ -37,8 +38,9 @@ class JobSpec:
 
     ``hardware`` has the rates of the type that the job computes in. ``packing.micro_batches`` counts all data-parallel
     ranks. ``data`` says in which order documents come and what happens to overlong ones; its store is not opened.
-    ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while a checkpoint is written) decide what the
-    job holds in memory and nothing else.
+    Where ``packing`` is elastic, ``pool`` of the dp x cp ranks make a pool; ``with_pools`` gives the job whose
+    context-parallel groups are these pools. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while
+    a checkpoint is written) decide what the job holds in memory and nothing else.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -54,6 +56,7 @@ class JobSpec:
     dp: int = 1
     virtual_pp: int = 1
     schedule: str = "1f1b"
+    pool: int | Literal["auto"] = "auto"
     activation_checkpointing: Checkpointing = "none"
     tied_embeddings: bool = False
     checkpoint_copy: bool = False
@@ -131,6 +134,14 @@ class JobSpec:
         return self.packing.options.most_tokens(self.context_window, self.packing.micro_batches)
 
     @property
+    def most_step_tokens(self) -> int | None:
+        """Most tokens that a step trains; None where that is not bounded."""
+        options = self.packing.options
+        if not isinstance(options, ElasticOptions) or options.max_delay:
+            return None
+        return ((options.global_batch or self.packing.micro_batches) + 1) * self.context_window
+
+    @property
     def workload(self) -> Workload:
         """W_a and W_l of a micro-batch on the tp x cp GPUs that run it."""
         return make_workload(self.shape, self.hardware, tp=self.tp, cp=self.cp)
@@ -171,6 +182,37 @@ class JobSpec:
             uneven_shards=MEMORY_FACTOR if self.sharding.strategy == "hybrid" and self.cp > 1 else 1.0,
             checkpoint_copy=self.checkpoint_copy,
         )
+
+    @property
+    def pools_decided(self) -> bool:
+        """Whether context-parallel groups are the job's pools, with a number of micro-batches for each."""
+        options = self.packing.options
+        if not isinstance(options, ElasticOptions):
+            return True
+        return self.pool == self.cp and options.pool_micro_batches == self.micro_batches_per_rank
+
+    def with_pools(self, pool: int, micro_batches: int) -> Self:
+        """The same job with pools of ``pool`` ranks for context-parallel groups, each of ``micro_batches`` a step.
+
+        A global batch stays what it is. Raises ``UserError`` for a pool that does not divide dp x cp, and for a
+        pipeline that cannot run so many micro-batches.
+        """
+        ranks = self.dp * self.cp
+        try:
+            check_pool(ranks, pool)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        options = self.packing.options
+        assert isinstance(options, ElasticOptions)
+        pools = ranks // pool
+        packing = self.packing.model_copy(
+            update={
+                "micro_batches": pools * micro_batches,
+                "global_batch": options.global_batch or self.packing.micro_batches,
+                "pool_micro_batches": micro_batches,
+            }
+        )
+        return replace(self, dp=pools, cp=pool, pool=pool, packing=packing)
 
     def packer(self) -> Packer[Any]:
         """A fresh packer of this job, in which ``packing.max_length_factor`` is no longer "auto"."""

@@ -1,17 +1,22 @@
 """Whether a job fits the memory of its devices, and the longest micro-batches that do.
 
-The estimate is ``wlb.memory.step``, of the worst step that packing may produce: every micro-batch as long as L_max.
+The estimate is ``wlb.memory.step``, of the worst step that packing may produce: every micro-batch as long as L_max, or
+as many as the documents of a global batch fill.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from wlb.memory.step import MemoryEstimate, gib, largest_length_factor, predict_even_step
+import numpy as np
+
+from wlb.memory.step import MemoryEstimate, gib, largest_length_factor, predict_even_step, predict_memory
+from wlb.packing.options import LengthFactorOptions
 from wlb.planning.job import JobSpec
 
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
 USABLE_SHARE = 0.9
+_FACTORS_TRIED = 9  # of L_max, where a step's documents are given
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,14 @@ def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
 
 def predicted_memory(job: JobSpec) -> MemoryEstimate:
     """The most that a process holds in the worst step."""
-    return predict_even_step(job.memory_settings, job.longest_micro_batch)
+    longest, rest = job.longest_micro_batch, job.most_step_tokens
+    if rest is None:
+        return predict_even_step(job.memory_settings, longest)
+    tokens = []
+    for _ in range(job.micro_batches_per_rank):
+        tokens.append(min(longest, rest))
+        rest -= tokens[-1]
+    return predict_memory(job.memory_settings, tokens)
 
 
 def fits(job: JobSpec, limit: MemoryLimit) -> bool:
@@ -38,7 +50,15 @@ def fits(job: JobSpec, limit: MemoryLimit) -> bool:
 
 def largest_factor(job: JobSpec, limit: MemoryLimit) -> float | None:
     """The largest L_max that fits ``limit``, in context windows; None where not even one window fits."""
-    return largest_length_factor(job.memory_settings, job.context_window, limit.number_of_bytes)
+    options = job.packing.options
+    assert isinstance(options, LengthFactorOptions)
+    most = options.largest_auto_factor(job.packing.micro_batches)
+    if job.most_step_tokens is None:
+        return largest_length_factor(job.memory_settings, job.context_window, limit.number_of_bytes, most)
+    # A step's documents must fit its micro-batches, the last of them beside all others.
+    least = job.most_step_tokens / job.context_window / job.packing.micro_batches
+    factors = np.linspace(most, least, _FACTORS_TRIED) if least < most else [most]
+    return next((float(f) for f in factors if fits(job.with_length_factor(float(f)), limit)), None)
 
 
 def too_large(job: JobSpec, limit: MemoryLimit, *, resumes: bool = False) -> str | None:

@@ -53,7 +53,7 @@ def forward_seconds(
 
     ``together`` makes a group's seconds of those of its ranks.
     """
-    return together(_attending(ranks, exchange, parts) + ranks.rest)
+    return together(attending_seconds(ranks, exchange, parts) + ranks.rest)
 
 
 def backward_seconds(
@@ -65,11 +65,11 @@ def backward_seconds(
 ) -> Seconds:
     """As ``forward_seconds``; ``kept`` says of each group whether it keeps what it receives in the forward."""
     late = np.where(kept[..., None], 0.0, np.maximum(0.0, exchange - ranks.rest))
-    return together(late + _attending(ranks, exchange, parts) + ranks.rest)
+    return together(late + attending_seconds(ranks, exchange, parts) + ranks.rest)
 
 
-def _attending(ranks: RankSeconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
-    """Attention with what it waits: for its first part, if not before, all is there to go on; or for its last."""
+def attending_seconds(ranks: RankSeconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
+    """Attention of ranks with what they wait: until the first part arrives or the last, or not at all."""
     count = parts[..., None]
     first = exchange / count + ranks.received
     last = exchange + ranks.received / count

@@ -64,12 +64,12 @@ class JobCosts:
         return np.maximum(alone, 0.0)  # rounding leaves less than nothing where there is no group
 
     def exchange(self, tokens: ArrayLike) -> Seconds:
-        """One all-to-all of keys and values, or of their gradients, whose busiest rank moves ``tokens`` tokens."""
+        """Keys and values, or their gradients, between ranks of which the busiest moves ``tokens`` tokens."""
         return self._parallel.kv_gather_seconds(tokens, self.job.cp) / EXCHANGES
 
-    def copies(self, tokens: ArrayLike, direction: Direction) -> Seconds:
-        """What that rank spends in its memory on what it sends and receives."""
-        return self._parallel.kv_copy_seconds(tokens, direction)
+    def copies(self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, direction: Direction) -> Seconds:
+        """What a rank spends in its memory on what it exchanges, and on merging the results of ``merged`` queries."""
+        return self._parallel.kv_copy_seconds(sent, received, merged, direction)
 
     def transfer(self, tokens: ArrayLike) -> Seconds:
         """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""

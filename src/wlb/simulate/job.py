@@ -144,11 +144,11 @@ def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
 
 
 def with_decided_length(job: J) -> J:
-    """``job`` with ``packing.max_length_factor = "auto"`` replaced by the most that its GPUs hold.
+    """``job`` with ``packing.max_length_factor = "auto"`` replaced by the most that its GPUs hold, of decided pools.
 
     Raises ``UserError`` where they do not hold one window.
     """
-    if job.packing.length_factor != "auto":
+    if job.packing.length_factor != "auto" or not job.pools_decided:
         return job
     factor = largest_factor(job, job.memory_limit)
     if factor is None:

@@ -19,6 +19,7 @@ from wlb.packing.plan import StepPlan
 from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
+from wlb.simulate.pools import with_decided_pools
 from wlb.simulate.step import CAUSES, StepResults, simulate_steps
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
@@ -33,9 +34,10 @@ class SimulationResult:
     ``gpu_seconds`` is what each GPU computes in a step, shape (pp, dp, cp); tensor-parallel ranks are alike.
     ``imbalance`` is the slowest over the mean: of all GPUs (``gpus``), of the ranks of a context-parallel group in a
     micro-batch (``cp``), of a step's micro-batches (``micro_batches``), and of the ranks' sums over a step (``dp``,
-    ``pp``). ``attention_kept`` is the share of the documents' query-key pairs that is computed. ``work_seconds`` are
-    the predicted W_a + W_l of all that was trained: documents that are cut, or still wait after the last step, count
-    as far as they were computed.
+    ``pp``). ``token_delay`` is the mean over tokens of the steps that each waited, ``tokens_cv`` the coefficient of
+    variation of tokens a step. ``attention_kept`` is the share of the documents' query-key pairs that is computed.
+    ``work_seconds`` are the predicted W_a + W_l of all that was trained: documents that are cut, or still wait after
+    the last step, count as far as they were computed.
     """
 
     job: SimulatedJob
@@ -47,6 +49,8 @@ class SimulationResult:
     where: dict[str, float]
     gpu_seconds: NDArray[np.float64]
     imbalance: dict[str, float]
+    token_delay: float
+    tokens_cv: float
     attention_kept: float
 
     @property
@@ -76,6 +80,8 @@ class SimulationResult:
             "mean_step_seconds": self.mean_step_seconds,
             "where": self.where,
             "imbalance": self.imbalance,
+            "token_delay": self.token_delay,
+            "tokens_cv": self.tokens_cv,
             "attention_kept": self.attention_kept,
         }
 
@@ -90,8 +96,10 @@ def simulate(
 ) -> SimulationResult:
     """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens; ``on_progress`` gets steps just done.
 
-    Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``.
+    Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``. Pools
+    that are "auto" are decided first; ``job`` of the result says how.
     """
+    job = with_decided_pools(job, lengths)
     costs = JobCosts(job)
     totals = _Totals(job, work_prices or job.work_prices)
     plans = islice(StepPlanner(job, lengths).plans(), steps)
@@ -116,6 +124,8 @@ class _Totals:
         self._gpu_seconds = np.zeros((job.pp, job.dp, job.cp))
         self._imbalance = dict.fromkeys(("gpus", "cp", "micro_batches", "dp", "pp"), 0.0)
         self._pairs = self._whole_pairs = 0.0
+        self._step_tokens: list[int] = []
+        self._delay_token_steps = 0
 
     def add(self, results: StepResults) -> None:
         self._tokens += int(results.tokens.sum())
@@ -133,6 +143,8 @@ class _Totals:
         self._imbalance["pp"] += _imbalances(results.gpu_seconds.sum(axis=(2, 3)), (1,))
 
     def add_documents(self, plans: Sequence[StepPlan], lengths: NDArray[np.int64]) -> None:
+        self._step_tokens += [plan.tokens for plan in plans]
+        self._delay_token_steps += sum(plan.delay_token_steps for plan in plans)
         document, start, length = np.concatenate([plan.table for plan in plans]).T
         limit = self._job.context_window
         arrived = np.minimum(lengths[document % len(lengths)] - start // limit * limit, limit)
@@ -152,6 +164,8 @@ class _Totals:
             where={cause: seconds / steps for cause, seconds in self._where.items()},
             gpu_seconds=self._gpu_seconds / steps,
             imbalance={name: total / steps for name, total in self._imbalance.items()},
+            token_delay=self._delay_token_steps / self._tokens,
+            tokens_cv=float(np.std(self._step_tokens) / np.mean(self._step_tokens)),
             attention_kept=self._pairs / self._whole_pairs,
         )
 

@@ -24,8 +24,12 @@ class Shards(NamedTuple):
     attention_forward: NDArray[np.float64]  # seconds
     attention_backward: NDArray[np.float64]
     own_share: NDArray[np.float64]  # of the rank's attention, which needs no keys of other ranks
-    exchanged: NDArray[np.int64]  # tokens that the busiest rank sends or receives, shape (micro_batches,)
+    received: NDArray[np.int64]  # tokens whose keys the rank receives
+    sent: NDArray[np.int64]  # tokens whose keys it sends, counted once for each receiver
+    waits_for: NDArray[np.int64]  # the most tokens that it, or a rank that it shares a segment with, moves
+    merged_tokens: NDArray[np.int64]  # of the rank, that attend received keys
     kept: NDArray[np.bool_]  # whether ranks keep what they receive until the backward, shape (micro_batches,)
+    parts: NDArray[np.int64]  # in which keys and values arrive, shape (micro_batches,)
 
     def spread(self, micro_batches: int, present: NDArray[np.int64]) -> Shards:
         """Those of ``present`` micro-batches, among ``micro_batches``; the others hold nothing."""
@@ -68,8 +72,12 @@ def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
         attention("forward"),
         attention("backward"),
         where.own_share,
-        where.exchanged_tokens,
+        where.received,
+        where.sent,
+        where.waits_for,
+        where.merged_tokens,
         where.kept,
+        where.parts,
     )
     return shards.spread(len(lengths), full)
 

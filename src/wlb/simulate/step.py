@@ -1,9 +1,9 @@
 """Steps of a simulated job, in seconds.
 
 The micro-batches of some plans are sharded and priced (``shards``). From what each rank computes follows what its
-context-parallel group takes (``wlb.sharding.group``), from groups what each stage takes in each micro-batch, from those
-the pipeline (``wlb.schedules.makespan``), with FSDP's collectives (``fsdp``). A step ends when its slowest pipeline has
-reduced its gradients and updated its weights. Every cause of waiting can be left out, to find how much it adds
+context-parallel group takes (``wlb.sharding.latency``), from groups what each stage takes in each micro-batch, from
+those the pipeline (``wlb.schedules.makespan``), with FSDP's collectives (``fsdp``). A step ends when its slowest
+pipeline has reduced its gradients and updated its weights. Every cause of waiting can be left out, to find how much it adds
 (``attribution``).
 """
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
 from wlb.schedules.makespan import PipelineTimes, pipeline_times
-from wlb.sharding.group import RankSeconds, backward_seconds, forward_seconds
+from wlb.sharding.latency import RankSeconds, attending_seconds, backward_seconds, forward_seconds
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.job import SimulatedJob
@@ -115,23 +115,27 @@ class Steps:
     def groups(self) -> Phases:
         """What context-parallel groups take for all blocks; shape (steps, dp, micro-batches)."""
         shards, costs = self.shards, self.costs
-        exchanged = shards.exchanged if "cp exchange" in self.modelled else np.zeros_like(shards.exchanged)
-        exchange = costs.exchange(exchanged)
         rest_forward, rest_backward, weight = self.blocks
         if "tp collectives" in self.modelled:
             rest_forward = rest_forward + costs.tensor_collectives(shards.tokens, "forward")
             rest_backward = rest_backward + costs.tensor_collectives(shards.tokens, "backward")
+        exchange = np.zeros(shards.waits_for.shape)
+        if "cp exchange" in self.modelled:
+            exchange = costs.exchange(shards.waits_for)
+            moved = shards.sent, shards.received, shards.parts[..., None] * shards.merged_tokens
+            rest_forward = rest_forward + costs.copies(*moved, "forward")
+            rest_backward = rest_backward + costs.copies(*moved, "backward")
         ranks = _ranks(shards.attention_forward, shards.own_share, rest_forward)
-        forward = forward_seconds(ranks, exchange, self._together)
+        kept = shards.kept
         if "recomputation" in self.modelled and costs.job.activation_checkpointing != "none":
             rest_backward = rest_backward + rest_forward
             if costs.job.activation_checkpointing == "full":
-                rest_backward = rest_backward + np.maximum(ranks.own, exchange[..., None]) + ranks.received
-        ranks = _ranks(shards.attention_backward, shards.own_share, rest_backward)
-        backward = backward_seconds(ranks, exchange, shards.kept, self._together)
+                rest_backward = rest_backward + attending_seconds(ranks, exchange, shards.parts)
+                kept = np.ones_like(kept)  # what attention receives the second time
+        again = _ranks(shards.attention_backward, shards.own_share, rest_backward)
         return Phases(
-            forward + costs.copies(exchanged, "forward"),
-            backward + costs.copies(exchanged, "backward"),
+            forward_seconds(ranks, exchange, shards.parts, self._together),
+            backward_seconds(again, exchange, shards.parts, kept, self._together),
             self._together(weight),
         )
 
