@@ -19,7 +19,8 @@ def _slice(lengths: list[int], ranks: int) -> ShardPlan:
 
 def _unevenness(plan: ShardPlan) -> tuple[float, float]:
     """The most over the mean, of tokens and of attended pairs."""
-    return tuple(float(values.max() / values.mean()) for values in (plan.tokens_per_rank, plan.attended_pairs))
+    tokens, pairs = plan.tokens_per_rank, plan.attended_pairs
+    return float(tokens.max() / tokens.mean()), float(pairs.max() / pairs.mean())
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 16])

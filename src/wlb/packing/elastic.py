@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from wlb.packing.makespan import MakespanOptions, MakespanPacker
+from wlb.packing.packer import PackingTask
 from wlb.settings import NonNegativeInt, Number, PositiveInt
 
 _LENGTH_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds
@@ -58,6 +59,10 @@ class ElasticPacker(MakespanPacker):
     name = "elastic"
     options_class = ElasticOptions
 
+    def __init__(self, task: PackingTask, options: ElasticOptions) -> None:
+        self._global_batch = options.global_batch or task.micro_batches
+        super().__init__(task, options)
+
     @property
     def global_batch_tokens(self) -> int:
-        return (self.options.global_batch or self.micro_batches) * self.context_window
+        return self._global_batch * self.context_window

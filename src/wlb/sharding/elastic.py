@@ -184,9 +184,9 @@ class _Slicing:
             stops = np.append(cuts[1:], min(length, length if stop is None else stop))
             cells.append(np.stack([np.full_like(cuts, document), cuts, stops[: len(cuts)]], axis=1))
         together = np.concatenate(cells)
-        start, stop = together[:, 1], together[:, 2]
-        seconds = self._workload.attention_seconds(stop) - self._workload.attention_seconds(start)
-        return _Row(together, np.append(0, np.cumsum(stop - start)), np.append(0.0, np.cumsum(seconds)))
+        _, starts, ends = together.T
+        seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(starts)
+        return _Row(together, np.append(0, np.cumsum(ends - starts)), np.append(0.0, np.cumsum(seconds)))
 
     def _mean_depth(self) -> int:
         """How deep in a document a token costs what the mean token does; a multiple of the cell."""

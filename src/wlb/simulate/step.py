@@ -3,8 +3,8 @@
 The micro-batches of some plans are sharded and priced (``shards``). From what each rank computes follows what its
 context-parallel group takes (``wlb.sharding.latency``), from groups what each stage takes in each micro-batch, from
 those the pipeline (``wlb.schedules.makespan``), with FSDP's collectives (``fsdp``). A step ends when its slowest
-pipeline has reduced its gradients and updated its weights. Every cause of waiting can be left out, to find how much it adds
-(``attribution``).
+pipeline has reduced its gradients and updated its weights. Every cause of waiting can be left out, to find how much it
+adds (``attribution``).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def greeting(
         documents += f", {data.empty:,} empty ones passed over"
     if data.overlong:
         documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {_OVERLONG[config.data.overlong]}"
-    longest = config.packing.options.most_tokens(config.data.context_window)
+    longest = config.packing.options.most_tokens(config.data.context_window, config.packing.micro_batches)
     yield (
         f"{f'resuming after step {step}' if step else 'starting'} on {config.parallel.world_size} {device.type} "
         f"processes; {documents}; micro-batches of up to {longest:,} tokens"
