@@ -35,7 +35,7 @@ demo: setup
 peers:
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[data,solver,train]'
-	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/requirements-peers.txt
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/parts/packing/requirements-peers.txt
 
 clean:
 	rm -rf $(VENV) .venv-peers runs results demo

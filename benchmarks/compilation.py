@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measurement import machine, versions
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.utils import counters
 
+from parts.measurement import machine, versions
 from wlb.attention import context_parallel_attention
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig

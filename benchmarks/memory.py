@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from measurement import machine, versions
 from rich.console import Console
 from rich.table import Table
 
+from parts.measurement import machine, versions
 from wlb.config import ParallelConfig
 from wlb.memory.layers import Checkpointing, MemorySettings
 from wlb.memory.step import predict_memory

@@ -14,7 +14,7 @@ SMALL = (
 )
 
 PROBE = """
-from planner_curves import Point, violations
+from parts.planner.curves import Point, violations
 def point(packer, delay, imbalance):
     return Point(packer, 1.5, {}, delay, 0, imbalance, 1.1, 0.0)
 ours = [point("makespan", 0.0, 1.2), point("makespan", 0.2, 1.01)]

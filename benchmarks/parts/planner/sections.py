@@ -8,12 +8,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from measurement import CpuTimer
 from numpy.typing import NDArray
-from packing_methods import batched
-from planner_corpora import first_steps
-from planner_curves import Corpus, Point
 
+from parts.measurement import CpuTimer
+from parts.planner.curves import Corpus, Point
+from parts.streams import batched, first_steps
 from wlb.packing import make_packer
 from wlb.packing.exact import solve
 from wlb.packing.plan import StepPlan

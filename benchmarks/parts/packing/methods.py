@@ -7,15 +7,16 @@ most N context windows; what they return is one step. All results are priced wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from measurement import CpuTimer
 from numpy.typing import NDArray
-from packing_peers import Peer
 
+from parts.measurement import CpuTimer
+from parts.packing.peers import Peer
+from parts.streams import batched
 from wlb.documents.segments import Segment
 from wlb.packing import make_packer
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -157,13 +158,6 @@ def tuned_method(trial: Trial) -> OurMethod:
         "max_length_factor": trial.max_length_factor,
     }
     return OurMethod("variable_length", options)
-
-
-def batched(lengths: NDArray[np.int64], documents: int) -> Iterator[list[Segment]]:
-    """The stream, ``documents`` at a time; a document's id is its position."""
-    for first in range(0, len(lengths), documents):
-        chunk = lengths[first : first + documents].tolist()
-        yield [Segment(document, 0, length) for document, length in enumerate(chunk, first)]
 
 
 def global_batches(lengths: NDArray[np.int64], tokens: int) -> list[list[Segment]]:

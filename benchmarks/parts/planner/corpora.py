@@ -12,13 +12,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from parts.streams import first_steps
 from wlb.documents.lengths import read_lengths
 from wlb.documents.overlong import split_overlong
 from wlb.documents.prepare.batches import documents_of
 from wlb.documents.prepare.sources import StdlibCorpus
 from wlb.documents.segments import Segment
 from wlb.documents.synthetic import sample_lengths
-from wlb.packing.tuning import documents_filling
 
 Lengths = NDArray[np.int64]
 
@@ -52,16 +52,9 @@ def corpora(window: int, micro_batches: int, steps: int, seed: int) -> dict[str,
     }
 
 
-def given_corpus(source: str, window: int, tokens: int | None = None) -> Lengths:
-    """Lengths of a file, those over the window split; all of them, or as many as hold ``tokens``."""
-    lengths = _split(read_lengths(source), window)
-    return lengths if tokens is None else first_steps(lengths, tokens)
-
-
-def first_steps(lengths: Lengths, tokens: int) -> Lengths:
-    """``lengths`` from the front, over and over if need be, up to ``tokens`` tokens."""
-    stream = np.tile(lengths, math.ceil(tokens / int(lengths.sum())))
-    return stream[: documents_filling(stream, tokens)]
+def given_corpus(source: str, window: int) -> Lengths:
+    """All lengths of a file, those over the window split."""
+    return _split(read_lengths(source), window)
 
 
 def _stdlib_lengths(window: int) -> Lengths:

@@ -10,8 +10,8 @@ import importlib.util
 from collections.abc import Sequence
 
 import numpy as np
-from gpu_suite_setting import Comparison, Result, Row, Setting, Workloads, measure
 
+from parts.gpu.setting import Comparison, Result, Row, Setting, Workloads, measure
 from wlb.documents.synthetic import sample_lengths
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.profiling.accuracy import micro_batch_seconds

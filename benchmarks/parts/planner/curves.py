@@ -6,9 +6,10 @@ seconds over those of a perfectly balanced step, after assignment to ranks and o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from wlb.packing import make_packer
 from wlb.packing.packer import PackingTask
 from wlb.packing.tuning import search, trade_off
 from wlb.packing.variable_length import VariableLengthOptions
+from wlb.report.plots import pyplot_without_display
 from wlb.simulate.compare import MethodResult, compare_packer
 from wlb.simulate.pipeline_cost import Cluster
 from wlb.workload import Workload
@@ -153,3 +155,24 @@ def front(points: Iterable[Point], cost: str) -> list[Point]:
         if not result or getattr(point, cost) < getattr(result[-1], cost):
             result.append(point)
     return result
+
+
+def draw_curves(curves: Mapping[str, Sequence[Point]], path: Path) -> None:
+    """Imbalance over token delay, one panel a corpus."""
+    pyplot = pyplot_without_display()
+    columns = min(4, len(curves))
+    rows = -(-len(curves) // columns)
+    figure, panels = pyplot.subplots(rows, columns, figsize=(3.6 * columns, 3 * rows), squeeze=False)
+    for panel in panels.flat[len(curves) :]:
+        panel.axis("off")
+    for panel, (title, points) in zip(panels.flat, curves.items(), strict=False):
+        for packer, colour in (("variable_length", "#d97b4a"), ("makespan", "#2f6690"), ("sequential", "#555555")):
+            line = front([point for point in points if point.packer == packer], "imbalance")
+            panel.plot([p.delay for p in line], [p.imbalance for p in line], "o-", color=colour, ms=3, label=packer)
+        panel.set_title(title, fontsize=9)
+        panel.set_xlabel("mean token delay, steps", fontsize=8)
+        panel.set_ylabel("imbalance degree", fontsize=8)
+    panels.flat[0].legend(fontsize=8)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_suite_setting import Comparison, Result, Setting, Workloads
 
+from parts.gpu.setting import Comparison, Result, Setting, Workloads
 from wlb.profiling import ProfileSettings, crossover_tokens, measure_profile
 from wlb.profiling.accuracy import HeldOut, micro_batch_seconds
 from wlb.workload import Workload

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from measurement import versions
+
+from parts.measurement import versions
 
 Groups = list[list[int]]
 

@@ -1,19 +1,20 @@
-"""The file that the GPU suite writes, and what it prints of it."""
+"""The file that the GPU suite writes, what it prints of it, and how far predictions are from what it measured."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from gpu_suite_errors import errors
-from gpu_suite_setting import Comparison, Result, Row, Setting
-from measurement import machine, versions
 from rich.console import Console
 from rich.table import Table
+
+from parts.gpu.setting import Comparison, Result, Row, Setting
+from parts.measurement import machine, versions
 
 DIGITS = 5  # of a number in the file
 
@@ -41,7 +42,7 @@ class Report:
         self._comparisons += result.comparisons
         self._content["sections"][name] = {"seconds": seconds, "problem": result.problem, "rows": result.rows}
         self._content["comparisons"] = [asdict(comparison) for comparison in self._comparisons]
-        self._content["errors"] = errors(self._comparisons)
+        self._content["errors"] = _errors(self._comparisons)
         if result.profile is not None:
             self._content["profile"] = result.profile.model_dump(mode="json", exclude_none=True)
         self._write()
@@ -63,6 +64,20 @@ class Report:
         for cells in flat:
             table.add_row(*cells.values())
         self._console.print(table)
+
+
+def _errors(comparisons: Iterable[Comparison]) -> list[Row]:
+    """Median, 90th percentile and worst error of every workload on every kind of work, over measured seconds."""
+    return [
+        {"what": comparison.what, "workload": name, "count": len(predicted)} | _summary(predicted, comparison.measured)
+        for comparison in comparisons
+        for name, predicted in comparison.predicted.items()
+    ]
+
+
+def _summary(predicted: list[float], measured: list[float]) -> dict[str, float]:
+    shares = np.abs(np.array(predicted) / np.array(measured) - 1)
+    return {"median": float(np.median(shares)), "p90": float(np.quantile(shares, 0.9)), "worst": float(shares.max())}
 
 
 def _device(setting: Setting) -> dict[str, str]:

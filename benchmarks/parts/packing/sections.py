@@ -16,15 +16,15 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from measurement import in_turns
 from numpy.typing import NDArray
-from packing_methods import Method, OurMethod, Outcome, PeerMethod, Setting
-from packing_peers import Peer
 
+from parts.measurement import in_turns
+from parts.packing.methods import Method, OurMethod, Outcome, PeerMethod, Setting
+from parts.packing.peers import Peer
+from parts.streams import first_steps
 from wlb.packing import make_packer
 from wlb.packing.exact import solve
 from wlb.packing.packer import Packer
-from wlb.packing.tuning import documents_filling
 from wlb.packing.variable_length import VariableLengthOptions
 
 Row = dict[str, Any]
@@ -78,7 +78,7 @@ def scaling(
     for micro_batches in micro_batch_counts:
         larger = Setting(micro_batches, setting.context_window, setting.workload)
         steps = max(_SCALING_STEPS, 256 // micro_batches)
-        stream = _repeated(lengths, steps * larger.global_batch_tokens)
+        stream = first_steps(lengths, steps * larger.global_batch_tokens)
         measured = in_turns({"ours": partial(OurMethod("variable_length"), stream, larger)}, turns)["ours"]
         per_step = len(stream) / steps
         milliseconds = median(outcome.planning_ms_per_step for outcome in measured)
@@ -175,10 +175,3 @@ def _packer(setting: Setting) -> Packer[Any]:
         context_window=setting.context_window,
         workload=setting.workload,
     )
-
-
-def _repeated(lengths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
-    """``lengths``, over and over, up to ``tokens`` tokens."""
-    times = math.ceil(tokens / int(lengths.sum()))
-    stream = np.tile(lengths, times)
-    return stream[: documents_filling(stream, tokens)]

@@ -1,6 +1,6 @@
 """The outside reference of ``training.py``: a Hugging Face ``Trainer`` on the same documents, with the same model.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/training_peer.py --store PREFIX --out DIRECTORY
+    torchrun --standalone --nproc-per-node 2 benchmarks/parts/training/hf_trainer.py --store PREFIX --out DIRECTORY
 
 What that stack offers for documents of different lengths is padding-free packing: documents follow each other, cut at
 the window, and ``position_ids`` that start anew tell attention where a document ends. Two data-parallel processes (DDP)

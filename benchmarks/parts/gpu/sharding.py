@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from gpu_suite_setting import Comparison, Result, Row, Setting, Workloads, measure
 from numpy.typing import NDArray
 
+from parts.gpu.setting import Comparison, Result, Row, Setting, Workloads, measure
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import shard_layout
 from wlb.documents.synthetic import sample_lengths
