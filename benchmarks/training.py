@@ -100,7 +100,9 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__, "runs/benchmark-training")
-    parser.add_argument("--peer", action="store_true", help="also run a Hugging Face Trainer (needs transformers)")
+    parser.add_argument(
+        "--peer", action="store_true", help="also run a Hugging Face Trainer (needs transformers and accelerate)"
+    )
     return parser.parse_args()
 
 
