@@ -34,8 +34,7 @@ from wlb.packing.phases import micro_batch_seconds
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
 from wlb.planning.planner import StepPlanner
-from wlb.report.plots import pyplot_without_display, save
-from wlb.report.roles import BALANCED, BASELINE
+from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.simulate import pipeline_makespan
 from wlb.training.runtime.environment import transformer_config, vocab_size
 from wlb.workload import make_workload

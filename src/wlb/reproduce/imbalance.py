@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
-from wlb.report.plots import pyplot_without_display, save
-from wlb.report.roles import BALANCED, BASELINE
+from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.reproduce import paper
 from wlb.reproduce.charts import COLOURS
 from wlb.reproduce.documents import corpus
