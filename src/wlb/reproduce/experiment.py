@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 Kind = Literal["", "quoted", "simulated", "measured"]
 Value = str | float | None
 
@@ -38,13 +35,6 @@ class Finding(NamedTuple):
     statement: str
     holds: bool | None
     evidence: str
-
-
-class Documents(NamedTuple):
-    """Lengths in tokens, and where they are from."""
-
-    lengths: NDArray[np.int64]
-    source: str
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a data loader makes of documents, and that systems get the same of them."""
+"""The systems that experiments run, what a data loader makes of documents, and that all systems get the same."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.reproduce.documents import corpus, cut_by_loader
-from wlb.reproduce.experiment import Documents, Settings
-from wlb.reproduce.systems import Bench
-from wlb.simulate.named_jobs import NamedJob
+from wlb.config import NO_BOUND, PRESETS
+from wlb.packing import PACKERS
+from wlb.packing.variable_length import VariableLengthOptions
+from wlb.reproduce.bench import Bench, Documents, corpus, cut_by_loader
+from wlb.reproduce.experiment import Settings
+from wlb.simulate.named_jobs import PAPER_JOBS, NamedJob
 
 JOB = NamedJob("550m", 4096, 2, 2, 2, 1)
+
+
+def test_wlb_llm_is_algorithm_1_and_nobody_else_is():
+    job = PAPER_JOBS["7b-128k"]
+    bench = Bench(job, Documents(np.full(8, job.context_window), "made up"), 1, Settings())
+    options = bench.job("wlb-llm").packing.options
+    assert options == VariableLengthOptions(early_release=False, max_delay=NO_BOUND)
+    assert bench.job("wlb-llm", packing={"max_delay": 3}).packing.options == options.model_copy(update={"max_delay": 3})
+    for preset in PRESETS.keys() - {"wlb-llm"}:
+        packing = bench.job(preset).packing
+        assert packing.options == PACKERS[packing.method].options_class()
 
 
 @given(st.lists(st.integers(1, 300), min_size=20, max_size=60), st.integers(64, 200), st.integers(0, 3))
