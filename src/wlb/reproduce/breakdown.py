@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from wlb.reproduce import paper
 from wlb.reproduce.bench import ASSUMED, Bench, corpus, speedup
-from wlb.reproduce.charts import grouped_bars
-from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, grouped_bars
 from wlb.simulate import SimulatedJob
 from wlb.simulate.named_jobs import PAPER_JOBS
 

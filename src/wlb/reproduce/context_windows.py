@@ -14,8 +14,7 @@ from typing import Any
 
 from wlb.reproduce import paper
 from wlb.reproduce.bench import ASSUMED, Bench, corpus, grown_corpus, speedup
-from wlb.reproduce.charts import lines_over_tokens
-from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, lines_over_tokens
 from wlb.simulate.named_jobs import PAPER_JOBS
 
 _1K = 1024

@@ -21,8 +21,7 @@ from wlb.documents.order import shuffled
 from wlb.documents.store.reader import TokenStore
 from wlb.report.plots import pyplot_without_display, save
 from wlb.reproduce import paper
-from wlb.reproduce.charts import COLOURS
-from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
+from wlb.reproduce.experiment import COLOURS, Column, Finding, Report, Settings, Table
 from wlb.reproduce.training_runs import MICRO_BATCHES, WINDOW, Run, prepare_data, runs_of, train_all
 
 _STEPS = 400

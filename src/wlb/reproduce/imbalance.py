@@ -21,8 +21,7 @@ from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.reproduce import paper
 from wlb.reproduce.bench import Bench, corpus
-from wlb.reproduce.charts import COLOURS
-from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
+from wlb.reproduce.experiment import COLOURS, Column, Finding, Report, Settings, Table
 from wlb.simulate import SimulatedJob
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.named_jobs import NAMED_JOBS
