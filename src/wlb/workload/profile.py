@@ -285,6 +285,7 @@ def _totals(tokens: NDArray[np.float64], seconds: Sequence[float]) -> NDArray[np
 def _extend(
     seconds: NDArray[np.float64], queries: NDArray[np.float64], keys: NDArray[np.float64]
 ) -> NDArray[np.float64]:
+    """Measured seconds, never falling with more work, with a column for no keys and knots far beyond all sizes."""
     rising = np.maximum.accumulate(np.maximum.accumulate(seconds, axis=0), axis=1)
     far_keys = rising[:, -1:] * (_FAR / keys[-1])
     wide = np.concatenate([np.zeros((len(queries), 1)), rising, far_keys], axis=1)
