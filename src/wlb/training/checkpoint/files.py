@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wlb.errors import UserError
+from wlb.files import move, sync, write_synced
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -99,8 +100,7 @@ def publish(checkpoint: Path, manifest: Manifest) -> None:
     write_manifest(hidden, manifest)
     if checkpoint.exists():
         _delete(checkpoint)
-    os.replace(hidden, checkpoint)
-    _sync_directory(checkpoint.parent)
+    move(hidden, checkpoint)
 
 
 def delete_outdated(good: Sequence[Path], keep: int) -> None:
@@ -129,11 +129,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "model": dict(manifest.model),
         "files": dict(manifest.files),
     }
-    with (path / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(json.dumps({**content, "crc32": _crc32_of(content)}))
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_directory(path)
+    write_synced(path / MANIFEST, json.dumps({**content, "crc32": _crc32_of(content)}))
+    sync(path)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -240,12 +237,3 @@ def _delete(checkpoint: Path) -> None:
     unwanted = checkpoint.with_name(f"{HIDDEN}deleted-{checkpoint.name}")
     os.replace(checkpoint, unwanted)  # first the name, so that a kill cannot leave half a checkpoint
     shutil.rmtree(unwanted, ignore_errors=True)
-
-
-def _sync_directory(path: Path) -> None:
-    """Let names in ``path`` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,6 @@ The first step of a run is left out of warnings and diagnosis: it warms up cache
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from wlb.config import JobConfig
+from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
 from wlb.training.observe.diagnosis import FILE, diagnose, render
 from wlb.training.observe.imbalance import Imbalance, imbalance_of
@@ -89,10 +89,8 @@ class Observer:
             step_seconds=float(np.mean(seconds)),
             straggler_factor=self._config.metrics.straggler_factor,
         )
-        fresh = self._path.with_suffix(".tmp")
         try:
-            fresh.write_text(json.dumps(diagnosis, allow_nan=False), encoding="utf-8")
-            os.replace(fresh, self._path)  # a reader sees the old one or the new one
+            replace_text(self._path, json.dumps(diagnosis, allow_nan=False))
         except OSError as error:
             say(f"wlb: warning: {self._path} could not be written: {error.strerror}")
         return diagnosis
