@@ -11,7 +11,7 @@ import pytest
 from tests.training.observe.test_imbalance import rows_of
 from wlb.errors import UserError
 from wlb.training.observe.diagnosis import FILE, diagnose, read_diagnosis, render
-from wlb.training.observe.rank_seconds import RankSteps
+from wlb.training.observe.imbalance import RankSteps
 from wlb.training.observe.stragglers import RankName
 
 SHAPE = (2, 2, 2, 1)

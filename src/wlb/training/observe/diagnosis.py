@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.training.observe.imbalance import Imbalance, imbalance_of
-from wlb.training.observe.rank_seconds import RankSteps
+from wlb.training.observe.imbalance import Imbalance, RankSteps, imbalance_of
 from wlb.training.observe.stragglers import RankName, expected_seconds
 
 FILE = "diagnosis.json"  # in metrics.dir
