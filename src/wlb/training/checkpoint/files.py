@@ -4,7 +4,7 @@ A checkpoint is a directory ``step-00000100`` with the files that ``torch.distri
 ``manifest.json``: the step, the loader's state, the model, and size and CRC-32 of every file, under a CRC-32 of its
 own. The manifest is written last, under a hidden name that is then changed, so a directory of that name was once
 complete; ``find_damage`` says whether it still is. CRC-32 finds accidents (a full disk, a torn copy, flipped bits), at
-several GB/s, and does not try to find intent: nothing read from a checkpoint is executed (``checkpoint_storage``).
+several GB/s, and does not try to find intent: nothing read from a checkpoint is executed (``storage``).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class StepMetrics:
     more, so over an epoch each document appears once, however it was split. ``token_delay`` is the mean steps a token
     waited since it arrived; of ``pending_documents`` a part still waits. ``step_seconds`` includes
     ``data_wait_seconds``; ``planning_seconds`` were spent in another thread. ``mfu`` is the model FLOPs utilisation of
-    ``model_flops``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
+    ``observer``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
     are slow still. ``segments`` are all that the step trained, in the order of documents.
     """
 
