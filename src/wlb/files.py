@@ -1,7 +1,7 @@
 """Writing files so that a crash leaves the old one or the new one, and so that two processes do not mix theirs.
 
-A file is first written under another name, flushed to the disk and then renamed. What must not be torn apart, such as
-a directory of files, uses the steps one by one: ``write_synced`` or ``flush``, then ``move``.
+A file is first written under another name, flushed to the disk and then renamed: ``replace_text``. Where several files
+belong together the steps are taken one by one: ``write_synced`` or ``flush``, and at last ``move`` or ``sync``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def replace_text(path: Path, text: str) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write_synced(part, text)
-        move(part, path)
+        os.replace(part, path)
     except OSError:
         part.unlink(missing_ok=True)
         raise
@@ -41,7 +41,7 @@ def flush(file: IO[Any]) -> None:
 
 
 def move(part: Path, target: Path) -> None:
-    """Rename a file or directory that is complete and on the disk, in place of any file ``target``."""
+    """Rename a file or directory that is complete and on the disk; its new name is on the disk as well then."""
     os.replace(part, target)
     sync(target.parent)
 
