@@ -28,7 +28,7 @@ from wlb.attention import context_parallel_attention
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.sharding import make_shard_plan
-from wlb.training.parallel.compile import compile_blocks
+from wlb.training.parallel.parallelize import compile_blocks
 from wlb.workload import ModelShape
 
 SHAPE = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn_hidden=704, vocab_size=512)

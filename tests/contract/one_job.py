@@ -32,7 +32,8 @@ from wlb.simulate.shards import price_shards
 from wlb.training.assemble import assemble_loader
 from wlb.training.data.loader import LoadedStep
 from wlb.training.memory_budget import memory_settings, within_memory
-from wlb.training.parallel.parallelize import JobMesh, check_layout
+from wlb.training.parallel.mesh import JobMesh
+from wlb.training.parallel.parallelize import check_layout
 from wlb.training.runtime.environment import transformer_config, vocab_size
 from wlb.workload import ModelShape, hardware_preset
 

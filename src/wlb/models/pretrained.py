@@ -14,8 +14,7 @@ from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.models.huggingface.config import read_config
 from wlb.models.huggingface.weights import PretrainedWeights
-from wlb.models.rotary import RotaryScaling
-from wlb.models.transformer import TransformerConfig
+from wlb.models.transformer import RotaryScaling, TransformerConfig
 
 _DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size")
 _VARIANTS = ("qkv_bias", "qk_norm")
@@ -45,7 +44,10 @@ def pretrained_config(directory: Path, model: ModelConfig) -> TransformerConfig:
 
 
 def check_weights(directory: Path, config: TransformerConfig) -> None:
-    """Raise ``UserError`` unless ``directory`` holds the weights of ``config``; reads only the headers of its files."""
+    """Raise ``UserError`` unless ``directory`` holds the weights of ``config``.
+
+    Only the headers of its files are read, and where a tied head is stored all the same, the head and the embedding.
+    """
     PretrainedWeights.open(directory).check(config)
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.pipeline_order import Pipeline
 from wlb.planning.prices import packing_prices
 from wlb.training.data.loader import RankShare, StepLoader
-from wlb.training.parallel.parallelize import JobMesh, build_stage_modules
+from wlb.training.parallel.mesh import JobMesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.workload import hardware_preset, make_workload
 
 
@@ -20,9 +19,8 @@ def assemble_stages(
     config: JobConfig,
     model: TransformerConfig,
     mesh: JobMesh,
+    execution: Execution,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
     initialise: bool,
 ) -> list[Transformer]:
     """This rank's pipeline stages; without ``initialise`` their weights are yet to be loaded."""
@@ -31,8 +29,7 @@ def assemble_stages(
         model,
         config.parallel,
         mesh,
-        dtype=dtype,
-        device=device,
+        execution,
         seed=training.seed if initialise else None,
         activation_checkpointing=training.activation_checkpointing,
         compiled=training.compile,

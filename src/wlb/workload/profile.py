@@ -13,7 +13,6 @@ Version 2 of the file adds the clock, the threads and ``prefix_attention``; file
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from wlb.errors import UserError
+from wlb.files import replace_text
 from wlb.workload.base import Phase, Seconds
 from wlb.workload.shapes import ModelShape
 
@@ -237,16 +237,9 @@ def load_profile(path: str | Path) -> ProfileWorkload:
 
 def write_profile(profile: WorkloadProfile, path: str | Path) -> None:
     """Write ``profile`` to ``path``, whole or not at all; raises ``UserError`` where that is not possible."""
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(profile.model_dump_json(indent=1, exclude_none=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
+        replace_text(Path(path), profile.model_dump_json(indent=1, exclude_none=True) + "\n")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(f"profile {path} cannot be written: {error.strerror}") from None
 
 

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from wlb.config import TrainingConfig
 from wlb.errors import UserError
-from wlb.models.rotary import RotaryScaling
-from wlb.models.transformer import Transformer, TransformerConfig
+from wlb.models.transformer import RotaryScaling, Transformer, TransformerConfig
 from wlb.training.checkpoint.same_model import check_model, check_tensors, model_record
 from wlb.training.optimizer import build_optimizer
 from wlb.workload import ModelShape

@@ -24,7 +24,8 @@ from wlb.models.transformer import Transformer
 from wlb.training.data.loader import RankShare
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.evaluation.held_out import Evaluation, HeldOut, bucket_boundaries
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import transformer_config, vocab_size
 from wlb.training.runtime.failures import Terminated
@@ -70,9 +71,10 @@ def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
     for config in configs:
         parallel = config.parallel
         mesh, model = build_mesh(parallel, "cpu"), transformer_config(config.model, 68)
-        stages = build_stage_modules(model, parallel, mesh, dtype=torch.float64, device=CPU, seed=0)
+        execution = Execution(CPU, torch.float64)
+        stages = build_stage_modules(model, parallel, mesh, execution, seed=0)
         share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel.cp, parallel.tp)
-        found = Evaluator(config, stages, mesh, share, dtype=torch.float64, device=CPU).run()
+        found = Evaluator(config, stages, mesh, share, execution).run()
         assert found is not None
         results.append(found)
     return results

@@ -15,8 +15,7 @@ from wlb.config import JobConfig, ModelConfig, TrainingConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.models.pretrained import pretrained_config
-from wlb.models.rotary import RotaryScaling
-from wlb.models.transformer import TransformerConfig
+from wlb.models.transformer import RotaryScaling, TransformerConfig
 from wlb.os_limits import usable_cores
 from wlb.planning.memory import compute_type
 from wlb.planning.shape import configured_shape

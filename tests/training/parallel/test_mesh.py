@@ -1,4 +1,4 @@
-"""Random numbers differ between ranks with different tokens or layers and agree between tensor-parallel ranks."""
+"""Places of ranks, and their random numbers: alike on tensor-parallel ranks, which hold the same tokens and layers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 
 from tests.training.distributed import run_ranks
 from wlb.config import ParallelConfig
-from wlb.training.parallel.parallelize import build_mesh
-from wlb.training.parallel.seeds import rank_seed, seed_this_rank
+from wlb.training.parallel.mesh import build_mesh, rank_seed, seed_this_rank
 
 
 def _numbers(parallel: ParallelConfig) -> tuple[tuple[int, ...], list[float]]:
@@ -29,3 +28,12 @@ def test_every_place_and_seed_has_its_own():
     seeds = {rank_seed(*values) for values in itertools.product(range(4), repeat=4)}
     assert len(seeds) == 4**4
     assert rank_seed(3, 1, 2, 0) == rank_seed(3, 1, 2, 0)
+
+
+def _coordinates() -> tuple[int, ...]:
+    mesh = build_mesh(ParallelConfig(cp=2, pp=2, tp=2), "cpu")
+    return tuple(mesh.rank(name) for name in ("pp", "dp", "cp", "tp"))
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_pipeline_ranks_far_apart() -> None:
+    assert run_ranks(8, _coordinates) == list(itertools.product(range(2), range(1), range(2), range(2)))
