@@ -34,11 +34,12 @@ from parts.packing.methods import (
 )
 from parts.packing.peers import installed_peers, karmarkar_karp
 from parts.packing.sections import Row, balance, memory, oracle, scaling
+from wlb.documents.filling import documents_filling
 from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.packing.packer import PackingTask
-from wlb.packing.tuning import documents_filling, search
+from wlb.packing.tuning import search
 from wlb.workload import make_workload
 
 SECTIONS = ("balance", "scaling", "oracle", "memory")

@@ -28,17 +28,13 @@ from rich.table import Table
 
 from wlb.config import JobConfig
 from wlb.config_file import load_config
-from wlb.documents.order import DocumentStream
 from wlb.documents.store.reader import TokenStore
 from wlb.packing.phases import micro_batch_seconds
-from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
+from wlb.planning.job import JobSpec
 from wlb.planning.planner import StepPlanner
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.simulate import pipeline_makespan
-from wlb.training.runtime.environment import transformer_config, vocab_size
-from wlb.workload import make_workload
-from wlb.workload.base import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = 1024
@@ -119,15 +115,15 @@ def measure(name: str, config: JobConfig) -> Measured:
     lines = (config.metrics.dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     store = TokenStore.open(config.data.store)
-    workload = make_workload(transformer_config(config.model, vocab_size(config, store)).shape, "cpu")
-    plans = plan_steps(config, store, workload, len(rows))
+    job = JobSpec.from_config(config, "cpu", vocab_size=store.vocab_size)
+    plans = [*islice(StepPlanner(job, store.lengths).plans(), len(rows))]  # from the configuration and lengths alone
     counted = range(1, len(rows))  # the first step warms up
     seconds = [rows[index]["step_seconds"] for index in counted]
     for index in counted:
         assert plans[index].tokens == rows[index]["tokens"], "the plan is the one that was trained"
     stages = config.parallel.pp
     work = [
-        micro_batch_seconds(plans[index].ranks, workload)[:, 0] / stages for index in counted
+        micro_batch_seconds(plans[index].ranks, job.workload)[:, 0] / stages for index in counted
     ]  # (phase, micro-batches)
     predicted = [pipeline_makespan("1f1b", [forward] * stages, [backward] * stages) for forward, backward in work]
     return Measured(
@@ -139,15 +135,6 @@ def measure(name: str, config: JobConfig) -> Measured:
         imbalance_degree=statistics.mean(rows[index]["imbalance_degree"] for index in counted),
         plans=[plans[index] for index in counted],
     )
-
-
-def plan_steps(config: JobConfig, store: TokenStore, workload: Workload, steps: int) -> list[StepPlan]:
-    """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
-    stream = DocumentStream(store.lengths, config.data)
-    packer = config.packing.packer(config.data.context_window, workload)
-    pipeline = Pipeline(config.parallel.schedule, config.parallel.pp, workload)
-    planner = StepPlanner(stream, packer, config.packing, config.parallel.dp, pipeline, one_epoch=False)
-    return [planned.plan for planned in islice(planner, steps)]
 
 
 def report(results: Sequence[Measured], picture: Path) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.filling import documents_filling
 from wlb.documents.segments import Segment
-from wlb.packing.tuning import documents_filling
 
 
 def first_steps(lengths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:

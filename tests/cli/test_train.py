@@ -10,9 +10,9 @@ import pytest
 from tests.training.jobs import VOCABULARY, write_config, write_store
 from wlb.cli import app
 from wlb.config_file import load_config
+from wlb.planning.configured_model import configured_model
 from wlb.training.checkpoint.files import Manifest, Progress, write_manifest
 from wlb.training.checkpoint.same_model import model_record
-from wlb.training.runtime.environment import transformer_config
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_checkpoints_of_another_job(folder, capsys, monkeypatch):
     other = folder / "checkpoints" / "step-00000010"
     other.mkdir(parents=True)
     config = str(write_config(folder, checkpoint={"dir": str(folder / "checkpoints")}))
-    model = model_record(transformer_config(load_config(Path(config)).model, VOCABULARY))
+    model = model_record(configured_model(load_config(Path(config)).model, VOCABULARY))
     write_manifest(other, Manifest(Progress(10, {"identity": {}}), model, {}))
     assert "written with token store = None, this job has" in error_of(capsys, monkeypatch, config)
     checkpoint = {"dir": str(folder / "checkpoints"), "resume": False}

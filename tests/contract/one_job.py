@@ -6,7 +6,7 @@ Each side answers with the functions that really run: those of a rank, without i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -22,19 +22,17 @@ from wlb.errors import UserError
 from wlb.memory.step import MemoryEstimate, predict_memory
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import StepPlan
-from wlb.planning.memory import USABLE_SHARE, longest_micro_batch
+from wlb.planning.job import JobSpec
+from wlb.planning.memory import USABLE_SHARE, predicted_memory
+from wlb.planning.planner import StepPlanner
 from wlb.sharding import ShardPlan
 from wlb.simulate import SimulatedJob
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import predicted_memory
-from wlb.simulate.run import planned_steps
 from wlb.simulate.shards import price_shards
-from wlb.training.assemble import assemble_loader
-from wlb.training.data.loader import LoadedStep
-from wlb.training.memory_budget import memory_settings, within_memory
-from wlb.training.parallel.mesh import JobMesh
+from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
+from wlb.training.memory_budget import within_memory
 from wlb.training.parallel.parallelize import check_layout
-from wlb.training.runtime.environment import transformer_config, vocab_size
+from wlb.training.runtime.environment import trained_model as model_of
 from wlb.workload import ModelShape, hardware_preset
 
 STEPS = 50
@@ -115,7 +113,7 @@ class Shards(NamedTuple):
 
 
 def trained_model(case: Case) -> TransformerConfig:
-    model = transformer_config(case.config.model, vocab_size(case.config, case.store))
+    model = model_of(case.config, case.store)
     check_layout(model.shape, case.config.parallel)
     return model
 
@@ -124,42 +122,30 @@ def trained_shape(case: Case) -> ModelShape:
     return trained_model(case).shape
 
 
-def _device_type(case: Case) -> str:
-    return "cpu" if case.hardware == "cpu" else "cuda"
+def trained_job(case: Case) -> JobSpec:
+    return JobSpec.from_config(case.config, case.hardware, model=trained_model(case))
 
 
-def _decided(case: Case) -> JobConfig:
-    """The configuration without "auto", as a machine with such GPUs decides; what does not fit is not refused."""
-    config, model = case.config, trained_model(case)
-    if config.packing.length_factor != "auto":
-        return config
-    usable = USABLE_SHARE * hardware_preset(case.hardware).memory_bytes / 2**30
-    training = config.training.model_copy(update={"memory_gib": usable})
-    return within_memory(config.model_copy(update={"training": training}), model, _device_type(case), 1)
+def _decided(case: Case) -> tuple[JobConfig, JobSpec]:
+    """The job without "auto", as a machine with such GPUs decides; what does not fit is not refused."""
+    config, job = case.config, trained_job(case)
+    if config.packing.length_factor == "auto":
+        usable = USABLE_SHARE * hardware_preset(case.hardware).memory_bytes / 2**30
+        training = config.training.model_copy(update={"memory_gib": usable})
+        config = within_memory(config.model_copy(update={"training": training}), job, 1)
+    return config, replace(job, packing=config.packing)
 
 
 def trained_memory(case: Case) -> Memory:
-    config = _decided(case)
-    settings = memory_settings(config, trained_model(case), _device_type(case))
-    tokens = longest_micro_batch(config)
-    return Memory(tokens, predict_memory(settings, [tokens] * settings.micro_batches))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A mesh in which this process is the first rank of every dimension but dp."""
-
-    dp_rank: int
-
-    def rank(self, dimension: str) -> int:
-        return self.dp_rank if dimension == "dp" else 0
+    _, job = _decided(case)
+    settings = job.memory_settings
+    return Memory(job.longest_micro_batch, predict_memory(settings, [job.longest_micro_batch] * settings.micro_batches))
 
 
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
-    model, mesh = trained_model(case), cast(JobMesh, _Place(dp_rank))
     summarise_epoch(case.documents.lengths, case.config.data)
-    loader, _ = assemble_loader(_decided(case), case.store, model, mesh, case.hardware, None)
-    with loader:
+    config, job = _decided(case)
+    with StepLoader(case.store, config, job, share=RankShare.in_job(job, dp_rank, 0)) as loader:
         return [*islice(loader, STEPS)]
 
 
@@ -199,11 +185,11 @@ def simulated_shape(case: Case) -> ModelShape:
 
 def simulated_memory(case: Case) -> Memory:
     job = simulated_job(case)
-    return Memory(longest_micro_batch(job), predicted_memory(job))
+    return Memory(job.longest_micro_batch, predicted_memory(job))
 
 
 def simulated_plans(case: Case) -> list[StepPlan]:
-    return [*islice(planned_steps(simulated_job(case), case.documents.lengths), STEPS)]
+    return [*islice(StepPlanner(simulated_job(case), case.documents.lengths).plans(), STEPS)]
 
 
 def simulated_shards(case: Case) -> list[Shards]:

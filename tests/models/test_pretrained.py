@@ -20,13 +20,13 @@ from tests.training.jobs import job, read_steps, write_store
 from wlb.config import JobConfig, ModelConfig, ParallelConfig
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
-from wlb.models.huggingface.config import read_config
 from wlb.models.pretrained import check_weights, load_weights, tokenizer_warning
 from wlb.models.transformer import Transformer
+from wlb.planning.config_json import read_config
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job
-from wlb.training.runtime.environment import transformer_config, vocab_size
+from wlb.training.runtime.environment import trained_model
 from wlb.training.trainer import Trainer
 
 LAYOUTS = {"llama-3.2": {"pp": 2, "tp": 2}, "qwen3": {"dp": 2, "tp": 2}}
@@ -95,7 +95,7 @@ def test_the_first_loss_is_that_of_transformers(tmp_path: Path, store: TokenStor
 def test_the_model_is_the_files_with_rotary_settings_and_untying_of_the_job(tmp_path: Path, store: TokenStore) -> None:
     save_random_model("llama-3.2", tmp_path / "model", torch.float32)
     config = _job(tmp_path, model={"rope_theta": 5e6, "layers": 3, "tied_embeddings": False})
-    model = transformer_config(config.model, vocab_size(config, store))
+    model = trained_model(config, store)
     pretrained = read_config(tmp_path / "model")
     assert model.shape == pretrained.shape
     assert (model.rope_theta, model.tied_embeddings) == (5e6, False)

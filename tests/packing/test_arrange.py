@@ -67,7 +67,7 @@ def makespans(plan, pipeline):
         np.repeat((part * workloads / pipeline.stages)[:, None], pipeline.stages, axis=1)
         for part in (shares, 1 - shares)
     )
-    return pipeline_makespans(pipeline.schedule_run, forward, backward, pipeline.virtual_pp)
+    return pipeline_makespans(pipeline.schedule, forward, backward, pipeline.virtual_pp)
 
 
 options = {

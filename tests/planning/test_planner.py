@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from wlb.config import DataConfig, PackingConfig
 from wlb.documents.order import DocumentStream, shuffled
-from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
+from wlb.planning.job import JobSpec
 from wlb.planning.planner import PlannedStep, StepPlanner
-from wlb.workload import make_workload
+from wlb.workload import hardware_preset, model_shape
 
 WINDOW = 32
-WORKLOAD = make_workload("tiny", "h100")
 METHODS = ("sequential", "fixed_greedy", "variable_length")
 
 
@@ -40,14 +39,8 @@ def planner_of(
     config = PackingConfig.model_validate(
         {"method": method, "micro_batches": 4, "outlier_thresholds": [8, 16], **packing}
     )
-    return StepPlanner(
-        DocumentStream(np.array(lengths, dtype=np.int64), data),
-        config.packer(window_tokens, WORKLOAD),
-        config,
-        dp,
-        Pipeline("1f1b", pp=2, workload=WORKLOAD),
-        one_epoch=one_epoch,
-    )
+    job = JobSpec(model_shape("tiny"), hardware_preset("h100"), config, data=data, dp=dp, pp=2)
+    return StepPlanner(job, np.array(lengths, dtype=np.int64), one_epoch=one_epoch)
 
 
 def tokens_of(steps: list[PlannedStep]) -> Counter[tuple[int, int]]:

@@ -8,10 +8,11 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.colors import to_hex
 
+from wlb.documents.filling import documents_for
 from wlb.packing import PACKERS
 from wlb.report import plots
 from wlb.report.plots import BALANCED, BASELINE, colour_of, is_baseline
-from wlb.simulate.compare import Cluster, compare_packer, documents_for, packer_for
+from wlb.simulate.compare import Cluster, compare_packer, packer_for
 from wlb.workload import make_workload
 
 METHODS = ["sequential", "fixed_greedy:4", "variable_length:paper", "makespan"]
@@ -26,7 +27,7 @@ def test_the_comparison_colours_by_role_and_nothing_overlaps(tmp_path: Path, mon
     import numpy as np
 
     cluster, workload = Cluster(4, 4096, pp=2), make_workload("7b", tp=8)
-    documents, _ = documents_for(np.tile([4096, 100, 700, 1500], 60), cluster)
+    documents, _ = documents_for(np.tile([4096, 100, 700, 1500], 60), cluster.micro_batches, cluster.context_window)
     results = [
         compare_packer(name, packer_for(name, cluster, workload), documents, cluster, workload) for name in METHODS
     ]

@@ -12,7 +12,7 @@ from wlb.packing import PACKERS
 from wlb.packing.variable_length import VariableLengthOptions
 from wlb.reproduce.bench import Bench, Documents, corpus, cut_by_loader
 from wlb.reproduce.experiment import Settings
-from wlb.simulate.named_jobs import PAPER_JOBS, NamedJob
+from wlb.simulate.job import PAPER_JOBS, NamedJob
 
 JOB = NamedJob("550m", 4096, 2, 2, 2, 1)
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
 from wlb.packing.fixed import FixedGreedyPacker, FixedOptions
 from wlb.packing.packer import PackingTask
 from wlb.packing.plan import StepPlan
-from wlb.simulate.compare import Cluster, compare_packer, compared_rows, comparison_json, documents_for, packer_for
+from wlb.simulate.compare import Cluster, compare_packer, compared_rows, comparison_json, packer_for
 from wlb.workload import make_workload
 
 WINDOW = 131_072
@@ -41,7 +42,7 @@ def lengths() -> np.ndarray[Any, Any]:
 
 
 def test_leaving_long_documents_for_the_end_is_no_gain():
-    documents, _ = documents_for(lengths(), CLUSTER)
+    documents, _ = documents_for(lengths(), CLUSTER.micro_batches, WINDOW)
     task = PackingTask(CLUSTER.micro_batches, WINDOW, WORKLOAD)
     usual, leaving = (
         compare_packer(name, packer(task, FixedOptions()), documents, CLUSTER, WORKLOAD)
@@ -56,7 +57,7 @@ def test_leaving_long_documents_for_the_end_is_no_gain():
 
 
 def test_the_first_row_is_one_and_arrangement_alone_a_row_of_its_own():
-    documents, _ = documents_for(lengths(), CLUSTER)
+    documents, _ = documents_for(lengths(), CLUSTER.micro_batches, WINDOW)
     results = [
         compare_packer(name, packer_for(name, CLUSTER, WORKLOAD), documents, CLUSTER, WORKLOAD)
         for name in ("sequential", "makespan")

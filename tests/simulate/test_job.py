@@ -10,9 +10,9 @@ import pytest
 from tests.simulate.jobs import SHAPE, WINDOW, job
 from wlb.config import PRESETS, JobConfig
 from wlb.errors import UserError
+from wlb.planning.memory import fits
 from wlb.simulate import SimulatedJob, simulated_job
-from wlb.simulate.job import predicted_memory, usable_bytes
-from wlb.simulate.named_jobs import NAMED_JOBS, named_job
+from wlb.simulate.job import NAMED_JOBS, named_job
 from wlb.workload import hardware_preset, model_shape
 
 H100 = hardware_preset("h100")
@@ -41,7 +41,7 @@ def test_the_length_factor_is_what_memory_allows():
     config = configuration(model={"name": "550m"}, packing={"max_length_factor": "auto"})
     simulated = SimulatedJob.from_config(config)
     assert 1 <= float(simulated.packing.length_factor) <= 4
-    assert predicted_memory(simulated).total <= usable_bytes(simulated)
+    assert fits(simulated, simulated.memory_limit)
     with pytest.raises(UserError, match="over the usable"):
         SimulatedJob.from_config(config, replace(H100, memory_bytes=1e9))
 
@@ -76,7 +76,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
             "micro_batches: Input should be less than or equal",
         ),
         (lambda: named_job("7b"), "unknown job '7b'; choose one of 550m-64k"),
-        (lambda: SimulatedJob.from_config(configuration(model={"pretrained": Path("x")})), "names no preset"),
+        (lambda: SimulatedJob.from_config(configuration(model={"pretrained": Path("x")})), "holds no config.json"),
     ],
 )
 def test_mistakes_are_named_in_one_line(make, message):

@@ -10,9 +10,11 @@ import pytest
 from tests.simulate.jobs import WINDOW, documents, job
 from wlb.config import DataConfig
 from wlb.documents.order import DocumentStream
+from wlb.packing.arrange import arrange
 from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.plan import StepPlan
+from wlb.planning.planner import StepPlanner
 from wlb.simulate import SimulatedJob, simulate, simulate_steps
-from wlb.simulate.run import planned_steps
 
 LENGTHS = documents(300)
 
@@ -21,22 +23,31 @@ LENGTHS = documents(300)
     ("preset", "order"),
     [("plain-4d", "arrival"), ("fixed-4d", "arrival"), ("wlb-llm", "pipeline"), ("best", "makespan")],
 )
-def test_plans_are_those_of_the_trainer(preset, order):
-    planner = pytest.importorskip("wlb.planning.planner")
+def test_plans_are_those_of_packer_and_arrangement(preset, order):
     simulated = job(preset, pp=2, dp=2, packing={"order": order})
     packer = simulated.packing.packer(WINDOW, simulated.packing_prices)
     stream = DocumentStream(LENGTHS, simulated.data)
     pipeline = Pipeline("1f1b", pp=2, workload=simulated.workload)
-    trainer = planner.StepPlanner(stream, packer, simulated.packing, simulated.dp, pipeline, one_epoch=False)
     count = 2 * int(LENGTHS.sum()) // (WINDOW * simulated.packing.micro_batches)  # into the third epoch
-    assert [*islice(planned_steps(simulated, LENGTHS), count)] == [step.plan for step in islice(trainer, count)]
+    packed: list[StepPlan] = []
+    while len(packed) < count:
+        if stream.epoch_is_over:
+            stream.next_epoch()
+        packed += packer.plan(stream.take(64))
+    packing = simulated.packing
+    expected = [
+        arrange(plan, 2, assignment=packing.assignment, order=packing.order, pipeline=pipeline)
+        for plan in packed[:count]
+    ]
+    assert [*islice(StepPlanner(simulated, LENGTHS).plans(), count)] == expected
+    assert [step.plan for step in islice(StepPlanner(simulated, LENGTHS), count)] == expected
 
 
 def test_means_are_those_of_the_steps():
     simulated = job("wlb-llm", pp=2, cp=2, dp=2)
     seen: list[int] = []
     result = simulate(simulated, LENGTHS, 9, on_progress=seen.append)
-    steps = simulate_steps([*islice(planned_steps(simulated, LENGTHS), 9)], simulated)
+    steps = simulate_steps([*islice(StepPlanner(simulated, LENGTHS).plans(), 9)], simulated)
     assert sum(seen) == result.steps == 9
     np.testing.assert_allclose(result.step_seconds, steps.seconds)
     assert result.tokens_per_second == pytest.approx(steps.tokens.sum() / steps.seconds.sum())
@@ -70,7 +81,7 @@ def test_work_is_that_of_the_documents_trained():
     steps = 3
     plain, paper = (simulate(job(preset, micro_batches=8), documents(), steps) for preset in ("plain-4d", "wlb-llm"))
     for result in (plain, paper):
-        plans = islice(planned_steps(result.job, documents()), steps)
+        plans = islice(StepPlanner(result.job, documents()).plans(), steps)
         lengths = [segment.length for plan in plans for segment in plan.segments]
         assert result.work_seconds == pytest.approx(result.job.workload.document_seconds(lengths).sum())
     # In three steps the queue of outliers is hardly full once: fewer seconds for as many tokens, but not for the work.
@@ -96,5 +107,5 @@ def test_a_hundred_thousand_gpus():
 def test_the_order_of_documents_is_that_of_the_configuration():
     unshuffled = DataConfig.model_validate({"store": "x", "context_window": WINDOW, "shuffle": False})
     simulated = job("plain-4d")
-    plan = next(planned_steps(SimulatedJob(**{**vars(simulated), "data": unshuffled}), LENGTHS))
+    plan = next(StepPlanner(SimulatedJob(**{**vars(simulated), "data": unshuffled}), LENGTHS).plans())
     assert next(iter(plan.segments)).document == 0

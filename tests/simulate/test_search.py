@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents
 from wlb.errors import UserError
-from wlb.simulate.job import predicted_memory, usable_bytes
+from wlb.planning.memory import fits
 from wlb.simulate.search import explanation, layout_of, packing_of, search, search_space
 from wlb.workload import hardware_preset
 
@@ -32,7 +32,7 @@ def test_everything_ranked_uses_all_gpus_and_fits(found):
     for result in found.ranking:
         assert result.job.gpus == 4
         assert result.job.packing.micro_batches == 16
-        assert predicted_memory(result.job).total <= usable_bytes(result.job)
+        assert fits(result.job, result.job.memory_limit)
         assert result.job.packing.method != "sequential"
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents, job
+from wlb.planning.planner import StepPlanner
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.run import planned_steps
 from wlb.simulate.step import Steps
 from wlb.simulate.timeline import timeline
 
@@ -30,7 +30,7 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_causes_sum_to_the_step(layout, preset):
     simulated = job(preset, **layout)
-    results = simulate_steps([*islice(planned_steps(simulated, documents()), 4)], simulated)
+    results = simulate_steps([*islice(StepPlanner(simulated, documents()).plans(), 4)], simulated)
     assert list(results.where) == list(CAUSES)
     np.testing.assert_allclose(sum(results.where.values()), results.seconds, rtol=1e-12)
     np.testing.assert_allclose(results.where["compute"], results.gpu_seconds.mean(axis=(1, 2, 3)), rtol=1e-12)
@@ -43,20 +43,20 @@ def test_every_cause_takes_time_in_some_job():
     taken = set()
     for layout in LAYOUTS:
         simulated = job("plain-4d", **layout)
-        where = simulate_step(next(planned_steps(simulated, documents())), simulated).where
+        where = simulate_step(next(StepPlanner(simulated, documents()).plans()), simulated).where
         taken |= {cause for cause, seconds in where.items() if abs(seconds[0]) > 1e-9}
     assert taken == set(CAUSES)
 
 
 def test_what_the_job_lacks_costs_nothing():
     simulated = job(pp=1, micro_batches=2)
-    where = simulate_step(next(planned_steps(simulated, documents())), simulated).where
+    where = simulate_step(next(StepPlanner(simulated, documents()).plans()), simulated).where
     assert {cause for cause, seconds in where.items() if seconds[0] > 1e-12} == {"compute", "optimizer"}
 
 
 def test_steps_are_priced_together_as_alone():
     simulated = job("best", pp=2, cp=2, dp=2)
-    plans = [*islice(planned_steps(simulated, documents()), 5)]
+    plans = [*islice(StepPlanner(simulated, documents()).plans(), 5)]
     together = simulate_steps(plans, simulated)
     alone = [simulate_step(plan, simulated) for plan in plans]
     np.testing.assert_allclose(together.seconds, [float(result.seconds[0]) for result in alone], rtol=1e-12)
@@ -65,7 +65,7 @@ def test_steps_are_priced_together_as_alone():
 
 def test_the_timeline_ends_with_the_step():
     simulated = job("wlb-llm", pp=4, cp=2, dp=2)
-    plan = next(planned_steps(simulated, documents()))
+    plan = next(StepPlanner(simulated, documents()).plans())
     line = timeline(plan, simulated)
     assert line.seconds == pytest.approx(float(simulate_step(plan, simulated).seconds[0]))
     assert (line.rank_ends.max(axis=1) + line.reduction + line.optimizer).max() == pytest.approx(line.seconds)
@@ -78,7 +78,7 @@ def test_the_timeline_ends_with_the_step():
 
 def test_faster_links_and_fewer_layers_take_less():
     simulated = job(pp=2, cp=2, dp=2, tp=8)
-    plan = next(planned_steps(simulated, documents()))
+    plan = next(StepPlanner(simulated, documents()).plans())
     base = simulate_step(plan, simulated).seconds[0]
     hardware = replace(simulated.hardware, network_bandwidth=1e15, node_bandwidth=1e15)
     assert simulate_step(plan, replace(simulated, hardware=hardware)).seconds[0] < base
@@ -91,7 +91,7 @@ def test_faster_links_and_fewer_layers_take_less():
 def test_groups_take_what_sharding_chooses_by(strategy, cp):
     headless = replace(SHAPE, vocab_size=1)  # which the simulation prices apart
     simulated = simulated_job(headless, WINDOW, "plain-4d", cp=cp, sharding=strategy, micro_batches=4)
-    plan = next(planned_steps(simulated, documents()))
+    plan = next(StepPlanner(simulated, documents()).plans())
     groups = Steps.of([plan], JobCosts(simulated)).groups
     workload = simulated.sharding_workload
     expected = [

@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulate.jobs import documents, job
 from wlb.errors import UserError
-from wlb.simulate.run import planned_steps
+from wlb.planning.planner import StepPlanner
 from wlb.simulate.timeline import timeline
 from wlb.simulate.trace import MOST_TRACKS, write_trace
 
@@ -23,7 +23,7 @@ LAYOUTS = [
 
 def traced(tmp_path, **settings):
     simulated = job("wlb-llm", **settings)
-    line = timeline(next(planned_steps(simulated, documents())), simulated)
+    line = timeline(next(StepPlanner(simulated, documents()).plans()), simulated)
     path = tmp_path / "step.json"
     tracks = write_trace(path, line)
     return line, tracks, json.loads(path.read_text(encoding="utf-8"))
@@ -86,7 +86,7 @@ def test_large_jobs_are_drawn_in_part(tmp_path):
 
 def test_ranks_are_chosen_by_name(tmp_path):
     simulated = job(pp=2, dp=2, cp=2)
-    line = timeline(next(planned_steps(simulated, documents())), simulated)
+    line = timeline(next(StepPlanner(simulated, documents()).plans()), simulated)
     assert write_trace(tmp_path / "a.json", line, dp_ranks=[1], cp_ranks=[0]) == 2
     with pytest.raises(UserError, match="no dp rank 2; there are 2"):
         write_trace(tmp_path / "b.json", line, dp_ranks=[2])

@@ -16,15 +16,9 @@ from wlb.config import JobConfig
 from wlb.errors import UserError
 from wlb.memory.step import LARGEST_AUTO_FACTOR, predict_memory
 from wlb.os_limits import usable_memory
-from wlb.planning.memory import longest_micro_batch
-from wlb.training.memory_budget import (
-    memory_limit,
-    memory_settings,
-    with_agreed_factor,
-    within_memory,
-)
+from wlb.planning.job import JobSpec
+from wlb.training.memory_budget import memory_limit, with_agreed_factor, within_memory
 from wlb.training.preflight import check_job
-from wlb.training.runtime.environment import transformer_config
 
 AUTO = {"packing": {"max_length_factor": "auto"}}
 
@@ -33,12 +27,16 @@ def auto_job(folder: Path, gib: float | None = None, **changes: dict[str, Any]) 
     return job(folder, **(AUTO | ({"training": {"memory_gib": gib}} if gib else {}) | changes))
 
 
+def spec(config: JobConfig) -> JobSpec:
+    return JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY)
+
+
 def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> JobConfig:
-    return within_memory(config, transformer_config(config.model, VOCABULARY), "cpu", 1, saved)
+    return within_memory(config, spec(config), 1, saved)
 
 
 def needed_gib(config: JobConfig, tokens: int) -> float:
-    settings = memory_settings(config, transformer_config(config.model, VOCABULARY), "cpu")
+    settings = spec(config).memory_settings
     return predict_memory(settings, [tokens] * settings.micro_batches).total / 2**30
 
 
@@ -47,7 +45,7 @@ def test_auto_fills_the_memory_there_is(tmp_path):
     between = (needed_gib(config, 2 * WINDOW) + needed_gib(config, 3 * WINDOW)) / 2
     decided = decide(auto_job(tmp_path, between))
     assert 2 <= float(decided.packing.length_factor) < 3
-    assert needed_gib(config, longest_micro_batch(decided)) <= between
+    assert needed_gib(config, spec(decided).longest_micro_batch) <= between
 
 
 def test_auto_is_bounded_where_memory_is_not(tmp_path):
@@ -77,7 +75,7 @@ def test_a_job_that_does_not_fit_is_refused_with_numbers(tmp_path, factor):
 
 def test_other_packing_methods_fill_windows(tmp_path):
     config = decide(auto_job(tmp_path, packing={"method": "sequential", "max_length_factor": 3.0}))
-    assert longest_micro_batch(config) == WINDOW
+    assert spec(config).longest_micro_batch == WINDOW
 
 
 def test_processes_share_the_memory_of_a_machine(tmp_path):

@@ -14,7 +14,7 @@ from wlb.training.preflight import check_job
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model": {"head_dim": 3}}, r"model\.head_dim = 3 is odd"),
+        ({"model": {"head_dim": 3}}, r"head_dim = 3 is odd"),
         ({"model": {"layers": 2**31 - 1}}, r"layers = 2147483647; it must be at most 10000"),
     ],
 )

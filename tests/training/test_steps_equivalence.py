@@ -25,7 +25,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import labelled_tokens, make_batch
 from wlb.training.data.loader import LoadedStep
 from wlb.training.optimizer import build_optimizer, learning_rate, set_learning_rate
-from wlb.training.runtime.environment import transformer_config, vocab_size
+from wlb.training.runtime.environment import trained_model
 from wlb.training.trainer import Trainer
 
 STEPS = 20
@@ -74,7 +74,7 @@ def _train(config: JobConfig) -> list[StepPlan]:
 
 def _oracle(config: JobConfig, plans: list[StepPlan]) -> list[float]:
     store = TokenStore.open(config.data.store)
-    model_config = transformer_config(config.model, vocab_size(config, store))
+    model_config = trained_model(config, store)
     model = Transformer(model_config).double()
     initialise_weights(model, layers=model_config.shape.layers, seed=config.training.seed)
     optimizer = build_optimizer(model, config.training)

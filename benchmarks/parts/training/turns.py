@@ -21,9 +21,8 @@ from typing import Any
 from wlb.config import PRESETS, JobConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.packing.plan import StepPlan
+from wlb.planning.planner import StepPlanner
 from wlb.simulate import SimulatedJob, simulate_steps
-from wlb.simulate.run import planned_steps
-from wlb.training.runtime.environment import transformer_config, vocab_size
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -108,15 +107,14 @@ def counted_rows(layout: str, name: str, arguments: argparse.Namespace) -> list[
 
 def simulated_job(config: JobConfig, profile: WorkloadProfile | None = None) -> SimulatedJob:
     """The job of ``config`` on this machine's cores, computing as measured in ``profile``."""
-    store = TokenStore.open(config.data.store)
-    shape = transformer_config(config.model, vocab_size(config, store)).shape
-    return SimulatedJob.from_config(config, "cpu", shape=shape, profile=profile)
+    vocab_size = TokenStore.open(config.data.store).vocab_size
+    return SimulatedJob.from_config(config, "cpu", vocab_size=vocab_size, profile=profile)
 
 
 def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
     """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
     lengths = TokenStore.open(config.data.store).lengths
-    return [*islice(planned_steps(simulated_job(config), lengths), steps)]
+    return [*islice(StepPlanner(simulated_job(config), lengths).plans(), steps)]
 
 
 def predicted_seconds(plans: Sequence[StepPlan], config: JobConfig, profile: WorkloadProfile) -> list[float]:

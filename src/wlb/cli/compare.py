@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,6 @@ from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.table import Table
 
     from wlb.documents.segments import Segment
@@ -87,72 +88,45 @@ def compare(
 
     Example: wlb compare synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
+    from wlb.documents.filling import documents_for
     from wlb.documents.lengths import read_lengths
-    from wlb.simulate.compare import DEFAULT_METHODS, Cluster, comparison_json, documents_for, packer_for
+    from wlb.simulate.compare import DEFAULT_METHODS, Cluster, comparison_json, packer_for
 
     if prefill:
         options.refuse_unused(context, _PACKING_ONLY, "has no effect with --prefill, which packs no steps")
+        # Prompts are priced one by one, so that the default is no context parallelism.
+        prices = partial(options.workload_from, context, model, hardware, tp, cp or 1, profile=profile, pp=pp or 1)
         prefill_options = PrefillOptions(checked_budget(token_budget), chunked, load, lock_step, seed)
-        compare_prefill(
-            context,
-            lengths,
-            prefill_options,
-            dp=dp,
-            pp=pp or 1,
-            tp=tp,
-            cp=cp,
-            model=model,
-            hardware=hardware,
-            profile=profile,
-            methods=methods,
-            json=json,
-        )
+        compare_prefill(lengths, prefill_options, prices, dp=dp, pp=pp or 1, methods=methods, json=json)
         return
     options.refuse_unused(context, _PREFILL_ONLY, "has no effect without --prefill")
     context_window = _given("--context-window", context_window)
-    micro_batches = _given("--micro-batches", micro_batches)
-    pp = pp or 4
-    check_dealing(micro_batches, dp)
+    cluster = Cluster(_given("--micro-batches", micro_batches), context_window, dp, pp or 4)
+    check_dealing(cluster)
     if plot is not None:
         options.check_picture(plot)
-    cluster = Cluster(micro_batches, context_window, dp, pp)
-    workload, priced_by = options.workload_from(context, model, hardware, tp, cp, context_window, profile, pp=pp)
-    documents, report = documents_for(read_lengths(lengths), cluster, overlong=overlong, steps=steps)
-    results: list[MethodResult] = []
-    with progress_bar() as bar:
-        for name in options.method_names(methods, DEFAULT_METHODS):
-            packer = packer_for(
-                name,
-                cluster,
-                workload,
-                max_length_factor=max_length_factor,
-                max_delay=max_delay,
-                solver_seconds=solver_seconds,
-            )
-            results.append(compare_with_progress(name, packer, documents, cluster, workload, bar))
+    workload, priced_by = options.workload_from(
+        context, model, hardware, tp, cp, context_window, profile, pp=cluster.pp
+    )
+    documents, report = documents_for(
+        read_lengths(lengths), cluster.micro_batches, context_window, overlong=overlong, steps=steps
+    )
+    own = {"max_length_factor": max_length_factor, "max_delay": max_delay, "solver_seconds": solver_seconds}
+    names = options.method_names(methods, DEFAULT_METHODS)
+    results = compare_packers(
+        [(name, packer_for(name, cluster, workload, **own)) for name in names], documents, cluster, workload
+    )
+    title = title_of(cluster, priced_by)
     if plot is not None:
         from wlb.report.plots import plot_comparison
 
-        plot_comparison(results, plot, title=title_of(cluster, priced_by))
+        plot_comparison(results, plot, title=title)
     if json:
-        emit_json(
-            {
-                "methods": comparison_json(results),
-                "workload": priced_by,
-                "context_window": context_window,
-                "micro_batches": micro_batches,
-                "dp": dp,
-                "pp": pp,
-                "overlong": {
-                    "policy": overlong,
-                    "documents": report.documents,
-                    "pieces": report.pieces,
-                    "tokens_dropped": report.tokens_dropped,
-                },
-            }
-        )
+        sizes = {name: getattr(cluster, name) for name in ("context_window", "micro_batches", "dp", "pp")}
+        compared = {"methods": comparison_json(results), "workload": priced_by}
+        emit_json(compared | sizes | {"overlong": {"policy": overlong, **asdict(report)}})
         return
-    show_comparison(results, title_of(cluster, priced_by))
+    show_comparison(results, title)
     if report.documents:
         stdout.print(
             f"{report.documents} documents over the context window ({overlong}): "
@@ -168,10 +142,11 @@ def _given(option: str, value: int | None) -> int:
     return value
 
 
-def check_dealing(micro_batches: int, dp: int) -> None:
-    if micro_batches % dp:
+def check_dealing(cluster: Cluster) -> None:
+    if cluster.micro_batches % cluster.dp:
         raise UserError(
-            f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of --dp {dp}"
+            f"--micro-batches {cluster.micro_batches} counts all data-parallel ranks; make it a multiple of "
+            f"--dp {cluster.dp}"
         )
 
 
@@ -183,16 +158,18 @@ def title_of(cluster: Cluster, priced_by: dict[str, str | int]) -> str:
     )
 
 
-def compare_with_progress(
-    name: str, packer: Packer[Any], documents: Sequence[Segment], cluster: Cluster, workload: Workload, bar: Progress
-) -> MethodResult:
-    """One row of the comparison, with a bar of its own."""
+def compare_packers(
+    packers: Iterable[tuple[str, Packer[Any]]], documents: Sequence[Segment], cluster: Cluster, workload: Workload
+) -> list[MethodResult]:
+    """A row for each packer, by the name it is shown with, with a progress bar of its own."""
     from wlb.simulate.compare import compare_packer
 
-    task = bar.add_task(name, total=len(documents))
-    return compare_packer(
-        name, packer, documents, cluster, workload, on_progress=lambda count: bar.advance(task, count)
-    )
+    results = []
+    with progress_bar() as bar:
+        for name, packer in packers:
+            advance = partial(bar.advance, bar.add_task(name, total=len(documents)))
+            results.append(compare_packer(name, packer, documents, cluster, workload, on_progress=advance))
+    return results
 
 
 def show_comparison(results: Sequence[MethodResult], title: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from wlb.cli import options
 from wlb.cli.console import emit_json, print_table, progress_bar
@@ -18,7 +16,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from rich.table import Table
 
+    from wlb.serving.batching import PrefillPlanner
     from wlb.serving.prefill import PrefillResult
+    from wlb.workload.base import Workload
 
 _MOST_RANKS, _MOST_PASSES = 512, 20_000  # what takes some minutes for each method
 
@@ -35,32 +35,26 @@ class PrefillOptions:
 
 
 def compare_prefill(
-    context: typer.Context,
     lengths: str,
     prefill: PrefillOptions,
+    prices: Callable[[int], tuple[Workload, dict[str, str | int]]],
     *,
     dp: int,
     pp: int,
-    tp: int | None,
-    cp: int | None,
-    model: str,
-    hardware: str,
-    profile: Path | None,
     methods: str | None,
     json: bool,
 ) -> None:
-    import numpy as np
+    """Print what batching does to the prompts of ``lengths``.
 
+    ``prices`` gives the workload model, and how to describe it, for passes of so many tokens.
+    """
     from wlb.documents.lengths import read_lengths
-    from wlb.serving import prefill as simulation
-    from wlb.serving.batching import METHODS, PrefillPlanner, poisson_arrivals
+    from wlb.serving.batching import METHODS, PrefillPlanner
+    from wlb.serving.prefill import capacity
 
     prompts = read_lengths(lengths)
     _check_passes(prompts, prefill.token_budget, dp)
-    # Prompts are priced one by one, so that the default is no context parallelism.
-    workload, priced_by = options.workload_from(
-        context, model, hardware, tp, cp or 1, prefill.token_budget, profile, pp=pp
-    )
+    workload, priced_by = prices(prefill.token_budget)
     planners = [
         PrefillPlanner(
             workload,
@@ -71,21 +65,8 @@ def compare_prefill(
         )
         for name in options.method_names(methods, METHODS)
     ]
-    capacity = simulation.capacity(prompts, planners[0], dp)
-    arrivals = (
-        poisson_arrivals(len(prompts), prefill.load * capacity, prefill.seed)
-        if prefill.load
-        else np.zeros(len(prompts))
-    )
-    results: list[PrefillResult] = []
-    with progress_bar() as bar:
-        for planner in planners:
-            advance = partial(bar.advance, bar.add_task(planner.method, total=len(prompts)))
-            results.append(
-                simulation.compare_prefill(
-                    prompts, arrivals, planner, dp=dp, pp=pp, lock_step=prefill.lock_step, on_progress=advance
-                )
-            )
+    rate = prefill.load * capacity(prompts, planners[0], dp)
+    results = _simulated(prompts, planners, prefill, rate, dp, pp)
     settings: dict[str, Any] = {
         "prompts": len(prompts),
         "tokens": int(prompts.sum()),
@@ -93,7 +74,7 @@ def compare_prefill(
         "prompts_per_batch": planners[0].prompts_per_batch,
         "chunked": prefill.chunked,
         "load": prefill.load,
-        "arrivals_per_second": prefill.load * capacity if prefill.load else None,
+        "arrivals_per_second": rate if prefill.load else None,
         "lock_step": prefill.lock_step,
         "dp": dp,
         "pp": pp,
@@ -104,6 +85,33 @@ def compare_prefill(
         emit_json({"methods": [result.to_json() for result in results], **settings})
     else:
         print_table(_table(results, settings))
+
+
+def _simulated(
+    prompts: NDArray[np.int64],
+    planners: Sequence[PrefillPlanner],
+    prefill: PrefillOptions,
+    rate: float,
+    dp: int,
+    pp: int,
+) -> list[PrefillResult]:
+    """What each planner does to prompts that arrive at ``rate`` a second, or all at once where it is 0."""
+    import numpy as np
+
+    from wlb.serving import prefill as simulation
+    from wlb.serving.batching import poisson_arrivals
+
+    arrivals = poisson_arrivals(len(prompts), rate, prefill.seed) if rate else np.zeros(len(prompts))
+    results = []
+    with progress_bar() as bar:
+        for planner in planners:
+            advance = partial(bar.advance, bar.add_task(planner.method, total=len(prompts)))
+            results.append(
+                simulation.compare_prefill(
+                    prompts, arrivals, planner, dp=dp, pp=pp, lock_step=prefill.lock_step, on_progress=advance
+                )
+            )
+    return results
 
 
 def _check_passes(prompts: NDArray[np.int64], token_budget: int, dp: int) -> None:

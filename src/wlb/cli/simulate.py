@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,8 +110,10 @@ def simulate(
     if trace is not None:
         options.check_writable(trace)
     steps = steps or _STEPS
-    jobs, source = _jobs(job, systems, hardware, profile, schedule, settings or [], lengths)
+    jobs, own_lengths = _jobs(job, systems, settings or [], hardware, _changes(profile, schedule))
+    source = own_lengths if lengths is None else lengths
     documents = _lengths(source)
+    _warn_of_memory(jobs)
     results = _simulate_all(jobs, documents, steps)
     shown = {"job": job, "lengths": source, "hardware": hardware, "profile": profile and profile.name}
     if trace is not None:
@@ -122,66 +126,62 @@ def simulate(
         stdout.print(f"trace: {trace} (open it at ui.perfetto.dev)")
 
 
-def _jobs(
-    name: str,
-    systems: str | None,
-    hardware: str,
-    profile: Path | None,
-    schedule: str | None,
-    settings: Sequence[str],
-    lengths: str | None,
-) -> tuple[dict[str, SimulatedJob], str]:
-    """The jobs to simulate, by the system that each shows, and where their documents' lengths come from."""
-    from wlb.config import PRESETS
-    from wlb.simulate.named_jobs import NAMED_JOBS, named_job
+def _changes(profile: Path | None, schedule: str | None) -> dict[str, Any]:
+    """Fields of every ``SimulatedJob`` that options replace."""
     from wlb.workload.profile import read_profile
 
-    measured: dict[str, Any] = {} if profile is None else {"profile": read_profile(profile)}
-    if name not in NAMED_JOBS and not Path(name).suffix == ".toml":
-        raise UserError(f"{name!r} is no .toml file and no named job; those are {', '.join(NAMED_JOBS)}")
+    changes: dict[str, Any] = {} if profile is None else {"profile": read_profile(profile)}
+    if schedule is not None:
+        changes["schedule"] = schedule
+    if schedule == "zbv_zero_bubble":
+        changes["virtual_pp"] = 2
+    return changes
+
+
+def _jobs(
+    name: str, systems: str | None, settings: Sequence[str], hardware: str, changes: dict[str, Any]
+) -> tuple[dict[str, SimulatedJob], str]:
+    """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from."""
+    from wlb.config import PRESETS
+    from wlb.config_file import load_config
+    from wlb.documents.store.reader import stored_vocab_size
+    from wlb.simulate import SimulatedJob
+    from wlb.simulate.job import NAMED_JOBS, named_job
+
     if name in NAMED_JOBS:
         if settings:
             raise UserError("--set overrides a configuration file; a named job has none")
         chosen = options.method_names(systems, list(PRESETS))
-        scheduled = {} if schedule is None else _scheduled(schedule)
-        jobs = {preset: named_job(name, preset, hardware=hardware, **measured, **scheduled) for preset in chosen}
-        return jobs, f"synthetic:{_DOCUMENTS}:{NAMED_JOBS[name].context_window}:0" if lengths is None else lengths
-    return _configured_jobs(
-        Path(name), options.method_names(systems, ["plain-4d"]), hardware, measured, schedule, settings, lengths
-    )
+        jobs = {preset: named_job(name, preset, hardware=hardware) for preset in chosen}
+        source = f"synthetic:{_DOCUMENTS}:{NAMED_JOBS[name].context_window}:0"
+    elif Path(name).suffix == ".toml":
+        path, chosen = Path(name), options.method_names(systems, ["plain-4d"])
+        config = load_config(path, settings)
+        configs = {_CONFIGURED: config} | {
+            preset: load_config(path, [*settings, f"preset={preset}"]) for preset in chosen
+        }
+        vocab_size = stored_vocab_size(config.data.store)
+        jobs = {
+            system: SimulatedJob.from_config(configured, hardware, vocab_size=vocab_size)
+            for system, configured in configs.items()
+        }
+        source = str(config.data.store)
+    else:
+        raise UserError(f"{name!r} is no .toml file and no named job; those are {', '.join(NAMED_JOBS)}")
+    return {system: replace(job, **changes) for system, job in jobs.items()}, source
 
 
-def _configured_jobs(
-    path: Path,
-    systems: Sequence[str],
-    hardware: str,
-    measured: dict[str, Any],
-    schedule: str | None,
-    settings: Sequence[str],
-    lengths: str | None,
-) -> tuple[dict[str, SimulatedJob], str]:
-    from dataclasses import replace
+def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
+    """Say in one line which jobs the trainer would refuse, and why; they are simulated all the same."""
+    from wlb.planning.memory import fits, predicted_memory, too_large
 
-    from wlb.config_file import load_config
-    from wlb.documents.store.reader import stored_vocab_size
-    from wlb.simulate import SimulatedJob
-
-    config = load_config(path, settings)
-    known: dict[str, Any] = {"vocab_size": stored_vocab_size(config.data.store)}
-    if config.model.pretrained is not None:
-        from wlb.models.pretrained import pretrained_config
-
-        model = pretrained_config(config.model.pretrained, config.model)
-        known = {"shape": model.shape, "tied_embeddings": model.tied_embeddings}
-    by_system = {_CONFIGURED: config} | {name: load_config(path, [*settings, f"preset={name}"]) for name in systems}
-    jobs = {name: SimulatedJob.from_config(job, hardware, **known, **measured) for name, job in by_system.items()}
-    if schedule is not None:
-        jobs = {name: replace(job, **_scheduled(schedule)) for name, job in jobs.items()}
-    return jobs, str(config.data.store) if lengths is None else lengths
-
-
-def _scheduled(schedule: str) -> dict[str, Any]:
-    return {"schedule": schedule} | ({"virtual_pp": 2} if schedule == "zbv_zero_bubble" else {})
+    refused = [system for system, job in jobs.items() if not fits(job, job.memory_limit)]
+    if refused:
+        worst = max(refused, key=lambda system: predicted_memory(jobs[system]).total)
+        problem = too_large(jobs[worst], jobs[worst].memory_limit)
+        others = [system for system in refused if system != worst]
+        also = f"; {', '.join(others)} {'do' if len(others) > 1 else 'does'} not fit either" if others else ""
+        print(f"wlb: warning: {worst}: {problem}{also}", file=sys.stderr)
 
 
 def _lengths(source: str) -> NDArray[np.int64]:
@@ -204,11 +204,11 @@ def _simulate_all(jobs: dict[str, SimulatedJob], lengths: NDArray[np.int64], ste
 def _write_trace(path: Path, job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> None:
     from itertools import islice
 
-    from wlb.simulate.run import planned_steps
+    from wlb.planning.planner import StepPlanner
     from wlb.simulate.timeline import timeline
     from wlb.simulate.trace import write_trace
 
-    plan = next(islice(planned_steps(job, lengths), steps - 1, None))
+    plan = next(islice(StepPlanner(job, lengths).plans(), steps - 1, None))
     write_trace(path, timeline(plan, job))
 
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.compare import check_dealing, compare_with_progress, show_comparison, title_of
+from wlb.cli.compare import check_dealing, compare_packers, show_comparison, title_of
 from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from wlb.documents.segments import Segment
+    from wlb.packing.packer import PackingTask
     from wlb.packing.tuning import Trial
     from wlb.simulate.compare import MethodResult
 
@@ -54,46 +56,35 @@ def tune(
 
     Example: wlb tune synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
+    from wlb.documents.filling import documents_for
     from wlb.documents.lengths import read_lengths
-    from wlb.packing import packer_options
     from wlb.packing.packer import PackingTask
-    from wlb.packing.tuning import MAX_LENGTH_FACTORS, search, trade_off
-    from wlb.packing.variable_length import VariableLengthOptions
-    from wlb.simulate.compare import Cluster, comparison_json, documents_for, packer_for
+    from wlb.packing.tuning import MAX_LENGTH_FACTORS, trade_off
+    from wlb.simulate.compare import Cluster, comparison_json, packer_for
 
-    check_dealing(micro_batches, dp)
     cluster = Cluster(micro_batches, context_window, dp, pp)
+    check_dealing(cluster)
     workload, priced_by = options.workload_from(context, model, hardware, tp, cp, context_window, profile, pp=pp)
-    documents, _ = documents_for(read_lengths(lengths), cluster, steps=steps)
-    factors = sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < max_length_factor), max_length_factor})
-    with progress_bar() as bar:
-        task = bar.add_task("trying settings")
-        trials = search(
-            [document.length for document in documents],
-            PackingTask(micro_batches, context_window, workload),
-            VariableLengthOptions.model_validate(packer_options("variable_length", {"max_delay": max_delay})),
-            factors=factors,
-            max_token_delay=max_token_delay,
-            on_trial=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-        best, curve = trials[0], trade_off(trials)
-        names = options.method_names(methods, ["sequential"])
-        packers = {name: packer_for(name, cluster, workload, max_delay=max_delay) for name in names}
-        packers[_TUNED] = packer_for(
-            "variable_length",
-            cluster,
-            workload,
-            max_length_factor=best.max_length_factor,
-            outlier_thresholds=best.outlier_thresholds,
-            max_delay=max_delay,
-        )
-        packers[_UNTUNED] = packer_for(
-            _UNTUNED, cluster, workload, max_length_factor=best.max_length_factor, max_delay=max_delay
-        )
-        results = [
-            compare_with_progress(name, packer, documents, cluster, workload, bar) for name, packer in packers.items()
-        ]
-    recommended = _recommended(best, results, max_token_delay)
+    documents, _ = documents_for(read_lengths(lengths), micro_batches, context_window, steps=steps)
+    trials = _trials(
+        documents,
+        PackingTask(micro_batches, context_window, workload),
+        sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < max_length_factor), max_length_factor}),
+        max_token_delay,
+        max_delay,
+    )
+    best, curve = trials[0], trade_off(trials)
+    shared = {"max_length_factor": best.max_length_factor, "max_delay": max_delay}
+    packers = {
+        name: packer_for(name, cluster, workload, max_delay=max_delay)
+        for name in options.method_names(methods, ["sequential"])
+    }
+    packers[_TUNED] = packer_for(
+        "variable_length", cluster, workload, **shared, outlier_thresholds=best.outlier_thresholds
+    )
+    packers[_UNTUNED] = packer_for(_UNTUNED, cluster, workload, **shared)
+    results = compare_packers(packers.items(), documents, cluster, workload)
+    recommended = _recommended(best, results, max_token_delay, max_delay)
     if json:
         emit_json(
             {
@@ -115,18 +106,43 @@ def tune(
     stdout.print("\n".join(["[packing]", *lines]), markup=False, highlight=False)
 
 
-def _recommended(best: Trial, results: Sequence[MethodResult], max_token_delay: float) -> dict[str, Any]:
-    """Settings of [packing]."""
+def _trials(
+    documents: Sequence[Segment],
+    task: PackingTask,
+    factors: Sequence[float],
+    max_token_delay: float,
+    max_delay: int | None,
+) -> list[Trial]:
+    """Settings of variable_length, the best first."""
+    from wlb.packing import packer_options
+    from wlb.packing.tuning import search
+    from wlb.packing.variable_length import VariableLengthOptions
+
+    with progress_bar() as bar:
+        tried = bar.add_task("trying settings")
+        return search(
+            [document.length for document in documents],
+            task,
+            VariableLengthOptions.model_validate(packer_options("variable_length", {"max_delay": max_delay})),
+            factors=factors,
+            max_token_delay=max_token_delay,
+            on_trial=lambda done, total: bar.update(tried, completed=done, total=total),
+        )
+
+
+def _recommended(
+    best: Trial, results: Sequence[MethodResult], max_token_delay: float, max_delay: int | None
+) -> dict[str, Any]:
+    """Settings of [packing]; ``max_delay`` where it is not the default."""
     by_name = {result.method: result for result in results}
     tuned, untuned = by_name[_TUNED], by_name[_UNTUNED]
     as_fast = untuned.busy_share_arranged >= _AS_FAST * tuned.busy_share_arranged
+    shared = {"max_length_factor": best.max_length_factor}
+    if max_delay is not None:
+        shared["max_delay"] = max_delay
     if as_fast and untuned.mean_token_delay <= max_token_delay:
-        return {"method": _UNTUNED, "max_length_factor": best.max_length_factor}
-    return {
-        "method": "variable_length",
-        "max_length_factor": best.max_length_factor,
-        "outlier_thresholds": list(best.outlier_thresholds),
-    }
+        return {"method": _UNTUNED, **shared}
+    return {"method": "variable_length", **shared, "outlier_thresholds": list(best.outlier_thresholds)}
 
 
 def _verdict(results: Sequence[MethodResult]) -> str:

@@ -62,9 +62,12 @@ def predict_memory(settings: MemorySettings, tokens: Sequence[int]) -> MemoryEst
 def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
     """``predict_memory`` of a step whose micro-batches hold ``tokens`` tokens each, at once however many they are.
 
-    A full pipeline of equal micro-batches holds the same round after round, but for their token ids.
+    A full pipeline of equal micro-batches holds the same round after round, but for their token ids; GPipe alone holds
+    all of them.
     """
     walked = min(settings.micro_batches, _EVEN_ROUNDS * settings.parallel.pp)
+    if settings.parallel.schedule not in ("1f1b", "interleaved_1f1b"):
+        walked = settings.micro_batches
     estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked)
     more = (settings.micro_batches - walked) * _largest_share(settings, tokens) * _BATCH_BYTES
     return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})

@@ -4,43 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from wlb.config import ModelConfig
 from wlb.documents.store.reader import TokenStore
-from wlb.errors import UserError
-from wlb.models.huggingface.config import read_config
 from wlb.models.huggingface.weights import PretrainedWeights
-from wlb.models.transformer import RotaryScaling, TransformerConfig
-
-_DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size")
-_VARIANTS = ("qkv_bias", "qk_norm")
-
-
-def pretrained_config(directory: Path, model: ModelConfig) -> TransformerConfig:
-    """The model in ``directory``, with what ``[model]`` may change: rotary positions, ``norm_eps``, an untied head.
-
-    Raises ``UserError`` where ``[model]`` gives a dimension or variant that the pretrained weights do not have.
-    """
-    config = read_config(directory)
-    given = {name: getattr(model, name) for name in model.model_fields_set}
-    found = {name: getattr(config.shape, name) for name in _DIMENSIONS}
-    found |= {name: getattr(config, name) for name in _VARIANTS}
-    for name, value in found.items():
-        if given.get(name) not in (None, value):
-            raise UserError(f"model.{name} = {given[name]}, but {directory} has {value}; leave model.{name} out")
-    if given.get("tied_embeddings") and not config.tied_embeddings:
-        raise UserError(
-            f"model.tied_embeddings = true, but {directory} has a head of its own; leave model.tied_embeddings out"
-        )
-    names = ("rope_theta", "norm_eps", "tied_embeddings")
-    changes = {name: given[name] for name in names if name in given}
-    if model.rope_scaling is not None:
-        changes["rope_scaling"] = RotaryScaling(**model.rope_scaling.model_dump())
-    return replace(config, **changes)
+from wlb.planning.model import TransformerConfig
 
 
 def check_weights(directory: Path, config: TransformerConfig) -> None:

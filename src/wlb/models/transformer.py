@@ -23,49 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wlb.errors import UserError
+from wlb.planning.model import RotaryScaling
+from wlb.planning.model import TransformerConfig as TransformerConfig
 from wlb.workload.shapes import ModelShape
 
 # Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class RotaryScaling:
-    """Llama 3.1's stretching of positions to a longer context (``rope_type = "llama3"`` of Hugging Face's config).
-
-    Frequencies that turn less than ``low_freq_factor`` times over ``original_max_position_embeddings`` tokens are
-    divided by ``factor``, those that turn more than ``high_freq_factor`` times are kept, and those between are
-    interpolated by how often they turn.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """What a ``Transformer`` needs beyond its shape; see ``wlb.config.ModelConfig`` for the meaning.
-
-    Raises ``UserError`` for heads that rotary positions cannot turn.
-    """
-
-    shape: ModelShape
-    rope_theta: float = 500_000.0
-    norm_eps: float = 1e-5
-    rope_scaling: RotaryScaling | None = None
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    tied_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        if self.shape.head_dim % 2:
-            raise UserError(
-                f"head_dim = {self.shape.head_dim} is odd; rotary positions turn pairs of dimensions, choose an "
-                "even one"
-            )
 
 
 class Transformer(nn.Module):

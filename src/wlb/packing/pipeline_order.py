@@ -50,11 +50,6 @@ class Pipeline:
     def stages(self) -> int:
         return self.pp * self.virtual_pp
 
-    @property
-    def schedule_run(self) -> str:
-        """Interleaved 1F1B of one stage a rank is run as 1F1B."""
-        return "1f1b" if self.schedule == "interleaved_1f1b" and self.virtual_pp == 1 else self.schedule
-
 
 def in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: Pipeline) -> list[list[MicroBatch]]:
     """``ranks``, of equally many micro-batches, each in the order in which the pipeline is fastest, as far as tried.
@@ -113,7 +108,7 @@ def _makespans(seconds: Seconds, pipeline: Pipeline) -> Seconds:
     """Seconds of shape (...) from forward and backward, all stages, (2, ..., micro-batches)."""
     shape = (*seconds.shape[:-1], pipeline.stages, seconds.shape[-1])
     forward, backward = np.broadcast_to(seconds[..., None, :] / pipeline.stages, shape)
-    return pipeline_makespans(pipeline.schedule_run, forward, backward, pipeline.virtual_pp)
+    return pipeline_makespans(pipeline.schedule, forward, backward, pipeline.virtual_pp)
 
 
 def _falling(seconds: Seconds) -> Indices:

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wlb.documents.segments import Segment
 
 
@@ -54,6 +57,11 @@ class StepPlan:
     @property
     def segments(self) -> Iterator[Segment]:
         return (segment for rank in self.ranks for micro_batch in rank for segment in micro_batch.segments)
+
+    @property
+    def table(self) -> NDArray[np.int64]:
+        """The segments as an array of shape (segments, 3): document, start, length."""
+        return np.array([*self.segments], dtype=np.int64).reshape(-1, 3)
 
     @property
     def tokens(self) -> int:

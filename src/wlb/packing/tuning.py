@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.documents.filling import documents_filling
 from wlb.errors import UserError
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.statistics import PackingStatistics
@@ -125,11 +126,6 @@ def _preference(trial: Trial, max_token_delay: float) -> tuple[bool, float, floa
     if trial.mean_token_delay <= max_token_delay:
         return False, trial.imbalance_degree, trial.mean_token_delay
     return True, trial.mean_token_delay, trial.imbalance_degree
-
-
-def documents_filling(lengths: NDArray[np.int64], tokens: int) -> int:
-    """How many documents from the front hold at least ``tokens`` tokens, or all of them."""
-    return min(len(lengths), int(np.searchsorted(np.cumsum(lengths), tokens)) + 1)
 
 
 class ThresholdTuner:

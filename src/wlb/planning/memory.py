@@ -1,78 +1,61 @@
-"""What a job holds in memory, asked in the same way whether it is trained or simulated.
+"""Whether a job fits the memory of its devices, and the longest micro-batches that do.
 
-The estimate itself is ``wlb.memory.step``; here is what it needs to know of a job, and how long the micro-batches
-of the worst step are.
+The estimate is ``wlb.memory.step``, of the worst step that packing may produce: every micro-batch as long as L_max.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-from wlb.config import CheckpointConfig, DataConfig, PackingConfig, ParallelConfig, ShardingConfig, TrainingConfig
-from wlb.memory.layers import Checkpointing, MemorySettings
-from wlb.schedules.layer_split import split_layers
-from wlb.sharding.hybrid import MEMORY_FACTOR
-from wlb.workload.shapes import ModelShape
+from wlb.memory.step import MemoryEstimate, gib, largest_length_factor, predict_even_step
+from wlb.planning.job import JobSpec
 
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
 USABLE_SHARE = 0.9
 
-_FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
-_TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes that a process may hold, and where that comes from."""
+
+    number_of_bytes: float
+    origin: str
 
 
-class PackedJob(Protocol):
-    """A configuration, or a simulated job."""
-
-    @property
-    def data(self) -> DataConfig: ...
-
-    @property
-    def packing(self) -> PackingConfig: ...
+def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
+    """What a process may hold that has a GPU of ``memory_bytes`` to itself."""
+    return MemoryLimit(USABLE_SHARE * memory_bytes, f"{USABLE_SHARE:.0%} of a GPU")
 
 
-def longest_micro_batch(job: PackedJob) -> int:
-    """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
-    return job.packing.options.most_tokens(job.data.context_window)
+def predicted_memory(job: JobSpec) -> MemoryEstimate:
+    """The most that a process holds in the worst step."""
+    return predict_even_step(job.memory_settings, job.longest_micro_batch)
 
 
-def compute_type(training: TrainingConfig, device_type: str) -> str:
-    """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
-    return _FAST_TYPE[device_type] if training.dtype == "auto" else training.dtype
+def fits(job: JobSpec, limit: MemoryLimit) -> bool:
+    return predicted_memory(job).total <= limit.number_of_bytes
 
 
-def compute_bytes(training: TrainingConfig, device_type: str) -> int:
-    """Bytes of a value in that type."""
-    return _TYPE_BYTES[compute_type(training, device_type)]
+def largest_factor(job: JobSpec, limit: MemoryLimit) -> float | None:
+    """The largest L_max that fits ``limit``, in context windows; None where not even one window fits."""
+    return largest_length_factor(job.memory_settings, job.context_window, limit.number_of_bytes)
 
 
-def holds_checkpoint_copy(checkpoint: CheckpointConfig, device_type: str) -> bool:
-    """Whether a checkpoint is copied within the memory that limits the job; those of a GPU are copied to the host."""
-    return device_type == "cpu" and checkpoint.dir is not None and checkpoint.asynchronous
-
-
-def job_memory_settings(
-    shape: ModelShape,
-    parallel: ParallelConfig,
-    packing: PackingConfig,
-    sharding: ShardingConfig,
-    *,
-    device_type: str,
-    compute_bytes: int,
-    activation_checkpointing: Checkpointing,
-    tied_embeddings: bool,
-    checkpoint_copy: bool,
-) -> MemorySettings:
-    """What the memory model asks about a job on "cuda" or "cpu" devices."""
-    return MemorySettings(
-        shape=shape,
-        stage_blocks=tuple(len(layers) for layers in split_layers(shape, parallel.stages)),
-        parallel=parallel,
-        micro_batches=packing.micro_batches // parallel.dp,
-        compute_bytes=compute_bytes,
-        activation_checkpointing=activation_checkpointing,
-        fused_norms=device_type == "cuda",
-        tied_embeddings=tied_embeddings,
-        uneven_shards=MEMORY_FACTOR if sharding.strategy == "hybrid" and parallel.cp > 1 else 1.0,
-        checkpoint_copy=checkpoint_copy,
+def too_large(job: JobSpec, limit: MemoryLimit, *, resumes: bool = False) -> str | None:
+    """What a job that does not fit ``limit`` needs and what would help, in configuration keys; None where it fits."""
+    estimate = predicted_memory(job)
+    if estimate.total <= limit.number_of_bytes:
+        return None
+    remedies = []
+    recomputing = replace(job, activation_checkpointing="full")
+    if job.activation_checkpointing != "full" and fits(recomputing, limit):
+        smaller = gib(predicted_memory(recomputing).total)
+        remedies.append(f'set training.activation_checkpointing = "full" ({smaller} GiB)')
+    on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""
+    remedies.append(
+        f"lower packing.max_length_factor or data.context_window{on_purpose}, raise parallel.cp, tp, pp or dp"
+    )
+    return (
+        f"with micro-batches of {job.longest_micro_batch} tokens a process needs up to {estimate}, over the "
+        f"{gib(limit.number_of_bytes)} GiB of {limit.origin}; {', or '.join(remedies)}"
     )

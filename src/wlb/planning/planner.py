@@ -1,9 +1,10 @@
 """From the order of documents to the plan of each step, with a state to continue from after any of them.
 
-``StepPlanner`` takes documents from the stream, feeds them to the packer until steps come out, and deals each
+``StepPlanner`` takes a job's documents in their order, feeds them to its packer until steps come out, and deals each
 step to the data-parallel ranks. It needs document lengths only, so every rank runs its own and all get the
-same plans. Each plan comes with the state right after it; that state holds what waits in the packer and the
-steps the packer emitted along with this one, so going back to it takes time proportional to what is pending.
+same plans; a simulation runs one too. Each plan comes with the state right after it, where that is asked for; the state
+holds what waits in the packer and the steps the packer emitted along with this one, so going back to it takes time
+proportional to what is pending.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from wlb.config import PackingConfig
-from wlb.documents.order import DocumentStream
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.order import DocumentStream, EpochSummary
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.packing.arrange import arrange
-from wlb.packing.packer import Packer, held_segments
-from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.packer import held_segments
 from wlb.packing.plan import StepPlan
+from wlb.planning.job import JobSpec
 
 _DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
 
@@ -43,48 +46,41 @@ class PlannedStep:
 
 
 class StepPlanner(Iterator[PlannedStep]):
-    """Plans step after step; ends after one epoch, drained, if ``one_epoch``, and never otherwise.
+    """Plans the steps of ``job`` on documents of ``lengths`` tokens.
 
-    Without ``one_epoch`` documents of the next epoch follow those of this one into the same steps.
+    Ends after one epoch, drained, if ``one_epoch``, and never otherwise: documents of the next epoch follow those of
+    this one into the same steps. ``epoch_summary`` says what an epoch does with the documents. Raises ``UserError``
+    where they leave nothing to train on.
     """
 
-    def __init__(
-        self,
-        stream: DocumentStream,
-        packer: Packer[Any],
-        packing: PackingConfig,
-        dp: int,
-        pipeline: Pipeline,
-        *,
-        one_epoch: bool,
-    ) -> None:
-        self._stream = stream
-        self._packer = packer
-        self._packing = packing
-        self._dp = dp
-        self._pipeline = pipeline
+    def __init__(self, job: JobSpec, lengths: NDArray[np.int64], *, one_epoch: bool = False) -> None:
+        self._stream = DocumentStream(lengths, job.data)
+        self.epoch_summary: EpochSummary = self._stream.summary
+        self._packer = job.packer()
+        self._packing = job.packing
+        self._dp = job.dp
+        self._pipeline = job.pipeline
         self._one_epoch = one_epoch
         self._emitted: deque[StepPlan] = deque()
         self._drained = False
-        self._remember_packer()
+        self._held: _Held | None = None
 
     def __next__(self) -> PlannedStep:
         started = time.perf_counter()
-        while not self._emitted:
-            self._feed()
-        plan = self._emitted.popleft()
-        arranged = arrange(
-            plan,
-            self._dp,
-            assignment=self._packing.assignment,
-            order=self._packing.order,
-            pipeline=self._pipeline,
-        )
+        plan = self._next_plan()
+        if plan is None:
+            raise StopIteration
+        arranged = self._arranged(plan)
         # All pieces of a document are taken in together, so what does not wait has been trained.
         waiting = self._waiting_documents()
         finished = {segment.document for segment in plan.segments} - waiting
         state = self.state_dict()
         return PlannedStep(arranged, time.perf_counter() - started, state, tuple(sorted(finished)), len(waiting))
+
+    def plans(self) -> Iterator[StepPlan]:
+        """The plans alone, for a simulation, which has no use for the states that go with them."""
+        while (plan := self._next_plan()) is not None:
+            yield self._arranged(plan)
 
     @property
     def pending_documents(self) -> int:
@@ -95,7 +91,7 @@ class StepPlanner(Iterator[PlannedStep]):
         """Everything needed to continue after the last plan returned, as JSON-serialisable data."""
         return {
             "stream": self._stream.state_dict(),
-            "packer": self._packer_state,
+            "packer": self._held_by_packer().state,
             "emitted": [plan.to_json() for plan in self._emitted],
             "drained": self._drained,
         }
@@ -121,7 +117,7 @@ class StepPlanner(Iterator[PlannedStep]):
                 self._drained = state["drained"]
             else:
                 self._packer.take_back(emitted)
-        self._remember_packer()
+        self._held = None
 
     def begin_with_other_documents(self, state: dict[str, Any]) -> int:
         """Continue a job that was saved on other documents, with the next epoch whose ids that job cannot have used.
@@ -130,33 +126,53 @@ class StepPlanner(Iterator[PlannedStep]):
         """
         self._stream.begin_after(state["stream"])
         self._packer.begin_with([], step=_next_step_of(state))
-        self._remember_packer()
+        self._held = None
         return len({segment.document for segment in _waiting_in(state)})
 
+    def _next_plan(self) -> StepPlan | None:
+        while not self._emitted:
+            if self._one_epoch and self._drained:
+                return None
+            self._feed()
+        return self._emitted.popleft()
+
+    def _feed(self) -> None:
+        self._held = None
+        if not self._stream.epoch_is_over:
+            self._emitted += self._packer.plan(self._stream.take(_DOCUMENTS_AT_ONCE))
+        elif self._one_epoch:
+            self._emitted += self._packer.drain()
+            self._drained = True
+        else:
+            self._stream.next_epoch()
+            self._drained = False
+
+    def _arranged(self, plan: StepPlan) -> StepPlan:
+        packing = self._packing
+        return arrange(plan, self._dp, assignment=packing.assignment, order=packing.order, pipeline=self._pipeline)
+
     def _waiting_documents(self) -> set[int]:
-        return self._held.union(segment.document for plan in self._emitted for segment in plan.segments)
+        return self._held_by_packer().documents.union(
+            segment.document for plan in self._emitted for segment in plan.segments
+        )
+
+    def _held_by_packer(self) -> _Held:
+        """The packer's state, made once for all steps that it emits together."""
+        if self._held is None:
+            documents = {segment.document for segment in self._packer.pending}
+            self._held = _Held(self._packer.state_dict(), documents)
+        return self._held
 
     def _could_have_packed(self, plan: StepPlan) -> bool:
         fits = all(micro_batch.tokens <= self._packer.capacity for micro_batch in plan.micro_batches)
         return fits and len(plan.micro_batches) == self._packer.micro_batches
 
-    def _feed(self) -> None:
-        if not self._stream.epoch_is_over:
-            self._emitted += self._packer.plan(self._stream.take(_DOCUMENTS_AT_ONCE))
-        elif not self._one_epoch:
-            self._stream.next_epoch()
-            self._drained = False
-        elif not self._drained:
-            self._emitted += self._packer.drain()
-            self._drained = True
-        else:
-            raise StopIteration
-        if self._emitted:
-            self._remember_packer()
 
-    def _remember_packer(self) -> None:
-        self._packer_state = self._packer.state_dict()
-        self._held = {segment.document for segment in self._packer.pending}
+class _Held(NamedTuple):
+    """What waits in the packer, as its state and as document ids."""
+
+    state: dict[str, Any]
+    documents: set[int]
 
 
 def _waiting_in(state: dict[str, Any]) -> list[Segment]:

@@ -18,8 +18,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.config import PackingConfig, ShardingConfig
-from wlb.packing import PACKERS
 from wlb.sharding import MicroBatches, shard_many
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality
@@ -71,22 +69,6 @@ def sharded_prices(
     ratios = [each / float(alone.document_seconds(short)), *(added.mean(axis=1) / alone.document_seconds(probes))]
     corrections = np.clip(np.round(ratios, _DECIMALS), _LEAST, _MOST)
     return ShardedPrices(alone, np.array([short, *probes], np.float64), corrections)
-
-
-def packing_prices(
-    packing: PackingConfig,
-    sharding: ShardingConfig,
-    shape: ModelShape,
-    hardware: Hardware,
-    *,
-    tp: int,
-    cp: int,
-    context_window: int,
-) -> DocumentPrices:
-    """The prices by which a job packs: with what sharding really costs, where the packer asks for it, or W_a + W_l."""
-    if PACKERS[packing.method].prices_sharding:
-        return sharded_prices(shape, hardware, tp, cp, sharding.strategy, context_window)
-    return make_workload(shape, hardware, tp=tp, cp=cp)
 
 
 def _group_seconds(micro_batches: list[list[int]], workload: Workload, cp: int, strategy: str) -> NDArray[np.float64]:

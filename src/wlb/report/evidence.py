@@ -9,21 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.config import PRESETS
+from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
 from wlb.memory.layers import Checkpointing
-from wlb.memory.step import largest_length_factor
+from wlb.packing.statistics import PackingStatistics
+from wlb.planning.memory import largest_factor, predicted_memory
+from wlb.planning.planner import StepPlanner
 from wlb.report.gain import Gain, gain
-from wlb.report.system_steps import SystemSteps, simulate_system
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
-from wlb.simulate import SimulatedJob
-from wlb.simulate.compare import Cluster, MethodResult, compare_packer, documents_for, packer_for
-from wlb.simulate.job import memory_settings, predicted_memory, usable_bytes
+from wlb.simulate import SimulatedJob, StepResults, simulate_steps
+from wlb.simulate.compare import Cluster, MethodResult, compare_packer, packer_for
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.timeline import Timeline, timeline
 
 BASELINE, BEST = "plain-4d", "best"  # presets
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")
@@ -31,9 +35,39 @@ RECOMMENDED = "makespan"
 
 LENGTH_FACTORS = (1.0, 1.25, 1.5, 2.0)
 AS_FAST = 0.01  # L_max within so much of the fastest differ in what waits, not in speed
+_MICRO_BATCHES_AT_ONCE = 512
 _ENOUGH_ROOM = 1.5  # windows: checkpointing is not raised to make micro-batches longer than this
 
 Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SystemSteps:
+    """Every step's tokens and seconds, where the time goes on average, and one step in full.
+
+    The one step is that with the most usual seconds for its work; ``gpu_seconds`` has shape (pp, dp, cp).
+    ``token_delay`` is the mean number of steps that a token waits; ``work_seconds`` are W_a + W_l of what each step
+    trains.
+    """
+
+    job: SimulatedJob
+    tokens: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    where: dict[str, float]
+    imbalance: float
+    token_delay: float
+    work_seconds: NDArray[np.float64]
+    gpu_seconds: NDArray[np.float64]
+    timeline: Timeline
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(self.tokens.sum() / self.seconds.sum())
+
+    @property
+    def work_rate(self) -> float:
+        """Work over seconds: unlike tokens/s, it does not rise while long documents wait."""
+        return float(self.work_seconds.sum() / self.seconds.sum())
 
 
 @dataclass(frozen=True)
@@ -100,7 +134,7 @@ def gather_evidence(
     """
     best = job(BEST)
     cluster = Cluster(best.packing.micro_batches, best.context_window, best.dp, best.pp)
-    documents, _ = documents_for(lengths, cluster, steps=steps)
+    documents, _ = documents_for(lengths, cluster.micro_batches, cluster.context_window, steps=steps)
     step_tokens = best.packing.micro_batches * best.context_window
     steps = min(steps, sum(document.length for document in documents) // step_tokens)
     checkpointing, room = least_checkpointing(best)
@@ -126,13 +160,45 @@ def gather_evidence(
     return Evidence(lengths, systems, results, tried, room is not None, _shards(systems[BEST]))
 
 
+def simulate_system(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> SystemSteps:
+    """The first ``steps`` steps of ``job`` on documents of ``lengths`` tokens."""
+    costs = JobCosts(job)
+    plans = list(islice(StepPlanner(job, lengths).plans(), steps))
+    packed = PackingStatistics()
+    packed.add(plans)
+    at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
+    groups = [simulate_steps(plans[start : start + at_once], costs) for start in range(0, steps, at_once)]
+
+    def whole(column: Callable[[StepResults], NDArray[np.float64]]) -> NDArray[np.float64]:
+        return np.concatenate([column(group) for group in groups])
+
+    seconds = whole(lambda group: group.seconds)
+    tokens = np.concatenate([group.tokens for group in groups])
+    gpu_seconds = whole(lambda group: group.gpu_seconds)
+    prices = job.work_prices
+    work = np.array([prices.document_seconds(plan.table[:, 2]).sum() for plan in plans])
+    usual = int(np.abs(seconds / work - seconds.sum() / work.sum()).argmin())
+    over_gpus = (1, 2, 3)
+    return SystemSteps(
+        job=job,
+        tokens=tokens,
+        seconds=seconds,
+        where={cause: float(whole(lambda group, cause=cause: group.where[cause]).mean()) for cause in groups[0].where},  # type: ignore[misc]
+        imbalance=float((gpu_seconds.max(axis=over_gpus) / gpu_seconds.mean(axis=over_gpus)).mean()),
+        token_delay=packed.mean_token_delay,
+        work_seconds=work,
+        gpu_seconds=gpu_seconds[usual],
+        timeline=timeline(plans[usual], job),
+    )
+
+
 def least_checkpointing(job: SimulatedJob) -> tuple[Checkpointing, float | None]:
     """The least checkpointing under which GPUs hold L_max, and the L_max they hold; None if nothing fits."""
     best: tuple[Checkpointing, float | None] = ("none", None)
     levels: tuple[Checkpointing, ...] = ("none", "selective", "full")
     for level in levels:
         tried = replace(job, activation_checkpointing=level)
-        factor = largest_length_factor(memory_settings(tried), tried.context_window, usable_bytes(tried))
+        factor = largest_factor(tried, tried.memory_limit)
         if factor is not None and (best[1] is None or factor > best[1]):
             best = level, factor
         if factor is not None and factor >= _ENOUGH_ROOM:
@@ -148,8 +214,7 @@ def fast_with_least_delay(candidates: Sequence[SystemSteps]) -> SystemSteps:
 
 
 def _settled(job: SimulatedJob, checkpointing: Checkpointing, max_length_factor: float) -> SimulatedJob:
-    packing = job.packing.with_length_factor(max_length_factor)
-    return replace(job, activation_checkpointing=checkpointing, packing=packing)
+    return replace(job.with_length_factor(max_length_factor), activation_checkpointing=checkpointing)
 
 
 def _tried(system: SystemSteps, speed: float) -> TriedLength:
@@ -165,7 +230,7 @@ def _pack(method: str, documents: Sequence[Segment], cluster: Cluster, best: Sim
     """``method`` by itself; the recommended one too packs by W_a + W_l here, so that all are judged by one price."""
     workload = best.workload
     if method == RECOMMENDED:
-        packer = best.packing.packer(best.context_window, workload)
+        packer = replace(best, packed_by=workload).packer()
     else:
         factor = float(best.packing.length_factor)
         packer = packer_for(method, cluster, workload, max_length_factor=factor)

@@ -23,7 +23,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.reproduce.experiment import Settings
 from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job
-from wlb.simulate.named_jobs import NamedJob
+from wlb.simulate.job import NamedJob
 
 # The paper runs interleaved 1F1B (section 6) with "several chunks of layers" on each rank (section 2.1), and as many
 # micro-batches as pipeline ranks (section 7.1). Assumed: two chunks.

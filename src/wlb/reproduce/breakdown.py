@@ -14,7 +14,7 @@ from wlb.reproduce import paper
 from wlb.reproduce.bench import ASSUMED, Bench, corpus, speedup
 from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, grouped_bars
 from wlb.simulate import SimulatedJob
-from wlb.simulate.named_jobs import PAPER_JOBS
+from wlb.simulate.job import PAPER_JOBS
 
 _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]

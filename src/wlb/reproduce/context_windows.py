@@ -15,7 +15,7 @@ from typing import Any
 from wlb.reproduce import paper
 from wlb.reproduce.bench import ASSUMED, Bench, corpus, grown_corpus, speedup
 from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, lines_over_tokens
-from wlb.simulate.named_jobs import PAPER_JOBS
+from wlb.simulate.job import PAPER_JOBS
 
 _1K = 1024
 WINDOWS = tuple(thousands * _1K for thousands in (32, 64, 96, 128, 160, 256, 512, 1024))

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
+from wlb.planning.planner import StepPlanner
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.reproduce import paper
 from wlb.reproduce.bench import Bench, corpus
 from wlb.reproduce.experiment import COLOURS, Column, Finding, Report, Settings, Table
 from wlb.simulate import SimulatedJob
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.named_jobs import NAMED_JOBS
-from wlb.simulate.run import planned_steps
+from wlb.simulate.job import NAMED_JOBS
 from wlb.simulate.step import Steps
 
 _STEPS = 64  # over fewer, tokens/s favour systems in which many long documents still wait at the end
@@ -73,7 +73,7 @@ def run(settings: Settings) -> Report:
 
 def _latency(job: SimulatedJob, bench: Bench) -> Latency:
     costs = JobCosts(job)
-    plans = islice(planned_steps(job, bench.lengths), bench.steps)
+    plans = islice(StepPlanner(job, bench.lengths).plans(), bench.steps)
     parts = [_of_step(plan, costs) for plan in plans]
     everything, attention, seconds, tokens = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Latency(everything, attention, seconds, int(tokens.sum()))

@@ -2,7 +2,7 @@
 
 All of it is quoted from WLB-LLM (OSDI '25, proceedings pages 785-801; arXiv 2503.17924). Figures whose values are
 printed nowhere, neither in the text nor in a table, are left out rather than read off a plot. The layouts of its Table
-1 are in ``wlb.simulate.named_jobs``.
+1 are in ``wlb.simulate.job``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 from wlb.reproduce import paper
 from wlb.reproduce.bench import ASSUMED, Bench, Documents, Treatment, corpus, speedup
 from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, grouped_bars
-from wlb.simulate.named_jobs import PAPER_JOBS
+from wlb.simulate.job import PAPER_JOBS
 
 _STEPS = 200  # over fewer, tokens/s favour systems in which many long documents still wait at the end
 

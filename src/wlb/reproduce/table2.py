@@ -12,7 +12,7 @@ from wlb.reproduce import paper
 from wlb.reproduce.bench import corpus, cut_by_loader
 from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, grouped_bars
 from wlb.simulate.compare import Cluster, MethodResult, compare_packer, packer_for
-from wlb.simulate.named_jobs import PAPER_JOBS
+from wlb.simulate.job import PAPER_JOBS
 from wlb.workload import make_workload
 from wlb.workload.base import Workload
 

@@ -3,7 +3,7 @@
 A schedule is nothing but one list of operations for each rank; who waits for whom follows from the lists
 (``wlb.schedules.makespan``). The orders are those of ``torch.distributed.pipelining`` 2.13 (``ScheduleGPipe``,
 ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``), derived
-here without torch; the tests compare them.
+here without torch; the tests compare them. Interleaved 1F1B needs several stages on a rank; of one it is 1F1B.
 
 The zero-bubble schedules (arXiv 2401.10241) cut a backward in two: the gradient of the input, for which the stage
 before waits, and that of the weights, for which nobody does and which fills the gaps.
@@ -40,12 +40,15 @@ _SEVERAL_STAGES = ("interleaved_1f1b", *ZERO_BUBBLE)
 def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: int = 1) -> RankOperations:
     """Return, for each of ``pp`` ranks, its operations in the order in which the rank runs them.
 
-    Rank r holds the stages that ``stages_of_rank`` names. ``1f1b`` also takes fewer micro-batches than ranks, which
-    torch's ``Schedule1F1B`` refuses to build and Megatron-Core runs.
+    Rank r holds the stages that ``stages_of_rank`` names. ``interleaved_1f1b`` with one stage on each rank is ``1f1b``,
+    as the trainer runs it. ``1f1b`` also takes fewer micro-batches than ranks, which torch's ``Schedule1F1B`` refuses
+    to build and Megatron-Core runs.
 
     Raises ``UserError`` for an unknown schedule, a size below 1, more than one stage for each rank where the schedule
     runs one, and micro-batches that do not fill whole rounds.
     """
+    if schedule == "interleaved_1f1b" and virtual_stages == 1:
+        schedule = "1f1b"
     _check(schedule, pp, micro_batches, virtual_stages)
     of_rank: dict[str, Callable[[int], tuple[Operation, ...]]] = {
         "gpipe": lambda rank: _gpipe(rank, micro_batches),

@@ -2,10 +2,9 @@
 
 from wlb.schedules.makespan import pipeline_makespan, pipeline_makespans
 from wlb.schedules.operations import SCHEDULES
-from wlb.simulate.attribution import CAUSES
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.run import SimulationResult, simulate
-from wlb.simulate.step import StepResults, simulate_step, simulate_steps
+from wlb.simulate.step import CAUSES, StepResults, simulate_step, simulate_steps
 
 __all__ = [
     "CAUSES",

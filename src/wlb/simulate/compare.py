@@ -15,9 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing import PACKERS, checked_name, make_packer
@@ -25,7 +23,6 @@ from wlb.packing.fixed import FixedSolverPacker
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
 from wlb.packing.statistics import PackingStatistics
-from wlb.packing.tuning import documents_filling
 from wlb.simulate.pipeline_cost import Cluster, PipelineCost, in_groups
 from wlb.workload.base import Workload
 from wlb.workload.flops import attended_pairs
@@ -211,36 +208,6 @@ def compare_packer(
     )
 
 
-def documents_for(
-    lengths: NDArray[np.int64], cluster: Cluster, *, overlong: str = "split", steps: int | None = None
-) -> tuple[list[Segment], OverlongReport]:
-    """The documents of ``lengths`` as segments that fit the window; with ``steps``, only as many as fill those steps.
-
-    Raises ``UserError`` where the documents fill not a single step.
-    """
-    step_tokens = cluster.micro_batches * cluster.context_window
-    whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
-    if steps is not None:
-        whole = whole[
-            : documents_filling(_trained_lengths(lengths, cluster.context_window, overlong), steps * step_tokens)
-        ]
-    documents, report = split_overlong(whole, cluster.context_window, overlong)
-    tokens = sum(document.length for document in documents)
-    if tokens < step_tokens:
-        raise UserError(
-            f"the documents have {tokens} tokens, and one step of {cluster.micro_batches} micro-batches takes "
-            f"{step_tokens}; give more documents, fewer micro-batches or a smaller context window"
-        )
-    return documents, report
-
-
-def _trained_lengths(lengths: NDArray[np.int64], limit: int, overlong: str) -> NDArray[np.int64]:
-    """Tokens of each document that are left after the policy for overlong ones."""
-    if overlong == "truncate":
-        return np.minimum(lengths, limit)
-    return np.where(lengths > limit, 0, lengths) if overlong == "drop" else lengths
-
-
 class _TokenLedger:
     """Tokens trained of every document, and query-key pairs computed over all."""
 
@@ -250,7 +217,7 @@ class _TokenLedger:
 
     def add(self, plans: Iterable[StepPlan]) -> None:
         for plan in plans:
-            self.pairs += float(attended_pairs([segment.length for segment in plan.segments]).sum())
+            self.pairs += float(attended_pairs(plan.table[:, 2]).sum())
             for document, _, length in plan.segments:
                 self._tokens[document] = self._tokens.get(document, 0) + length
 

@@ -1,90 +1,47 @@
-"""What is simulated: a model, hardware, a 4D layout, and how documents are packed and sharded.
+"""What is simulated: a job, and what only a simulation may change about it.
 
-A ``SimulatedJob`` holds everything that the seconds of a step follow from, once the documents are known. It comes from
-a job's configuration (``SimulatedJob.from_config``) or from keywords (``simulated_job``), and refuses layouts that
-could not run.
+A ``SimulatedJob`` comes from a job's configuration (``SimulatedJob.from_config``), from keywords (``simulated_job``),
+or by name (``named_job``).
+
+The named jobs are those of the paper's evaluation, and the one of its motivation. Quoted: WLB-LLM (arXiv 2503.17924),
+Table 1, model, context window and (tp, cp, pp, dp); and section 1 for the job on 8,192 GPUs, a model of 405B
+parameters. Assumed: its shape is that of Llama 3 405B, and a data-parallel rank runs as many micro-batches as there are
+pipeline ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self, TypeVar
 
-from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ParallelConfig, ShardingConfig
+from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
 from wlb.config_file import validated
 from wlb.errors import UserError
-from wlb.memory.layers import Checkpointing, MemorySettings
-from wlb.memory.step import MemoryEstimate, gib, largest_length_factor, predict_even_step
-from wlb.planning.memory import (
-    USABLE_SHARE,
-    compute_bytes,
-    holds_checkpoint_copy,
-    job_memory_settings,
-    longest_micro_batch,
-)
-from wlb.planning.prices import packing_prices
-from wlb.planning.shape import configured_shape
-from wlb.schedules.layer_split import split_layers
-from wlb.schedules.operations import ZERO_BUBBLE, rank_operations, stages_of_rank
-from wlb.sharding import check_group_size
-from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
+from wlb.memory.step import gib
+from wlb.planning.job import JobSpec
+from wlb.planning.memory import MemoryLimit, largest_factor, limit_of_gpu, predicted_memory
+from wlb.planning.model import TransformerConfig
+from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 from wlb.workload.base import DocumentPrices
 from wlb.workload.profile import WorkloadProfile
-from wlb.workload.shapes import check_divisible
 
-_DATA = DataConfig(store=Path("documents"))
+J = TypeVar("J", bound="SimulatedJob")
 
 
 @dataclass(frozen=True)
-class SimulatedJob:
-    """A job on tp x cp x pp x dp GPUs.
+class SimulatedJob(JobSpec):
+    """A ``JobSpec`` that is simulated.
 
-    ``packing.micro_batches`` counts all data-parallel ranks. ``data`` says in which order documents come and what
-    happens to overlong ones; its store is not opened. ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A
-    measured ``profile``, of one tensor-parallel rank, replaces the hardware's prices of computing; links stay the
-    hardware's. ``packed_by`` are the prices that it packs by, if not the trainer's. ``tied_embeddings``,
-    ``compute_bytes`` of a value (default: the hardware's) and ``checkpoint_copy`` decide what the job holds in memory
-    and nothing else.
-
-    Raises ``UserError`` for a layout that cannot run.
+    ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A measured ``profile``, of one tensor-parallel rank, replaces
+    the hardware's prices of computing; links stay the hardware's. ``packed_by`` are the prices that it packs by, if not
+    the trainer's.
     """
 
-    shape: ModelShape
-    hardware: Hardware
-    packing: PackingConfig
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    data: DataConfig = _DATA
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    virtual_pp: int = 1
-    schedule: str = "1f1b"
-    activation_checkpointing: Checkpointing = "none"
     profile: WorkloadProfile | None = None
     packed_by: DocumentPrices | None = None
-    tied_embeddings: bool = False
-    compute_bytes: int | None = None
-    checkpoint_copy: bool = False
 
     def __post_init__(self) -> None:
-        check_group_size(self.cp)
-        for name in ("tp", "pp", "dp", "virtual_pp"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} = {getattr(self, name)} is not a group size; it must be at least 1")
-        micro_batches = self.packing.micro_batches
-        if micro_batches % self.dp:
-            raise UserError(
-                f"{micro_batches} micro-batches cannot be dealt evenly to dp = {self.dp} ranks; give a multiple"
-            )
-        split_layers(self.shape, self.stages)
-        rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
-        make_workload(self.shape, self.hardware, self.tp, self.cp)
-        check_divisible(self.shape, self.tp)
-        self._check_profile()
-
-    def _check_profile(self) -> None:
+        super().__post_init__()
         profile = self.profile
         if profile is None:
             return
@@ -96,31 +53,23 @@ class SimulatedJob:
         if profile.cp != 1:
             raise UserError(f"the profile was measured with cp = {profile.cp}; the simulation needs one of cp = 1")
 
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
+    @classmethod
+    def from_config(
+        cls,
+        config: JobConfig,
+        hardware: str | Hardware = "h100",
+        *,
+        model: TransformerConfig | None = None,
+        vocab_size: int | None = None,
+        profile: WorkloadProfile | None = None,
+    ) -> Self:
+        """As ``JobSpec.from_config``; with ``packing.max_length_factor = "auto"`` L_max is what fits the GPUs."""
+        job = super().from_config(config, hardware, model=model, vocab_size=vocab_size)
+        return with_decided_length(replace(job, profile=profile))
 
     @property
-    def stages(self) -> int:
-        return self.pp * self.virtual_pp
-
-    @property
-    def rank_stages(self) -> list[list[int]]:
-        """The stages of every pipeline rank."""
-        return [list(stages_of_rank(self.schedule, rank, self.pp, self.virtual_pp)) for rank in range(self.pp)]
-
-    @property
-    def context_window(self) -> int:
-        return self.data.context_window
-
-    @property
-    def micro_batches_per_rank(self) -> int:
-        return self.packing.micro_batches // self.dp
-
-    @property
-    def workload(self) -> Workload:
-        """W_a and W_l of a micro-batch on the tp x cp GPUs that run it."""
-        return make_workload(self.shape, self.hardware, tp=self.tp, cp=self.cp)
+    def packing_prices(self) -> DocumentPrices:
+        return self.packed_by or super().packing_prices
 
     @property
     def work_prices(self) -> DocumentPrices:
@@ -128,56 +77,9 @@ class SimulatedJob:
         return self.workload if self.profile is None else self.profile.workload()
 
     @property
-    def packing_prices(self) -> DocumentPrices:
-        """The prices by which this job packs."""
-        return self.packed_by or packing_prices(
-            self.packing,
-            self.sharding,
-            self.shape,
-            self.hardware,
-            tp=self.tp,
-            cp=self.cp,
-            context_window=self.context_window,
-        )
-
-    @property
-    def sharding_workload(self) -> Workload:
-        """The prices by which the trainer shards it."""
-        return make_workload(self.shape, self.hardware, tp=self.tp)
-
-    @classmethod
-    def from_config(
-        cls,
-        config: JobConfig,
-        hardware: str | Hardware = "h100",
-        *,
-        shape: ModelShape | None = None,
-        tied_embeddings: bool | None = None,
-        vocab_size: int | None = None,
-        profile: WorkloadProfile | None = None,
-    ) -> SimulatedJob:
-        """The job that ``config`` describes, on ``hardware``.
-
-        ``shape`` and ``tied_embeddings`` are those of ``model.pretrained``, or None; ``vocab_size`` is that of the
-        token store, where it is known. With ``packing.max_length_factor = "auto"`` L_max is what fits the hardware's
-        memory.
-        """
-        rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
-        return with_length_factor(
-            cls(
-                shape=shape or configured_shape(config.model, vocab_size),
-                hardware=rates,
-                packing=config.packing,
-                sharding=config.sharding,
-                data=config.data,
-                **config.parallel.model_dump(),
-                activation_checkpointing=config.training.activation_checkpointing,
-                profile=profile,
-                tied_embeddings=config.model.tied_embeddings if tied_embeddings is None else tied_embeddings,
-                compute_bytes=compute_bytes(config.training, rates.device_type),
-                checkpoint_copy=holds_checkpoint_copy(config.checkpoint, rates.device_type),
-            )
-        )
+    def memory_limit(self) -> MemoryLimit:
+        """What one process of the job may hold."""
+        return limit_of_gpu(self.hardware.memory_bytes)
 
 
 def simulated_job(
@@ -200,24 +102,38 @@ def simulated_job(
 
     Raises ``UserError`` for settings that no job could have.
     """
-    if preset not in PRESETS:
-        raise UserError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")
-    sections = PRESETS[preset]
     per_rank = pp if micro_batches is None else micro_batches
-    settings = sections.get("packing", {}) | {"micro_batches": per_rank * dp} | (packing or {})
     shape = model_shape(model) if isinstance(model, str) else model
-    strategy = {"strategy": sharding} if sharding else sections.get("sharding", {})
+    packing_section, sharding_section = preset_sections(
+        preset, {"micro_batches": per_rank * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
+    )
     job = SimulatedJob(
         shape=replicate_kv_heads(shape, layout.get("tp", 1)),
         hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
-        packing=validated(PackingConfig, settings, "packing"),
-        sharding=validated(ShardingConfig, strategy, "sharding"),
-        data=_DATA.model_copy(update={"context_window": context_window}),
+        packing=packing_section,
+        sharding=sharding_section,
+        data=validated(DataConfig, {"store": "documents", "context_window": context_window}, "data"),
         dp=dp,
         pp=pp,
         **layout,
     )
-    return with_length_factor(job)
+    return with_decided_length(job)
+
+
+def preset_sections(
+    preset: str, packing: dict[str, Any], sharding: dict[str, Any] | None = None
+) -> tuple[PackingConfig, ShardingConfig]:
+    """[packing] and [sharding] of a preset, with what is given in place of its settings.
+
+    Raises ``UserError`` for an unknown preset and for settings that no job could have.
+    """
+    if preset not in PRESETS:
+        raise UserError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")
+    sections = PRESETS[preset]
+    return (
+        validated(PackingConfig, sections.get("packing", {}) | packing, "packing"),
+        validated(ShardingConfig, sections.get("sharding", {}) | (sharding or {}), "sharding"),
+    )
 
 
 def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
@@ -227,47 +143,69 @@ def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
     return shape
 
 
-def usable_bytes(job: SimulatedJob) -> float:
-    """What one process of the job may hold."""
-    return USABLE_SHARE * job.hardware.memory_bytes
-
-
-def predicted_memory(job: SimulatedJob) -> MemoryEstimate:
-    """The most that a process holds in the worst step: every micro-batch as long as L_max."""
-    return predict_even_step(memory_settings(job), longest_micro_batch(job))
-
-
-def with_length_factor(job: SimulatedJob) -> SimulatedJob:
+def with_decided_length(job: J) -> J:
     """``job`` with ``packing.max_length_factor = "auto"`` replaced by the most that its GPUs hold.
 
     Raises ``UserError`` where they do not hold one window.
     """
-    if not job.packing.has_length_factor or job.packing.length_factor != "auto":
+    if job.packing.length_factor != "auto":
         return job
-    factor = largest_length_factor(memory_settings(job), job.context_window, usable_bytes(job))
+    factor = largest_factor(job, job.memory_limit)
     if factor is None:
-        smallest = replace(job, packing=job.packing.with_length_factor(1.0))
+        needed = predicted_memory(job.with_length_factor(1.0)).total
         raise UserError(
-            f"micro-batches of {job.context_window} tokens need {gib(predicted_memory(smallest).total)} GiB a GPU, "
-            f"over the usable {gib(usable_bytes(job))}; raise parallel.cp, tp, pp or dp, or lower data.context_window"
+            f"micro-batches of one context window of {job.context_window} tokens need {gib(needed)} GiB a GPU, over "
+            f"the usable {gib(job.memory_limit.number_of_bytes)}; raise cp, tp, pp or dp, or shorten the context window"
         )
-    return replace(job, packing=job.packing.with_length_factor(factor))
+    return job.with_length_factor(factor)
 
 
-def memory_settings(job: SimulatedJob) -> MemorySettings:
-    """What the memory model asks about a job. Zero-bubble schedules count as 1F1B of as many stages, which is less."""
-    schedule = "interleaved_1f1b" if job.virtual_pp > 1 else "1f1b" if job.schedule in ZERO_BUBBLE else job.schedule
-    parallel = ParallelConfig.model_validate(
-        {name: getattr(job, name) for name in ("dp", "pp", "cp", "tp", "virtual_pp")} | {"schedule": schedule}
-    )
-    return job_memory_settings(
-        job.shape,
-        parallel,
-        job.packing,
-        job.sharding,
-        device_type=job.hardware.device_type,
-        compute_bytes=job.compute_bytes or job.hardware.bytes_per_value,
-        activation_checkpointing=job.activation_checkpointing,
-        tied_embeddings=job.tied_embeddings,
-        checkpoint_copy=job.checkpoint_copy,
-    )
+class NamedJob(NamedTuple):
+    """A model, a context window in tokens, and a layout; ``micro_batches`` of a rank, by default as many as ``pp``."""
+
+    model: str
+    context_window: int
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    micro_batches: int | None = None
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Keywords of ``simulated_job``."""
+        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "micro_batches")}
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.tp},{self.cp},{self.pp},{self.dp}"
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+
+_64K, _128K = 65_536, 131_072
+
+PAPER_JOBS: dict[str, NamedJob] = {
+    "550m-64k": NamedJob("550m", _64K, 2, 2, 4, 2),
+    "550m-128k": NamedJob("550m", _128K, 2, 4, 4, 1),
+    "7b-64k": NamedJob("7b", _64K, 4, 2, 4, 1),
+    "7b-128k": NamedJob("7b", _128K, 8, 2, 4, 1),
+    "30b-64k": NamedJob("30b", _64K, 8, 2, 4, 1),
+    "30b-128k": NamedJob("30b", _128K, 8, 4, 4, 1),
+    "70b-64k": NamedJob("70b", _64K, 16, 4, 4, 1),
+    "70b-128k": NamedJob("70b", _128K, 16, 4, 4, 1),
+}
+NAMED_JOBS = PAPER_JOBS | {"405b-128k": NamedJob("llama3-405b", _128K, 8, 16, 16, 4)}
+
+
+def named_job(name: str, preset: str = "best", **settings: object) -> SimulatedJob:
+    """The job called ``name`` under one of the systems of ``wlb.config.PRESETS``.
+
+    ``settings`` are further keywords of ``simulated_job``. Raises ``UserError`` that lists the names.
+    """
+    if name not in NAMED_JOBS:
+        raise UserError(f"unknown job {name!r}; choose one of {', '.join(NAMED_JOBS)}, or give a configuration file")
+    job = NAMED_JOBS[name]
+    return simulated_job(job.model, job.context_window, preset, **(job.layout | settings))

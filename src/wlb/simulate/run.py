@@ -1,32 +1,28 @@
 """Simulating a job on documents: the plans that the trainer would run, step by step, and what they take.
 
-Documents come in the order of ``wlb.documents.order``, epoch after epoch, through the job's packer and
-``wlb.packing.arrange``. Steps are priced a few at a time, so memory does not grow with their number.
+They come from the trainer's own planner (``wlb.planning.planner``), epoch after epoch, and are priced a few at a time,
+so memory does not grow with their number.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.order import DocumentStream
-from wlb.packing.arrange import arrange
-from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
-from wlb.simulate.attribution import CAUSES
+from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.step import StepResults, simulate_steps
+from wlb.simulate.step import CAUSES, StepResults, simulate_steps
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 
-_DOCUMENTS_AT_ONCE = 64  # what the trainer's planner takes, so that plans are the same
 _MICRO_BATCHES_AT_ONCE = 512
 
 
@@ -84,22 +80,6 @@ class SimulationResult:
         }
 
 
-def planned_steps(job: SimulatedJob, lengths: NDArray[np.int64]) -> Iterator[StepPlan]:
-    """The plans of the job's steps on documents of ``lengths`` tokens, without end, as the trainer would run them.
-
-    Raises ``UserError`` where the documents leave nothing to train on.
-    """
-    packing = job.packing
-    pipeline = Pipeline(job.schedule, job.pp, job.workload, job.virtual_pp)
-    stream = DocumentStream(lengths, job.data)
-    packer = packing.packer(job.context_window, job.packing_prices)
-    while True:
-        if stream.epoch_is_over:
-            stream.next_epoch()
-        for plan in packer.plan(stream.take(_DOCUMENTS_AT_ONCE)):
-            yield arrange(plan, job.dp, assignment=packing.assignment, order=packing.order, pipeline=pipeline)
-
-
 def simulate(
     job: SimulatedJob,
     lengths: NDArray[np.int64],
@@ -114,7 +94,7 @@ def simulate(
     """
     costs = JobCosts(job)
     totals = _Totals(job, work_prices or job.work_prices)
-    plans = islice(planned_steps(job, lengths), steps)
+    plans = islice(StepPlanner(job, lengths).plans(), steps)
     at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
     while group := list(islice(plans, at_once)):
         totals.add(simulate_steps(group, costs))
@@ -152,9 +132,8 @@ class _Totals:
         self._imbalance["dp"] += _imbalances(groups.sum(axis=(2, 3)), (1,))
         self._imbalance["pp"] += _imbalances(results.gpu_seconds.sum(axis=(2, 3)), (1,))
 
-    def add_documents(self, plans: list[StepPlan], lengths: NDArray[np.int64]) -> None:
-        segments = np.array([*chain.from_iterable(plan.segments for plan in plans)], dtype=np.int64).reshape(-1, 3)
-        document, start, length = segments.T
+    def add_documents(self, plans: Sequence[StepPlan], lengths: NDArray[np.int64]) -> None:
+        document, start, length = np.concatenate([plan.table for plan in plans]).T
         limit = self._job.context_window
         arrived = np.minimum(lengths[document % len(lengths)] - start // limit * limit, limit)
         self._work_seconds += float(self._work_prices.document_seconds(length).sum())

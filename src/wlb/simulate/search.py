@@ -20,12 +20,12 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.config import PRESETS, PackingConfig, ShardingConfig
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing
 from wlb.memory.step import gib
+from wlb.planning.memory import fits, predicted_memory
 from wlb.settings import MOST_MICRO_BATCHES
-from wlb.simulate.job import SimulatedJob, predicted_memory, replicate_kv_heads, simulated_job, usable_bytes
+from wlb.simulate.job import SimulatedJob, preset_sections, replicate_kv_heads, simulated_job
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.workload import Hardware, ModelShape, hardware_preset, make_workload, model_shape
 from wlb.workload.base import DocumentPrices
@@ -177,11 +177,11 @@ def _layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
             job = _job(space, **sizes)
         except UserError:
             continue  # the model cannot be cut or split that way
-        fitted = _fitted(job) or _fitted(_with_factor(job, _SHORTEST))
+        fitted = _fitted(job) or _fitted(job.with_length_factor(_SHORTEST))
         if fitted is not None:
             fitting.append(fitted)
         else:
-            least = replace(_with_factor(job, _SHORTEST), activation_checkpointing="full")
+            least = replace(job.with_length_factor(_SHORTEST), activation_checkpointing="full")
             too_large.append(predicted_memory(least).total)
     return fitting, too_large
 
@@ -218,13 +218,9 @@ def _fitted(job: SimulatedJob) -> SimulatedJob | None:
     """``job`` with the cheapest activation checkpointing that fits, or None."""
     for kind in get_args(Checkpointing):  # cheapest first
         candidate = replace(job, activation_checkpointing=kind)
-        if predicted_memory(candidate).total <= usable_bytes(job):
+        if fits(candidate, job.memory_limit):
             return candidate
     return None
-
-
-def _with_factor(job: SimulatedJob, factor: float) -> SimulatedJob:
-    return replace(job, packing=job.packing.with_length_factor(factor))
 
 
 def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
@@ -234,10 +230,9 @@ def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
             yield packed
             continue
         for factor in LENGTH_FACTORS:
-            yield _with_factor(packed, factor)
+            yield packed.with_length_factor(factor)
 
 
 def _packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
-    settings = PRESETS[system]
-    packing = PackingConfig.model_validate({"micro_batches": job.packing.micro_batches, **settings.get("packing", {})})
-    return replace(job, packing=packing, sharding=ShardingConfig(**settings.get("sharding", {})))
+    packing, sharding = preset_sections(system, {"micro_batches": job.packing.micro_batches})
+    return replace(job, packing=packing, sharding=sharding)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from wlb.packing.plan import StepPlan
 from wlb.schedules.makespan import PipelineTimes, pipeline_times
 from wlb.sharding.group import RankSeconds, backward_seconds, forward_seconds
-from wlb.simulate.attribution import EVERYTHING, attributed
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.job import SimulatedJob
@@ -30,6 +29,23 @@ from wlb.simulate.shards import Shards, price_shards
 _WEIGHT_SHARE = 0.5
 
 Array = NDArray[np.float64]
+
+CAUSES = {
+    "compute": "the mean GPU's forward and backward: what balancing cannot remove",
+    "recomputation": "forward again, for activation checkpointing",
+    "bubbles": "filling and draining a perfectly balanced pipeline",
+    "stages": "stages that hold different amounts of the model",
+    "micro-batches": "micro-batches of one pipeline that differ",
+    "dp ranks": "waiting for the slowest data-parallel rank",
+    "cp ranks": "waiting for the slowest context-parallel rank, layer by layer",
+    "tp collectives": "gathering and reducing activations over tensor-parallel ranks",
+    "cp exchange": "keys and values under way that no computing hides, and their copies",
+    "stage transfers": "activations under way between pipeline ranks",
+    "weight gathers": "FSDP's weights under way that no computing hides",
+    "gradient reduction": "FSDP's gradients under way that no computing hides",
+    "optimizer": "clipping and AdamW",
+}
+EVERYTHING = frozenset(CAUSES)
 
 
 @dataclass(frozen=True)
@@ -162,7 +178,7 @@ class Steps:
 
     def results(self) -> StepResults:
         """The steps with everything modelled, and what each cause adds."""
-        seconds, where = attributed(lambda causes: replace(self, modelled=causes).seconds)
+        seconds, where = self._attributed()
         forward, backward, _ = self.computing
         computing = forward + backward
         of_stage = computing.sum(axis=3)  # (steps, dp, stages, cp)
@@ -173,6 +189,13 @@ class Steps:
             gpu_seconds=np.stack([of_stage[:, :, mine].sum(axis=2) for mine in self.costs.job.rank_stages], axis=1),
             micro_batch_seconds=computing.sum(axis=2),
         )
+
+    def _attributed(self) -> tuple[Array, dict[str, Array]]:
+        """The seconds of the steps, shape (steps,), and the part of them that each cause adds."""
+        names = [*CAUSES]
+        modelled = [frozenset(names[:count]) for count in range(1, len(names) + 1)]
+        seconds = [replace(self, modelled=causes).seconds for causes in modelled]
+        return seconds[-1], dict(zip(names, np.diff(seconds, axis=0, prepend=0.0), strict=True))
 
     def _together(self, ranks: Array) -> Array:
         """Seconds of groups from those of their ranks, the last axis."""

@@ -15,7 +15,7 @@ from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.models.pretrained import load_weights
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.training.assemble import assemble_loader, assemble_stages
+from wlb.planning.job import JobSpec
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.checkpoint.resuming import agreed_checkpoint
 from wlb.training.data.loader import RankShare, StepLoader
@@ -24,18 +24,19 @@ from wlb.training.observe.monitor import Monitor, rank_names
 from wlb.training.observe.reporter import Reporter
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh, seed_this_rank
-from wlb.training.parallel.parallelize import Execution
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.training.runtime.environment import compute_dtype, hardware_name, transformer_config, vocab_size
+from wlb.training.runtime.environment import compute_dtype, hardware_name, trained_model
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """What a rank holds of the model ``config``, and where.
+    """What a rank holds of the model ``config`` of ``job``, and where.
 
     Weights have their initial values, unless they are yet to come from ``checkpoint`` or from a pretrained model.
     """
 
+    job: JobSpec
     config: TransformerConfig
     mesh: JobMesh
     execution: Execution
@@ -54,21 +55,31 @@ class RankData:
 
 def build_model(config: JobConfig, store: TokenStore, device: torch.device) -> RankModel:
     """Arrange the ranks, agree where the job starts from, and build this rank's stages and their optimizers."""
-    model = transformer_config(config.model, vocab_size(config, store))
+    model = trained_model(config, store)
+    job = JobSpec.from_config(config, hardware_name(device), model=model)
     execution = Execution(device, compute_dtype(config.training, device))
     mesh = build_mesh(config.parallel, device.type)
     seed_this_rank(config.training.seed, mesh)
     checkpoint = agreed_checkpoint(config.checkpoint)
+    training = config.training
     initialise = checkpoint is None and config.model.pretrained is None
-    stages = assemble_stages(config, model, mesh, execution, initialise=initialise)
-    optimizers = [build_optimizer(stage, config.training) for stage in stages]
-    return RankModel(model, mesh, execution, stages, optimizers, checkpoint)
+    stages = build_stage_modules(
+        model,
+        config.parallel,
+        mesh,
+        execution,
+        seed=training.seed if initialise else None,
+        activation_checkpointing=training.activation_checkpointing,
+        compiled=training.compile,
+    )
+    optimizers = [build_optimizer(stage, training) for stage in stages]
+    return RankModel(job, model, mesh, execution, stages, optimizers, checkpoint)
 
 
 def build_pipeline(config: JobConfig, model: RankModel) -> tuple[PipelineRunner, Monitor]:
     """What runs a step through the stages, and what measures it."""
     monitor = Monitor(config, model.config.shape, model.mesh, model.execution.device)
-    micro_batches = config.packing.micro_batches // config.parallel.dp
+    micro_batches = model.job.micro_batches_per_rank
     runner = PipelineRunner(
         model.stages, config.parallel, model.mesh, micro_batches, model.execution, clock=monitor.clock
     )
@@ -88,8 +99,8 @@ def restore(config: JobConfig, model: RankModel) -> tuple[Checkpointer, Progress
 def build_data(config: JobConfig, store: TokenStore, model: RankModel, progress: Progress | None) -> RankData:
     """Begin to plan and read the steps after ``progress``; raises ``UserError`` if it was made on other data."""
     state = progress.loader if progress else None
-    hardware = hardware_name(model.execution.device)
-    return RankData(*assemble_loader(config, store, model.config, model.mesh, hardware, state))
+    share = RankShare.in_job(model.job, model.mesh.rank("dp"), model.mesh.rank("cp"))
+    return RankData(StepLoader(store, config, model.job, share=share, state=state), share)
 
 
 def build_reporter(
@@ -109,4 +120,4 @@ def build_evaluator(config: JobConfig, model: RankModel, data: RankData, reporte
     if config.evaluation.store is None:
         return None
     recorded = reporter.evaluated if reporter else 0
-    return Evaluator(config, model.stages, model.mesh, data.share, model.execution, recorded)
+    return Evaluator(config, model.job, model.stages, model.mesh, data.share, model.execution, recorded)

@@ -6,11 +6,14 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from wlb.config import JobConfig
 from wlb.documents.order import summarise_epoch
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
 from wlb.models.pretrained import check_weights
+from wlb.planning.job import JobSpec
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import newest_checkpoint
 from wlb.training.checkpoint.same_model import check_model
@@ -18,7 +21,7 @@ from wlb.training.data.loader import check_identity, data_identity
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.memory_budget import within_memory
 from wlb.training.parallel.parallelize import check_layout
-from wlb.training.runtime.environment import device_type, transformer_config, vocab_size
+from wlb.training.runtime.environment import device_type, hardware_name, trained_model
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,9 @@ class CheckedJob:
 
 def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
     """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine."""
-    device = device_type(config.training, local_processes)
+    device = torch.device(device_type(config.training, local_processes))
     store = TokenStore.open(config.data.store)
-    model = transformer_config(config.model, vocab_size(config, store))
+    model = trained_model(config, store)
     check_layout(model.shape, config.parallel)
     if config.packing.method == "fixed_solver":
         require("scipy.optimize", "solver")
@@ -50,7 +53,8 @@ def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
         manifest = read_manifest(newest)
         check_model(newest, manifest.model, model)
         saved = manifest.progress.loader
-    config = within_memory(config, model, device, local_processes, saved["identity"] if saved else None)
+    job = JobSpec.from_config(config, hardware_name(device), model=model)
+    config = within_memory(config, job, local_processes, saved["identity"] if saved else None)
     if newest is None and config.model.pretrained is not None:
         check_weights(config.model.pretrained, model)
     if saved is not None:

@@ -35,6 +35,24 @@ class Hardware:
     bytes_per_value: int  # of an activation
     memory_bytes: float  # of one GPU
     device_type: str = "cuda"  # as torch calls it
+    wide_rates: tuple[tuple[str, float], ...] = ()  # of wider types, and their peak over this one's
+
+    def computing_in(self, dtype: str) -> Hardware:
+        """The same device when it computes in ``dtype``: values take other bytes, and wider ones more time.
+
+        Assumed: attention slows down as matrix products do, and a narrower type than the preset's is as fast as that.
+        """
+        slower = dict(self.wide_rates).get(dtype, 1.0)
+        return replace(
+            self,
+            peak_flops=self.peak_flops * slower,
+            attention_forward_flops=self.attention_forward_flops * slower,
+            attention_backward_flops=self.attention_backward_flops * slower,
+            bytes_per_value=_TYPE_BYTES[dtype],
+        )
+
+
+_TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 # Quoted: best-shape bf16 GEMM of 268 TFLOP/s on A100 SXM (86% of peak) and 794 on H100/H200 SXM (80%), S. Bekman,
@@ -84,6 +102,8 @@ _H100 = Hardware(
     step_latency=_STEP_LATENCY,
     bytes_per_value=2,
     memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
+    # Quoted: the same, 67 TFLOP/s in float32 without, and in float64 with tensor cores. TF32 stays off, as in torch.
+    wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
 )
 
 HARDWARE: dict[str, Hardware] = {
@@ -103,6 +123,7 @@ HARDWARE: dict[str, Hardware] = {
         step_latency=_STEP_LATENCY,
         bytes_per_value=2,
         memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
+        wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
     ),
     "h100": _H100,
     # The same chip with faster and more memory; quoted: NVIDIA H200 data sheet.
@@ -126,6 +147,7 @@ HARDWARE: dict[str, Hardware] = {
         step_latency=0.0,
         bytes_per_value=4,
         memory_bytes=4e9,  # assumed
+        wide_rates=(("float64", 1 / 2),),  # derived: half as many values in a vector
         device_type="cpu",
     ),
 }

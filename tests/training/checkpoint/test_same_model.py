@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from wlb.config import TrainingConfig
 from wlb.errors import UserError
-from wlb.models.transformer import RotaryScaling, Transformer, TransformerConfig
+from wlb.models.transformer import Transformer, TransformerConfig
+from wlb.planning.model import RotaryScaling
 from wlb.training.checkpoint.same_model import check_model, check_tensors, model_record
 from wlb.training.optimizer import build_optimizer
 from wlb.workload import ModelShape

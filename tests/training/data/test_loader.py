@@ -16,13 +16,10 @@ import torch
 from tests.training.jobs import VOCABULARY, job, write_store
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.packing.pipeline_order import Pipeline
+from wlb.planning.job import JobSpec
 from wlb.planning.planner import PlannedStep, StepPlanner
 from wlb.training.data.batch import IGNORE_LABEL
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
-from wlb.workload import make_workload
-
-WORKLOAD = make_workload("tiny", "h100")
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +37,9 @@ def open_loader(
     state: dict[str, Any] | None = None,
 ) -> StepLoader:
     config = job(folder, **(changes or {}))
-    packer = config.packing.packer(config.data.context_window, WORKLOAD)
     store = TokenStore.open(config.data.store)
-    return StepLoader(
-        store,
-        config,
-        packer,
-        Pipeline("1f1b", 1, WORKLOAD),
-        vocab_size=config.model.vocab_size or VOCABULARY,
-        share=share,
-        state=state,
-    )
+    spec = JobSpec.from_config(config, "h100", vocab_size=config.model.vocab_size or VOCABULARY)
+    return StepLoader(store, config, spec, share=share, state=state)
 
 
 def same_step(left: LoadedStep, right: LoadedStep) -> bool:

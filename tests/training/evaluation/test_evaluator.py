@@ -21,13 +21,15 @@ from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
+from wlb.planning.configured_model import configured_model
+from wlb.planning.job import JobSpec
 from wlb.training.data.loader import RankShare
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.evaluation.held_out import Evaluation, HeldOut, bucket_boundaries
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job
-from wlb.training.runtime.environment import transformer_config, vocab_size
+from wlb.training.runtime.environment import trained_model
 from wlb.training.runtime.failures import Terminated
 from wlb.training.trainer import Trainer
 
@@ -70,11 +72,12 @@ def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
     results = []
     for config in configs:
         parallel = config.parallel
-        mesh, model = build_mesh(parallel, "cpu"), transformer_config(config.model, 68)
+        mesh, model = build_mesh(parallel, "cpu"), configured_model(config.model, 68)
+        job = JobSpec.from_config(config, "cpu", model=model)
         execution = Execution(CPU, torch.float64)
         stages = build_stage_modules(model, parallel, mesh, execution, seed=0)
-        share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel.cp, parallel.tp)
-        found = Evaluator(config, stages, mesh, share, execution).run()
+        share = RankShare.in_job(job, mesh.rank("dp"), mesh.rank("cp"))
+        found = Evaluator(config, job, stages, mesh, share, execution).run()
         assert found is not None
         results.append(found)
     return results
@@ -84,7 +87,7 @@ def _alone(config: JobConfig, piece: int = WINDOW) -> tuple[list[float], list[in
     """Losses summed, labelled tokens and documents by bucket, from one piece of one document at a time."""
     assert config.evaluation.store is not None
     store = TokenStore.open(config.evaluation.store)
-    model = Transformer(transformer_config(config.model, 68)).double()
+    model = Transformer(configured_model(config.model, 68)).double()
     initialise_weights(model, layers=4, seed=0)
     sums, tokens, documents = [0.0] * 5, [0] * 5, [0] * 5
     for document in range(len(store)):
@@ -206,7 +209,7 @@ def test_by_default_buckets_grow_fourfold_up_to_the_window(folder: Path) -> None
 def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder: Path) -> None:
     def scored(data: dict[str, Any], **evaluation: Any) -> list[tuple[int, int]]:
         config = _job(folder, data=data, evaluation=evaluation)
-        held_out = HeldOut(config, transformer_config(config.model, VOCABULARY).shape)
+        held_out = HeldOut(config, JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY))
         segments = [segment for plan in held_out.plans for segment in plan.segments]
         assert len(set(segments)) == len(segments)
         return sorted((segment.document, segment.length) for segment in segments)
@@ -249,6 +252,6 @@ def test_a_store_without_a_vocabulary_is_checked_token_by_token(folder: Path, tm
     (tmp_path / "held_out.json").unlink()
     config = _job(folder, evaluation={"store": str(tmp_path / "held_out")}, metrics={"dir": str(tmp_path / "metrics")})
     check_job(config, 1)
-    assert vocab_size(config, TokenStore.open(config.data.store)) == VOCABULARY
+    assert trained_model(config, TokenStore.open(config.data.store)).shape.vocab_size == VOCABULARY
     with pytest.raises(AssertionError, match=r"is outside the vocabulary of model\.vocab_size = 67"):
         run_ranks(1, _train, config)

@@ -24,9 +24,10 @@ from wlb.config import CheckpointConfig, JobConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.store.writer import tokenizer_path
 from wlb.errors import UserError
-from wlb.models.huggingface.config import read_config_json
 from wlb.models.huggingface.export import Companions, export_model, refuse_existing
 from wlb.models.transformer import Transformer
+from wlb.planning.config_json import read_config_json
+from wlb.planning.configured_model import configured_model
 from wlb.training.checkpoint.files import (
     DamagedCheckpoint,
     checkpoint_path,
@@ -37,7 +38,6 @@ from wlb.training.checkpoint.files import (
 )
 from wlb.training.checkpoint.same_model import check_model, check_tensors
 from wlb.training.checkpoint.storage import ConfinedReader
-from wlb.training.runtime.environment import transformer_config
 
 # What lies beside the weights of a published model and stays true of a trained one.
 _KEPT_FILES = (
@@ -75,7 +75,7 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
         recorded = read_manifest(checkpoint).model
     except DamagedCheckpoint as damage:  # it was whole a moment ago
         raise _deleted(checkpoint, damage) from damage
-    model = transformer_config(config.model, config.model.vocab_size or recorded["vocab_size"])
+    model = configured_model(config.model, config.model.vocab_size or recorded["vocab_size"])
     check_model(checkpoint, recorded, model)
     held = ConfinedReader(checkpoint).tensors()
     check_tensors(checkpoint, held, model)

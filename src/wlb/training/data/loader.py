@@ -18,12 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb.config import JobConfig
-from wlb.documents.order import DocumentStream, EpochSummary
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.packing.packer import Packer
-from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.planning.job import JobSpec
 from wlb.planning.planner import PlannedStep, StepPlanner
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
@@ -48,6 +46,11 @@ class RankShare:
     tp_size: int = 1
     strategy: str = "hybrid"
     workload: Workload | None = None
+
+    @classmethod
+    def in_job(cls, job: JobSpec, dp_rank: int, cp_rank: int) -> RankShare:
+        """The share of a rank of ``job``."""
+        return cls(dp_rank, cp_rank, job.cp, job.tp, job.sharding.strategy, job.sharding_workload)
 
     def of(self, batch: TokenBatch) -> ShardedBatch:
         plan = make_shard_plan(batch.segment_lengths, self.cp_size, self.strategy, workload=self.workload)
@@ -76,7 +79,7 @@ class LoadedStep:
 
 
 class StepLoader(Iterator[LoadedStep]):
-    """Iterates over the steps of a job for the rank that trains ``share`` of each, from ``state`` if given.
+    """Iterates over the steps of ``job`` for the rank that trains ``share`` of each, from ``state`` if given.
 
     Ends after one epoch if ``training.steps`` is unset and never otherwise. Close it, or use it as a context manager.
     Raises ``UserError`` if ``state`` was saved on other data or settings, unless ``checkpoint.allow_changed_data``
@@ -88,22 +91,17 @@ class StepLoader(Iterator[LoadedStep]):
         self,
         store: TokenStore,
         config: JobConfig,
-        packer: Packer[Any],
-        pipeline: Pipeline,
+        job: JobSpec,
         *,
-        vocab_size: int,
         share: RankShare | None = None,
         state: dict[str, Any] | None = None,
     ) -> None:
         self._store = store
-        self._vocab_size = vocab_size
+        self._vocab_size = job.shape.vocab_size
         self._share = share or RankShare()
         self._identity = data_identity(store, config)
-        stream = DocumentStream(store.lengths, config.data)
-        self.epoch_summary: EpochSummary = stream.summary
-        planner = StepPlanner(
-            stream, packer, config.packing, config.parallel.dp, pipeline, one_epoch=config.training.steps is None
-        )
+        planner = StepPlanner(job, store.lengths, one_epoch=config.training.steps is None)
+        self.epoch_summary = planner.epoch_summary
         self.changed_data: str | None = None
         if state is not None:
             changed = check_identity(state, self._identity, allow_changes=config.checkpoint.allow_changed_data)

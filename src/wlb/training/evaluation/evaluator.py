@@ -22,6 +22,7 @@ from wlb.attention.profiler_regions import region
 from wlb.config import JobConfig
 from wlb.models.transformer import Attend, Transformer
 from wlb.packing.plan import MicroBatch
+from wlb.planning.job import JobSpec
 from wlb.training.data.batch import IGNORE_LABEL, check_vocabulary, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.data.sharded_batch import ShardedBatch
@@ -41,18 +42,18 @@ class Evaluator:
     def __init__(
         self,
         config: JobConfig,
+        job: JobSpec,
         stages: Sequence[Transformer],
         mesh: JobMesh,
         share: RankShare,
         execution: Execution,
         recorded: int = 0,
     ) -> None:
-        shape = stages[0].config.shape
-        self._held_out = HeldOut(config, shape)
+        self._held_out = HeldOut(config, job)
         self._every = config.evaluation.every
         self._evaluated = gathered(recorded)[0]
         self.broken_off = False  # the last evaluation, as a rank was asked to end
-        self._vocab_size = shape.vocab_size
+        self._vocab_size = job.shape.vocab_size
         self._forward = _ForwardOnly(stages, mesh.group("pp"), execution.dtype)
         self._mesh = mesh
         self._share = share

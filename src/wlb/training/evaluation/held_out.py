@@ -1,8 +1,8 @@
 """Which held-out documents an evaluation scores, in which micro-batches, and what is reported of their losses.
 
 Every document of ``evaluation.store`` comes once, cut as in training where it is longer than the context window, in
-even micro-batches that depend on nothing but documents, model and ``[packing]``: the same in every layout and at every
-step. Documents of similar length share a bucket. How many labelled tokens a bucket has follows from the plan.
+micro-batches that are even by the job's own prices: the same at every step. Documents of similar length share a bucket.
+How many labelled tokens a bucket has follows from the plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wlb.errors import UserError
 from wlb.packing import make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.workload import ModelShape, make_workload
+from wlb.planning.job import JobSpec
 
 _FIRST_BOUNDARY, _BOUNDARY_RATIO = 256, 4
 
@@ -79,16 +79,16 @@ class Evaluation:
 
 
 class HeldOut:
-    """The held-out documents of a job, packed for a model of ``shape``; ``plans`` are dealt to data-parallel ranks.
+    """The held-out documents of a job, packed by its prices; ``plans`` are dealt to data-parallel ranks.
 
     Raises ``UserError`` where there is nothing to score.
     """
 
-    def __init__(self, config: JobConfig, shape: ModelShape) -> None:
+    def __init__(self, config: JobConfig, job: JobSpec) -> None:
         assert config.evaluation.store is not None, "evaluating needs evaluation.store"
         self.store = TokenStore.open(config.evaluation.store)
         segments = _segments(self.store, config)
-        self.plans = [arrange(plan, config.parallel.dp, order="arrival") for plan in _pack(segments, config, shape)]
+        self.plans = [arrange(plan, job.dp, order="arrival") for plan in _pack(segments, job)]
         self._boundaries = bucket_boundaries(config)
         self._bucket: NDArray[np.int64] = np.searchsorted(self._boundaries, self.store.lengths, side="right")
         documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
@@ -163,13 +163,13 @@ def _segments(store: TokenStore, config: JobConfig) -> list[Segment]:
     return split_overlong(whole, data.context_window, data.overlong)[0]
 
 
-def _pack(segments: Sequence[Segment], config: JobConfig, shape: ModelShape) -> list[StepPlan]:
+def _pack(segments: Sequence[Segment], job: JobSpec) -> list[StepPlan]:
     """Even micro-batches of at most a context window; nothing waits long, as all documents are there at once."""
     packer = make_packer(
         "fixed_greedy",
-        micro_batches=config.packing.micro_batches,
-        context_window=config.data.context_window,
-        workload=make_workload(shape),
+        micro_batches=job.packing.micro_batches,
+        context_window=job.context_window,
+        workload=job.packing_prices,
     )
     return packer.plan(segments) + packer.drain()
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.models.pretrained import tokenizer_warning
-from wlb.planning.memory import longest_micro_batch
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.imbalance import RankSteps
@@ -99,10 +98,11 @@ class Reporter:
         if data.overlong:
             overlong = _OVERLONG[config.data.overlong]
             documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
+        longest = config.packing.options.most_tokens(config.data.context_window)
         origin = f"resuming after step {self._step}" if self._step else "starting"
         yield (
             f"{origin} on {config.parallel.world_size} {execution.device.type} processes; {documents}; micro-batches "
-            f"of up to {longest_micro_batch(config):,} tokens"
+            f"of up to {longest:,} tokens"
         )
         if config.training.steps and self._step >= config.training.steps:
             yield f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on"

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from wlb.config import JobConfig, ModelConfig, TrainingConfig
+from wlb.config import JobConfig, TrainingConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.models.pretrained import pretrained_config
-from wlb.models.transformer import RotaryScaling, TransformerConfig
 from wlb.os_limits import usable_cores
-from wlb.planning.memory import compute_type
-from wlb.planning.shape import configured_shape
+from wlb.planning.configured_model import configured_model
+from wlb.planning.job import compute_type
+from wlb.planning.model import TransformerConfig
 from wlb.training.runtime.watchdog import backend_timeout
+from wlb.workload.hardware import HARDWARE
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -105,23 +105,15 @@ def device_type(config: TrainingConfig, local_processes: int) -> str:
     return "cuda"
 
 
-def vocab_size(config: JobConfig, store: TokenStore) -> int:
-    """The model's vocabulary: the pretrained one, ``model.vocab_size``, or else the store's.
+def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
+    """The model that ``config`` trains on ``store``.
 
-    Raises ``UserError`` where there is none of these, or the store needs a larger one.
+    Raises ``UserError`` where neither says how large the vocabulary is, and as ``configured_model`` does.
     """
-    needed, pretrained = store.vocab_size, config.model.pretrained
-    if pretrained is not None:
-        held = pretrained_config(pretrained, config.model).shape.vocab_size
-        if needed is not None and held < needed:
-            raise UserError(
-                f"{pretrained} has a vocabulary of {held}, below the {needed} of token store {store.prefix}; prepare "
-                f"the store with its tokenizer: wlb prepare --tokenizer {pretrained}"
-            )
-        return held
-    if config.model.vocab_size is None and needed is None:
+    model = config.model
+    if model.pretrained is None and model.vocab_size is None and store.vocab_size is None:
         raise UserError(f"token store {store.prefix} does not say how large its vocabulary is; set model.vocab_size")
-    return configured_shape(config.model, needed).vocab_size
+    return configured_model(model, store.vocab_size)
 
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
@@ -154,28 +146,9 @@ def dense_attention_warning(dtype: torch.dtype, device: torch.device) -> str | N
     )
 
 
-def transformer_config(model: ModelConfig, vocab_size: int) -> TransformerConfig:
-    """The model that ``[model]`` describes, with a vocabulary of ``vocab_size``.
-
-    Dimensions that are not given are those of the preset or of the pretrained model; the width of a head is
-    hidden / heads where one of these is given. Raises ``UserError`` for dimensions that do not fit together or are not
-    those of the pretrained model.
-    """
-    if model.pretrained is not None:
-        return pretrained_config(model.pretrained, model)
-    return TransformerConfig(
-        replace(configured_shape(model), vocab_size=vocab_size),
-        rope_theta=model.rope_theta,
-        norm_eps=model.norm_eps,
-        rope_scaling=RotaryScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None,
-        qkv_bias=model.qkv_bias,
-        qk_norm=model.qk_norm,
-        tied_embeddings=model.tied_embeddings,
-    )
-
-
 def hardware_name(device: torch.device) -> str:
-    """The hardware preset whose rates are closest to this device."""
+    """The hardware preset that this GPU is named after, such as "NVIDIA H200", or else H100's; of a CPU, "cpu"."""
     if device.type == "cpu":
         return "cpu"
-    return "a100" if "A100" in torch.cuda.get_device_name(device) else "h100"
+    words = re.findall(r"[a-z0-9]+", torch.cuda.get_device_name(device).lower())
+    return next((name for name in HARDWARE if name in words), "h100")

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wlb.config import Number, PositiveInt, RopeScalingConfig
 from wlb.errors import UserError
-from wlb.models.transformer import RotaryScaling, TransformerConfig
+from wlb.planning.model import RotaryScaling, TransformerConfig
 from wlb.workload.shapes import ModelShape
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

@@ -1,0 +1,49 @@
+"""As many documents as fill some steps, cut to the context window."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.overlong import OverlongReport, split_overlong
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+
+
+def documents_for(
+    lengths: NDArray[np.int64],
+    micro_batches: int,
+    context_window: int,
+    *,
+    overlong: str = "split",
+    steps: int | None = None,
+) -> tuple[list[Segment], OverlongReport]:
+    """The documents of ``lengths`` as segments that fit the window; with ``steps``, only as many as fill those steps.
+
+    A step takes ``micro_batches`` windows. Raises ``UserError`` where the documents fill not a single step.
+    """
+    step_tokens = micro_batches * context_window
+    whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
+    if steps is not None:
+        trained = _trained_lengths(lengths, context_window, overlong)
+        whole = whole[: documents_filling(trained, steps * step_tokens)]
+    documents, report = split_overlong(whole, context_window, overlong)
+    tokens = sum(document.length for document in documents)
+    if tokens < step_tokens:
+        raise UserError(
+            f"the documents have {tokens} tokens, and one step of {micro_batches} micro-batches takes "
+            f"{step_tokens}; give more documents, fewer micro-batches or a smaller context window"
+        )
+    return documents, report
+
+
+def documents_filling(lengths: NDArray[np.int64], tokens: int) -> int:
+    """How many documents from the front hold at least ``tokens`` tokens, or all of them."""
+    return min(len(lengths), int(np.searchsorted(np.cumsum(lengths), tokens)) + 1)
+
+
+def _trained_lengths(lengths: NDArray[np.int64], limit: int, overlong: str) -> NDArray[np.int64]:
+    """Tokens of each document that are left after the policy for overlong ones."""
+    if overlong == "truncate":
+        return np.minimum(lengths, limit)
+    return np.where(lengths > limit, 0, lengths) if overlong == "drop" else lengths

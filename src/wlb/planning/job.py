@@ -1,0 +1,186 @@
+"""One job, for everybody who asks about it before it runs: what it trains on which devices, in which layout and how.
+
+From a ``JobSpec`` and the lengths of documents follow the steps (``wlb.planning.planner``), what they cost and what
+they hold (``wlb.planning.memory``). The trainer makes one from its configuration and the device it finds, the simulator
+from a configuration, a name or keywords (``wlb.simulate.job``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from wlb.config import DataConfig, JobConfig, PackingConfig, ParallelConfig, ShardingConfig, TrainingConfig
+from wlb.errors import UserError
+from wlb.memory.layers import Checkpointing, MemorySettings
+from wlb.packing import PACKERS
+from wlb.packing.packer import Packer
+from wlb.packing.pipeline_order import Pipeline
+from wlb.planning.configured_model import configured_model
+from wlb.planning.model import TransformerConfig
+from wlb.planning.prices import sharded_prices
+from wlb.schedules.layer_split import split_layers
+from wlb.schedules.operations import ZERO_BUBBLE, rank_operations, stages_of_rank
+from wlb.sharding import check_group_size
+from wlb.sharding.hybrid import MEMORY_FACTOR
+from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload
+from wlb.workload.base import DocumentPrices
+from wlb.workload.shapes import check_divisible
+
+_FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job on tp x cp x pp x dp GPUs, or processes on CPUs.
+
+    ``hardware`` has the rates of the type that the job computes in. ``packing.micro_batches`` counts all data-parallel
+    ranks. ``data`` says in which order documents come and what happens to overlong ones; its store is not opened.
+    ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while a checkpoint is written) decide what the
+    job holds in memory and nothing else.
+
+    Raises ``UserError`` for a layout that cannot run.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    packing: PackingConfig
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(store=Path("documents")))
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    virtual_pp: int = 1
+    schedule: str = "1f1b"
+    activation_checkpointing: Checkpointing = "none"
+    tied_embeddings: bool = False
+    checkpoint_copy: bool = False
+
+    def __post_init__(self) -> None:
+        check_group_size(self.cp)
+        for name in ("tp", "pp", "dp", "virtual_pp"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} = {getattr(self, name)} is not a group size; it must be at least 1")
+        micro_batches = self.packing.micro_batches
+        if micro_batches % self.dp:
+            raise UserError(
+                f"{micro_batches} micro-batches cannot be dealt evenly to dp = {self.dp} ranks; give a multiple"
+            )
+        split_layers(self.shape, self.stages)
+        rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
+        make_workload(self.shape, self.hardware, self.tp, self.cp)
+        check_divisible(self.shape, self.tp)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: JobConfig,
+        hardware: str | Hardware,
+        *,
+        model: TransformerConfig | None = None,
+        vocab_size: int | None = None,
+    ) -> Self:
+        """The job that ``config`` describes, on ``hardware``.
+
+        ``vocab_size`` is that of the token store, where it is known; a ``model`` that was resolved with it may be given
+        in its place.
+        """
+        model = model or configured_model(config.model, vocab_size)
+        rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
+        return cls(
+            shape=model.shape,
+            hardware=rates.computing_in(compute_type(config.training, rates.device_type)),
+            packing=config.packing,
+            sharding=config.sharding,
+            data=config.data,
+            **config.parallel.model_dump(),
+            activation_checkpointing=config.training.activation_checkpointing,
+            tied_embeddings=model.tied_embeddings,
+            # Those of a GPU are copied to the host.
+            checkpoint_copy=rates.device_type == "cpu"
+            and config.checkpoint.dir is not None
+            and config.checkpoint.asynchronous,
+        )
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual_pp
+
+    @property
+    def rank_stages(self) -> list[list[int]]:
+        """The stages of every pipeline rank."""
+        return [list(stages_of_rank(self.schedule, rank, self.pp, self.virtual_pp)) for rank in range(self.pp)]
+
+    @property
+    def context_window(self) -> int:
+        return self.data.context_window
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        return self.packing.micro_batches // self.dp
+
+    @property
+    def longest_micro_batch(self) -> int:
+        """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
+        return self.packing.options.most_tokens(self.context_window)
+
+    @property
+    def workload(self) -> Workload:
+        """W_a and W_l of a micro-batch on the tp x cp GPUs that run it."""
+        return make_workload(self.shape, self.hardware, tp=self.tp, cp=self.cp)
+
+    @property
+    def sharding_workload(self) -> Workload:
+        """The prices by which micro-batches are sharded: those of one of the cp GPUs."""
+        return make_workload(self.shape, self.hardware, tp=self.tp)
+
+    @property
+    def packing_prices(self) -> DocumentPrices:
+        """The prices by which it packs: with what sharding really costs, where the packer asks for it, or W_a + W_l."""
+        if not PACKERS[self.packing.method].prices_sharding:
+            return self.workload
+        return sharded_prices(self.shape, self.hardware, self.tp, self.cp, self.sharding.strategy, self.context_window)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline that micro-batches are ordered for."""
+        return Pipeline(self.schedule, self.pp, self.workload, self.virtual_pp)
+
+    @property
+    def memory_settings(self) -> MemorySettings:
+        """What the memory model asks. Zero-bubble schedules count as 1F1B of as many stages, which is less."""
+        names = ("dp", "pp", "cp", "tp", "virtual_pp", "schedule")
+        layout: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.schedule in ZERO_BUBBLE:
+            layout["schedule"] = "interleaved_1f1b"
+        return MemorySettings(
+            shape=self.shape,
+            stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, self.stages)),
+            parallel=ParallelConfig.model_construct(**layout),  # unchecked: a simulation may run GPipe
+            micro_batches=self.micro_batches_per_rank,
+            compute_bytes=self.hardware.bytes_per_value,
+            activation_checkpointing=self.activation_checkpointing,
+            fused_norms=self.hardware.device_type == "cuda",
+            tied_embeddings=self.tied_embeddings,
+            uneven_shards=MEMORY_FACTOR if self.sharding.strategy == "hybrid" and self.cp > 1 else 1.0,
+            checkpoint_copy=self.checkpoint_copy,
+        )
+
+    def packer(self) -> Packer[Any]:
+        """A fresh packer of this job, in which ``packing.max_length_factor`` is no longer "auto"."""
+        return self.packing.packer(self.context_window, self.packing_prices)
+
+    def with_length_factor(self, factor: float) -> Self:
+        """The same with another L_max, in context windows, where the packer has one."""
+        return replace(self, packing=self.packing.with_length_factor(factor))
+
+
+def compute_type(training: TrainingConfig, device_type: str) -> str:
+    """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
+    return _FAST_TYPE[device_type] if training.dtype == "auto" else training.dtype
