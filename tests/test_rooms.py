@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "report": {"config", "documents", "memory", "packing", "planning", "sharding", "simulate", "workload"},
     "reproduce": {"config", "documents", "packing", "planning", "report", "sharding", "simulate", "workload"},
     "attention": {"sharding"},
-    "models": {"config", "documents", "workload"},
+    "models": {"config", "documents", "planning", "workload"},
     "training": {
         *("attention", "config", "config_file", "documents", "memory", "models", "packing", "planning", "schedules"),
         *("sharding", "workload"),

@@ -221,6 +221,14 @@ def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder:
         scored({"overlong": "error"})
 
 
+def test_micro_batches_are_even_by_the_prices_of_the_job(folder: Path) -> None:
+    config = _job(folder)
+    job = JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY)
+    for plan in HeldOut(config, job).plans:
+        for micro_batch in plan.micro_batches:
+            assert micro_batch.workload == pytest.approx(job.packing_prices.document_seconds(micro_batch.lengths).sum())
+
+
 def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path, tmp_path: Path) -> None:
     check_job(_job(folder), 1)
     with pytest.raises(UserError, match="does not exist"):

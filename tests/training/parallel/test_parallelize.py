@@ -51,9 +51,9 @@ LAYOUT = ParallelConfig(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 6, "kv_heads": 3}, "kv_heads = 3 cannot be split over parallel.tp = 2"),
-        ({"ffn_hidden": 21}, "ffn_hidden = 21 cannot be split over parallel.tp = 2"),
-        ({"vocab_size": 13}, r"vocab_size = 13 .* or set model.vocab_size = 14"),
+        ({"heads": 6, "kv_heads": 3}, "kv_heads = 3 cannot be split over tp = 2"),
+        ({"ffn_hidden": 21}, "ffn_hidden = 21 cannot be split over tp = 2"),
+        ({"vocab_size": 13}, r"vocab_size = 13 .* or a vocab_size of 14"),
         ({"layers": 3}, "model has 3 layers, fewer than the 4 pipeline stages"),
     ],
 )
