@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test equivalence lint setup peers docs clean
+.PHONY: demo test test-all slowest equivalence lint setup peers docs clean
 
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -16,9 +16,17 @@ setup: $(VENV)/.installed
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
+# Also the tests marked `exhaustive`, which repeat on more cases what others prove.
+test-all: lint
+	$(BIN)/pytest -n 2 --dist worksteal -m ""
+
+# All tests, and at the end which took longest: calls, setups and teardowns, each for itself.
+slowest: setup
+	$(BIN)/pytest -n 2 --dist worksteal -m "" --durations 20
+
 # Loss and gradients in every layout of up to 8 processes, and 20 steps of every preset, against single documents.
 equivalence: setup
-	$(BIN)/pytest tests/training/test_equivalence.py tests/training/test_steps_equivalence.py --all-layouts --timeout 1800
+	$(BIN)/pytest tests/training/test_equivalence.py tests/training/test_steps_equivalence.py -m "" --all-layouts --timeout 1800
 
 docs: setup
 	$(BIN)/python scripts/configuration_reference.py
@@ -35,7 +43,7 @@ demo: setup
 peers:
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[data,solver,train]'
-	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/requirements-peers.txt
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/parts/packing/requirements-peers.txt
 
 clean:
 	rm -rf $(VENV) .venv-peers runs results demo

@@ -19,16 +19,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from measurement import machine, versions
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.utils import counters
 
+from parts.measurement import machine, versions
 from wlb.attention import context_parallel_attention
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.sharding import make_shard_plan
-from wlb.training.parallel.compile import compile_blocks
+from wlb.training.parallel.parallelize import compile_blocks
 from wlb.workload import ModelShape
 
 SHAPE = ModelShape(hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, ffn_hidden=704, vocab_size=512)

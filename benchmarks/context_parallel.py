@@ -30,13 +30,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from context_parallel_torch import ROTATE_METHODS, torch_attention
-from measurement import in_turns, machine, versions
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from parts.measurement import in_turns, machine, versions
+from parts.torch_ring_attention import ROTATE_METHODS, torch_attention
 from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan

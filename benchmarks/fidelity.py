@@ -18,12 +18,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from measurement import machine, versions
 from rich.console import Console
 from rich.table import Table
-from training import CONFIG, PROCESSES, make_parser, measure_profile, measured_rows, overrides, prepare, train_in_turns
-from training_prediction import plan_steps, predicted_seconds
 
+from parts.measurement import machine, versions
+from parts.training.turns import (
+    CONFIG,
+    PROCESSES,
+    make_parser,
+    measure_profile,
+    measured_rows,
+    overrides,
+    plan_steps,
+    predicted_seconds,
+    prepare,
+    train_in_turns,
+)
 from wlb.config import PRESETS
 from wlb.config_file import load_config
 from wlb.workload.profile import WorkloadProfile

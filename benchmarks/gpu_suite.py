@@ -3,10 +3,10 @@
     python benchmarks/gpu_suite.py [--sections NAME,..] [--out FILE]
     python benchmarks/gpu_suite.py --device cpu --quick                  # tries the code, at toy sizes
 
-Sections, each in a file of its own: ``exactness`` of the attention back end, ``kernel`` times over queries and keys,
-the workload ``profile`` of a block, ``sharding`` (attention of every context-parallel rank), ``packing``
-(micro-batches of every packer). Seconds are compared with what the workload model predicts: the preset of this
-hardware, and the profile where it was measured. The project must be installed, or its sources be on PYTHONPATH.
+Sections: ``exactness`` of the attention back end, ``kernel`` times over queries and keys, the workload ``profile`` of a
+block, ``sharding`` (attention of every context-parallel rank), ``packing`` (micro-batches of every packer). Seconds are
+compared with what the workload model predicts: the preset of this hardware, and the profile where it was measured. The
+project must be installed, or its sources be on PYTHONPATH.
 
 One JSON file has all of it, written after every section, so that a run that is cut short leaves what it had. A section
 that fails is named, the others run, and the exit status is 1. ``wlb compare --profile FILE`` and its like read the
@@ -25,14 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from gpu_suite_exactness import exactness
-from gpu_suite_kernel import kernel
-from gpu_suite_packing import packing
-from gpu_suite_profile import PROFILE, profile
-from gpu_suite_report import Report
-from gpu_suite_setting import H100, TOY, Result, Setting, Workloads
-from gpu_suite_sharding import sharding
 
+from parts.gpu.attention import exactness, kernel
+from parts.gpu.packing import packing
+from parts.gpu.profile import PROFILE, profile
+from parts.gpu.report import Report
+from parts.gpu.setting import H100, TOY, Result, Setting, Workloads
+from parts.gpu.sharding import sharding
 from wlb.training.runtime.environment import hardware_name
 from wlb.workload import Workload, make_workload
 

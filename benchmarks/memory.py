@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from measurement import machine, versions
 from rich.console import Console
 from rich.table import Table
 
+from parts.measurement import machine, versions
 from wlb.config import ParallelConfig
 from wlb.memory.layers import Checkpointing, MemorySettings
 from wlb.memory.step import predict_memory
@@ -129,22 +129,22 @@ def _train(case: Case, shape: ModelShape, tokens: Sequence[int]) -> None:
     from wlb.training.data.batch import TokenBatch
     from wlb.training.data.sharded_batch import shard_batch
     from wlb.training.optimizer import build_optimizer, clip_gradients
-    from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+    from wlb.training.parallel.mesh import build_mesh
+    from wlb.training.parallel.parallelize import Execution, build_stage_modules
     from wlb.training.parallel.pipeline import PipelineRunner
 
-    parallel, device, dtype = case.parallel, torch.device("cpu"), getattr(torch, case.dtype)
+    parallel, execution = case.parallel, Execution(torch.device("cpu"), getattr(torch, case.dtype))
     mesh = build_mesh(parallel, "cpu")
     stages = build_stage_modules(
         TransformerConfig(shape),
         parallel,
         mesh,
-        dtype=dtype,
-        device=device,
+        execution,
         seed=0,
         activation_checkpointing=case.checkpointing,
     )
     optimizers = [build_optimizer(stage, TrainingConfig()) for stage in stages]
-    runner = PipelineRunner(stages, parallel, mesh, len(tokens), dtype=dtype, device=device)
+    runner = PipelineRunner(stages, parallel, mesh, len(tokens), execution)
     batches = []
     for count in tokens:
         ids, positions = torch.randint(shape.vocab_size, (count,)), torch.arange(count)

@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measurement import freeze_imports, machine, versions
 from numpy.typing import NDArray
-from packing_methods import (
+from rich.console import Console
+from rich.table import Table
+
+from parts.measurement import freeze_imports, machine, versions
+from parts.packing.methods import (
     Method,
     OurMethod,
     PeerMethod,
@@ -29,11 +32,8 @@ from packing_methods import (
     tuned_method,
     variable_length_methods,
 )
-from packing_peers import installed_peers, karmarkar_karp
-from packing_sections import Row, balance, memory, oracle, scaling
-from rich.console import Console
-from rich.table import Table
-
+from parts.packing.peers import installed_peers, karmarkar_karp
+from parts.packing.sections import Row, balance, memory, oracle, scaling
 from wlb.documents.filling import documents_filling
 from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths

@@ -19,23 +19,24 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from measurement import freeze_imports, machine, versions
-from planner_corpora import Lengths, corpora, first_steps, given_corpus
-from planner_curves import (
+from rich.console import Console
+from rich.table import Table
+
+from parts.measurement import freeze_imports, machine, versions
+from parts.planner.corpora import Lengths, corpora, given_corpus
+from parts.planner.curves import (
     LENGTH_FACTORS,
     Corpus,
     Point,
     Violation,
+    draw_curves,
     front,
     makespan_points,
     other_points,
     violations,
 )
-from planner_picture import draw_curves
-from planner_sections import fixed_solver, placement, planning_times, targets
-from rich.console import Console
-from rich.table import Table
-
+from parts.planner.sections import fixed_solver, placement, planning_times, targets
+from parts.streams import first_steps
 from wlb.errors import UserError
 from wlb.simulate.pipeline_cost import Cluster
 from wlb.workload import Workload, make_workload

@@ -1,24 +1,22 @@
-"""Pictures of makespan packing: trade-off curves, and one step drawn before and after.
+"""The example of docs/planner.md: the same steps packed by ``variable_length`` and by ``makespan``, drawn as a picture.
 
     .venv/bin/python benchmarks/planner_picture.py docs/images/planner.png
 
-draws the example of docs/planner.md: the same documents packed by ``variable_length`` with its preset queues and by
-``makespan``, as micro-batches of a few steps, with what is held back and what is taken early.
+Both packers get the same documents, ``variable_length`` with its preset queues. Bars are the micro-batches of a few
+steps, with what is held back and what is taken early.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from planner_curves import Point, front
-
 from wlb.documents.synthetic import sample_lengths
-from wlb.errors import require
 from wlb.packing import make_packer
 from wlb.packing.plan import StepPlan
+from wlb.report.plots import pyplot_without_display
 from wlb.workload import Workload, make_workload
 
 WINDOW, MICRO_BATCHES, SEED = 131_072, 4, 4
@@ -26,35 +24,14 @@ FIRST, STEPS = 4, 5  # steps shown
 COLOURS = {"now": "#7aa6c2", "late": "#d97b4a", "early": "#78b37e"}
 
 
-def draw_curves(curves: Mapping[str, Sequence[Point]], path: Path) -> None:
-    """Imbalance over token delay, one panel a corpus."""
-    pyplot = _pyplot()
-    columns = min(4, len(curves))
-    rows = -(-len(curves) // columns)
-    figure, panels = pyplot.subplots(rows, columns, figsize=(3.6 * columns, 3 * rows), squeeze=False)
-    for panel in panels.flat[len(curves) :]:
-        panel.axis("off")
-    for panel, (title, points) in zip(panels.flat, curves.items(), strict=False):
-        for packer, colour in (("variable_length", "#d97b4a"), ("makespan", "#2f6690"), ("sequential", "#555555")):
-            line = front([point for point in points if point.packer == packer], "imbalance")
-            panel.plot([p.delay for p in line], [p.imbalance for p in line], "o-", color=colour, ms=3, label=packer)
-        panel.set_title(title, fontsize=9)
-        panel.set_xlabel("mean token delay, steps", fontsize=8)
-        panel.set_ylabel("imbalance degree", fontsize=8)
-    panels.flat[0].legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-
-
-def draw_example(path: Path) -> None:
+def draw(path: Path) -> None:
     """The same steps of the same documents, before and after."""
     lengths = sample_lengths(4000, WINDOW, SEED).tolist()
     workload = make_workload("7b", "h100", tp=8, cp=2)
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
-    pyplot = _pyplot()
+    pyplot = pyplot_without_display()
     figure, panels = pyplot.subplots(2, STEPS, figsize=(11, 5.2), sharey=True)
     for row, packer in zip(panels, ("variable_length", "makespan"), strict=True):
         planner = make_packer(packer, micro_batches=MICRO_BATCHES, context_window=WINDOW, workload=workload)
@@ -98,10 +75,7 @@ def _draw_step(panel: Any, plan: StepPlan, starts: Sequence[int], workload: Work
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _pyplot() -> Any:
-    require("matplotlib", "plot").use("Agg")
-    return require("matplotlib.pyplot", "plot")
-
-
 if __name__ == "__main__":
-    draw_example(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("picture", type=Path, metavar="FILE", help="where it goes; its ending is its format")
+    draw(parser.parse_args().picture)

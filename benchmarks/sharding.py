@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from measurement import CpuTimer, freeze_imports, in_turns, machine, versions
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -35,6 +34,7 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 )
 from torch.nn.attention.flex_attention import BlockMask
 
+from parts.measurement import CpuTimer, freeze_imports, in_turns, machine, versions
 from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError

@@ -18,32 +18,38 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measurement import machine, versions
 from rich.console import Console
 from rich.table import Table
-from training_prediction import plan_steps, predicted_seconds
 
+from parts.measurement import machine, versions
+from parts.training.turns import (
+    CONFIG,
+    PROCESSES,
+    counted_rows,
+    make_parser,
+    measure_profile,
+    measured_rows,
+    overrides,
+    plan_steps,
+    predicted_seconds,
+    prepare,
+    run,
+    train_in_turns,
+)
 from wlb.config import PRESETS
 from wlb.config_file import load_config
 from wlb.packing.phases import micro_batch_seconds
-from wlb.packing.plan import StepPlan
-from wlb.workload.profile import WorkloadProfile, read_profile
+from wlb.workload.profile import WorkloadProfile
 
-ROOT = Path(__file__).resolve().parent.parent
-CONFIG = ROOT / "configs" / "tiny.toml"
-VOCABULARY = 512  # that of the preset tiny, which is what is profiled
-PROCESSES = 2
 PEER = "hf-trainer"
+TRAINER = Path(__file__).parent / "parts" / "training" / "hf_trainer.py"
 
 
 @dataclass(frozen=True)
@@ -94,79 +100,23 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = make_parser(__doc__, "runs/benchmark-training")
-    parser.add_argument("--peer", action="store_true", help="also run a Hugging Face Trainer (needs transformers)")
+    parser.add_argument(
+        "--peer", action="store_true", help="also run a Hugging Face Trainer (needs transformers and accelerate)"
+    )
     return parser.parse_args()
 
 
-def make_parser(description: str | None, directory: str) -> argparse.ArgumentParser:
-    """The options of a benchmark that trains every preset in turns; working files go to ``directory``."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp is 2")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6, help="counted steps of every preset in a repetition")
-    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step, over all ranks")
-    parser.add_argument("--directory", type=Path, default=Path(directory), help="working files")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
-    return parser
-
-
-def prepare(directory: Path) -> Path:
-    store = directory / "stdlib"
-    if not store.with_suffix(".idx").exists():
-        run("-m", "wlb", "prepare", "--stdlib", "--train-bpe", VOCABULARY, "--out", store)
-    return store
-
-
-def measure_profile(directory: Path) -> WorkloadProfile:
-    """What the model costs on this machine now."""
-    path = directory / "profile.json"
-    run("-m", "wlb", "profile", "--model", "tiny", "--device", "cpu", "--threads", 1, "--quick", "--out", path)
-    return read_profile(path)
-
-
-def run(*words: object, processes: int = 1) -> None:
-    """Run this Python with ``words``, under torchrun where several processes are asked for."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(torchrun if processes > 1 else []), *map(str, words)]
-    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
-def overrides(layout: str, preset: str, repetition: int, arguments: argparse.Namespace, store: Path) -> list[str]:
-    directory = arguments.directory / layout / preset / str(repetition)
-    return [
-        f"preset={preset}",
-        "parallel.pp=1",
-        f"parallel.{layout}={PROCESSES}",
-        f"data.store={store}",
-        f"packing.micro_batches={arguments.micro_batches}",
-        f"training.steps={arguments.steps + 1}",
-        f"checkpoint.dir={directory / 'checkpoints'}",
-        f"checkpoint.every={10**6}",
-        f"metrics.dir={directory}",
-        "metrics.tensorboard=false",
-    ]
-
-
-def train_in_turns(layout: str, repetition: int, arguments: argparse.Namespace, store: Path) -> None:
-    words: list[str] = []
-    for preset in PRESETS:
-        shutil.rmtree(arguments.directory / layout / preset / str(repetition), ignore_errors=True)
-        words += ["--job", str(CONFIG), *overrides(layout, preset, repetition, arguments, store)]
-    run(ROOT / "examples" / "side_by_side.py", *words, processes=PROCESSES)
-
-
 def train_peer(repetition: int, arguments: argparse.Namespace, store: Path) -> None:
-    config = ROOT / "benchmarks" / "training_peer.py"
     directory = arguments.directory / "dp" / PEER / str(repetition)
     shutil.rmtree(directory, ignore_errors=True)
     sizes = ["--micro-batches", arguments.micro_batches, "--steps", arguments.steps + 1]
-    run(config, "--store", store, "--out", directory, *sizes, processes=PROCESSES)
+    run(TRAINER, "--store", store, "--out", directory, *sizes, processes=PROCESSES)
 
 
 def compare(layout: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile) -> list[Result]:
     jobs = {preset: _job_of(layout, preset, arguments, store, profile) for preset in PRESETS}
     if arguments.peer and layout == "dp":
-        rows = _rows(layout, PEER, arguments)
+        rows = counted_rows(layout, PEER, arguments)
         jobs[PEER] = Job([row["tokens"] for row in rows[0]], _median_seconds(rows), None, None, 1.0)
     base = jobs["plain-4d"]
     return [_result(layout, preset, job, base) for preset, job in jobs.items()]
@@ -184,23 +134,6 @@ def _job_of(layout: str, preset: str, arguments: argparse.Namespace, store: Path
         sum(float(micro_batch_seconds(plan.ranks, profile.workload()).sum()) for plan in plans),
         sum(plan.imbalance for plan in plans) / len(plans),
     )
-
-
-def measured_rows(
-    layout: str, preset: str, arguments: argparse.Namespace, plans: Sequence[StepPlan]
-) -> list[list[dict[str, Any]]]:
-    """Counted steps of every repetition, which are those of ``plans``."""
-    rows = _rows(layout, preset, arguments)
-    for repetition in rows:
-        if [plan.tokens for plan in plans] != [row["tokens"] for row in repetition]:
-            raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
-    return rows
-
-
-def _rows(layout: str, name: str, arguments: argparse.Namespace) -> list[list[dict[str, Any]]]:
-    """The lines of steps.jsonl of every repetition, without the first."""
-    files = [arguments.directory / layout / name / str(n) / "steps.jsonl" for n in range(arguments.repetitions)]
-    return [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][1:] for file in files]
 
 
 def _median_seconds(repetitions: Sequence[Sequence[dict[str, Any]]]) -> list[float]:

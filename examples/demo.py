@@ -33,8 +33,7 @@ from wlb.packing.phases import micro_batch_seconds
 from wlb.packing.plan import StepPlan
 from wlb.planning.job import JobSpec
 from wlb.planning.planner import StepPlanner
-from wlb.report.plots import pyplot_without_display, save
-from wlb.report.roles import BALANCED, BASELINE
+from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.simulate import pipeline_makespan
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -116,6 +116,27 @@ def test_values_at_the_limits_are_taken(config):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("max_length_factor=true", "max_length_factor: Input should be a valid number, or 'auto' (got True)"),
+        ("max_length_factor=0", "max_length_factor: Input should be greater than or equal to 1, or 'auto' (got 0)"),
+        ("max_length_factor=wide", "max_length_factor: Input should be a valid number, or 'auto' (got 'wide')"),
+        ("outlier_thresholds=many", "outlier_thresholds: Input should be a valid tuple, or 'auto' (got 'many')"),
+        ("outlier_thresholds=[64, 16]", "outlier_thresholds: thresholds must rise (got [64, 16])"),
+        ("outlier_thresholds=[0]", "outlier_thresholds: Input should be greater than or equal to 1 (got 0)"),
+        (
+            "outlier_thresholds=[0, 0]",
+            "outlier_thresholds: Input should be greater than or equal to 1 (got 0); and 1 more",
+        ),
+    ],
+)
+def test_what_fits_no_alternative_is_one_mistake_that_names_all(config, override, message):
+    with pytest.raises(UserError) as refusal:
+        load_config(config, [f"packing.{override}"])
+    assert str(refusal.value) == f"config {config}: packing.{message}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
         ("training.stepz=4", "training.stepz is not a setting; did you mean steps?"),
         ("parallel.expert=2", "parallel.expert is not a setting; choose from dp, pp, cp, tp"),
         ("model.rope_scaling.faktor=4", "model.rope_scaling.faktor is not a setting; did you mean factor?"),

@@ -152,7 +152,8 @@ def _check_script(where: str, words: Sequence[str]) -> None:
         source = ROOT / words[place]
     assert source.is_file(), f"{where}: {source} does not exist"
     after = words[place + 1 :]
-    text = "".join(file.read_text(encoding="utf-8") for file in source.parent.glob(f"{source.stem}*.py"))
+    files = [*source.parent.glob(f"{source.stem}*.py"), *source.parent.glob(f"parts/{source.stem}/*.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
     assert all(f'"{option}"' in text for option in OPTION.findall(" ".join(after))), f"{where}: {after}"
     assert all((ROOT / word).is_file() for word in after if word.endswith(".toml")), f"{where}: {after}"
 

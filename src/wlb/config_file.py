@@ -80,10 +80,26 @@ def _first_problem(error: ValidationError, *section: str) -> str:
     what = first["msg"].removeprefix("Value error, ")
     if first["type"] == "model_type":
         what = f"this is a section; write [{where}] and its settings below"
+    words = _words(error)
+    if first["loc"][:-1] in words and first["type"] != "value_error":
+        what += f", or {words[first['loc'][:-1]]}"
     value = first["input"]
     shown = f" (got {value!r})" if where and not isinstance(value, dict) else ""
-    more = f"; and {error.error_count() - 1} more" if error.error_count() > 1 else ""
+    others = error.error_count() - len(words) - 1
+    more = f"; and {others} more" if others else ""
     return f"{where + ': ' if where else ''}{what}{shown}{more}"
+
+
+def _words(error: ValidationError) -> dict[tuple[int | str, ...], str]:
+    """The words that settings take instead of a number or a list, such as 'auto', by the place of the setting.
+
+    Pydantic reports each alternative of a union that does not fit, so the word is not one mistake more.
+    """
+    return {
+        problem["loc"][:-1]: problem["ctx"]["expected"]
+        for problem in error.errors()
+        if problem["type"] == "literal_error" and str(problem["loc"][-1]).startswith("literal[")
+    }
 
 
 def _unknown_key(where: str) -> str:

@@ -1,14 +1,9 @@
-"""What is asked of the operating system: the cores and memory this process may use, and locks between processes."""
+"""What the operating system lets this process use: cores and memory."""
 
 from __future__ import annotations
 
-import errno
 import os
-import sys
 from pathlib import Path
-
-# What file systems without locks answer, such as Lustre mounted without them.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
 
 
 def usable_cores() -> int:
@@ -44,23 +39,3 @@ def _read_limit(path: Path) -> int | None:
     except OSError:
         return None  # the topmost group has no limit
     return int(text) if text.isdecimal() else None  # "max" is none
-
-
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file against other processes until it is closed, at the latest when this process ends.
-
-    Returns whether this process has it now. Where there are no such locks (Windows, some network file systems) the
-    answer is yes.
-    """
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True

@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "context_parallel.py"
 
 
+# tests/attention proves every strategy exact on real processes; this adds torch's ring and the table.
+@pytest.mark.exhaustive
 def test_small_run_writes_what_it_prints(tmp_path):
     out = tmp_path / "context_parallel.json"
     small = ["--context-window", "512", "--micro-batches", "1", "--turns", "1", "--out", str(out)]

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 BENCHMARKS = REPOSITORY / "benchmarks"
 
@@ -14,7 +16,7 @@ SMALL = (
 )
 
 PROBE = """
-from planner_curves import Point, violations
+from parts.planner.curves import Point, violations
 def point(packer, delay, imbalance):
     return Point(packer, 1.5, {}, delay, 0, imbalance, 1.1, 0.0)
 ours = [point("makespan", 0.0, 1.2), point("makespan", 0.2, 1.01)]
@@ -45,6 +47,8 @@ def test_a_small_run_answers_every_question(tmp_path):
     assert str(tmp_path) not in out.read_text(), "results name no paths"
 
 
+# The run above again, on lengths from a file; it adds the table of targets.
+@pytest.mark.exhaustive
 def test_targets_are_shown_for_given_lengths(tmp_path):
     source, out = tmp_path / "lengths.json", tmp_path / "planner.json"
     source.write_text(json.dumps([4096, 100, 2000, 300] * 40))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -110,8 +111,8 @@ def test_sizes_that_cannot_be_are_refused_at_once(wlb, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*COMPARE, "--token-budget", 100], "--token-budget has no effect without --prefill"),
-        ([*COMPARE, "--whole"], "--chunked/--whole has no effect without --prefill"),
+        ([*COMPARE, "--token-budget", 100], "--token-budget has no effect without --prefill (got 100); leave it out"),
+        ([*COMPARE, "--whole"], "--chunked/--whole has no effect without --prefill (got --whole); leave it out"),
         ([*COMPARE, "--seed", 0], "--seed has no effect without --prefill"),
         ([*PREFILL, "--context-window", "4K"], "--context-window has no effect with --prefill"),
         ([*PREFILL, "--plot", "p.png"], "--plot has no effect with --prefill"),
@@ -123,7 +124,10 @@ def test_sizes_that_cannot_be_are_refused_at_once(wlb, arguments, message):
         ([*SEARCH, "--gpus", 8, "--trace", "t.json"], "--trace has no effect with --search"),
         (["report", ".", "--steps", 3], "--steps has no effect on the report of a training run"),
         (["reproduce", "table2", "--seeds", 3], "--seeds is for convergence"),
-        (["prepare", ".", "--out", "s", "--unit", "module"], "--unit has no effect without --stdlib"),
+        (
+            ["prepare", ".", "--out", "s", "--unit", "module"],
+            "--unit has no effect without --stdlib (got module); leave it out",
+        ),
         (["prepare", "--stdlib", "--out", "s", "--text-field", "t"], "--text-field has no effect with --stdlib"),
     ],
 )
@@ -131,6 +135,7 @@ def test_options_that_would_not_be_read_are_refused(wlb, arguments, message):
     status, out, err = wlb(*arguments)
     assert (status, out) == (2, "")
     assert message in err
+    assert re.search(r" \(got \S+\); leave it out\n$", err)
     assert err.count("\n") == 1
 
 

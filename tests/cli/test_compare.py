@@ -139,13 +139,15 @@ def test_tune_recommends_within_the_bounds():
 @pytest.mark.parametrize(("bound", "method"), [("0.35", "makespan"), ("0", "variable_length")])
 def test_tune_prints_a_configuration_that_loads(tmp_path: Path, bound: str, method: str):
     size = ["--context-window", "16384", "--micro-batches", "4", "--steps", "20"]
-    result = wlb("tune", "synthetic:3000:16384:0", *size, "--max-token-delay", bound)
+    result = wlb("tune", "synthetic:3000:16384:0", *size, "--max-token-delay", bound, "--max-delay", "7")
     section = result.stdout.partition("[packing]")[2]
     config = tmp_path / "job.toml"
     config.write_text('[data]\nstore = "somewhere"\n[packing]' + section)
     from wlb.config_file import load_config
 
-    assert load_config(config).packing.method == method  # makespan makes documents wait here
+    packing = load_config(config).packing
+    assert packing.method == method  # makespan makes documents wait here
+    assert packing.in_use()["max_delay"] == 7
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from wlb.memory.layers import Checkpointing, LayerMemory, MemorySettings, Unit
 from wlb.models.transformer import Transformer, TransformerConfig, rotary_angles
 from wlb.sharding import make_shard_plan
 from wlb.training.data.sharded_batch import ShardedAttention
-from wlb.training.parallel.activation_checkpointing import apply_activation_checkpointing
+from wlb.training.parallel.parallelize import apply_activation_checkpointing
 from wlb.training.parallel.pipeline import LossTarget, token_loss
 from wlb.workload import ModelShape
 

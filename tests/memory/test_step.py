@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.config import ParallelConfig
 from wlb.memory.layers import LayerMemory, MemorySettings
 from wlb.memory.step import largest_length_factor, predict_even_step, predict_memory
+from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.schedules.operations import rank_operations
 from wlb.workload import ModelShape, model_shape
 

@@ -23,7 +23,8 @@ from wlb.errors import UserError
 from wlb.models.pretrained import check_weights, load_weights, tokenizer_warning
 from wlb.models.transformer import Transformer
 from wlb.planning.config_json import read_config
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import trained_model
 from wlb.training.trainer import Trainer
@@ -51,7 +52,7 @@ def _weights_in(directories: list[Path], layouts: list[ParallelConfig]) -> list[
     found, device = [], torch.device("cpu")
     for directory, parallel in zip(directories, layouts, strict=True):
         config, mesh = read_config(directory), build_mesh(parallel, "cpu")
-        stages = build_stage_modules(config, parallel, mesh, dtype=torch.float32, device=device, seed=None)
+        stages = build_stage_modules(config, parallel, mesh, Execution(device, torch.float32), seed=None)
         load_weights(directory, stages)
         weights = {name: weight for stage in stages for name, weight in stage.named_parameters()}
         found.append({name: w.full_tensor().detach() for name, w in weights.items() if isinstance(w, DTensor)})

@@ -14,8 +14,7 @@ from torch import Tensor
 from wlb.attention import segment_attention
 from wlb.errors import UserError
 from wlb.models.initialise import initialise_weights
-from wlb.models.rotary import rotary_angles, rotate
-from wlb.models.transformer import Attend, Transformer, TransformerConfig
+from wlb.models.transformer import Attend, Transformer, TransformerConfig, rotary_angles, rotate
 from wlb.planning.model import RotaryScaling
 from wlb.workload.shapes import ModelShape
 

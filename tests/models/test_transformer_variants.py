@@ -29,7 +29,8 @@ from wlb.planning.model import RotaryScaling
 from wlb.training.data.batch import labelled_tokens, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.optimizer import build_optimizer, clip_gradients
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.trainer import Trainer
 from wlb.workload.shapes import ModelShape
@@ -83,8 +84,8 @@ def _in_layouts(
 
 def _in_layout(config: TransformerConfig, parallel: ParallelConfig) -> tuple[list[float], dict[str, Tensor]]:
     mesh, device, dtype = build_mesh(parallel, "cpu"), torch.device("cpu"), torch.float64
-    stages = build_stage_modules(config, parallel, mesh, dtype=dtype, device=device, seed=0)
-    runner = PipelineRunner(stages, parallel, mesh, 8 // parallel.dp, dtype=dtype, device=device)
+    stages = build_stage_modules(config, parallel, mesh, Execution(device, dtype), seed=0)
+    runner = PipelineRunner(stages, parallel, mesh, 8 // parallel.dp, Execution(device, dtype))
     optimizers = [build_optimizer(stage, OPTIMISATION) for stage in stages]
     share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel.cp, parallel.tp)
     plan = arrange(PLAN, parallel.dp)

@@ -20,6 +20,7 @@ def test_totals_are_what_the_plans_hold(stream):
         totals.add(plans[start : start + 2])
     totals.add_tail(tail)
 
+    assert [row for plan in plans for row in plan.table.tolist()] == [[*s] for s in segments_of(plans)]
     assert totals.steps == len(plans)
     assert totals.tokens == sum(segment.length for segment in segments_of(plans + tail)) == sum(lengths)
     assert totals.longest_delay == max([plan.longest_delay for plan in plans + tail], default=0)

@@ -16,7 +16,7 @@ from wlb.profiling import (
     prediction_errors,
     tensor_parallel_shard,
 )
-from wlb.profiling.sizes import Piece, held_out_sizes, profiled_sizes
+from wlb.profiling.measure import Piece, held_out_sizes, profiled_sizes
 from wlb.profiling.timing import Case, Effort, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.workload import make_workload, model_shape

@@ -55,23 +55,27 @@ def write_run(directory: Path, *, seconds: float = 2.0, host: str = "node0", dia
 def diagnosis(host: str) -> dict[str, Any]:
     compute = [1.0, 1.2, 0.9, 0.9]
     factor = {"predicted": 1.05, "measured": 1.1}
+    unmeasured = {"predicted": 1.0, "measured": None}
     return {
         "steps": 10,
         "last_step": 20,
         "step_seconds": 2.0,
         "mean_compute_seconds": 1.0,
         "slowest_over_mean": 1.2,
-        "imbalance": {"tp": {"predicted": 1.0, "measured": None}, "cp": factor, "pp": factor, "dp": factor},
+        "imbalance": {"tp": unmeasured, **dict.fromkeys(("cp", "pp", "dp", "micro_batches"), factor)},
         "causes": [{"what": "straggler", "cost": 0.2, "text": f"rank 1 (host {host}) is slow"}],
         "ranks": [
             {
                 "rank": rank,
                 "host": host,
+                "process": 100 + rank,
+                "device": "cpu",
                 "pp": rank // 2,
                 "dp": rank % 2,
                 "cp": 0,
                 "tp": 0,
                 "compute_seconds": compute[rank],
+                "normalised": compute[rank],
                 "data_wait_seconds": 0.01,
             }
             for rank in range(4)

@@ -14,7 +14,7 @@ from tests.report.conftest import HOSTILE, write_run
 from tests.report.html.test_markup import read
 from wlb.errors import UserError
 from wlb.report.measured import gain_at_equal_work, measured_report
-from wlb.report.run_directory import read_run
+from wlb.report.run_directory import DIAGNOSIS, read_diagnosis, read_run
 
 
 def test_the_first_step_is_left_out_and_the_rest_measured(tmp_path: Path):
@@ -108,3 +108,13 @@ def test_mistakes_name_the_file(tmp_path: Path):
         (path / "diagnosis.json").write_text(broken)
         with pytest.raises(UserError, match="is not a diagnosis"):
             read_run(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"), [(None, "has no diagnosis.json"), ("{", "not a diagnosis"), ("{}", "not a diagnosis")]
+)
+def test_a_diagnosis_that_cannot_be_read_is_a_users_mistake(tmp_path, text, problem):
+    if text is not None:
+        (tmp_path / DIAGNOSIS).write_text(text)
+    with pytest.raises(UserError, match=problem):
+        read_diagnosis(tmp_path)

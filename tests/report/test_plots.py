@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from wlb.documents.filling import documents_for
 from wlb.packing import PACKERS
 from wlb.report import plots
-from wlb.report.roles import BALANCED, BASELINE, colour_of, is_baseline
+from wlb.report.plots import BALANCED, BASELINE, colour_of, is_baseline
 from wlb.simulate.compare import Cluster, compare_packer, packer_for
 from wlb.workload import make_workload
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from wlb.reproduce.bench import Bench, Documents
 from wlb.reproduce.breakdown import LEFT_OUT, ONE_BY_ONE, Variant
-from wlb.reproduce.experiment import Documents, Settings
-from wlb.reproduce.systems import Bench
+from wlb.reproduce.experiment import Settings
 from wlb.simulate.job import NamedJob
 
 WINDOW = 8192

@@ -1,4 +1,4 @@
-"""What is concluded from losses, and a run of two steps by every method."""
+"""What is concluded from losses and the order of documents, and a run of two steps by every method."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from wlb.config_file import load_config
+from wlb.documents.order import shuffled
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.reproduce import training_runs
-from wlb.reproduce.convergence import Trained, measured, outside_noise, report
+from wlb.reproduce.convergence import Trained, displacement, measured, outside_noise, report
 from wlb.reproduce.training_runs import METHODS, Run, _check, _settings, _to_toml, runs_of, train_all
 
 from .test_reports import check_report
@@ -86,3 +87,30 @@ def test_a_failing_run_is_told_with_its_last_line(tmp_path):
     run.log.write_text("step 1\nwlb: error: no room\n")
     with pytest.raises(UserError, match=r"training best with seed 1 failed, see .*log.txt: wlb: error: no room"):
         _check(run, 1)
+
+
+def test_arrival_order_is_no_displacement():
+    lengths = np.array([30, 10, 20, 40, 50, 50])
+    order, room = shuffled(6, 0, 0).tolist(), 0
+    steps: list[list[int]] = [[], []]
+    for document in order:
+        room += lengths[document]
+        steps[int(room > 100)].append(document)
+    assert displacement(steps, [100, 100], lengths, 0) == (0.0, 0.0, 0.0)
+
+
+def test_a_late_document_counts_with_its_tokens():
+    lengths, tokens = np.full(8, 50), [100, 100, 100, 100]
+    order = shuffled(8, 3, 0).tolist()
+    late = [order[1:3], order[3:5], order[5:7], [order[7], order[0]]]  # the first three steps late, others early by one
+    found = displacement(late, tokens, lengths, 3)
+    assert found.longest == 3
+    assert found.moved == 1 / 8
+    assert found.mean_steps == (3 + 3) / 8  # documents 2, 4 and 6 of the order come a step early
+
+
+def test_documents_of_later_epochs_have_places_after_the_first():
+    lengths = np.full(4, 50)
+    first, second = (shuffled(4, 1, epoch) + 4 * epoch for epoch in (0, 1))
+    steps = [first[:2].tolist(), first[2:].tolist(), second[:2].tolist(), second[2:].tolist()]
+    assert displacement(steps, [100] * 4, lengths, 1) == (0.0, 0.0, 0.0)

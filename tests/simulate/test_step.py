@@ -54,6 +54,13 @@ def test_what_the_job_lacks_costs_nothing():
     assert {cause for cause, seconds in where.items() if seconds[0] > 1e-12} == {"compute", "optimizer"}
 
 
+def test_interleaving_one_stage_takes_what_1f1b_takes():
+    plain = job("plain-4d", pp=4, micro_batches=6)
+    plan = next(StepPlanner(plain, documents()).plans())
+    interleaved = replace(plain, schedule="interleaved_1f1b")
+    assert simulate_step(plan, interleaved).seconds == simulate_step(plan, plain).seconds
+
+
 def test_steps_are_priced_together_as_alone():
     simulated = job("best", pp=2, cp=2, dp=2)
     plans = [*islice(StepPlanner(simulated, documents()).plans(), 5)]

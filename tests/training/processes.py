@@ -99,6 +99,19 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def stands_still(pid: int, seconds: float = 0.3) -> bool:
+    """Whether the main thread of ``pid`` sleeps for so long: it waits for something that does not come by itself."""
+    before = _scheduling(pid)
+    time.sleep(seconds)
+    return before == _scheduling(pid) and before[0].endswith("S (sleeping)")
+
+
+def _scheduling(pid: int) -> list[str]:
+    """The state of the main thread, and how often it was given a core."""
+    lines = Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines()
+    return [line for line in lines if line.startswith("State:") or "ctxt_switches" in line]
+
+
 def said(err: str) -> Sequence[str]:
     """What a job wrote to stderr, without progress, greeting, and warnings (a busy machine has slow ranks)."""
     passed_over = ("step ", "starting ", "resuming ", "wlb: warning: ")

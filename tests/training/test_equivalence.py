@@ -37,7 +37,8 @@ from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import labelled_tokens, make_batch
 from wlb.training.data.loader import RankShare
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape, make_workload
 
@@ -133,8 +134,8 @@ def _errors_of_all_layouts(
 
 def _errors(parallel: ParallelConfig, steps: list[Step], documents: RandomDocuments) -> dict[str, float]:
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
-    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=torch.float64, device=device, seed=SEED)
-    runner = PipelineRunner(stages, parallel, mesh, MICRO_BATCHES // parallel.dp, dtype=torch.float64, device=device)
+    stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, torch.float64), seed=SEED)
+    runner = PipelineRunner(stages, parallel, mesh, MICRO_BATCHES // parallel.dp, Execution(device, torch.float64))
     errors: dict[str, float] = {}
     for step in steps:
         for stage in stages:

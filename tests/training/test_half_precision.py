@@ -21,7 +21,8 @@ from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch
 from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
 from wlb.training.optimizer import build_optimizer, clip_gradients
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.runtime.environment import joined_job
 from wlb.workload import ModelShape
@@ -43,9 +44,9 @@ def _batch(tp: int) -> ShardedBatch:
 
 def _train(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
-    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=dtype, device=device, seed=0)
+    stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, dtype), seed=0)
     optimizers = [build_optimizer(stage, TrainingConfig(learning_rate=1e-2)) for stage in stages]
-    runner = PipelineRunner(stages, parallel, mesh, 2, dtype=dtype, device=device)
+    runner = PipelineRunner(stages, parallel, mesh, 2, Execution(device, dtype))
     computed: set[torch.dtype] = set()
 
     def note(module: nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:

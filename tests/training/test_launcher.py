@@ -106,7 +106,7 @@ def test_ranks_do_not_outlive_their_launcher(folder, launcher, steps):
         wait_until(lambda: len(ranks_of(job.pid)) == 2 and steps_written(folder) >= steps)
         ranks = ranks_of(job.pid)
         job.kill()
-        wait_until(lambda: not any(is_running(rank) for rank in ranks), seconds=20)
+        wait_until(lambda: not any(is_running(rank) for rank in ranks), seconds=5)  # they look five times a second
 
 
 def listens(pid: int) -> bool:
@@ -142,11 +142,11 @@ class Script:
 
         threading.Thread(target=ask, daemon=True).start()
 
-    def run(self, monkeypatch: pytest.MonkeyPatch, last_words: float = 60.0, grace: float = 60.0) -> Ending | None:
-        """How a job of these ranks ends, with so many seconds for the others after a failure or a request to end."""
+    def run(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> Ending | None:
+        """How a job of these ranks ends; ``seconds`` are the launcher's limits by name, the others are long."""
         monkeypatch.setattr(launch_module, "_start", self._start)
-        monkeypatch.setattr(launch_module, "_LAST_WORDS_SECONDS", last_words)
-        monkeypatch.setattr(launch_module, "_BEYOND_GRACE_SECONDS", grace)
+        for limit in ("last_words", "lost_peer", "beyond_grace"):
+            monkeypatch.setattr(launch_module, f"_{limit.upper()}_SECONDS", seconds.get(limit, SECONDS))
         config = JobConfig.model_validate(
             {
                 "data": {"store": "s"},
@@ -178,8 +178,19 @@ def test_a_rank_that_does_not_end_is_killed_when_another_has_failed(monkeypatch,
     assert (ending.cause, ending.status, ending.restart) == ("no progress", 124, True)
 
 
+@pytest.mark.parametrize(
+    ("failure", "limit", "status"),
+    [("record hung; exit 124", "last_words", 124), ("kill -KILL $$", "last_words", 1), ("exit 1", "lost_peer", 1)],
+)
+def test_the_others_have_longer_to_end_where_a_peer_may_have_been_killed(monkeypatch, failure, limit, status):
+    ending = Script(failure, f"sleep {SECONDS}; exit 2").run(monkeypatch, **{limit: 0.2})
+    assert ending is not None
+    assert ending.status == status  # and not that of a rank that had the time to end by itself
+
+
 def test_ranks_that_end_by_themselves_after_another_are_heard(monkeypatch):
-    ending = Script("record 'lost a peer'; exit 1", "sleep 0.2; record 'correct the config'; exit 2").run(monkeypatch)
+    script = Script("record 'lost a peer'; exit 1", "sleep 0.2; record 'correct the config'; exit 2")
+    ending = script.run(monkeypatch, last_words=0.0)
     assert ending is not None
     assert (ending.text, ending.status) == ("correct the config", 2)
 
@@ -196,7 +207,7 @@ def test_ranks_that_pass_over_a_request_to_end_are_killed(monkeypatch, tmp_path)
     ready = tmp_path / "ready"
     script = Script(f"trap '' TERM; touch {quote(str(ready))}; kill -STOP $$")
     script.ask_when(ready.exists)
-    ending = script.run(monkeypatch, grace=0.2)
+    ending = script.run(monkeypatch, beyond_grace=0.2)
     assert ending is not None
     assert ending.text.startswith("wlb: terminated: not all ranks ended within 0.2 s, and were killed")
     assert (ending.status, ending.restart) == (143, False)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_config, write_store
-from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.config import JobConfig
 from wlb.errors import UserError
 from wlb.memory.step import predict_memory
 from wlb.os_limits import usable_memory
+from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.planning.job import JobSpec
 from wlb.training.memory_budget import memory_limit, with_agreed_factor, within_memory
 from wlb.training.preflight import check_job

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import wlb.training.trainer as trainer_module
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import VOCABULARY, job, read_steps
 from wlb.config import JobConfig, TrainingConfig
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.packing.plan import MicroBatch, Segment, StepPlan
 from wlb.training.non_finite import NonFiniteSteps
+from wlb.training.observe import reporter
 from wlb.training.runtime.failures import TrainingError
 from wlb.training.trainer import Trainer
 
@@ -41,10 +41,10 @@ def folder(tmp_path: Path) -> Path:
 def _train(config: JobConfig) -> tuple[list[tuple[bool, bool]], list[str]]:
     """Train with an infinite embedding of the rare token: if weights and optimizer changed, by step; lines said."""
     said: list[str] = []
-    trainer_module.say = said.append  # type: ignore[assignment]  # in this process only
+    reporter.say = said.append  # type: ignore[assignment]  # in this process only
     trainer = Trainer(config, torch.device("cpu"))
     with torch.no_grad():
-        for stage in trainer.stages:
+        for stage in trainer.model.stages:
             for name, parameter in stage.named_parameters():
                 if "embedding" in name:
                     rows = parameter.to_local()  # type: ignore[attr-defined]
@@ -62,10 +62,10 @@ def _train(config: JobConfig) -> tuple[list[tuple[bool, bool]], list[str]]:
 def _snapshot(trainer: Trainer) -> tuple[list[bytes], list[Any]]:
     weights = [
         parameter.to_local().detach().numpy().tobytes()  # type: ignore[attr-defined]
-        for stage in trainer.stages
+        for stage in trainer.model.stages
         for parameter in stage.parameters()
     ]
-    states = [float(state["step"]) for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    states = [float(state["step"]) for optimizer in trainer.model.optimizers for state in optimizer.state.values()]
     return weights, states
 
 

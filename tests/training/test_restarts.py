@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,10 +16,20 @@ import pytest
 from tests.training.checkpoint.test_checkpointer import damage, fake_checkpoint
 from tests.training.checkpoint.test_files import write_checkpoint
 from tests.training.jobs import read_steps, write_config, write_store
-from tests.training.processes import SECONDS, free_port, is_running, process, ranks_of, said, steps_written, wait_until
+from tests.training.processes import (
+    SECONDS,
+    free_port,
+    is_running,
+    process,
+    ranks_of,
+    said,
+    stands_still,
+    steps_written,
+    wait_until,
+)
 from tests.training.soak import soak
 from wlb.config import JobConfig
-from wlb.training.restarts import Restarts
+from wlb.training.launcher import Restarts
 from wlb.training.runtime.watchdog import backend_timeout
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_two_nodes.sh"
@@ -91,15 +102,18 @@ def test_a_job_that_is_suspended_starts_again_and_ends_where_it_gets_nowhere(tmp
     )
     with process("-m", "wlb", "train", config) as job:
         wait_until(lambda: steps_written(tmp_path) >= 2)
-        suspended = [*reversed(ranks_of(job.pid)), job.pid]
-        for pid in suspended:
+        first_rank, second_rank = ranks_of(job.pid)
+        os.kill(second_rank, signal.SIGSTOP)
+        wait_until(lambda: stands_still(first_rank))  # in a collective, where it waits for the other
+        for pid in (first_rank, job.pid):
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.5)  # in which rank 0 comes to a collective, and waits there for rank 1
         (tmp_path / "metrics" / "steps.jsonl").unlink()
         time.sleep(backend_timeout(limit).total_seconds())
-        for pid in reversed(suspended):
+        for pid in (job.pid, first_rank):
             os.kill(pid, signal.SIGCONT)
-            time.sleep(0.5)  # in which rank 0 finds its time over, before rank 1 can answer
+        wait_until(lambda: not is_running(first_rank))  # it finds its time over, before the other can answer
+        with suppress(ProcessLookupError):  # the launcher may have killed it by now
+            os.kill(second_rank, signal.SIGCONT)
         wait_until(lambda: steps_written(tmp_path) >= 2)
         ranks = ranks_of(job.pid)
         os.kill(ranks[1], signal.SIGSTOP)

@@ -49,7 +49,7 @@ def _train(config: JobConfig) -> dict[str, Any] | None:
 def _train_with_broken_weights(config: JobConfig) -> None:
     trainer = Trainer(config, torch.device("cpu"))
     with torch.no_grad():
-        for stage in trainer.stages:
+        for stage in trainer.model.stages:
             for parameter in stage.parameters():
                 parameter.fill_(math.nan)
     trainer.run()

@@ -16,7 +16,7 @@ import wlb
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.workload import HARDWARE, make_workload, model_shape
-from wlb.workload.exchange import EXCHANGES
+from wlb.workload.base import EXCHANGES
 from wlb.workload.links import Link, Traffic, group_link, shard_bytes
 
 H100 = HARDWARE["h100"]

@@ -8,17 +8,20 @@ from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.workload import load_profile, make_workload, model_shape
-from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile, write_profile
+from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile, prefix_table, write_profile
 
 TOKENS = tuple(2**k for k in range(6, 18))
-
-
+QUERIES, KEYS = np.array([16, 64, 256, 1024]), np.array([64, 512, 4096])
 PREFIX = {
     "queries": [16, 32],
     "keys": [64, 128],
     "forward_seconds": [[1, 2], [3, 4]],
     "backward_seconds": [[1, 2], [3, 4]],
 }
+
+
+def law(queries, keys):
+    return 3e-9 * queries * keys + 2e-7 * queries + 1e-8 * keys + 1e-6
 
 
 def profile_of(attention, linear) -> WorkloadProfile:
@@ -168,3 +171,33 @@ def test_a_missing_or_garbled_profile_is_named(tmp_path):
     (tmp_path / "text.json").write_text("not json")
     with pytest.raises(UserError, match="Invalid JSON"):
         load_profile(tmp_path / "text.json")
+
+
+def test_any_bilinear_law_is_met_between_its_samples():
+    forward = law(QUERIES[:, None], KEYS)
+    table = prefix_table(QUERIES, KEYS, forward, 2 * forward)
+    queries, keys = np.meshgrid(np.arange(16, 1025, 7), np.arange(64, 4097, 31))
+    np.testing.assert_allclose(table.price(queries, keys, "forward"), law(queries, keys), rtol=1e-9)
+    np.testing.assert_allclose(table.price(queries, keys, "both"), 3 * law(queries, keys), rtol=1e-9)
+
+
+def test_beyond_the_samples():
+    table = prefix_table(QUERIES, KEYS, law(QUERIES[:, None], KEYS), law(QUERIES[:, None], KEYS))
+    largest = table.price(1024, 4096, "forward")
+    assert table.price(2048, 8192, "forward") == pytest.approx(4 * largest)
+    assert table.price(1, 512, "forward") == table.price(16, 512, "forward")  # a tile that is not full
+    assert table.price(16, 32, "forward") == pytest.approx(table.price(16, 64, "forward") / 2)
+    assert table.price([0, 16], [64, 0], "both").tolist() == [0, 0]
+
+
+@given(
+    st.lists(st.floats(1e-7, 1e3), min_size=12, max_size=12),
+    st.tuples(st.integers(1, 10**5), st.integers(0, 10**5)),
+    st.tuples(st.integers(0, 10**5), st.integers(0, 10**5)),
+)
+def test_more_work_never_costs_less_whatever_was_measured(seconds, size, more):
+    measured = np.reshape(seconds, (len(QUERIES), len(KEYS)))
+    table = prefix_table(QUERIES, KEYS, measured, measured)
+    (queries, keys), (more_queries, more_keys) = size, more
+    less = table.price(queries, keys, "both")
+    assert table.price(queries + more_queries, keys + more_keys, "both") >= less * (1 - 1e-12)

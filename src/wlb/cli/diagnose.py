@@ -21,7 +21,8 @@ def diagnose(
 
     Example: wlb diagnose runs/tiny
     """
-    from wlb.training.observe.diagnosis import read_diagnosis, render
+    from wlb.report.run_directory import read_diagnosis
+    from wlb.training.observe.diagnosis import render
 
     diagnosis = read_diagnosis(metrics_dir)
     if json:

@@ -101,8 +101,12 @@ def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> Non
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            parameter = by_name[name]
-            raise UserError(f"{'/'.join((*parameter.opts, *parameter.secondary_opts))} {why}")
+            parameter, value = by_name[name], context.params[name]
+            if isinstance(value, bool):
+                value = (parameter.opts if value else parameter.secondary_opts)[0]
+            given = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            spelled = "/".join((*parameter.opts, *parameter.secondary_opts))
+            raise UserError(f"{spelled} {why} (got {given}); leave it out")
 
 
 def method_names(methods: str | None, default: Sequence[str]) -> list[str]:

@@ -82,7 +82,7 @@ def profile(
         )
     write_profile(measured, out)
     if plot is not None:
-        from wlb.report.profile_plot import plot_profile
+        from wlb.report.plots import plot_profile
 
         plot_profile(measured, plot)
     preset = hardware_name(settings.device)

@@ -61,7 +61,7 @@ def reproduce(
     if name != "all" and name not in EXPERIMENTS:
         raise UserError(f"experiment {name!r} is unknown; choose from {', '.join(EXPERIMENTS)}, all")
     if name != "convergence":
-        options.refuse_unused(context, ["seeds"], f"is for convergence; {name} has one seed, --seed")
+        options.refuse_unused(context, ["seeds"], f"is for convergence, and {name} has one seed, --seed")
     if profile is not None and name not in ("kernel", "all"):
         raise UserError(f"--profile is shown by kernel; {name} is simulated on the H100 preset")
     try:

@@ -69,7 +69,7 @@ def shard(
         f"{key} {value}" for key, value in priced_by.items()
     )
     if plot is not None:
-        from wlb.report.shard_plot import plot_shards
+        from wlb.report.plots import plot_shards
         from wlb.sharding import make_shard_plan
 
         plot_shards([make_shard_plan(micro_batches[0], cp, name, workload=workload) for name in names], plot)

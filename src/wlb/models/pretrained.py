@@ -15,7 +15,10 @@ from wlb.planning.model import TransformerConfig
 
 
 def check_weights(directory: Path, config: TransformerConfig) -> None:
-    """Raise ``UserError`` unless ``directory`` holds the weights of ``config``; reads only the headers of its files."""
+    """Raise ``UserError`` unless ``directory`` holds the weights of ``config``.
+
+    Only the headers of its files are read, and where a tied head is stored all the same, the head and the embedding.
+    """
     PretrainedWeights.open(directory).check(config)
 
 

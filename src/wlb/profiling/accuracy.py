@@ -8,21 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.profiling.sizes import HeldOutSizes
+from wlb.profiling.measure import HeldOut
 from wlb.workload.base import Seconds, Workload
 from wlb.workload.profile import ProfileWorkload
 
 _LONGEST_CROSSOVER = 10_000_000  # tokens
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Held-out sizes with their measured seconds, forward and backward over all layers."""
-
-    sizes: HeldOutSizes
-    documents: tuple[float, ...]
-    pieces: tuple[float, ...]
-    micro_batches: tuple[float, ...]
 
 
 @dataclass(frozen=True)

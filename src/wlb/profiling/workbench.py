@@ -21,8 +21,7 @@ from wlb.attention.backends import pick_backend, reference
 from wlb.attention.runs import Runs
 from wlb.errors import UserError
 from wlb.models.initialise import initialise_weights
-from wlb.models.rotary import Rotation, rotary_angles
-from wlb.models.transformer import Attend, Attention, Block, Head, TransformerConfig
+from wlb.models.transformer import Attend, Attention, Block, Head, Rotation, TransformerConfig, rotary_angles
 from wlb.profiling.timing import Case
 from wlb.training.parallel.pipeline import LossTarget, token_loss
 from wlb.workload.shapes import ModelShape

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from wlb.report.gain import Gain, gain
 from wlb.report.html.charts import intervals, series, stacked
-from wlb.report.html.heat_map import heat_map
+from wlb.report.html.diagrams import heat_map
 from wlb.report.html.markup import Markup, join, table, tag
 from wlb.report.html.page import facts, page, paragraph, section
 from wlb.report.run_directory import TrainingRun

@@ -6,13 +6,11 @@ from wlb.memory.step import gib
 from wlb.report.evidence import AS_FAST, BASELINE, BEST, Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram, stacked
-from wlb.report.html.heat_map import heat_map
+from wlb.report.html.diagrams import heat_map, pipeline_chart, shard_chart
 from wlb.report.html.markup import Markup, table, tag
 from wlb.report.html.page import code, facts, page, paragraph, section
-from wlb.report.html.pipeline_chart import pipeline_chart
-from wlb.report.html.shard_chart import shard_chart
+from wlb.report.plots import is_baseline
 from wlb.report.recommended import recommended_config
-from wlb.report.roles import is_baseline
 
 TITLE = "What workload balancing gives this job"
 

@@ -15,6 +15,11 @@ from wlb.errors import UserError
 
 STEPS, DIAGNOSIS = "steps.jsonl", "diagnosis.json"
 
+# Of diagnosis.json: what is shown of the job, of every rank, and by dimension.
+_DIAGNOSED = ("steps", "last_step", "step_seconds", "mean_compute_seconds", "slowest_over_mean")
+_OF_RANK = ("rank", "process", "pp", "dp", "cp", "compute_seconds", "normalised", "data_wait_seconds")
+_DIMENSIONS = ("tp", "cp", "pp", "dp", "micro_batches")
+
 _COLUMNS = ("step", "tokens", "step_seconds", "data_wait_seconds", "imbalance_degree", "token_delay", "mfu")
 
 
@@ -71,9 +76,40 @@ def read_run(path: Path) -> TrainingRun:
     rows = _read_steps(path / STEPS)
     rows = rows[1:] or rows
     columns = {name: np.array([row[name] for row in rows], np.float64) for name in _COLUMNS}
-    diagnosis = _read_diagnosis(path / DIAGNOSIS)
+    diagnosis = read_diagnosis(path) if (path / DIAGNOSIS).exists() else None
     seconds = None if diagnosis is None else _compute_seconds(diagnosis)
     return TrainingRun(path.name or str(path), columns, diagnosis, seconds)
+
+
+def read_diagnosis(metrics_dir: Path) -> dict[str, Any]:
+    """What a job last wrote into its ``metrics_dir``; raises ``UserError`` where that cannot be read."""
+    path = metrics_dir / DIAGNOSIS
+    try:
+        diagnosis: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        _check_diagnosis(diagnosis)
+    except FileNotFoundError:
+        raise UserError(
+            f"{metrics_dir} has no {DIAGNOSIS}: name the metrics.dir of a job that has trained metrics.diagnose_every "
+            "steps"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UserError(f"{path} is not a diagnosis ({type(error).__name__}); let the job write it anew") from error
+    return diagnosis
+
+
+def _check_diagnosis(diagnosis: dict[str, Any]) -> None:
+    """Raise an exception of some kind where a field that is shown anywhere is missing or of another type."""
+    numbers = [diagnosis[name] for name in _DIAGNOSED]
+    for rank in diagnosis["ranks"]:
+        numbers += [rank[name] for name in _OF_RANK]
+        _ = rank["host"], rank["device"]
+    factors = [diagnosis["imbalance"][name][kind] for name in _DIMENSIONS for kind in ("predicted", "measured")]
+    for number in (*numbers, *(factor for factor in factors if factor is not None)):
+        _number(number)
+    _ = [cause["text"] for cause in diagnosis["causes"]]
+    _compute_seconds(diagnosis)
 
 
 def _read_steps(path: Path) -> list[dict[str, float]]:
@@ -95,29 +131,6 @@ def _read_steps(path: Path) -> list[dict[str, float]]:
     if not rows or not all(row[name] > 0 for row in rows for name in ("step_seconds", "tokens", "mfu")):
         raise UserError(f"{path} holds no steps that took time; let the job train first")
     return rows
-
-
-def _read_diagnosis(path: Path) -> dict[str, Any] | None:
-    try:
-        diagnosis: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        # What the report reads, so that whatever else the file is shows here.
-        for rank in diagnosis["ranks"]:
-            _number(rank["compute_seconds"])
-            str(rank["host"])
-        for factor in diagnosis["imbalance"].values():
-            _ = factor["predicted"], factor["measured"]
-        for cause in diagnosis["causes"]:
-            str(cause["text"])
-        for name in ("steps", "last_step", "step_seconds", "mean_compute_seconds", "slowest_over_mean"):
-            _number(diagnosis[name])
-        _compute_seconds(diagnosis)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UserError(f"{path} is not a diagnosis ({type(error).__name__}); let the job write it anew") from error
-    return diagnosis
 
 
 def _compute_seconds(diagnosis: dict[str, Any]) -> NDArray[np.float64]:

@@ -11,10 +11,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from wlb.reproduce import paper
-from wlb.reproduce.charts import grouped_bars
-from wlb.reproduce.documents import corpus
-from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
-from wlb.reproduce.systems import ASSUMED, Bench, speedup
+from wlb.reproduce.bench import ASSUMED, Bench, corpus, speedup
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, grouped_bars
 from wlb.simulate import SimulatedJob
 from wlb.simulate.job import PAPER_JOBS
 

@@ -13,10 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from wlb.reproduce import paper
-from wlb.reproduce.charts import lines_over_tokens
-from wlb.reproduce.documents import corpus, grown_corpus
-from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
-from wlb.reproduce.systems import ASSUMED, Bench, speedup
+from wlb.reproduce.bench import ASSUMED, Bench, corpus, grown_corpus, speedup
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, lines_over_tokens
 from wlb.simulate.job import PAPER_JOBS
 
 _1K = 1024

@@ -1,17 +1,24 @@
-"""What every experiment takes and gives: ``Settings`` in, a ``Report`` of tables, findings and one picture out."""
+"""What every experiment takes and gives: ``Settings`` in, a ``Report`` of tables, findings and one picture out.
+
+Most pictures are of two kinds: ``grouped_bars``, side by side, and ``lines_over_tokens``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from wlb.report.plots import pyplot_without_display, save
 
 Kind = Literal["", "quoted", "simulated", "measured"]
 Value = str | float | None
+
+_QUOTED = "#b8bfc7"
+COLOURS = ("#c2571a", "#6a7fb5", "#1b7f5c", "#d4a017", "#a3496f", "#8a7a2b")
 
 
 class Column(NamedTuple):
@@ -38,13 +45,6 @@ class Finding(NamedTuple):
     statement: str
     holds: bool | None
     evidence: str
-
-
-class Documents(NamedTuple):
-    """Lengths in tokens, and where they are from."""
-
-    lengths: NDArray[np.int64]
-    source: str
 
 
 @dataclass(frozen=True)
@@ -79,3 +79,63 @@ class Report:
             "findings": [finding._asdict() for finding in self.findings],
             "notes": list(self.notes),
         }
+
+
+def grouped_bars(
+    path: Path,
+    title: str,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    *,
+    label: str,
+    origin: float = 1.0,
+) -> None:
+    """A group of bars for each of ``groups``; bars start at ``origin``. Quoted series, by their name, are grey."""
+    figure, axis = pyplot_without_display().subplots(figsize=(3 + 1.25 * len(groups), 4.4), constrained_layout=True)
+    width = 0.84 / len(series)
+    colours = iter(COLOURS)
+    for index, (name, values) in enumerate(series.items()):
+        shown = [(group, value) for group, value in enumerate(values) if value is not None]
+        heights = [value - origin for _, value in shown]
+        places = [group + (index - (len(series) - 1) / 2) * width for group, _ in shown]
+        colour = _QUOTED if name.startswith("quoted") else next(colours)
+        bars = axis.bar(places, heights, 0.94 * width, bottom=origin, color=colour, label=name)
+        axis.bar_label(bars, [f"{value:.2f}" for _, value in shown], fontsize=7, padding=2)
+    axis.axhline(origin, color="black", linewidth=0.8)
+    axis.set_xticks(np.arange(len(groups)), groups, fontsize=8)
+    axis.set_ylabel(label)
+    axis.margins(y=0.12)
+    axis.legend(frameon=False, fontsize=8, ncols=min(4, len(series)), loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(title, fontsize=10)
+    save(figure, path)
+
+
+def lines_over_tokens(
+    path: Path,
+    title: str,
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    *,
+    label: str,
+    log: Sequence[str] = (),
+) -> None:
+    """A panel for each of ``panels``, with named lines of (tokens, values); ``log`` names those with a log scale."""
+    figure, axes = pyplot_without_display().subplots(
+        1, len(panels), figsize=(1 + 5.2 * len(panels), 4.2), squeeze=False, constrained_layout=True
+    )
+    for axis, (name, lines) in zip(axes[0], panels.items(), strict=True):
+        colours = iter(COLOURS * 2)
+        for line, (tokens, values) in lines.items():
+            if line.startswith("quoted"):
+                axis.plot(tokens, values, "D", color="black", ms=6, mfc=_QUOTED, label=line, zorder=3)
+            else:
+                axis.plot(tokens, values, "o-", ms=3.5, color=next(colours), label=line)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}")
+        axis.set(xlabel=label, title=name, yscale="log" if name in log else "linear")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False, fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    if len(panels) > 1:
+        figure.suptitle(title, fontsize=11)
+    save(figure, path)

@@ -19,13 +19,10 @@ from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
 from wlb.planning.planner import StepPlanner
-from wlb.report.plots import pyplot_without_display, save
-from wlb.report.roles import BALANCED, BASELINE
+from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.reproduce import paper
-from wlb.reproduce.charts import COLOURS
-from wlb.reproduce.documents import corpus
-from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
-from wlb.reproduce.systems import Bench
+from wlb.reproduce.bench import Bench, corpus
+from wlb.reproduce.experiment import COLOURS, Column, Finding, Report, Settings, Table
 from wlb.simulate import SimulatedJob
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import NAMED_JOBS

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from wlb.reproduce import paper
-from wlb.reproduce.charts import lines_over_tokens
-from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, lines_over_tokens
 from wlb.workload import ModelShape, make_workload, model_shape
 from wlb.workload.base import Workload
 from wlb.workload.flops import attention_flops

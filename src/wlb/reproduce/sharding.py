@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.reproduce import paper
-from wlb.reproduce.charts import grouped_bars
-from wlb.reproduce.documents import corpus
-from wlb.reproduce.experiment import Column, Documents, Finding, Report, Settings, Table
+from wlb.reproduce.bench import Documents, corpus
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, grouped_bars
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.sharding.compare import sample_micro_batches
 from wlb.workload import make_workload, model_shape

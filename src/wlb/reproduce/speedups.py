@@ -13,10 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.reproduce import paper
-from wlb.reproduce.charts import grouped_bars
-from wlb.reproduce.documents import corpus
-from wlb.reproduce.experiment import Column, Documents, Finding, Report, Settings, Table
-from wlb.reproduce.systems import ASSUMED, Bench, Treatment, speedup
+from wlb.reproduce.bench import ASSUMED, Bench, Documents, Treatment, corpus, speedup
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, grouped_bars
 from wlb.simulate.job import PAPER_JOBS
 
 _STEPS = 200  # over fewer, tokens/s favour systems in which many long documents still wait at the end

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from wlb.config import NO_BOUND
 from wlb.documents.segments import Segment
 from wlb.reproduce import paper
-from wlb.reproduce.charts import grouped_bars
-from wlb.reproduce.documents import corpus, cut_by_loader
-from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table
+from wlb.reproduce.bench import corpus, cut_by_loader
+from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, grouped_bars
 from wlb.simulate.compare import Cluster, MethodResult, compare_packer, packer_for
 from wlb.simulate.job import PAPER_JOBS
 from wlb.workload import make_workload

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from wlb.sharding.pieces import Locality, Pieces, locality, pieces_of
 from wlb.sharding.plan import ShardPlan
-from wlb.workload.base import Phase, Workload
-from wlb.workload.exchange import EXCHANGES
+from wlb.workload.base import EXCHANGES, Phase, Workload
 
 _PHASES: tuple[Phase, Phase] = ("forward", "backward")
 

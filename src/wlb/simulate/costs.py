@@ -19,8 +19,7 @@ from wlb.schedules.layer_split import split_layers
 from wlb.schedules.operations import stages_of_rank
 from wlb.simulate.job import SimulatedJob
 from wlb.workload import Workload, make_workload
-from wlb.workload.base import Seconds
-from wlb.workload.exchange import EXCHANGES
+from wlb.workload.base import EXCHANGES, Seconds
 from wlb.workload.links import group_link, shard_bytes
 
 Direction = Literal["forward", "backward"]

@@ -18,11 +18,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from wlb.config import JobConfig
 from wlb.config_file import load_config
-from wlb.errors import require
+from wlb.errors import UserError, require
+from wlb.training.checkpoint.files import step_of
 from wlb.training.runtime.console import say
 from wlb.training.runtime.failures import (
     HUNG_STATUS,
@@ -35,9 +35,6 @@ from wlb.training.runtime.failures import (
     recorded_failure,
 )
 from wlb.training.runtime.termination import signals_to_end
-
-if TYPE_CHECKING:
-    from wlb.training.restarts import Restarts
 
 _BEYOND_GRACE_SECONDS = 5.0  # ranks leave by themselves when training.grace_seconds are over; then they are killed
 _LAST_WORDS_SECONDS = 2.0  # for the other ranks to end by themselves when it is known what has ended the job
@@ -56,7 +53,6 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
         config = load_config(config_path, overrides)
         require("torch", "train")
         from wlb.training.preflight import check_job
-        from wlb.training.restarts import Restarts
 
         check_job(config, local_processes=config.parallel.world_size)
         arguments = ["-m", "wlb.training", str(config_path)]
@@ -99,6 +95,46 @@ class _EndRequest:
         self.received = True
         if not self.ranks_answer:
             leave(Terminated("terminated before the first step"))
+
+
+class Restarts:
+    """How often a job whose ranks were killed or hung starts again: ``training.max_restarts`` times in a row.
+
+    Restarts are counted between checkpoints: whenever the job has written a newer one than it was last started from,
+    all of them are available again. So a job on a flaky machine runs for months, and one that dies at the same place
+    every time ends. A damaged checkpoint does not count, as the job does not continue from it. There are none without
+    ``checkpoint.dir``, as nothing would be kept. ``refusal`` says why ``take`` has given none, in words; None where
+    there were none to begin with.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config.checkpoint
+        resumes = config.checkpoint.dir is not None and config.checkpoint.resume
+        self._most = config.training.max_restarts if resumes else 0
+        self._started_from = 0  # step of the checkpoint; unknown of the first start, which has used no restart
+        self.left = self._most
+        self.refusal: str | None = None
+
+    def take(self) -> str | None:
+        """Use one: where the job continues from, in words, or None if it is not to be started again."""
+        if not self._most:
+            return None
+        from wlb.training.checkpoint.resuming import newest_checkpoint
+
+        try:
+            newest = newest_checkpoint(self._config, contents=True)
+        except UserError as error:
+            self.refusal = str(error)
+            return None
+        step = step_of(newest) if newest else 0
+        if step > self._started_from:
+            self.left = self._most
+        if not self.left:
+            self.refusal = "there was no newer checkpoint since the last restart, and no restart is left"
+            return None
+        self.left -= 1
+        self._started_from = step
+        return f"checkpoint {newest.name}" if newest else "the first step, as there is no checkpoint yet"
 
 
 def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest) -> Ending | None:

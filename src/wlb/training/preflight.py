@@ -17,7 +17,7 @@ from wlb.planning.job import JobSpec
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import newest_checkpoint
 from wlb.training.checkpoint.same_model import check_model
-from wlb.training.data.loader_state import check_identity, data_identity
+from wlb.training.data.loader import check_identity, data_identity
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.memory_budget import within_memory
 from wlb.training.parallel.parallelize import check_layout

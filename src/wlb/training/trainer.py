@@ -21,28 +21,17 @@ import torch.distributed as dist
 from wlb.attention.profiler_regions import region
 from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore
-from wlb.models.pretrained import load_weights
-from wlb.planning.job import JobSpec
-from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
-from wlb.training.checkpoint.resuming import agreed_checkpoint
-from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
-from wlb.training.evaluation.evaluator import Evaluator
-from wlb.training.learning_rate import learning_rate
+from wlb.training.checkpoint.checkpointer import Progress
+from wlb.training.data.loader import LoadedStep
 from wlb.training.memory_budget import with_agreed_factor
 from wlb.training.non_finite import NonFiniteSteps
-from wlb.training.observe.metrics import MetricsWriter, StepMetrics
-from wlb.training.observe.monitor import Monitor, rank_names
-from wlb.training.observe.observer import Observation, Observer
-from wlb.training.observe.startup_report import greeting
-from wlb.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
-from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.training.parallel.seeds import place_of, seed_this_rank
+from wlb.training.observe.reporter import Outcome
+from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
+from wlb.training.phases import build_data, build_evaluator, build_model, build_pipeline, build_reporter, restore
 from wlb.training.preflight import check_job
 from wlb.training.runtime.collectives import gathered_rows, on_every_rank
-from wlb.training.runtime.console import say
 from wlb.training.runtime.directory_lock import check_shared, directories_of
-from wlb.training.runtime.environment import compute_dtype, hardware_name, joined_job, trained_model
+from wlb.training.runtime.environment import joined_job
 from wlb.training.runtime.failures import Terminated, TrainingError
 from wlb.training.runtime.termination import Termination
 from wlb.training.runtime.watchdog import Pulse, time_outs_are_hangs, watched
@@ -78,73 +67,31 @@ class Trainer:
         pulse: Pulse | None = None,
     ) -> None:
         self.config = config
-        self.device = device
         self.termination = termination or Termination()
         self.pulse = pulse or Pulse()
-        self._last_step = config.training.steps or math.inf
         store = store if store is not None else TokenStore.open(config.data.store)
-        model = trained_model(config, store)
-        job = JobSpec.from_config(config, hardware_name(device), model=model)
-        dtype = compute_dtype(config.training, device)
-        self.mesh = mesh = build_mesh(config.parallel, device.type)
-        seed_this_rank(config.training.seed, mesh)
-        newest, pretrained = agreed_checkpoint(config.checkpoint), config.model.pretrained
-        initialise = newest is None and pretrained is None
-        self.stages = build_stage_modules(
-            model,
-            config.parallel,
-            mesh,
-            dtype=dtype,
-            device=device,
-            seed=config.training.seed if initialise else None,
-            activation_checkpointing=config.training.activation_checkpointing,
-            compiled=config.training.compile,
-        )
-        for stage in self.stages:
-            stage.register_forward_pre_hook(self.pulse.beat)  # every micro-batch
-        self.optimizers = [build_optimizer(stage, config.training) for stage in self.stages]
-        self.monitor = Monitor(config, model.shape, mesh, device)
-        self.runner = PipelineRunner(
-            self.stages,
-            config.parallel,
-            mesh,
-            job.micro_batches_per_rank,
-            dtype=dtype,
-            device=device,
-            clock=self.monitor.clock,
-        )
-        self.checkpointer = Checkpointer(config.checkpoint, model, self.stages, self.optimizers, place_of(mesh))
-        if newest is None and pretrained is not None:
-            load_weights(pretrained, self.stages)
-        progress = self.checkpointer.load(newest) if newest else None
+
+        self.model = build_model(config, store, device)
+        self.runner, self.monitor = build_pipeline(config, self.model)
+        self.checkpointer, progress = restore(config, self.model)
         self.step = progress.step if progress else 0
-        state = progress.loader if progress else None
-        share = RankShare.in_job(job, mesh.rank("dp"), mesh.rank("cp"))
-        self.loader = StepLoader(store, config, job, share=share, state=state)
+        data = build_data(config, store, self.model, progress)
+        self.checkpointer.delete_outdated()  # when nothing can refuse the job any more, and before it writes
+        self.reporter = build_reporter(config, store, self.model, data, self.step)
+        self.evaluator = build_evaluator(config, self.model, data, self.reporter)
+
+        self.loader = data.loader
+        self.non_finite = NonFiniteSteps(config.training, self.model.mesh.rank("dp"))
         self._trained = self.loader.state_dict()
-        self.checkpointer.delete_outdated()  # first of all that writes: the disk may be full
-        self.non_finite = NonFiniteSteps(config.training, mesh.rank("dp"))
-        names = rank_names(device)
-        self.metrics = self.observer = None
-        if dist.get_rank() == 0:
-            self.metrics = MetricsWriter(config.metrics, self.step)
-            self.observer = Observer(config, model.shape, names, device)
-            for line in greeting(config, store, self.loader, self.step, dtype=dtype, device=device):
-                say(line)
-        self.evaluator = None
-        if config.evaluation.store:
-            recorded = self.metrics.evaluated if self.metrics else 0
-            self.evaluator = Evaluator(config, job, self.stages, mesh, share, recorded, dtype=dtype, device=device)
+        self._last_step = config.training.steps or math.inf
+        for stage in self.model.stages:
+            stage.register_forward_pre_hook(self.pulse.beat)  # every micro-batch
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
         for _ in self.steps():
             pass
-        if self.metrics is None or self.observer is None:
-            return None
-        self.metrics.close()
-        self.observer.finish()
-        return self.metrics.summary() | self.loader.totals()
+        return self.reporter.finish() | self.loader.totals() if self.reporter else None
 
     def steps(self) -> Iterator[int]:
         """Train step after step, yielding the number of each; checkpoints as they fall due and at the end.
@@ -183,33 +130,30 @@ class Trainer:
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()
         rate = learning_rate(self.step, self.config.training)
-        set_learning_rate(self.optimizers, rate)
-        for optimizer in self.optimizers:
+        set_learning_rate(self.model.optimizers, rate)
+        for optimizer in self.model.optimizers:
             optimizer.zero_grad()
         share = self.runner.run_step(loaded.batches, loaded.loss_tokens)
         rows = self.monitor.exchange(loaded, share)
         loss = float(rows["loss_share"].sum())
         with region("gradient norm"):
-            grad_norm = clip_gradients(self.stages, self.config.training.gradient_clip)
+            grad_norm = clip_gradients(self.model.stages, self.config.training.gradient_clip)
         skipped = self.non_finite.check(self.step, loss, grad_norm, loaded.plan, self.runner.losses)
         if not skipped:
             with region("optimizer"):
-                for optimizer in self.optimizers:
+                for optimizer in self.model.optimizers:
                     optimizer.step()
-        if self.metrics and self.observer:
-            if skipped:
-                say(skipped)
+        if self.reporter:
             seconds = loaded.wait_seconds + time.perf_counter() - started
-            observation = self.observer.observe(self.step, loaded.plan, rows, seconds)
-            self.metrics.write(self._metrics_of(loaded, loss, grad_norm, rate, seconds, observation))
+            self.reporter.record(self.step, loaded, Outcome(loss, grad_norm, rate, seconds, skipped), rows)
 
     def _terminated(self, loaded: LoadedStep) -> bool:
         """Whether any rank was asked to end; raises ``TrainingError`` unless all ranks are about to train the same."""
         row = (loaded.fingerprint, loaded.shard_fingerprint, self.termination.requested)
         with region("plan agreement"):
-            rows = gathered_rows(row, torch.int64, self.device)
+            rows = gathered_rows(row, torch.int64, self.model.execution.device)
         same_plan = bool((rows[:, 0] == rows[0, 0]).all())
-        by_dp = rows[self.mesh.work.mesh.movedim(1, 0).flatten(1), 1]  # (dp, the other ranks)
+        by_dp = rows[self.model.mesh.work.mesh.movedim(1, 0).flatten(1), 1]  # (dp, the other ranks)
         same_shards = bool((by_dp == by_dp[:, :1]).all())
         if not (same_plan and same_shards):
             raise TrainingError(
@@ -218,44 +162,13 @@ class Trainer:
             )
         return bool(rows[:, 2].any())
 
-    def _metrics_of(
-        self,
-        loaded: LoadedStep,
-        loss: float,
-        grad_norm: float,
-        rate: float,
-        seconds: float,
-        observation: Observation,
-    ) -> StepMetrics:
-        tokens, listed = loaded.plan.tokens, self.config.metrics.document_ids
-        return StepMetrics(
-            step=self.step,
-            loss=loss,
-            grad_norm=grad_norm,
-            learning_rate=rate,
-            tokens=tokens,
-            documents=len(loaded.documents),
-            step_seconds=seconds,
-            tokens_per_second=tokens / seconds,
-            imbalance_degree=loaded.plan.imbalance,
-            token_delay=loaded.plan.delay_token_steps / tokens,
-            data_wait_seconds=loaded.wait_seconds,
-            planning_seconds=loaded.planning_seconds,
-            pending_documents=self.loader.totals()["pending_documents"],
-            mfu=observation.mfu,
-            imbalance=observation.imbalance,
-            slow_ranks=observation.slow_ranks,
-            document_ids=loaded.documents if listed else None,
-            segments=tuple(sorted(loaded.plan.segments)) if listed == "segments" else None,
-        )
-
     def _evaluate(self, *, last: bool = False) -> bool:
         """Evaluate where that is due; whether it was broken off, as a rank was asked to end."""
         if self.evaluator is None:
             return False
         evaluation = self.evaluator.after(self.step, last=last, asked_to_end=lambda: self.termination.requested)
-        if self.metrics and evaluation:
-            self.metrics.write_evaluation(self.step, evaluation)
+        if self.reporter and evaluation:
+            self.reporter.record_evaluation(self.step, evaluation)
         return self.evaluator.broken_off
 
     def _save(self) -> None:

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from wlb.errors import UserError
-from wlb.workload.base import Phase, Seconds
-from wlb.workload.exchange import KvGather
+from wlb.workload.base import EXCHANGES, Phase, Seconds
 from wlb.workload.flops import (
     ATTENTION_BACKWARD_FACTOR,
     LINEAR_BACKWARD_FACTOR,
@@ -30,6 +29,15 @@ from wlb.workload.links import group_link, shard_bytes
 from wlb.workload.shapes import ModelShape
 
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
+# Values read and written in a rank's memory, by counting the operations of ``wlb.attention``, each a kernel of its own.
+# For each value of K and V that it sends: picking and stacking it, 4; its gradient, when it comes home, is added in
+# float32, which counts twice where values are half as wide, 13.
+_SENT = {"forward": 4.0, "backward": 13.0, "both": 17.0}
+# For each that it receives: lining it up, 2; backward again, and clearing the gradients and putting them in place, 3.
+_RECEIVED = {"forward": 2.0, "backward": 5.0, "both": 7.0}
+# For each value of a query that attends a part of what was received: picking it, 2, and merging two outputs in float32,
+# 19; backward, picking query, output and its gradient, 6, and adding the query's, 7.
+_MERGED = {"forward": 21.0, "backward": 13.0, "both": 34.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,38 @@ class PhaseCost:
             self.fixed_seconds + other.fixed_seconds,
             self.token_seconds + other.token_seconds,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KvGather:
+    """What moving keys and values between context-parallel ranks costs one GPU of a tensor-parallel group of ``tp``.
+
+    In every layer the forward brings a rank the K and V that it attends and other ranks hold, and the backward returns
+    their gradients the same way. A document that lies whole on one rank moves nothing. Links carry them while a rank
+    attends; but what travels is also brought together and taken apart in the rank's memory, and attention waits for it.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    tp: int
+
+    @property
+    def _token_bytes(self) -> float:
+        """Of the K and V of a token in one layer."""
+        return 2 * self.shape.kv_heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
+
+    def seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
+        """Forward and backward, all layers, of receiving (or sending) ``tokens`` tokens in a group of ``cp_size``."""
+        link = group_link(self.hardware, "all_to_all", cp_size, stride=self.tp)
+        return EXCHANGES * self.shape.layers * link.seconds(np.asarray(tokens) * self._token_bytes)
+
+    def copy_seconds(self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both") -> Seconds:
+        """All layers, of ranks that send and receive so many tokens, and ``merged`` of which attend part by part."""
+        moved = _SENT[phase] * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
+        query_bytes = self.shape.heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
+        touched = self._token_bytes * moved + query_bytes * _MERGED[phase] * np.asarray(merged)
+        seconds: Seconds = self.shape.layers / self.hardware.memory_bandwidth * touched
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)

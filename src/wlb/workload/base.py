@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 Phase = Literal["forward", "backward", "both"]
 Seconds = NDArray[np.float64]
+EXCHANGES = 2  # of keys and values, and of their gradients, that ``kv_gather_seconds`` prices together
 
 
 class DocumentPrices(Protocol):

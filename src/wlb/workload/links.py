@@ -1,7 +1,7 @@
 """How long a process group's messages take: which links they use, and at what rate.
 
 GPUs are numbered with tensor-parallel ranks next to each other, then context-, data- and pipeline-parallel ones
-(``wlb.training.parallel.parallelize.build_mesh``), and a node holds ``Hardware.node_size`` of them in a row. Inside a
+(``wlb.training.parallel.mesh.build_mesh``), and a node holds ``Hardware.node_size`` of them in a row. Inside a
 node every message takes NVLink. Between nodes each GPU has one network adapter, and how many adapters carry a rank's
 bytes depends on the traffic:
 

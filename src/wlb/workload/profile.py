@@ -4,6 +4,8 @@
 with it. Attention is interpolated as seconds per token, which is a straight line between two lengths if
 attention costs a d^2 + b d; the linear part is interpolated as it is. Beyond the longest measurement attention
 grows with the attended pairs and the linear part with the tokens; below the shortest both are proportional.
+``PrefixTable`` prices queries over the keys before them: bilinearly between measurements, which is exact for any
+a q k + b q + c k + d of q queries and k keys, and in proportion beyond them.
 
 Version 2 of the file adds the clock, the threads and ``prefix_attention``; files of version 1 read as before.
 """
@@ -11,7 +13,6 @@ Version 2 of the file adds the clock, the threads and ``prefix_attention``; file
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,8 +24,8 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from wlb.errors import UserError
+from wlb.files import replace_text
 from wlb.workload.base import Phase, Seconds
-from wlb.workload.prefix_table import PrefixTable, prefix_table
 from wlb.workload.shapes import ModelShape
 
 # Knot of the tables beyond every document: extrapolation becomes interpolation.
@@ -118,6 +119,29 @@ class WorkloadProfile(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PrefixTable:
+    """Measured seconds of queries over keys that all come before them, of every phase; ``prefix_table`` makes it.
+
+    Fewer queries than were measured cost as much as the fewest: kernels work on tiles, and a tile that is not full
+    takes as long as a full one.
+    """
+
+    queries: NDArray[np.float64]  # (query knots,)
+    keys: NDArray[np.float64]  # (key knots,)
+    seconds: dict[Phase, NDArray[np.float64]]  # (query knots, key knots) each
+
+    def price(self, queries: ArrayLike, keys: ArrayLike, phase: Phase) -> Seconds:
+        """Seconds of ``queries`` tokens over ``keys`` tokens; the shape that both broadcast to."""
+        q, k = (np.asarray(tokens, dtype=np.float64) for tokens in (queries, keys))
+        row, down = _between(self.queries, np.maximum(q, self.queries[0]))
+        column, right = _between(self.keys, k)
+        table = self.seconds[phase]
+        above = (1 - right) * table[row, column] + right * table[row, column + 1]
+        below = (1 - right) * table[row + 1, column] + right * table[row + 1, column + 1]
+        return np.where(q > 0, (1 - down) * above + down * below, 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ProfileWorkload:
     """A ``Workload`` that interpolates measured seconds."""
 
@@ -169,6 +193,15 @@ class ProfileWorkload:
         return np.zeros(np.broadcast_shapes(*map(np.shape, (sent, received, merged))))
 
 
+def prefix_table(
+    queries: ArrayLike, keys: ArrayLike, forward: NDArray[np.float64], backward: NDArray[np.float64]
+) -> PrefixTable:
+    """A table of measured seconds, raised where noise made more work look cheaper."""
+    q, k = (np.asarray(tokens, dtype=np.float64) for tokens in (queries, keys))
+    seconds = _by_phase(_extend(forward, q, k), _extend(backward, q, k))
+    return PrefixTable(np.append(q, _FAR), np.concatenate([[0.0], k, [_FAR]]), seconds)
+
+
 def read_profile(path: str | Path) -> WorkloadProfile:
     """Read and validate a profile, alone in its file or as ``profile`` in a benchmark's results.
 
@@ -206,16 +239,9 @@ def load_profile(path: str | Path) -> ProfileWorkload:
 
 def write_profile(profile: WorkloadProfile, path: str | Path) -> None:
     """Write ``profile`` to ``path``, whole or not at all; raises ``UserError`` where that is not possible."""
-    target = Path(path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(profile.model_dump_json(indent=1, exclude_none=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
+        replace_text(Path(path), profile.model_dump_json(indent=1, exclude_none=True) + "\n")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UserError(f"profile {path} cannot be written: {error.strerror}") from None
 
 
@@ -249,3 +275,19 @@ def _totals(tokens: NDArray[np.float64], seconds: Sequence[float]) -> NDArray[np
     """Linear seconds, never falling with tokens, from none for no tokens."""
     rising = np.maximum.accumulate(np.array(seconds))
     return np.concatenate([[0.0], rising, [rising[-1] * _FAR / tokens[-1]]])
+
+
+def _extend(
+    seconds: NDArray[np.float64], queries: NDArray[np.float64], keys: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Measured seconds, never falling with more work, with a column for no keys and knots far beyond all sizes."""
+    rising = np.maximum.accumulate(np.maximum.accumulate(seconds, axis=0), axis=1)
+    far_keys = rising[:, -1:] * (_FAR / keys[-1])
+    wide = np.concatenate([np.zeros((len(queries), 1)), rising, far_keys], axis=1)
+    return np.concatenate([wide, wide[-1:] * (_FAR / queries[-1])])
+
+
+def _between(knots: NDArray[np.float64], tokens: NDArray[np.float64]) -> tuple[NDArray[np.int64], Seconds]:
+    """The knot before each value, and how far it is on the way to the next."""
+    before = np.clip(np.searchsorted(knots, tokens, side="right") - 1, 0, len(knots) - 2)
+    return before, (tokens - knots[before]) / (knots[before + 1] - knots[before])

@@ -74,7 +74,7 @@ def check_divisible(shape: ModelShape, tp: int) -> None:
     for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size"):
         size = getattr(shape, name)
         if size % tp:
-            more = f" or set model.vocab_size = {size + tp - size % tp}" if name == "vocab_size" else ""
+            more = f" or a vocab_size of {size + tp - size % tp}" if name == "vocab_size" else ""
             raise UserError(
-                f"model {name} = {size} cannot be split over parallel.tp = {tp} ranks; choose a divisor of {size}{more}"
+                f"model {name} = {size} cannot be split over tp = {tp} ranks; choose a divisor of {size}{more}"
             )

@@ -194,8 +194,8 @@ def test_a_crash_at_any_step_of_the_commit_leaves_a_whole_store_or_none(tmp_path
 
         return call
 
-    monkeypatch.setattr("wlb.documents.store.writer.os.fsync", crashing(os.fsync))
-    monkeypatch.setattr(Path, "replace", crashing(Path.replace))
+    monkeypatch.setattr(os, "fsync", crashing(os.fsync))
+    monkeypatch.setattr(os, "replace", crashing(os.replace))
     with contextlib.suppress(Crash):
         prepare_store(new, prefix, BytesTokenizer(), overwrite=True)
     monkeypatch.undo()

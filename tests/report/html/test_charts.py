@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram, series, stacked
-from wlb.report.html.heat_map import heat_map
-from wlb.report.html.shard_chart import attended_areas, shard_chart
-from wlb.report.html.svg import Scale
+from wlb.report.html.diagrams import attended_areas, heat_map, shard_chart
+from wlb.report.html.markup import Scale
 from wlb.sharding import STRATEGIES, make_shard_plan
 
 

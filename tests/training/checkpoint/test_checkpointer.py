@@ -169,8 +169,8 @@ def test_a_finished_job_has_nothing_left_to_do(straight, steps, tmp_path):
 
 def _settings_after_resuming(config: JobConfig) -> set[tuple[float, tuple[float, float]]]:
     trainer = Trainer(config, torch.device("cpu"))
-    (optimizer,) = trainer.optimizers
-    assert {parameter.dtype for stage in trainer.stages for parameter in stage.parameters()} == {torch.float32}
+    (optimizer,) = trainer.model.optimizers
+    assert {parameter.dtype for stage in trainer.model.stages for parameter in stage.parameters()} == {torch.float32}
     assert all(state["step"] == 6 for state in optimizer.state.values())
     return {(group["weight_decay"], group["betas"]) for group in optimizer.param_groups}
 

@@ -45,7 +45,7 @@ def open_loader(
 def same_step(left: LoadedStep, right: LoadedStep) -> bool:
     return (
         left.plan == right.plan
-        and left.documents == right.documents
+        and left.planned.documents == right.planned.documents
         and left.loss_tokens == right.loss_tokens
         and left.fingerprint == right.fingerprint
         and all(
@@ -62,7 +62,7 @@ def test_an_epoch_trains_every_document_once(folder):
     labelled = 0
     with open_loader(folder, {"training": {"steps": None}}) as loader:
         for step in loader:
-            finished += step.documents
+            finished += step.planned.documents
             labels = torch.cat([batch.labels for batch in step.batches])
             assert step.loss_tokens == int((labels != IGNORE_LABEL).sum())
             labelled += step.loss_tokens
@@ -141,7 +141,7 @@ def test_a_state_is_refused_on_other_data(folder, tmp_path):
 def after(steps: int, loader: StepLoader) -> tuple[dict[str, Any], list[int]]:
     """The state after ``steps`` steps, and the documents they finished."""
     with loader:
-        finished = [document for step in islice(loader, steps) for document in step.documents]
+        finished = [document for step in islice(loader, steps) for document in step.planned.documents]
         return json.loads(json.dumps(loader.state_dict())), finished
 
 
@@ -162,7 +162,7 @@ def test_other_settings_on_purpose_lose_and_repeat_no_document(folder):
         kept = waiting.totals()["pending_documents"]
         assert kept > 0
         assert changed.changed_data.endswith(f"; {kept} waiting documents are carried over")
-        finished += [document for step in changed for document in step.documents]
+        finished += [document for step in changed for document in step.planned.documents]
     assert sorted(finished) == list(range(len(TokenStore.open(folder / "store"))))
 
 
@@ -177,7 +177,7 @@ def test_other_data_on_purpose_begin_a_new_epoch_with_new_ids(folder, tmp_path):
         assert changed.changed_data is not None
         assert f"; {waiting} documents of the old token store that waited are dropped" in changed.changed_data
         steps = list(changed)
-    trained = [document for step in steps for document in step.documents]
+    trained = [document for step in steps for document in step.planned.documents]
     assert sorted(document % len(other) for document in trained) == list(range(len(other)))
     assert min(trained) >= 2 * len(TokenStore.open(folder / "store"))  # documents of its second epoch had been read
     assert max(finished) > len(TokenStore.open(folder / "store"))

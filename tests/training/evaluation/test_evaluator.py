@@ -26,7 +26,8 @@ from wlb.planning.job import JobSpec
 from wlb.training.data.loader import RankShare
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.evaluation.held_out import Evaluation, HeldOut, bucket_boundaries
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import trained_model
 from wlb.training.runtime.failures import Terminated
@@ -73,9 +74,10 @@ def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
         parallel = config.parallel
         mesh, model = build_mesh(parallel, "cpu"), configured_model(config.model, 68)
         job = JobSpec.from_config(config, "cpu", model=model)
-        stages = build_stage_modules(model, parallel, mesh, dtype=torch.float64, device=CPU, seed=0)
+        execution = Execution(CPU, torch.float64)
+        stages = build_stage_modules(model, parallel, mesh, execution, seed=0)
         share = RankShare.in_job(job, mesh.rank("dp"), mesh.rank("cp"))
-        found = Evaluator(config, job, stages, mesh, share, dtype=torch.float64, device=CPU).run()
+        found = Evaluator(config, job, stages, mesh, share, execution).run()
         assert found is not None
         results.append(found)
     return results
@@ -217,6 +219,14 @@ def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder:
     assert scored({"overlong": "drop"}, documents=5) == [(0, 1), (4, WINDOW)]
     with pytest.raises(UserError, match=r"document 2 has 261 tokens, over data.context_window = 128"):
         scored({"overlong": "error"})
+
+
+def test_micro_batches_are_even_by_the_prices_of_the_job(folder: Path) -> None:
+    config = _job(folder)
+    job = JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY)
+    for plan in HeldOut(config, job).plans:
+        for micro_batch in plan.micro_batches:
+            assert micro_batch.workload == pytest.approx(job.packing_prices.document_seconds(micro_batch.lengths).sum())
 
 
 def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path, tmp_path: Path) -> None:

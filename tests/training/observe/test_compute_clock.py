@@ -1,4 +1,4 @@
-"""The clock counts computing and waiting for a core, and not waiting for other ranks."""
+"""The clock counts computing and waiting for a core, not waiting for other ranks; kernels where they were launched."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
 
 from tests.training.distributed import run_ranks
-from wlb.training.observe.compute_clock import ThreadClock, thread_seconds
+from wlb.training.observe.compute_clock import KernelClock, ThreadClock, kernel_seconds, thread_seconds
 
 LINUX = pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="needs Linux's schedstat")
 
@@ -96,3 +99,60 @@ def test_waiting_for_a_core_counts():
     assert ran - ran_before == pytest.approx(0.3, rel=0.1)
     assert waited - waited_before > 0.15
     assert ran - ran_before + waited - waited_before == pytest.approx(wall, rel=0.1)
+
+
+@dataclass
+class FakeInterval:
+    start: float
+    end: float
+
+
+@dataclass
+class FakeEvent:
+    name: str
+    time_range: FakeInterval
+    id: int = 0
+    device_type: DeviceType = DeviceType.CPU
+    is_user_annotation: bool = False
+
+
+def on_cpu(name: str, start: float, end: float, number: int = 0) -> FakeEvent:
+    return FakeEvent(name, FakeInterval(start, end), number)
+
+
+def kernel(name: str, start: float, end: float, launch: int, annotation: bool = False) -> FakeEvent:
+    return FakeEvent(name, FakeInterval(start, end), launch, DeviceType.CUDA, annotation)
+
+
+def test_kernels_belong_to_the_region_of_their_launch():
+    events: list[Any] = [
+        on_cpu("forward micro-batch 0", 0, 10, 900),
+        on_cpu("cudaLaunchKernel", 1, 2, 1),
+        kernel("gemm", 5, 25, 1),  # runs on after its region has closed
+        on_cpu("cuLaunchKernelEx", 3, 4, 2),
+        kernel("ncclDevKernel_AllGather", 5, 1000, 2),
+        on_cpu("forward micro-batch 1", 12, 20, 901),
+        on_cpu("cudaLaunchKernelExC_v11060", 13, 14, 3),
+        kernel("flash_fwd", 30, 60, 3),
+        kernel("forward micro-batch 1", 30, 60, 901, annotation=True),
+        on_cpu("cudaMemcpyAsync", 15, 16, 4),
+        kernel("Memcpy DtoD (Device -> Device)", 60, 70, 4),
+        on_cpu("backward micro-batch 0", 40, 80, 902),
+        on_cpu("cudaLaunchKernel", 50, 51, 5),  # on the thread of the backward
+        kernel("flash_bwd", 90, 190, 5),
+        on_cpu("cudaLaunchKernel", 85, 86, 6),  # the optimizer, in no region
+        kernel("multi_tensor_apply", 200, 300, 6),
+        on_cpu("aten::mm", 1, 2, 5),  # numbered otherwise than launches
+    ]
+    assert kernel_seconds(events, 2).tolist() == pytest.approx([120e-6, 30e-6])
+    assert kernel_seconds(reversed(events), 2).tolist() == pytest.approx([120e-6, 30e-6])
+
+
+def test_a_step_that_is_not_sampled_is_not_measured():
+    for every in (0, 50):
+        clock = KernelClock(every)
+        for _ in range(3):
+            clock.begin_step(2)
+            with clock.measuring("forward", 0):
+                pass
+            assert clock.end_step() is None

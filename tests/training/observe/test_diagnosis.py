@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tests.training.observe.test_imbalance import rows_of
-from wlb.errors import UserError
-from wlb.training.observe.diagnosis import FILE, diagnose, read_diagnosis, render
-from wlb.training.observe.rank_seconds import RankSteps
+from wlb.training.observe.diagnosis import diagnose, render
+from wlb.training.observe.imbalance import RankSteps
 from wlb.training.observe.stragglers import RankName
 
 SHAPE = (2, 2, 2, 1)
@@ -90,13 +89,3 @@ def test_the_table_shows_ranks_and_dimensions():
     assert lines["fastest"][1:5] == ["4", "0.800", "rank", "0"]
     assert lines["dp"][1:] == ["1.200", "1.200"]
     assert lines["cp"][1:] == ["1.000", "1.000"]
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"), [(None, "has no diagnosis.json"), ("{", "not a diagnosis"), ("{}", "not a diagnosis")]
-)
-def test_what_cannot_be_read_is_a_users_mistake(tmp_path, text, problem):
-    if text is not None:
-        (tmp_path / FILE).write_text(text)
-    with pytest.raises(UserError, match=problem):
-        read_diagnosis(tmp_path)

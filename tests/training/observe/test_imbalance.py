@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from wlb.training.observe.imbalance import imbalance_of
-from wlb.training.observe.rank_seconds import RankStep, RankSteps, rank_steps
+from wlb.training.observe.imbalance import RankStep, RankSteps, imbalance_of, rank_steps
 
 SIZES = st.integers(1, 3)
 

@@ -1,18 +1,22 @@
-"""steps.jsonl holds every step once, whatever happened to its writers."""
+"""steps.jsonl holds every step once, whatever happened to its writers: what a killed job left is cut off."""
 
 from __future__ import annotations
 
 import json
 import math
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wlb.config import MetricsConfig
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.training.observe.metrics import MetricsWriter, StepMetrics, live_line
+from wlb.training.observe import metrics as metrics_module
+from wlb.training.observe.metrics import MetricsWriter, StepMetrics, continue_file, last_step_in, live_line
 from wlb.training.runtime.failures import TrainingError
 
 ROW = StepMetrics(
@@ -161,3 +165,34 @@ def test_a_full_disk_is_told_in_one_line(tmp_path):
     writer = MetricsWriter(config(tmp_path), 0)
     with pytest.raises(TrainingError, match=r"step 1: .*steps\.jsonl cannot be written: No space left on device"):
         writer.write(ROW)
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(1, 14), st.integers(1, 50), st.integers(0, 60)
+)
+def test_a_file_ends_with_the_step_of_the_checkpoint(paddings, last_step, block_bytes, torn_off):
+    rows = [json.dumps({"step": step, "ids": "x" * size}) + "\n" for step, size in enumerate(paddings, 1)]
+    whole = "".join(rows)
+    left = whole[: max(len(whole) - torn_off, len("".join(rows[:last_step])))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.jsonl"
+        path.write_text(left)
+        before, metrics_module._BLOCK_BYTES = metrics_module._BLOCK_BYTES, block_bytes
+        try:
+            note = continue_file(path, last_step)
+            last = last_step_in(path)
+        finally:
+            metrics_module._BLOCK_BYTES = before
+        expected = "".join(rows[:last_step])
+        assert path.read_text() == expected
+        assert last == min(last_step, len(rows))
+        assert (note is None) == (left == expected)
+
+
+def test_continuing_reads_the_end_of_a_long_file_only(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    with path.open("wb") as file:
+        file.seek(1 << 40)  # a hole: a terabyte that takes no space, and forever to read
+        file.write(b'\n{"step": 7}\n{"step": 8}\n')
+    assert continue_file(path, 7) == f"{path} goes back to step 7, later lines removed: 1"
+    assert last_step_in(path) == 7

@@ -1,34 +1,59 @@
-"""What parallelising does to a model: sizes that are not supported, types, and memory."""
+"""What parallelising does to a model: sizes, types and memory, and blocks that are recomputed or compiled.
+
+Every strategy computes the same numbers to the last bit, and attends as often as it says. Blocks are compiled once for
+all lengths, and compute what they compute uncompiled.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from tests.training.distributed import run_ranks
+from wlb.attention import context_parallel_attention
+from wlb.attention.backends import cpu
+from wlb.attention.exchange import send_keys
 from wlb.config import ParallelConfig
 from wlb.errors import UserError
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules, check_layout
+from wlb.sharding import make_shard_plan
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import (
+    Execution,
+    Strategy,
+    apply_activation_checkpointing,
+    build_stage_modules,
+    check_layout,
+    compile_blocks,
+)
 from wlb.workload import ModelShape
 
 CONFIG = TransformerConfig(
     ModelShape(hidden=14, layers=5, heads=4, kv_heads=2, head_dim=4, ffn_hidden=22, vocab_size=12)
 )
+SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=31)
+SEGMENTS = (5, 9, 1, 13)
+EXCHANGES = {"none": 1, "selective": 1, "full": 2}  # of keys and values, a layer; what is received is kept
+GRAPHS = 4  # attention's norm; projections and rotation; output projection; residual and feed-forward layer
+LENGTHS = (41, 7, 23, 64, 41, 10, 3, 2, 57, 35)
 LAYOUT = ParallelConfig(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 6, "kv_heads": 3}, "kv_heads = 3 cannot be split over parallel.tp = 2"),
-        ({"ffn_hidden": 21}, "ffn_hidden = 21 cannot be split over parallel.tp = 2"),
-        ({"vocab_size": 13}, r"vocab_size = 13 .* or set model.vocab_size = 14"),
+        ({"heads": 6, "kv_heads": 3}, "kv_heads = 3 cannot be split over tp = 2"),
+        ({"ffn_hidden": 21}, "ffn_hidden = 21 cannot be split over tp = 2"),
+        ({"vocab_size": 13}, r"vocab_size = 13 .* or a vocab_size of 14"),
         ({"layers": 3}, "model has 3 layers, fewer than the 4 pipeline stages"),
     ],
 )
@@ -40,7 +65,7 @@ def test_a_model_that_cannot_be_divided_is_refused(changes: dict[str, int], mess
 def _weights(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.dtype, int]]:
     """Of every parameter that this rank holds: its full value, its type, and how many values are stored here."""
     mesh = build_mesh(LAYOUT, "cpu")
-    stages = build_stage_modules(CONFIG, LAYOUT, mesh, dtype=dtype, device=torch.device("cpu"), seed=4)
+    stages = build_stage_modules(CONFIG, LAYOUT, mesh, Execution(torch.device("cpu"), dtype), seed=4)
     held = {}
     for stage in stages:
         for name, weight in stage.named_parameters():
@@ -63,10 +88,111 @@ def test_every_layout_starts_from_the_same_weights_kept_in_full_precision(dtype:
         assert sum(count for _, _, count in holders) == copies * weight.numel(), name
 
 
-def _coordinates() -> tuple[int, ...]:
-    mesh = build_mesh(ParallelConfig(cp=2, pp=2, tp=2), "cpu")
-    return tuple(mesh.rank(name) for name in ("pp", "dp", "cp", "tp"))
+def plain_model() -> Transformer:
+    module = Transformer(TransformerConfig(SHAPE)).double()
+    initialise_weights(module, layers=SHAPE.layers, seed=0)
+    return module
 
 
-def test_tensor_parallel_ranks_are_neighbours_and_pipeline_ranks_far_apart() -> None:
-    assert run_ranks(8, _coordinates) == list(product(range(2), range(1), range(2), range(2)))
+def recomputed(strategy: Strategy) -> Transformer:
+    module = plain_model()
+    apply_activation_checkpointing(module, strategy)
+    return module
+
+
+def run_model(module: Transformer, cp: int, rank: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Scores and gradients of one rank's tokens."""
+    plan = make_shard_plan(SEGMENTS, cp, "per_sequence")
+    positions = torch.from_numpy(plan.positions(rank))
+    attend = partial(context_parallel_attention, shard_plan=plan, group=dist.group.WORLD if cp > 1 else None)
+    scores = module(positions % SHAPE.vocab_size, positions, attend)
+    scores.square().sum().backward()
+    return scores.detach(), {name: weight.grad for name, weight in module.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("strategy", ["selective", "full"])
+def test_numbers_do_not_change_by_a_bit(strategy: Strategy) -> None:
+    scores, gradients = run_model(recomputed("none"), 1, 0)
+    recomputed_scores, recomputed_gradients = run_model(recomputed(strategy), 1, 0)
+    assert torch.equal(scores, recomputed_scores)
+    assert gradients.keys() == recomputed_gradients.keys()
+    assert all(torch.equal(gradients[name], recomputed_gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize(("strategy", "passes"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_only_full_attends_twice(strategy: Strategy, passes: int) -> None:
+    with mock.patch.object(cpu, "forward", wraps=cpu.forward) as forward:
+        run_model(recomputed(strategy), 1, 0)
+    assert forward.call_count == passes * SHAPE.layers
+
+
+def _exchanges_and_numbers(strategy: Strategy) -> tuple[int, Tensor, dict[str, Tensor]]:
+    with mock.patch("wlb.attention.context_parallel.send_keys", wraps=send_keys) as send:
+        scores, gradients = run_model(recomputed(strategy), 2, dist.get_rank())
+    return send.call_count, scores, gradients
+
+
+def _all_strategies() -> dict[str, tuple[int, Tensor, dict[str, Tensor]]]:
+    strategies: tuple[Strategy, ...] = ("none", "selective", "full")
+    return {strategy: _exchanges_and_numbers(strategy) for strategy in strategies}
+
+
+def test_context_parallel_ranks_agree_and_selective_exchanges_no_more_than_none() -> None:
+    for results in run_ranks(2, _all_strategies):
+        _, scores, gradients = results["none"]
+        for strategy, (exchanges, other_scores, other_gradients) in results.items():
+            assert exchanges == EXCHANGES[strategy] * SHAPE.layers
+            assert torch.equal(scores, other_scores)
+            assert all(torch.equal(gradients[name], other_gradients[name]) for name in gradients)
+
+
+def test_parameters_keep_their_names() -> None:
+    none, selective, full = (list(recomputed(strategy).state_dict()) for strategy in ("none", "selective", "full"))
+    assert none == selective == full
+
+
+@pytest.fixture
+def nothing_is_compiled():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def train_on(module: Transformer, length: int) -> Tensor:
+    attend = partial(context_parallel_attention, shard_plan=make_shard_plan([length], 1, "per_sequence"), group=None)
+    tokens = torch.arange(length)
+    loss: Tensor = module(tokens % SHAPE.vocab_size, tokens, attend).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+@pytest.mark.parametrize("strategy", ["none", "selective"])
+def test_one_compilation_serves_every_length_and_every_block(strategy):
+    plain, compiled = plain_model(), plain_model()
+    compile_blocks(compiled, backend="aot_eager")  # traces forward and backward as inductor does, writes no code
+    apply_activation_checkpointing(compiled, strategy)
+    for length in LENGTHS:
+        torch.testing.assert_close(train_on(compiled, length), train_on(plain, length), rtol=1e-12, atol=0)
+        assert graphs() == GRAPHS
+    for (name, weight), exact in zip(compiled.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, exact.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+def test_lengths_that_pytorch_treats_apart_are_compiled_once():
+    compiled = plain_model()
+    compile_blocks(compiled, backend="aot_eager")
+    apart = (1, SHAPE.hidden)
+    for length in (*apart, *LENGTHS):
+        train_on(compiled, length)
+    compiled_graphs = graphs()
+    assert compiled_graphs <= (len(apart) + 1) * GRAPHS
+    for length in (*LENGTHS, *apart, 99):
+        train_on(compiled, length)
+    assert graphs() == compiled_graphs

@@ -20,7 +20,8 @@ from wlb.packing.plan import MicroBatch
 from wlb.training.data.batch import make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.data.sharded_batch import ShardedBatch
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape
 
@@ -44,9 +45,9 @@ def _batches(micro_batches: list[tuple[int, ...]]) -> list[ShardedBatch]:
 def _run(parallel: ParallelConfig, dtype: torch.dtype, steps: int = 1) -> dict[str, Any]:
     """Train nothing for some steps; the share of the loss and the gradients of every step added up."""
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
-    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=dtype, device=device, seed=0)
+    stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, dtype), seed=0)
     per_rank = len(MICRO_BATCHES) // parallel.dp
-    runner = PipelineRunner(stages, parallel, mesh, per_rank, dtype=dtype, device=device)
+    runner = PipelineRunner(stages, parallel, mesh, per_rank, Execution(device, dtype))
     first = mesh.rank("dp") * per_rank
     for _ in range(steps):
         loss = runner.run_step(_batches(MICRO_BATCHES[first : first + per_rank]), LOSS_TOKENS)
@@ -128,8 +129,8 @@ def _gathers_before_embedding() -> tuple[int, int]:
     """Of the second step on this rank: gathers that start before the first embedding, and all."""
     parallel = ParallelConfig(pp=2, dp=2)
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
-    stages = build_stage_modules(CONFIG, parallel, mesh, dtype=torch.float32, device=device, seed=0)
-    runner = PipelineRunner(stages, parallel, mesh, 2, dtype=torch.float32, device=device)
+    stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, torch.float32), seed=0)
+    runner = PipelineRunner(stages, parallel, mesh, 2, Execution(device, torch.float32))
     runner.run_step(_batches(MICRO_BATCHES[:2]), LOSS_TOKENS)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         runner.run_step(_batches(MICRO_BATCHES[:2]), LOSS_TOKENS)

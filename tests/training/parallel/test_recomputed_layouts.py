@@ -17,9 +17,8 @@ from wlb.models.transformer import TransformerConfig
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch
 from wlb.training.data.sharded_batch import shard_batch
-from wlb.training.parallel.activation_checkpointing import Strategy
-from wlb.training.parallel.compile import compile_blocks
-from wlb.training.parallel.parallelize import build_mesh, build_stage_modules
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import Execution, Strategy, build_stage_modules, compile_blocks
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape
 
@@ -35,7 +34,7 @@ LAYOUTS = [
     ParallelConfig(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
 ]
 COMPILED_LAYOUTS = [ParallelConfig(pp=2), ParallelConfig(tp=2)]  # with FSDP inside; each takes seconds to compile
-GRAPHS = 5  # those of tests/training/parallel/test_compile.py, and one more under tp
+GRAPHS = 5  # those of test_parallelize.py, and one more under tp
 
 
 def _gradients(parallel: ParallelConfig, strategy: Strategy = "none", compiled: bool = False) -> dict[str, Tensor]:
@@ -45,13 +44,12 @@ def _gradients(parallel: ParallelConfig, strategy: Strategy = "none", compiled: 
         CONFIG,
         parallel,
         mesh,
-        dtype=torch.float64,
-        device=device,
+        Execution(device, torch.float64),
         seed=0,
         activation_checkpointing=strategy,
         compiled=compiled,
     )
-    runner = PipelineRunner(stages, parallel, mesh, 4, dtype=torch.float64, device=device)
+    runner = PipelineRunner(stages, parallel, mesh, 4, Execution(device, torch.float64))
     found = {}
     for step, lengths in enumerate(STEPS):
         batches = []

@@ -11,6 +11,7 @@ from wlb.os_limits import usable_cores
 from wlb.training.runtime.environment import (
     compute_dtype,
     dense_attention_warning,
+    hardware_name,
     shared_store_warning,
     threads_per_process,
 )
@@ -29,6 +30,22 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 )
 def test_auto_is_the_type_the_device_is_fast_in(dtype, device, expected):
     assert compute_dtype(TrainingConfig(dtype=dtype), device) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu", "preset"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "h100"),  # H100's chip
+        ("NVIDIA L4", "h100"),
+    ],
+)
+def test_a_gpu_is_priced_by_its_own_preset(gpu, preset, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: gpu)
+    assert hardware_name(CUDA) == preset
+    assert hardware_name(CPU) == "cpu"
 
 
 def test_dense_attention_on_a_gpu_is_told():

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import wlb
 from tests.training.jobs import write_config, write_store
 from tests.training.processes import SECONDS, ranks
 from wlb.training.runtime.failures import HungError, TrainingError
-from wlb.training.runtime.watchdog import Pulse, Report, describe_hang, time_outs_are_hangs
+from wlb.training.runtime.watchdog import (
+    Pulse,
+    Report,
+    backend_timeout,
+    describe_hang,
+    stack_of,
+    time_outs_are_hangs,
+    whereabouts_of,
+)
 
 LIMIT = 3.0
 
@@ -80,11 +93,19 @@ def wait_for_the_store() -> None:
 def test_a_backend_that_gives_up_waiting_has_found_a_hang(wait):
     pulse = Pulse()
     pulse.begin(7)
-    verdict = f"no progress for 3 s (training.timeout_seconds): rank 0 waited in {wait.__name__} (training/runtime/"
+    verdict = f"no progress for 0.01 s: rank 0 waited in {wait.__name__} (training/runtime/"
     with pytest.raises(HungError) as raised, time_outs_are_hangs(LIMIT, pulse):
         wait()
     assert str(raised.value).startswith(verdict)
     assert re.search(r", step 7: (Timed out waiting|wait timeout after) 10ms", str(raised.value))
+
+
+def test_a_backend_that_gives_up_after_the_jobs_time_names_the_setting():
+    milliseconds = int(backend_timeout(LIMIT).total_seconds() * 1000)
+    with pytest.raises(HungError) as raised, time_outs_are_hangs(LIMIT, Pulse()):
+        raise RuntimeError(f"[/pytorch/gloo/buffer.cc:81] Timed out waiting {milliseconds}ms for send operation")
+    assert str(raised.value).startswith("no progress for 3 s (training.timeout_seconds): rank 0 waited in ")
+    assert f", step 0: Timed out waiting {milliseconds}ms for send operation; ranks were" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -94,3 +115,72 @@ def test_other_errors_stay_what_they_are(error):
     with pytest.raises(type(error)) as raised, time_outs_are_hangs(LIMIT, Pulse()):
         raise error
     assert raised.value is error
+
+
+PACKAGE = Path(wlb.__file__).parent
+TORCH = Path(torch.__file__).parent
+OURS = f"{PACKAGE}/training/runtime/collectives.py"
+COLLECTIVE = f"{TORCH}/distributed/distributed_c10d.py"
+WRAPPER = f"{TORCH}/distributed/c10d_logger.py"
+
+
+@contextmanager
+def standing_in(*files: str) -> Iterator[int]:
+    """A thread that stands in a function of the last of ``files``, called from one in each of those before it."""
+    standing, release = threading.Event(), threading.Lock()
+    release.acquire()
+    calls: list[Callable[[], object]] = [standing.set, release.acquire]
+    for file in reversed(files):
+        names: dict[str, Any] = {"calls": calls}
+        exec(compile("def f():\n for call in calls: call()", file, "exec"), names)
+        calls = [names["f"]]
+    thread = threading.Thread(target=calls[0], daemon=True)
+    thread.start()
+    standing.wait()
+    assert thread.ident is not None
+    yield thread.ident
+    release.release()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("files", "waiting", "place"),
+    [
+        (
+            [OURS, COLLECTIVE],
+            True,
+            "f (torch/distributed/distributed_c10d.py:2), called from f (wlb/training/runtime/collectives.py:2)",
+        ),
+        ([OURS, COLLECTIVE, WRAPPER], True, "f (torch/distributed/distributed_c10d.py:2), called from f (wlb/"),
+        (
+            [OURS, f"{TORCH}/distributed/checkpoint/filesystem.py"],
+            False,
+            "f (distributed/checkpoint/filesystem.py:2), inside",
+        ),
+        ([OURS, f"{PACKAGE}/attention/exchange.py"], True, "f (wlb/attention/exchange.py:2)"),
+        # Checkouts in directories that are called like the package, or like torch's.
+        ([OURS, "/home/wlb/venv/json/decoder.py"], False, "f (venv/json/decoder.py:2), inside f (wlb/training/"),
+        ([OURS, "/home/torch/distributed/job.py"], False, "f (torch/distributed/job.py:2), inside f (wlb/training/"),
+        (["/home/wlb/job.py", COLLECTIVE], True, "f (torch/distributed/distributed_c10d.py:2)"),
+    ],
+)
+def test_a_place_is_told_by_the_directories_of_the_packages(files, waiting, place):
+    with standing_in(*files) as thread:
+        whereabouts = whereabouts_of(thread)
+    assert whereabouts.waiting == waiting
+    assert whereabouts.place.startswith(place)
+    assert ("called from" in whereabouts.place) == ("called from" in place)
+
+
+def test_a_thread_that_stands_still_is_told_from_one_that_moves():
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, daemon=True)
+    thread.start()
+    assert thread.ident is not None
+    first = stack_of(thread.ident)
+    assert first == stack_of(thread.ident)
+    assert not whereabouts_of(thread.ident).waiting
+    assert whereabouts_of(thread.ident).place.startswith("wait (")
+    release.set()
+    thread.join()
+    assert stack_of(thread.ident) == ()

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from wlb.documents.prepare.batches import Reject, documents_of, tokenize_batch
-from wlb.documents.prepare.ordered_map import map_in_order
+from wlb.documents.prepare.batches import Reject, documents_of, map_in_order, tokenize_batch
 from wlb.documents.prepare.sources import Corpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
 from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type

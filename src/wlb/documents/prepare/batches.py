@@ -2,23 +2,34 @@
 
 A ``Batch`` is a handful of raw items (lines, file paths, table cells) and the function that makes texts of one: reading
 and decoding happen where tokenising does. ``tokenize_batch`` turns it into a ``TokenizedBatch``: all tokens in
-one array, the length of every document, and how many documents were rejected and why.
+one array, the length of every document, and how many documents were rejected and why. ``map_in_order`` does so on
+several processes: results come in the order of the items, with a bounded number under way.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+import multiprocessing
+import os
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.prepare.tokenization import Tokenizer
+from wlb.errors import UserError
 
-Tokens = NDArray[np.uint16] | NDArray[np.int32]
+T = TypeVar("T")
+R = TypeVar("R")
+# Under way per worker: one in work, one waiting so that it does not pause.
+_IN_FLIGHT = 2
 
 
 class Reject(StrEnum):
@@ -87,6 +98,55 @@ def tokenize_batch(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> 
         text_bytes += len(text.encode())
     joined = np.concatenate(pieces) if pieces else np.empty(0, dtype)
     return TokenizedBatch(joined, np.array(lengths, np.int64), rejects, text_bytes, batch.progress)
+
+
+def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
+    """``map(function, items)`` on ``workers`` processes; on this one when ``workers`` is 1.
+
+    ``function`` is pickled once for each process. Items are taken as results are consumed, so memory does not grow
+    with their number. Exceptions of ``function`` are raised here.
+    """
+    if workers == 1:
+        yield from map(function, items)
+        return
+    # Spawned, not forked: this process may have threads (tokenizers has), which fork does not survive.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (function,))
+    pending: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(_call, item))
+            if len(pending) >= _IN_FLIGHT * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool:
+        raise UserError("a worker process was killed, perhaps for want of memory; try fewer --workers") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_function: Callable[[Any], Any]
+
+
+def _start_worker(function: Callable[[Any], Any]) -> None:
+    global _function
+    _function = function
+    # Ctrl-C reaches the whole process group; the main process ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _call(item: Any) -> Any:
+    return _function(item)
+
+
+def _leave_with_parent() -> None:
+    # A worker waiting for work would not notice that the main process was killed.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _is_unicode(text: str) -> bool:

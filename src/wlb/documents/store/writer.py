@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, IndexWriter, bin_path, index_path, sidecar_path, store_path
 from wlb.errors import UserError
-from wlb.os_limits import try_lock
+from wlb.files import flush, move, open_locked, sync, write_synced
 
 SIDECAR_FORMAT = "wlb-token-store/1"
 # Where megatron.core.datasets.indexed_dataset.DType.optimal_dtype changes from uint16 to int32.
@@ -153,21 +153,19 @@ class TokenStoreWriter:
             raise UserError(f"no documents to write to {self.prefix}")
         self._index.finish()
         for file in (self._bin, self._idx):
-            file.flush()
-            os.fsync(file.fileno())
-        _write_part(sidecar, self._sidecar_text())
+            flush(file)
+        write_synced(_part(sidecar), self._sidecar_text())
         complete = [data, sidecar]
         if self._tokenizer_json is not None:
-            _write_part(tokenizer, self._tokenizer_json)
+            write_synced(_part(tokenizer), self._tokenizer_json)
             complete.append(tokenizer)
         index.unlink(missing_ok=True)
         tokenizer.unlink(missing_ok=True)
-        _sync_directory(index.parent)
+        sync(index.parent)
         for target in complete:
-            _part(target).replace(target)
-        _sync_directory(index.parent)
-        _part(index).replace(index)
-        _sync_directory(index.parent)
+            os.replace(_part(target), target)
+        sync(index.parent)
+        move(_part(index), index)
 
     def _sidecar_text(self) -> str:
         sidecar = {
@@ -203,27 +201,11 @@ def _part(target: Path) -> Path:
 
 
 def _open_part(target: Path) -> Any:
-    descriptor = os.open(_part(target), os.O_RDWR | os.O_CREAT, 0o666)
-    if not try_lock(descriptor):
-        os.close(descriptor)
+    descriptor = open_locked(_part(target))
+    if descriptor is None:
         raise UserError(f"another process is writing {target}; wait for it or choose another --out")
     os.ftruncate(descriptor, 0)
     return os.fdopen(descriptor, "w+b", buffering=1 << 20)
-
-
-def _write_part(target: Path, text: str) -> None:
-    with _part(target).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

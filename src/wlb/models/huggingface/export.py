@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from wlb.errors import UserError, require
-from wlb.models.huggingface.names import hugging_face_name
-from wlb.models.huggingface.weights import INDEX_FILE, WEIGHTS_FILE
+from wlb.files import sync
+from wlb.models.huggingface.weights import INDEX_FILE, WEIGHTS_FILE, hugging_face_name
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.planning.config_json import to_config_json
 
@@ -113,22 +113,14 @@ def _new_directory(out: Path) -> Iterator[Path]:
         hidden.mkdir(parents=True)
         yield hidden
         for path in (*hidden.iterdir(), hidden):
-            _sync(path)
+            sync(path)
         os.rename(hidden, out)  # fails if somebody made one with files in it meanwhile
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    _sync(out.parent)
+    sync(out.parent)
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

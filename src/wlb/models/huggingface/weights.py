@@ -20,16 +20,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from wlb.errors import UserError, require
-from wlb.models.huggingface.names import EMBEDDING, HEAD, hugging_face_name
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.planning.config_json import read_config
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _NAMED = 3  # tensors, in an error message
 _TYPES = ("F64", "F32", "F16", "BF16")  # others are quantised, and mean nothing without their scales
 _ROWS_COMPARED = 4096  # at once
 _BUFFERS = ".rotary_emb.inv_freq"  # of early Llama checkpoints; follows from config.json
+
+# Our names of modules and theirs; the matrices are laid out alike.
+_OUTSIDE_BLOCKS = {
+    "embedding.weight": EMBEDDING,
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": HEAD,
+}
+_INSIDE_BLOCKS = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+}
 
 
 class PretrainedWeights:
@@ -109,6 +129,15 @@ class PretrainedWeights:
                 yield _Slices(self._files, opened)
         except (OSError, SafetensorError) as error:
             raise UserError(f"weights in {self._directory} cannot be read ({error}); download them again") from error
+
+
+def hugging_face_name(name: str) -> str:
+    """``layers.7.attention.wq.weight`` as ``model.layers.7.self_attn.q_proj.weight``, and so on."""
+    if name in _OUTSIDE_BLOCKS:
+        return _OUTSIDE_BLOCKS[name]
+    _, layer, inside = name.split(".", 2)
+    module, _, kind = inside.rpartition(".")
+    return f"model.layers.{layer}.{_INSIDE_BLOCKS[module]}.{kind}"
 
 
 class _Slices:

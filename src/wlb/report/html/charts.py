@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.report.gain import Gain
-from wlb.report.html.markup import Markup, tag
-from wlb.report.html.svg import WIDTH, Scale, bottom_axis, box, figure, left_axis, legend, line, text
+from wlb.report.html.markup import WIDTH, Markup, Scale, bottom_axis, box, figure, left_axis, legend, line, tag, text
 from wlb.workload.flops import attended_pairs
 
 _LEFT, _RIGHT = 190.0, WIDTH - 110.0  # of horizontal bars; names stand on the left, values on the right

@@ -1,14 +1,18 @@
 """HTML and SVG that escape by construction: plain text goes in, ``Markup`` comes out.
 
 ``tag`` escapes every child and attribute that is not ``Markup`` already, so a file name or a host cannot become an
-element of the page.
+element of the page. ``figure`` is what all charts share: an accessible ``<svg>`` that scales with the page, with text,
+boxes, lines and axes in it. Colours are classes, not values; ``page`` defines them once for light and once for dark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 
+WIDTH = 920.0  # of every chart, in the units of its coordinates; about one pixel on a desktop
 _VOID = {"meta", "br"}
 
 
@@ -42,6 +46,92 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str =
         tag("table", *([tag("caption", caption)] if caption else []), tag("thead", head), tag("tbody", *body)),
         class_="wide",
     )
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A linear map of ``low`` .. ``high`` to the coordinates ``start`` .. ``stop``."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        return self.start + (value - self.low) * (self.stop - self.start) / (span or 1.0)
+
+    def ticks(self, wanted: int = 5) -> list[float]:
+        """About ``wanted`` round values in the range."""
+        span = self.high - self.low
+        if not span > 0:
+            return [self.low]
+        raw = span / wanted
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
+        first = math.ceil(self.low / step - 1e-9)
+        return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+
+def figure(identifier: str, title: str, description: str, height: float, shapes: Sequence[Markup], note: str) -> Markup:
+    """A chart with its caption: ``title`` and ``description`` are what a screen reader says in its place."""
+    names = f"{identifier}-title {identifier}-description"
+    picture = tag(
+        "svg",
+        tag("title", title, id=f"{identifier}-title"),
+        tag("desc", description, id=f"{identifier}-description"),
+        *shapes,
+        viewBox=f"0 0 {WIDTH:.0f} {height:.0f}",
+        role="img",
+        aria_labelledby=names,
+        class_="chart",
+        id=identifier,
+    )
+    return tag("figure", tag("div", picture, class_="wide"), tag("figcaption", tag("b", title), ". ", note))
+
+
+def text(x: float, y: float, content: str, anchor: str = "start", class_: str = "label") -> Markup:
+    return tag("text", content, x=x, y=y, text_anchor=anchor, class_=class_)
+
+
+def box(x: float, y: float, width: float, height: float, class_: str, tooltip: str = "") -> Markup:
+    hint = [tag("title", tooltip)] if tooltip else []
+    return tag("rect", *hint, x=x, y=y, width=max(0.0, width), height=max(0.0, height), class_=class_)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str = "axis") -> Markup:
+    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def bottom_axis(scale: Scale, top: float, bottom: float, show: Callable[[float], str], label: str) -> list[Markup]:
+    """Grid lines from ``top`` to ``bottom``, their values and what they are."""
+    shapes: list[Markup] = []
+    for value in scale.ticks():
+        shapes += [
+            line(scale(value), top, scale(value), bottom, "grid"),
+            text(scale(value), bottom + 15, show(value), "middle", "tick"),
+        ]
+    return [*shapes, text((scale.start + scale.stop) / 2, bottom + 33, label, "middle", "tick")]
+
+
+def left_axis(scale: Scale, left: float, right: float, show: Callable[[float], str]) -> list[Markup]:
+    """Grid lines from ``left`` to ``right`` and their values."""
+    shapes: list[Markup] = []
+    for value in scale.ticks():
+        shapes += [
+            line(left, scale(value), right, scale(value), "grid"),
+            text(left - 6, scale(value) + 4, show(value), "end", "tick"),
+        ]
+    return shapes
+
+
+def legend(entries: Sequence[tuple[str, str]], x: float, y: float) -> list[Markup]:
+    """Swatches of (class, name) in a row."""
+    shapes: list[Markup] = []
+    for class_, name in entries:
+        shapes += [box(x, y - 9, 11, 11, class_), text(x + 16, y + 1, name)]
+        x += 16 + 7.2 * len(name) + 18
+    return shapes
 
 
 def _text(value: str | float) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wlb.errors import UserError
-from wlb.report.html.heat_map import SHADES
+from wlb.report.html.diagrams import SHADES
 from wlb.report.html.markup import Markup, join, tag
-from wlb.report.roles import BALANCED, BASELINE
+from wlb.report.plots import BALANCED, BASELINE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 

@@ -2,7 +2,7 @@
 
 Training stands still only while tensors are copied to host memory. A thread per rank then writes the copy, together
 with the others over a process group of its own: a hidden directory, one file per rank, and when every rank is done
-the manifest and the name (``checkpoint_files``). So whatever carries the name of a checkpoint is complete, and a
+the manifest and the name (``files``). So whatever carries the name of a checkpoint is complete, and a
 job killed at any moment leaves the previous one as the newest. At most one is being written. Tensors are saved under
 their fully qualified names, which other parallel sizes can read as well.
 """
@@ -10,10 +10,11 @@ their fully qualified names, which other parallel sizes can read as well.
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,6 @@ from torch.optim import Optimizer
 
 from wlb.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
-from wlb.training.checkpoint.background import InBackground
 from wlb.training.checkpoint.files import (
     FileRecord,
     Manifest,
@@ -67,6 +67,10 @@ class _Failure:
     newest: str | None
 
 
+class _CannotWrite(Exception):
+    """The file system has refused something on some rank; raised on all of them, with the reason."""
+
+
 class Checkpointer:
     """Saves the stages of this rank with their optimizers into ``config.dir``; every rank calls every method.
 
@@ -89,7 +93,7 @@ class Checkpointer:
         self._stages = stages
         self._optimizers = optimizers
         self._good: list[Path] = []  # those up to the one the job continues from, and its own; others are damaged
-        self._writing: InBackground[_Failure | None] | None = None
+        self._writing: Future[_Failure | None] | None = None
         self._failure: _Failure | None = None
         if self.enabled:
             # The thread's own: collectives of two threads in one group would meet the wrong partners.
@@ -117,7 +121,10 @@ class Checkpointer:
         wait = not (self._config.asynchronous and self._good)
         copy = tensors if wait else self._stager.stage(tensors)
         assert isinstance(copy, dict), "the stager does not return before the copy is made"
-        self._writing = InBackground(partial(self._write, directory, copy, progress), "wlb-checkpoint")
+        self._writing = Future()
+        writing = (self._writing, checkpoint_path(directory, progress.step), copy, progress)
+        # A daemon: a process that has to end does not wait for it.
+        threading.Thread(target=self._write_in_background, args=writing, name="wlb-checkpoint", daemon=True).start()
         if wait:
             self._wait()
 
@@ -166,52 +173,60 @@ class Checkpointer:
     def _wait(self) -> None:
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            self._settle(writing.result())
+            self._failure = writing.result()
+            if self._failure is not None and self._failure.newest is None:
+                raise TrainingError(self._failure.problem)
 
-    def _settle(self, failure: _Failure | None) -> None:
-        self._failure = failure
-        if failure is not None and failure.newest is None:
-            raise TrainingError(failure.problem)
+    def _write_in_background(
+        self, written: Future[_Failure | None], checkpoint: Path, tensors: dict[str, Any], progress: Progress
+    ) -> None:
+        try:
+            written.set_result(self._write(checkpoint, tensors, progress))
+        except BaseException as error:  # whatever it is, whoever waits has to know
+            written.set_exception(error)
 
-    def _write(self, directory: Path, tensors: dict[str, Any], progress: Progress) -> _Failure | None:
-        """Write a checkpoint together with all ranks; they all return the same."""
-        checkpoint = checkpoint_path(directory, progress.step)
+    def _write(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> _Failure | None:
+        """Write ``checkpoint`` together with all ranks; they all return the same."""
+        try:
+            self._write_files(checkpoint, tensors, progress)
+        except _CannotWrite as problem:
+            return self._give_up(checkpoint, problem)
+        self._good.append(checkpoint)
+        self.delete_outdated()
+        return None
+
+    def _write_files(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> None:
         writer = ChecksummedWriter(hidden_path(checkpoint))
-        problem = (
-            self._problem_of_any_rank(_on_rank_0(lambda: start_writing(checkpoint)))
-            or self._problem_of_any_rank(lambda: _write_tensors(tensors, writer, self._group))
-            or self._problem_of_any_rank(self._publishing(checkpoint, progress, writer.files))
-        )
-        if problem is None:
-            self._good.append(checkpoint)
-            self.delete_outdated()
-            return None
+        self._on_rank_0(start_writing, checkpoint)
+        self._on_every_rank(_write_tensors, tensors, writer, self._group)
+        files: dict[str, FileRecord] = {}
+        for records in gathered(writer.files, self._group):
+            files |= records
+        self._on_rank_0(publish, checkpoint, Manifest(progress, model_record(self._model), files))
+
+    def _give_up(self, checkpoint: Path, problem: _CannotWrite) -> _Failure:
         if dist.get_rank() == 0:
             shutil.rmtree(hidden_path(checkpoint), ignore_errors=True)
         (newest, *_) = gathered(next((p.name for p in reversed(self._good) if is_whole(p)), None), self._group)
-        text = f"the checkpoint of step {progress.step} could not be written to {directory}: {problem}"
+        text = f"the checkpoint of step {step_of(checkpoint)} could not be written to {checkpoint.parent}: {problem}"
         if newest is not None and dist.get_rank() == 0:
             say(f"wlb: warning: {text}; the newest one is still {newest}")
         return _Failure(f"{text}; mend that or choose another checkpoint.dir, and start again", newest)
 
-    def _publishing(self, checkpoint: Path, progress: Progress, written: dict[str, FileRecord]) -> Callable[[], object]:
-        files: dict[str, FileRecord] = {}
-        for records in gathered(written, self._group):
-            files |= records
-        return _on_rank_0(lambda: publish(checkpoint, Manifest(progress, model_record(self._model), files)))
+    def _on_rank_0(self, work: Callable[..., object], *arguments: Any) -> None:
+        self._on_every_rank(work, *arguments, only_on=0)
 
-    def _problem_of_any_rank(self, work: Callable[[], object]) -> str | None:
-        """Do ``work`` on every rank; what went wrong on one, or None."""
-        problem = None
+    def _on_every_rank(self, work: Callable[..., object], *arguments: Any, only_on: int | None = None) -> None:
+        """Call ``work`` on every rank, or on one; raises ``_CannotWrite`` on all where it raises ``OSError``."""
+        problem, rank = None, dist.get_rank()
         try:
-            work()
+            if only_on in (None, rank):
+                work(*arguments)
         except OSError as error:
-            problem = f"{error.strerror or error} (rank {dist.get_rank()})"
-        return next((text for text in gathered(problem, self._group) if text is not None), None)
-
-
-def _on_rank_0(work: Callable[[], object]) -> Callable[[], object]:
-    return work if dist.get_rank() == 0 else lambda: None
+            problem = f"{error.strerror or error} (rank {rank})"
+        for text in gathered(problem, self._group):
+            if text is not None:
+                raise _CannotWrite(text)
 
 
 def _write_tensors(tensors: dict[str, Any], writer: ChecksummedWriter, group: dist.ProcessGroup) -> None:

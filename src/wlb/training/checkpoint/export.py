@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from wlb.config import CheckpointConfig, JobConfig
 from wlb.documents.store.reader import TokenStore
@@ -80,13 +82,9 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
 
-    def read(names: Sequence[str]) -> dict[str, Tensor]:
-        empty = {name: torch.empty(held[name].size, dtype=held[name].properties.dtype) for name in names}
-        return _read(checkpoint, empty)
-
     companions = _companions(config)
     longest = max(config.data.context_window, companions.config.get("max_position_embeddings", 0))
-    export_model(model, read, out, dtype=dtype, longest=longest, companions=companions)
+    export_model(model, partial(_read, checkpoint, held), out, dtype=dtype, longest=longest, companions=companions)
     tokenizer = tuple(name for name in (*companions.copies, *companions.texts) if name != "generation_config.json")
     return Exported(checkpoint, step_of(checkpoint), parameters, tokenizer)
 
@@ -107,8 +105,9 @@ def _chosen(config: CheckpointConfig, step: int | None) -> Path:
     return checkpoint
 
 
-def _read(checkpoint: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fill ``tensors`` from the checkpoint."""
+def _read(checkpoint: Path, held: Mapping[str, TensorStorageMetadata], names: Sequence[str]) -> dict[str, Tensor]:
+    """The tensors ``names`` of those that the checkpoint holds."""
+    tensors = {name: torch.empty(held[name].size, dtype=held[name].properties.dtype) for name in names}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")  # not initialised: there is one process

@@ -4,7 +4,7 @@ A checkpoint is a directory ``step-00000100`` with the files that ``torch.distri
 ``manifest.json``: the step, the loader's state, the model, and size and CRC-32 of every file, under a CRC-32 of its
 own. The manifest is written last, under a hidden name that is then changed, so a directory of that name was once
 complete; ``find_damage`` says whether it still is. CRC-32 finds accidents (a full disk, a torn copy, flipped bits), at
-several GB/s, and does not try to find intent: nothing read from a checkpoint is executed (``checkpoint_storage``).
+several GB/s, and does not try to find intent: nothing read from a checkpoint is executed (``storage``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wlb.errors import UserError
+from wlb.files import move, sync, write_synced
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -99,8 +100,7 @@ def publish(checkpoint: Path, manifest: Manifest) -> None:
     write_manifest(hidden, manifest)
     if checkpoint.exists():
         _delete(checkpoint)
-    os.replace(hidden, checkpoint)
-    _sync_directory(checkpoint.parent)
+    move(hidden, checkpoint)
 
 
 def delete_outdated(good: Sequence[Path], keep: int) -> None:
@@ -129,11 +129,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "model": dict(manifest.model),
         "files": dict(manifest.files),
     }
-    with (path / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(json.dumps({**content, "crc32": _crc32_of(content)}))
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_directory(path)
+    write_synced(path / MANIFEST, json.dumps({**content, "crc32": _crc32_of(content)}))
+    sync(path)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -240,12 +237,3 @@ def _delete(checkpoint: Path) -> None:
     unwanted = checkpoint.with_name(f"{HIDDEN}deleted-{checkpoint.name}")
     os.replace(checkpoint, unwanted)  # first the name, so that a kill cannot leave half a checkpoint
     shutil.rmtree(unwanted, ignore_errors=True)
-
-
-def _sync_directory(path: Path) -> None:
-    """Let names in ``path`` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,8 +2,11 @@
 
 One thread plans (lengths only, the same on every rank), a second shards the micro-batches of this data-parallel rank
 over its context-parallel ranks and reads this one's tokens from the memory-mapped store. ``StepLoader`` hands out
-``LoadedStep``s; its state belongs to the last step handed out, whatever the threads have prepared beyond it, and names
-the data and the settings it is valid for.
+``LoadedStep``s; its state belongs to the last step handed out, whatever the threads have prepared beyond it.
+
+The order in which documents train follows from the token store and some settings: the identity of a state. Where one of
+them differs from what a checkpoint was written with, continuing would repeat some documents and leave out others, so it
+is refused; with ``checkpoint.allow_changed_data`` the change is deliberate, and what can be is carried over.
 """
 
 from __future__ import annotations
@@ -11,39 +14,22 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore
+from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.planning.job import JobSpec
 from wlb.planning.planner import PlannedStep, StepPlanner
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
-from wlb.training.data.loader_state import STORE, accepted_changes, check_identity, data_identity
 from wlb.training.data.prefetch import Prefetcher, Shutdown
 from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
 from wlb.workload.base import Workload
 
-
-@dataclass(frozen=True)
-class LoadedStep:
-    """One step, ready to train: ``batches`` are this rank's shares of its micro-batches, in pipeline order.
-
-    ``plan`` covers all ranks and ``loss_tokens`` counts their labelled tokens; ``documents`` are the ids of those
-    that the step finishes (see ``PlannedStep``). ``fingerprint`` is equal where plans are equal, ``shard_fingerprint``
-    where the shard plans of all batches are. ``wait_seconds`` is how long training stood still for this step.
-    """
-
-    plan: StepPlan
-    batches: tuple[ShardedBatch, ...]
-    loss_tokens: int
-    documents: tuple[int, ...]
-    fingerprint: int
-    shard_fingerprint: int
-    planning_seconds: float
-    wait_seconds: float
+_STORE = "token store"
 
 
 @dataclass(frozen=True)
@@ -72,12 +58,24 @@ class RankShare:
 
 
 @dataclass(frozen=True)
-class _ReadStep:
+class LoadedStep:
+    """One step, ready to train: ``batches`` are this rank's shares of its micro-batches, in pipeline order.
+
+    The plan covers all ranks and ``loss_tokens`` counts their labelled tokens. ``fingerprint`` is equal where plans are
+    equal, ``shard_fingerprint`` where the shard plans of all batches are. ``wait_seconds`` is how long training stood
+    still for this step.
+    """
+
     planned: PlannedStep
     batches: tuple[ShardedBatch, ...]
     loss_tokens: int
     fingerprint: int
     shard_fingerprint: int
+    wait_seconds: float = 0.0
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.planned.plan
 
 
 class StepLoader(Iterator[LoadedStep]):
@@ -109,7 +107,7 @@ class StepLoader(Iterator[LoadedStep]):
             changed = check_identity(state, self._identity, allow_changes=config.checkpoint.allow_changed_data)
             waiting = _continue(planner, state["planner"], changed)
             if changed:
-                self.changed_data = f"{accepted_changes(state, self._identity, changed)}; {waiting}"
+                self.changed_data = f"{_accepted_changes(state, self._identity, changed)}; {waiting}"
         self._state = planner.state_dict()
         self._pending_documents = planner.pending_documents
         self._shutdown = Shutdown()
@@ -122,16 +120,7 @@ class StepLoader(Iterator[LoadedStep]):
         step = next(self._steps)
         self._state = step.planned.state
         self._pending_documents = step.planned.pending_documents
-        return LoadedStep(
-            plan=step.planned.plan,
-            batches=step.batches,
-            loss_tokens=step.loss_tokens,
-            documents=step.planned.documents,
-            fingerprint=step.fingerprint,
-            shard_fingerprint=step.shard_fingerprint,
-            planning_seconds=step.planned.planning_seconds,
-            wait_seconds=time.perf_counter() - started,
-        )
+        return replace(step, wait_seconds=time.perf_counter() - started)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue with the step after the last one handed out; JSON-serialisable."""
@@ -161,10 +150,10 @@ class StepLoader(Iterator[LoadedStep]):
         check_vocabulary(batch, micro_batch, self._vocab_size)
         return self._share.of(batch)
 
-    def _read(self, planned: PlannedStep) -> _ReadStep:
+    def _read(self, planned: PlannedStep) -> LoadedStep:
         plan = planned.plan
         batches = tuple(map(self._batch, plan.ranks[self._share.dp_rank]))
-        return _ReadStep(
+        return LoadedStep(
             planned=planned,
             batches=batches,
             loss_tokens=labelled_tokens(plan, self._store.lengths),
@@ -173,9 +162,49 @@ class StepLoader(Iterator[LoadedStep]):
         )
 
 
+def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
+    """What a loader state is valid for: the data, and every setting that decides which document trains when.
+
+    Parallel sizes, micro-batches, the model, the dealing of micro-batches to ranks and settings that the packing method
+    has no use for are absent: they may change.
+    """
+    data = config.data.model_dump(mode="json", exclude={"store"})
+    packing = {"method": config.packing.method, **config.packing.options.identity(config.data.context_window)}
+    return {
+        _STORE: store.identity,
+        "tokenizer": store.tokenizer_identity,
+        **{f"data.{key}": value for key, value in data.items()},
+        **{f"packing.{key}": value for key, value in packing.items()},
+    }
+
+
+def check_identity(state: dict[str, Any], current: dict[str, Any], *, allow_changes: bool = False) -> list[str]:
+    """The names in which identity ``current`` differs from what loader ``state`` is valid for.
+
+    Raises ``UserError``, naming the first of them, unless there is none or ``allow_changes`` is set.
+    """
+    saved = state["identity"]
+    changed = [name for name, value in current.items() if saved.get(name) != value]
+    if changed and not allow_changes:
+        name, *others = changed
+        more = f" ({len(others)} more settings differ)" if others else ""
+        raise UserError(
+            f"the checkpoint was written with {name} = {saved.get(name)!r}, this job has {current[name]!r}{more}; "
+            "resume with what it was written with, start anew with another checkpoint.dir, or set "
+            "checkpoint.allow_changed_data = true to change it on purpose"
+        )
+    return changed
+
+
+def _accepted_changes(state: dict[str, Any], current: dict[str, Any], changed: list[str]) -> str:
+    """The differences ``changed``, with both values."""
+    saved = state["identity"]
+    return ", ".join(f"{name} was {saved.get(name)!r} and is {current[name]!r}" for name in changed)
+
+
 def _continue(planner: StepPlanner, state: dict[str, Any], changed: list[str]) -> str:
     """Let ``planner`` go on from ``state`` although ``changed`` has; what became of waiting documents, in words."""
-    if STORE in changed:
+    if _STORE in changed:
         dropped = planner.begin_with_other_documents(state)
         return (
             f"{dropped} documents of the old token store that waited are dropped, the new one starts with a new epoch"

@@ -14,20 +14,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.attention.profiler_regions import region
 from wlb.config import JobConfig
-from wlb.models.transformer import Transformer
+from wlb.models.transformer import Attend, Transformer
 from wlb.packing.plan import MicroBatch
 from wlb.planning.job import JobSpec
 from wlb.training.data.batch import IGNORE_LABEL, check_vocabulary, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.data.sharded_batch import ShardedBatch
-from wlb.training.evaluation.forward_only import ForwardOnly
 from wlb.training.evaluation.held_out import Evaluation, HeldOut
-from wlb.training.parallel.parallelize import JobMesh, master_dtype
+from wlb.training.parallel.mesh import JobMesh
+from wlb.training.parallel.parallelize import Execution, master_dtype
 from wlb.training.runtime.collectives import gathered, gathered_rows
 
 
@@ -45,21 +46,19 @@ class Evaluator:
         stages: Sequence[Transformer],
         mesh: JobMesh,
         share: RankShare,
+        execution: Execution,
         recorded: int = 0,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self._held_out = HeldOut(config, job)
         self._every = config.evaluation.every
         self._evaluated = gathered(recorded)[0]
         self.broken_off = False  # the last evaluation, as a rank was asked to end
         self._vocab_size = job.shape.vocab_size
-        self._forward = ForwardOnly(stages, mesh.group("pp"), dtype)
+        self._forward = _ForwardOnly(stages, mesh.group("pp"), execution.dtype)
         self._mesh = mesh
         self._share = share
-        self._loss_dtype = master_dtype(dtype)
-        self._device = device
+        self._loss_dtype = master_dtype(execution.dtype)
+        self._device = execution.device
 
     def after(self, step: int, *, last: bool, asked_to_end: Callable[[], bool]) -> Evaluation | None:
         """What ``run`` finds, where an evaluation after ``step`` is due: at the ``last`` one too, and no step twice."""
@@ -116,3 +115,43 @@ class Evaluator:
             scores_TV = scores_TV.to(self._loss_dtype)
             losses = F.cross_entropy(scores_TV, labels_T, ignore_index=IGNORE_LABEL, reduction="none")
         return losses.to_local() if isinstance(losses, DTensor) else losses
+
+
+class _ForwardOnly:
+    """One micro-batch forward through all pipeline stages; every rank of ``group``, the pipeline ranks in order.
+
+    PyTorch's schedules exist for training; a forward pass alone is short enough to write down. The rows of the residual
+    stream follow from the micro-batch, as in training, so nothing but the stream itself is sent. Stages run in their
+    order, one micro-batch at a time: ranks that follow each other overlap, the chunks of an interleaved schedule on one
+    rank do not, and sends and receives of two ranks always match in order.
+    """
+
+    def __init__(self, stages: Sequence[Transformer], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        self._stages = stages
+        self._group = group
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, positions_T: Tensor, attend: Attend, stream_rows: int) -> Tensor | None:
+        """Scores (T, V) on the ranks of the last stage, None elsewhere.
+
+        ``stream_rows`` is what a rank holds of the residual stream: T, or with tensor parallelism its part.
+        """
+        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        for stage in self._stages:
+            x = tokens
+            if not stage.is_first:
+                x = torch.empty(stream_rows, stage.config.shape.hidden, dtype=self._dtype, device=tokens.device)
+                dist.recv(x, group=self._group, group_src=(rank - 1) % ranks)
+            out: Tensor = stage(x, positions_T, attend)
+            if stage.is_last:
+                return out
+            dist.send(out.contiguous(), group=self._group, group_dst=(rank + 1) % ranks)
+        return None
+
+    def release(self) -> None:
+        """Free the weights that FSDP has gathered; training gathers them anew."""
+        for stage in self._stages:
+            for unit in stage.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()

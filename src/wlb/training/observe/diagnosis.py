@@ -8,16 +8,12 @@ even, and a machine is slow or the workload model wrong.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wlb.errors import UserError
-from wlb.training.observe.imbalance import Imbalance, imbalance_of
-from wlb.training.observe.rank_seconds import RankSteps
+from wlb.training.observe.imbalance import Imbalance, RankSteps, imbalance_of
 from wlb.training.observe.stragglers import RankName, expected_seconds
 
 FILE = "diagnosis.json"  # in metrics.dir
@@ -88,23 +84,6 @@ def diagnose(
     }
 
 
-def read_diagnosis(metrics_dir: Path) -> dict[str, Any]:
-    """What a job last wrote into its ``metrics_dir``; raises ``UserError`` if that cannot be read."""
-    path = metrics_dir / FILE
-    try:
-        diagnosis: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        render(diagnosis)
-    except FileNotFoundError:
-        raise UserError(
-            f"{metrics_dir} has no {FILE}: name the metrics.dir of a job that has trained metrics.diagnose_every steps"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a diagnosis ({type(error).__name__}); let the job write it anew") from error
-    return diagnosis
-
-
 def _stragglers(slow: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     by_cost = sorted(slow, key=lambda rank: -rank["over_expected"])[:_RANKS_NAMED]
     return [
@@ -170,7 +149,10 @@ def render(diagnosis: dict[str, Any]) -> str:
     ]
     for dimension in _DIMENSIONS:
         factor = diagnosis["imbalance"][dimension]
-        lines.append(f"  {dimension.replace('_', '-'):<15}{factor['measured']:>9.3f}{factor['predicted']:>12.3f}")
+        measured, predicted = (
+            "" if factor[kind] is None else f"{factor[kind]:.3f}" for kind in ("measured", "predicted")
+        )
+        lines.append(f"  {dimension.replace('_', '-'):<15}{measured:>9}{predicted:>12}")
     causes = [cause["text"] for cause in diagnosis["causes"]]
     lines.append("causes, costliest first:" if causes else f"no cause costs {_WORTH_NAMING:.0%} of a step")
     return "\n".join(lines + [f"  {number}. {text}" for number, text in enumerate(causes, 1)])

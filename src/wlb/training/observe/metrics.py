@@ -1,13 +1,15 @@
 """What a job says about itself: a console line, one JSON line and TensorBoard scalars for each step.
 
 Only rank 0 writes. ``steps.jsonl`` never holds a step twice: a resumed job first cuts off what was written past its
-checkpoint, a new job sets an older file aside.
+checkpoint, a new job sets an older file aside. Only the end of the file is read for that, so it takes as long after ten
+million steps as after ten.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from array import array
 from collections.abc import Iterator
@@ -20,11 +22,11 @@ from wlb.documents.segments import Segment
 from wlb.errors import UserError, require
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.imbalance import Imbalance
-from wlb.training.observe.step_lines import continue_file, last_step_in
 from wlb.training.runtime.console import end_progress, say, show_progress
 from wlb.training.runtime.failures import TrainingError
 
 _NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks"}
+_BLOCK_BYTES = 1 << 16
 _SHORT = {"micro_batches": "mb"}  # in the live line
 
 
@@ -37,7 +39,7 @@ class StepMetrics:
     more, so over an epoch each document appears once, however it was split. ``token_delay`` is the mean steps a token
     waited since it arrived; of ``pending_documents`` a part still waits. ``step_seconds`` includes
     ``data_wait_seconds``; ``planning_seconds`` were spent in another thread. ``mfu`` is the model FLOPs utilisation of
-    ``model_flops``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
+    ``observer``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
     are slow still. ``segments`` are all that the step trained, in the order of documents.
     """
 
@@ -184,3 +186,53 @@ def _tensorboard(directory: Path, last_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(directory), purge_step=last_step + 1)
+
+
+def continue_file(path: Path, last_step: int) -> str | None:
+    """Make ``path`` end with ``last_step``, or set it aside for a new job (0); what was done, if anything was."""
+    if not path.exists() or path.stat().st_size == 0:
+        return None
+    if last_step == 0:
+        aside = next(name for n in range(1, 10**6) if not (name := path.with_suffix(f".{n}.jsonl")).exists())
+        os.replace(path, aside)
+        return f"metrics of an earlier run are now in {aside}"
+    size, removed = path.stat().st_size, 0
+    for start, line in _lines_from_end(path):
+        if _step_of(line) <= last_step:
+            break
+        size, removed = start, removed + 1
+    if not removed:
+        return None
+    os.truncate(path, size)
+    return f"{path} goes back to step {last_step}, later lines removed: {removed}"
+
+
+def last_step_in(path: Path) -> int:
+    """The step of the last line; 0 without one."""
+    if not path.exists():
+        return 0
+    return next((int(_step_of(line)) for _, line in _lines_from_end(path)), 0)
+
+
+def _lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines, the last one first, each with the number of bytes before it."""
+    with path.open("rb") as file:
+        start = position = file.seek(0, os.SEEK_END)
+        beginning = b""  # what is known so far of the line that begins before position
+        while position:
+            size = min(_BLOCK_BYTES, position)
+            position -= size
+            file.seek(position)
+            beginning, *lines = (file.read(size) + beginning).splitlines(keepends=True)
+            for line in reversed(lines):
+                start -= len(line)
+                yield start, line
+        if beginning:
+            yield 0, beginning
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # a line cut short when its writer was killed

@@ -17,13 +17,12 @@ from torch import Tensor
 from wlb.config import JobConfig
 from wlb.schedules.layer_split import split_layers
 from wlb.training.data.loader import LoadedStep
-from wlb.training.observe.compute_clock import ComputeClock, Seconds, ThreadClock
-from wlb.training.observe.kernel_clock import KernelClock
+from wlb.training.observe.compute_clock import ComputeClock, KernelClock, Seconds, ThreadClock
+from wlb.training.observe.imbalance import RankStep, RankSteps, rank_steps
 from wlb.training.observe.predicted_load import PredictedLoad
-from wlb.training.observe.rank_seconds import RankStep, RankSteps, rank_steps
 from wlb.training.observe.stragglers import RankName
 from wlb.training.observe.trace import StepTrace
-from wlb.training.parallel.parallelize import JobMesh
+from wlb.training.parallel.mesh import JobMesh
 from wlb.training.runtime.collectives import gathered, gathered_rows
 from wlb.training.runtime.environment import hardware_name
 from wlb.workload import ModelShape

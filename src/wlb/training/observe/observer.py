@@ -1,12 +1,17 @@
 """What rank 0 makes of all ranks' seconds: imbalance, utilisation, warnings about slow ranks, the diagnosis.
 
 The first step of a run is left out of warnings and diagnosis: it warms up caches and allocators, and compiles.
+
+Model FLOPs utilisation is what the model's arithmetic needs, over what the devices could do in the time, as PaLM
+defines it (arXiv 2204.02311, appendix B): the operations of the model's products once forward and twice backward,
+whatever an implementation recomputes, here with causal attention inside segments counted by its pairs. The peak is the
+hardware preset's, in bfloat16 on a GPU and float32 on a CPU. That of a CPU is for one core, so a rank has as many as
+threads.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,16 +21,17 @@ import numpy as np
 import torch
 
 from wlb.config import JobConfig
+from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
 from wlb.training.observe.diagnosis import FILE, diagnose, render
-from wlb.training.observe.imbalance import Imbalance, imbalance_of
-from wlb.training.observe.model_flops import model_flops, peak_flops
-from wlb.training.observe.rank_seconds import RankSteps
+from wlb.training.observe.imbalance import Imbalance, RankSteps, imbalance_of
 from wlb.training.observe.stragglers import RankName, StragglerWatch
-from wlb.training.parallel.parallelize import MESH_DIMENSIONS
+from wlb.training.parallel.mesh import MESH_DIMENSIONS
 from wlb.training.runtime.console import say
 from wlb.training.runtime.environment import hardware_name
-from wlb.workload import ModelShape
+from wlb.workload import ModelShape, attention_flops, hardware_preset, linear_flops
+
+_PASSES = 3.0  # one forward, and a backward of twice its operations
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,21 @@ class Observer:
             step_seconds=float(np.mean(seconds)),
             straggler_factor=self._config.metrics.straggler_factor,
         )
-        fresh = self._path.with_suffix(".tmp")
         try:
-            fresh.write_text(json.dumps(diagnosis, allow_nan=False), encoding="utf-8")
-            os.replace(fresh, self._path)  # a reader sees the old one or the new one
+            replace_text(self._path, json.dumps(diagnosis, allow_nan=False))
         except OSError as error:
             say(f"wlb: warning: {self._path} could not be written: {error.strerror}")
         return diagnosis
+
+
+def model_flops(shape: ModelShape, plan: StepPlan) -> float:
+    """Operations that training on the step's segments takes, over all ranks."""
+    lengths = [segment.length for segment in plan.segments]
+    attention = float(attention_flops(shape, lengths, "forward").sum())
+    return _PASSES * (attention + float(linear_flops(shape, plan.tokens, "forward")))
+
+
+def peak_flops(hardware: str, device: torch.device) -> float:
+    """FLOP/s of one rank on ``device`` at best, by the preset ``hardware``."""
+    cores = torch.get_num_threads() if device.type == "cpu" else 1
+    return hardware_preset(hardware).peak_flops * cores

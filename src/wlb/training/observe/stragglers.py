@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.training.observe.rank_seconds import RankSteps
+from wlb.training.observe.imbalance import RankSteps
 
 _STEPS = 5  # looked at together: one slow step may be a page fault or a neighbour's burst
 _PEERS = 3  # ranks of a pipeline stage that can tell which of them is the odd one out

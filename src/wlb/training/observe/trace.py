@@ -1,7 +1,7 @@
 """``wlb train --profile``: a torch.profiler trace of a few steps of every rank, with names for what a step does.
 
 The files are Chrome traces, one a rank, for Perfetto (https://ui.perfetto.dev) or chrome://tracing. The names come from
-``regions.region`` where the work is done.
+``profiler_regions.region`` where the work is done.
 """
 
 from __future__ import annotations

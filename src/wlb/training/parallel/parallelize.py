@@ -1,65 +1,42 @@
-"""Everything that makes a plain ``Transformer`` parallel, applied from outside.
+"""Everything that is done to a plain ``Transformer`` to train it in parallel, applied from outside.
 
-``build_mesh`` arranges the processes; ``build_stage_modules`` cuts the model into this rank's pipeline
-stages, splits each over tensor-parallel ranks, shards what is left over all data- and context-parallel ranks with
-FSDP2, and only then gives it memory and weights.
+``build_stage_modules`` cuts the model into this rank's pipeline stages, splits each over tensor-parallel ranks, has its
+blocks compiled and recomputed, shards what is left over all data- and context-parallel ranks with FSDP2, and only then
+gives it memory and weights. Parameters keep the names that they have in the plain model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
+from wlb.attention.saved_attention import AttentionComputedAgain, KeptAttention
 from wlb.config import ParallelConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Block, Transformer, TransformerConfig
 from wlb.schedules.layer_split import split_layers
-from wlb.training.parallel.activation_checkpointing import Strategy, apply_activation_checkpointing
-from wlb.training.parallel.compile import compile_blocks
+from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.tensor_parallel import apply_tensor_parallel
 from wlb.workload.shapes import ModelShape, check_divisible
 
-MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")
+Strategy = Literal["none", "selective", "full"]
+_BlockForward = Callable[..., Tensor]  # of (x_TD, rotation, attend)
 
 
 @dataclass(frozen=True)
-class JobMesh:
-    """All processes of a job, arranged twice: as they divide the work, and as they divide the weights.
+class Execution:
+    """Where forward and backward passes run, and in which type."""
 
-    ``work`` is pp x dp x cp x tp. In ``weights`` dp and cp are one dimension, "dp_cp": context-parallel ranks see
-    different tokens and the same weights, just as data-parallel ranks do.
-    """
-
-    work: DeviceMesh
-    weights: DeviceMesh
-
-    def rank(self, dimension: str) -> int:
-        """This process's place in a dimension of ``work``."""
-        return self.work.get_local_rank(dimension)
-
-    def size(self, dimension: str) -> int:
-        return self.work[dimension].size()
-
-    def group(self, dimension: str) -> dist.ProcessGroup:
-        """The processes that differ from this one in ``dimension`` only."""
-        return self.work.get_group(dimension)
-
-
-def build_mesh(parallel: ParallelConfig, device_type: str) -> JobMesh:
-    """Arrange all processes as pp x dp x cp x tp, tensor-parallel ranks next to each other.
-
-    The dimension that communicates most varies fastest, so it stays inside a node (WLB-LLM, section 2.1).
-    """
-    sizes = tuple(getattr(parallel, name) for name in MESH_DIMENSIONS)
-    flattened = (parallel.pp, parallel.dp * parallel.cp, parallel.tp)
-    return JobMesh(
-        work=init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMENSIONS),
-        weights=init_device_mesh(device_type, flattened, mesh_dim_names=("pp", "dp_cp", "tp")),
-    )
+    device: torch.device
+    dtype: torch.dtype
 
 
 def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
@@ -72,31 +49,29 @@ def build_stage_modules(
     config: TransformerConfig,
     parallel: ParallelConfig,
     mesh: JobMesh,
+    execution: Execution,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
     seed: int | None,
     activation_checkpointing: Strategy = "none",
     compiled: bool = False,
 ) -> list[Transformer]:
     """Build this rank's pipeline stages, sharded and initialised: ``pp_rank`` and every pp-th after it.
 
-    Weights and optimizer state are float32, or float64 where ``dtype`` is; forward and backward run in
-    ``dtype`` and gradients are reduced in the weights' type. Initial weights depend on ``seed`` alone; with None the
-    memory is left as it is, for weights that are loaded.
+    Weights and optimizer state are of the ``master_dtype``, in which gradients are reduced too. Initial weights depend
+    on ``seed`` alone; with None the memory is left as it is, for weights that are loaded.
     """
     splits = split_layers(config.shape, parallel.stages)
     modules = []
     for stage in range(mesh.rank("pp"), parallel.stages, parallel.pp):
         with torch.device("meta"):
-            module = Transformer(config, splits[stage]).to(master_dtype(dtype))
+            module = Transformer(config, splits[stage]).to(master_dtype(execution.dtype))
         if parallel.tp > 1:
             apply_tensor_parallel(module, mesh.weights["tp"])
         if compiled:
             compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
-        shard_weights(module, mesh.weights["dp_cp"], dtype, reshard_after_forward=parallel.pp == 1)
-        module.to_empty(device=device)
+        shard_weights(module, mesh.weights["dp_cp"], execution.dtype, reshard_after_forward=parallel.pp == 1)
+        module.to_empty(device=execution.device)
         if seed is not None:
             initialise_weights(module, layers=config.shape.layers, seed=seed)
         modules.append(module)
@@ -108,6 +83,65 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def compile_blocks(module: Transformer, backend: str = "inductor") -> None:
+    """Have every block of ``module`` compiled when it first runs; call it before ``apply_activation_checkpointing``.
+
+    Micro-batches differ in length from step to step, so the token count is a symbol in the compiled code from the
+    start: a block is compiled for its first micro-batch and never again, except that PyTorch may take a length of 1 and
+    one that equals a width of the model apart, once. Attention stays outside: its runs, shards and exchanges follow
+    from the plan of each micro-batch, and its kernels are compiled already. So a block becomes a few graphs before and
+    after attention, and all blocks of a stage share them. ``backend`` is one of ``torch.compile``.
+    """
+    for block in _blocks(module):
+        block.forward = _compiled(block.forward, backend)  # type: ignore[method-assign]
+
+
+def _compiled(forward: _BlockForward, backend: str) -> _BlockForward:
+    compiled = torch.compile(forward, backend=backend, dynamic=True)
+
+    @wraps(forward)
+    def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
+        if type(x_TD) is not Tensor:
+            # Still on its way from a tensor-parallel collective. Compiled code (torch 2.13) would run on it and give it
+            # a wrong gradient; a copy has arrived.
+            x_TD = x_TD.clone()
+        out: Tensor = compiled(x_TD, rotation, torch.compiler.disable(attend))
+        return out
+
+    return run
+
+
+def apply_activation_checkpointing(module: Transformer, strategy: Strategy) -> None:
+    """Make every block of ``module`` keep less between forward and backward; call it before ``shard_weights``.
+
+    Without it a block keeps everything its backward pass reads. Under ``full`` it keeps its input only and is computed
+    a second time right before its backward pass. Under ``selective`` it also keeps the output of attention and its
+    log-sum-exp: norms, projections and feed-forward layer are computed again, attention and the exchange of keys and
+    values are not (Korthikanti et al., arXiv 2205.05198, section 5, recompute attention instead: there its scores are
+    what takes memory, which flash attention never stores). The attention function that comes with a micro-batch must
+    take ``kept`` as ``context_parallel_attention`` does.
+
+    Only the block's ``forward`` is replaced, so what wraps the block as a module (FSDP's gathering of weights,
+    tensor-parallel hooks) stays around it. Numbers do not change by a bit: the same operations run on the same inputs.
+    ``docs/memory.md`` says what each strategy keeps.
+    """
+    if strategy == "none":
+        return
+    for block in _blocks(module):
+        block.forward = _recomputed(block.forward, keep_attention=strategy == "selective")  # type: ignore[method-assign]
+
+
+def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForward:
+    @wraps(forward)
+    def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
+        attend = partial(attend, kept=KeptAttention() if keep_attention else AttentionComputedAgain())
+        # There is no dropout, so no random state that the second pass would have to find again.
+        out: Tensor = checkpoint(forward, x_TD, rotation, attend, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+    return run
+
+
 def shard_weights(module: Transformer, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
     """Apply FSDP2, one unit per block and one for the rest; gradients are summed over ``mesh``, not averaged.
 
@@ -117,9 +151,13 @@ def shard_weights(module: Transformer, mesh: DeviceMesh, dtype: torch.dtype, *, 
     """
     # Inputs are not cast: embeddings and received activations have the right type, rotary angles their own.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype(dtype), cast_forward_inputs=False)
-    for unit in (*(child for child in module.modules() if isinstance(child, Block)), module):
+    for unit in (*_blocks(module), module):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         # Unless a plain sum is forced, even a factor of 1 becomes a premultiplied sum, which only NCCL has.
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _blocks(module: Transformer) -> list[Block]:
+    return cast(list[Block], list(module.layers.values()))

@@ -25,7 +25,8 @@ from wlb.models.transformer import Transformer
 from wlb.training.data.batch import IGNORE_LABEL
 from wlb.training.data.sharded_batch import ShardedBatch
 from wlb.training.observe.compute_clock import ComputeClock, ThreadClock
-from wlb.training.parallel.parallelize import JobMesh, master_dtype
+from wlb.training.parallel.mesh import JobMesh
+from wlb.training.parallel.parallelize import Execution, master_dtype
 from wlb.training.parallel.planned_stage import PlannedStage, make_schedule, run_schedule
 from wlb.training.parallel.tied_embeddings import sum_tied_gradients
 
@@ -62,16 +63,14 @@ class PipelineRunner:
         parallel: ParallelConfig,
         mesh: JobMesh,
         micro_batches: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        execution: Execution,
         clock: ComputeClock | None = None,
     ) -> None:
         self._clock = clock or ThreadClock()
         self._modules = stage_modules
         self._mesh = mesh
-        self._device = device
-        self._loss_dtype = master_dtype(dtype)
+        self._device = execution.device
+        self._loss_dtype = master_dtype(execution.dtype)
         self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, on ranks of the last stage
         self._stages: list[PlannedStage] = []
         self._fsdp_is_set_up = False  # by its first forward
@@ -83,8 +82,7 @@ class PipelineRunner:
                 mesh.rank("pp") + chunk * parallel.pp,
                 parallel.stages,
                 hidden=module.config.shape.hidden,
-                dtype=dtype,
-                device=device,
+                execution=execution,
                 group=mesh.group("pp"),
                 clock=self._clock,
             )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from wlb.training.observe.compute_clock import ComputeClock
+from wlb.training.parallel.parallelize import Execution
 
 
 class PlannedStage(PipelineStage):
@@ -35,12 +36,12 @@ class PlannedStage(PipelineStage):
         stages: int,
         *,
         hidden: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        execution: Execution,
         group: dist.ProcessGroup,
         clock: ComputeClock,
     ) -> None:
-        example = torch.empty(1, hidden, dtype=dtype, device=device, requires_grad=True)
+        device = execution.device
+        example = torch.empty(1, hidden, dtype=execution.dtype, device=device, requires_grad=True)
         tokens = torch.empty(1, dtype=torch.int64, device=device)
         super().__init__(
             module,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from wlb.config import JobConfig
 from wlb.errors import UserError
-from wlb.os_limits import try_lock
+from wlb.files import open_locked
 
 LOCK_NAME = ".lock"
 
@@ -41,12 +41,12 @@ def check_shared(config: JobConfig) -> None:
 def _locked(name: str, directory: Path) -> Iterator[None]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_locked(directory / LOCK_NAME)
     except OSError as error:
         raise UserError(f"{name} {directory} cannot be written: {error.strerror}") from error
+    if descriptor is None:
+        raise UserError(f"another job is writing to {name} {directory}; wait for it or choose another directory")
     try:
-        if not try_lock(descriptor):
-            raise UserError(f"another job is writing to {name} {directory}; wait for it or choose another directory")
         yield
     finally:
         os.close(descriptor)

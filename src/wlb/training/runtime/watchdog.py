@@ -8,8 +8,10 @@ it is stopped or its machine is gone. All ranks leave with that one line. The ba
 a little longer and remains for what this cannot see: ranks that do not hang but were all suspended, for one. What a
 backend says then becomes one line as well.
 
-A rank that computes, compiles or writes a checkpoint does not raise the alarm, however long it takes; one that
-waits for it in a collective does. Training itself pays one addition per micro-batch.
+What a thread is doing is read from its Python stack: it waits in a collective if it stands in a frame of
+``torch.distributed``, or in one of our own few that wait for a transfer; the frame of ours that called it says what
+for. So nothing is recorded while training runs, which pays one addition per micro-batch. A rank that computes, compiles
+or writes a checkpoint does not raise the alarm, however long it takes; one that waits for it in a collective does.
 """
 
 from __future__ import annotations
@@ -17,18 +19,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path, PurePath
+from types import FrameType
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
+import wlb
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.failures import HungError, TrainingError, leave
-from wlb.training.runtime.whereabouts import Stack, place_of_error, stack_of, whereabouts_of
 
 _LONGEST_LOOK_SECONDS = 5.0  # between two looks at the main thread
 _LOOKS_PER_LIMIT = 20
@@ -37,7 +44,18 @@ _STORE_SECONDS = 10.0  # in which a healthy store answers anything
 _RANKS_NAMED = 16  # of one kind, in the message
 # As gloo, its sockets, NCCL and the store put it in torch 2.11 to 2.13; none has a type of its own for it.
 _TIMED_OUT = re.compile(r"\btim(ed|ing) out\b|\btimeout\b", re.IGNORECASE)
+_LIMIT = re.compile(r"\b(\d+) ?ms\b")
 _ORIGIN = re.compile(r"^\[\S+:\d+\] ")  # in front of what gloo says: the line of its source
+
+_OURS = f"{Path(wlb.__file__).parent}/"  # the package's own directory: the checkout around it may be called wlb as well
+_OUR_WAITS = f"{_OURS}attention/exchange.py"
+_TORCH = f"{Path(torch.__file__).parent}/"
+_TORCH_DISTRIBUTED = f"{_TORCH}distributed/"
+_WRITES_FILES = f"{_TORCH_DISTRIBUTED}checkpoint/"  # its collectives are calls into distributed_c10d like any others
+_WRAPPERS = {f"{_TORCH}{name}" for name in ("distributed/c10d_logger.py", "_ops.py", "utils/_contextlib.py")}
+_FILE_PARTS_SHOWN = 3
+
+Stack = tuple[tuple[int, int], ...]
 
 
 def backend_timeout(limit_seconds: float) -> timedelta:
@@ -201,11 +219,15 @@ def time_outs_are_hangs(limit_seconds: float, pulse: Pulse) -> Iterator[None]:
 
 
 def describe_time_out(error: RuntimeError, step: int, limit_seconds: float) -> str:
-    """One line: where this rank waited, and what the backend said when it gave up."""
+    """One line: where this rank waited for how long, and what the backend said when it gave up."""
     said = _ORIGIN.sub("", str(error).splitlines()[0])
+    limit = f"{limit_seconds:g} s (training.timeout_seconds)"
+    found = _LIMIT.search(said)
+    if found and int(found[1]) != backend_timeout(limit_seconds) // timedelta(milliseconds=1):
+        limit = f"{int(found[1]) / 1000:g} s"  # not the limit that follows from the setting
     return (
-        f"no progress for {limit_seconds:g} s (training.timeout_seconds): rank {os.environ.get('RANK', '0')} waited in "
-        f"{place_of_error(error)}, step {step}: {said}; ranks were suspended, or cannot reach each other"
+        f"no progress for {limit}: rank {os.environ.get('RANK', '0')} waited in {place_of_error(error)}, step {step}: "
+        f"{said}; ranks were suspended, or cannot reach each other"
     )
 
 
@@ -232,3 +254,58 @@ def _ranks(ranks: list[int], one: str, many: str) -> str:
 
 def _look_seconds(limit_seconds: float) -> float:
     return min(limit_seconds / _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS)
+
+
+class Whereabouts(NamedTuple):
+    """``place`` in words; ``waiting`` if that is inside a collective (or a send or receive)."""
+
+    waiting: bool
+    place: str
+
+
+def stack_of(thread: int) -> Stack:
+    """Where ``thread`` (a ``threading.get_ident``) is, to be compared: equal while it stands still."""
+    return tuple((id(frame.f_code), frame.f_lasti) for frame in _frames(thread))
+
+
+def whereabouts_of(thread: int) -> Whereabouts:
+    """What ``thread`` is doing, in words."""
+    frames = list(_frames(thread))
+    return _whereabouts(frames) if frames else Whereabouts(False, "nowhere: its main thread has ended")
+
+
+def place_of_error(error: BaseException) -> str:
+    """Where ``error`` was raised, in the same words."""
+    return _whereabouts([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]).place
+
+
+def _whereabouts(frames: list[FrameType]) -> Whereabouts:
+    """``frames`` in words; the innermost comes first."""
+    frames = [frame for frame in frames if _file(frame) not in _WRAPPERS] or frames
+    innermost = frames[0]
+    ours = next((frame for frame in frames if _file(frame).startswith(_OURS)), None)
+    file = _file(innermost)
+    if file == _OUR_WAITS or (file.startswith(_TORCH_DISTRIBUTED) and not file.startswith(_WRITES_FILES)):
+        called_from = f", called from {_place(ours)}" if ours not in (None, innermost) else ""
+        return Whereabouts(True, f"{_place(innermost)}{called_from}")
+    inside = f", inside {_place(ours)}" if ours not in (None, innermost) else ""
+    return Whereabouts(False, f"{_place(innermost)}{inside}")
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _place(frame: FrameType | None) -> str:
+    assert frame is not None
+    file = _file(frame)
+    ours = file.startswith(_OURS)
+    shown = f"wlb/{file[len(_OURS) :]}" if ours else "/".join(PurePath(file).parts[-_FILE_PARTS_SHOWN:])
+    return f"{frame.f_code.co_name} ({shown}:{frame.f_lineno})"

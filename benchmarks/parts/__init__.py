@@ -1,0 +1,1 @@
+"""What the benchmark commands are made of; a command in ``benchmarks/`` imports it as ``parts``."""

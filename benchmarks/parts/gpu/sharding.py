@@ -1,0 +1,117 @@
+"""Attention of every context-parallel rank under every sharding strategy, measured beside its price.
+
+One device takes the part of each rank in turn: the rank's own tokens, segment by segment, then its pieces over the keys
+that other ranks would have sent, forward and backward. Not measured: the exchange, and merging the two results. Ranks
+that do the same work are measured once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from parts.gpu.setting import Comparison, Result, Row, Setting, Workloads, measure
+from wlb.attention.runs import Runs
+from wlb.attention.shard_layout import shard_layout
+from wlb.documents.synthetic import sample_lengths
+from wlb.profiling.timing import Case
+from wlb.profiling.workbench import Workbench
+from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
+from wlb.sharding.compare import sample_micro_batches
+
+DOCUMENTS = 4000
+BASELINE = "per_sequence"
+Seconds = NDArray[np.float64]
+Work = tuple[Runs, ...]  # of one rank, done one after another
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """One micro-batch under one strategy; seconds of each rank's attention have shape (cp_size,)."""
+
+    measured: Seconds
+    predicted: dict[str, Seconds]
+
+    def seconds(self, name: str) -> Seconds:
+        return self.measured if name == "measured" else self.predicted[name]
+
+
+def sharding(setting: Setting, workloads: Workloads) -> Result:
+    """Plans are made with the last of ``workloads``, which is the measured one where there is one."""
+    pricing = list(workloads.values())[-1]
+    lengths = sample_lengths(DOCUMENTS, setting.sharded_window, setting.seed)
+    micro_batches = sample_micro_batches(lengths, setting.sharded_window, setting.sharded_micro_batches, setting.seed)
+    plans = {
+        (cp_size, strategy): [make_shard_plan(m, cp_size, strategy, workload=pricing) for m in micro_batches]
+        for cp_size in setting.cp_sizes
+        for strategy in STRATEGIES
+    }
+    seconds = _measure([plan for made in plans.values() for plan in made], setting)
+    sharded = {key: [_priced(plan, seconds, workloads) for plan in made] for key, made in plans.items()}
+    rows = [_row(*key, made, sharded[key[0], BASELINE]) for key, made in sharded.items()]
+    return Result(rows, [_compare(cp_size, sharded) for cp_size in setting.cp_sizes])
+
+
+def _measure(plans: Sequence[ShardPlan], setting: Setting) -> dict[Work, float]:
+    """Seconds of all layers of every work that there is, forward and backward."""
+    works = {work for plan in plans for rank in range(plan.cp_size) if (work := _work(plan, rank))}
+    longest = max(max(sum(runs.query_lengths), sum(runs.key_lengths)) for work in works for runs in work)
+    bench = setting.workbench(setting.shape, longest)
+    timings = measure({work: _case(work, bench) for work in works}, setting, "sharding")
+    return {work: timing.both * setting.shape.layers for work, timing in timings.items()}
+
+
+def _work(plan: ShardPlan, rank: int) -> Work:
+    layout = shard_layout(plan, rank, torch.device("cpu"))  # of which only the lengths are needed
+    return tuple(runs for runs in (layout.own_runs, *(part.runs for part in layout.parts)) if runs is not None)
+
+
+def _case(work: Work, bench: Workbench) -> Case:
+    parts = [bench.attention(runs) for runs in work]
+
+    def backward(results: list[object]) -> None:
+        for part, result in zip(parts, results, strict=True):
+            part.backward(result)
+
+    return Case(lambda: [part.forward() for part in parts], backward)
+
+
+def _priced(plan: ShardPlan, seconds: dict[Work, float], workloads: Workloads) -> Sharded:
+    measured = np.array([seconds.get(_work(plan, rank), 0.0) for rank in range(plan.cp_size)])
+    return Sharded(measured, {name: shard_latency(plan, w).attention for name, w in workloads.items()})
+
+
+def _row(cp_size: int, strategy: str, sharded: Sequence[Sharded], baseline: Sequence[Sharded]) -> Row:
+    """Means over micro-batches of slowest over mean rank; sums over them of the slowest, over the baseline's."""
+    everyone = ["measured", *sharded[0].predicted]
+    return {
+        "cp": cp_size,
+        "strategy": strategy,
+        "imbalance": {name: float(np.mean([_imbalance(s.seconds(name)) for s in sharded])) for name in everyone},
+        "over per_sequence": {name: _slowest(name, sharded) / _slowest(name, baseline) for name in everyone},
+        "measured_seconds": [s.measured.tolist() for s in sharded],
+    }
+
+
+def _imbalance(seconds: Seconds) -> float:
+    return float(seconds.max() / seconds.mean())
+
+
+def _slowest(name: str, sharded: Sequence[Sharded]) -> float:
+    return sum(float(s.seconds(name).max()) for s in sharded)
+
+
+def _compare(cp_size: int, sharded: dict[tuple[int, str], list[Sharded]]) -> Comparison:
+    """All ranks that have tokens, under all strategies."""
+    mine = [s for key, made in sharded.items() if key[0] == cp_size for s in made]
+
+    def seconds(name: str) -> list[float]:
+        return [float(seconds) for s in mine for seconds in s.seconds(name)[s.measured > 0]]
+
+    return Comparison(
+        f"attention of ranks, cp {cp_size}", seconds("measured"), {name: seconds(name) for name in mine[0].predicted}
+    )

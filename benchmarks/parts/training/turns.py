@@ -1,0 +1,123 @@
+"""Every preset trained in turns on real processes, and the same steps simulated: what two benchmarks share.
+
+Presets take turns, a step each, in the same processes (``examples/side_by_side.py``). Each repetition leaves a
+``steps.jsonl`` per preset, whose first step is not counted. The plans of those steps, and their predicted seconds, come
+from the configuration, the document lengths and a profile measured on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from wlb.config import PRESETS, JobConfig
+from wlb.documents.store.reader import TokenStore
+from wlb.packing.plan import StepPlan
+from wlb.planning.planner import StepPlanner
+from wlb.simulate import SimulatedJob, simulate_steps
+from wlb.workload.profile import WorkloadProfile, read_profile
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = ROOT / "configs" / "tiny.toml"
+VOCABULARY = 512  # that of the preset tiny, which is what is profiled
+PROCESSES = 2
+
+
+def make_parser(description: str | None, directory: str) -> argparse.ArgumentParser:
+    """The options of a benchmark that trains every preset in turns; working files go to ``directory``."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp is 2")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6, help="counted steps of every preset in a repetition")
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step, over all ranks")
+    parser.add_argument("--directory", type=Path, default=Path(directory), help="working files")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    return parser
+
+
+def prepare(directory: Path) -> Path:
+    store = directory / "stdlib"
+    if not store.with_suffix(".idx").exists():
+        run("-m", "wlb", "prepare", "--stdlib", "--train-bpe", VOCABULARY, "--out", store)
+    return store
+
+
+def measure_profile(directory: Path) -> WorkloadProfile:
+    """What the model costs on this machine now."""
+    path = directory / "profile.json"
+    run("-m", "wlb", "profile", "--model", "tiny", "--device", "cpu", "--threads", 1, "--quick", "--out", path)
+    return read_profile(path)
+
+
+def run(*words: object, processes: int = 1) -> None:
+    """Run this Python with ``words``, under torchrun where several processes are asked for."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(torchrun if processes > 1 else []), *map(str, words)]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def overrides(layout: str, preset: str, repetition: int, arguments: argparse.Namespace, store: Path) -> list[str]:
+    directory = arguments.directory / layout / preset / str(repetition)
+    return [
+        f"preset={preset}",
+        "parallel.pp=1",
+        f"parallel.{layout}={PROCESSES}",
+        f"data.store={store}",
+        f"packing.micro_batches={arguments.micro_batches}",
+        f"training.steps={arguments.steps + 1}",
+        f"checkpoint.dir={directory / 'checkpoints'}",
+        f"checkpoint.every={10**6}",
+        f"metrics.dir={directory}",
+        "metrics.tensorboard=false",
+    ]
+
+
+def train_in_turns(layout: str, repetition: int, arguments: argparse.Namespace, store: Path) -> None:
+    words: list[str] = []
+    for preset in PRESETS:
+        shutil.rmtree(arguments.directory / layout / preset / str(repetition), ignore_errors=True)
+        words += ["--job", str(CONFIG), *overrides(layout, preset, repetition, arguments, store)]
+    run(ROOT / "examples" / "side_by_side.py", *words, processes=PROCESSES)
+
+
+def measured_rows(
+    layout: str, preset: str, arguments: argparse.Namespace, plans: Sequence[StepPlan]
+) -> list[list[dict[str, Any]]]:
+    """Counted steps of every repetition, which are those of ``plans``."""
+    rows = counted_rows(layout, preset, arguments)
+    for repetition in rows:
+        if [plan.tokens for plan in plans] != [row["tokens"] for row in repetition]:
+            raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
+    return rows
+
+
+def counted_rows(layout: str, name: str, arguments: argparse.Namespace) -> list[list[dict[str, Any]]]:
+    """The lines of steps.jsonl of every repetition, without the first."""
+    files = [arguments.directory / layout / name / str(n) / "steps.jsonl" for n in range(arguments.repetitions)]
+    return [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][1:] for file in files]
+
+
+def simulated_job(config: JobConfig, profile: WorkloadProfile | None = None) -> SimulatedJob:
+    """The job of ``config`` on this machine's cores, computing as measured in ``profile``."""
+    vocab_size = TokenStore.open(config.data.store).vocab_size
+    return SimulatedJob.from_config(config, "cpu", vocab_size=vocab_size, profile=profile)
+
+
+def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
+    """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
+    lengths = TokenStore.open(config.data.store).lengths
+    return [*islice(StepPlanner(simulated_job(config), lengths).plans(), steps)]
+
+
+def predicted_seconds(plans: Sequence[StepPlan], config: JobConfig, profile: WorkloadProfile) -> list[float]:
+    """Simulated seconds of each step."""
+    seconds: list[float] = simulate_steps(plans, simulated_job(config, profile)).seconds.tolist()
+    return seconds

@@ -1,0 +1,88 @@
+"""Writing files so that a crash leaves the old one or the new one, and so that two processes do not mix theirs.
+
+A file is first written under another name, flushed to the disk and then renamed: ``replace_text``. Where several files
+belong together the steps are taken one by one: ``write_synced`` or ``flush``, and at last ``move`` or ``sync``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+# What file systems without locks answer, such as Lustre mounted without them.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP}
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Make ``text`` the content of ``path``; a reader sees the old content or the new, also after a power cut."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write_synced(part, text)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` and wait until it is on the disk; a crash meanwhile leaves a part of it."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        flush(file)
+
+
+def flush(file: IO[Any]) -> None:
+    """Wait until what was written to ``file`` is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def move(part: Path, target: Path) -> None:
+    """Rename a file or directory that is complete and on the disk; its new name is on the disk as well then."""
+    os.replace(part, target)
+    sync(target.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a directory, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_locked(path: Path) -> int | None:
+    """Open ``path``, made if need be, and lock it against other processes until the descriptor is closed.
+
+    None where another process has the lock. Where there are no locks (Windows, some network file systems) this process
+    gets it in any case.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        locked = _try_lock(descriptor)
+    except OSError:
+        os.close(descriptor)
+        raise
+    if not locked:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _try_lock(descriptor: int) -> bool:
+    if sys.platform == "win32":
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True

@@ -1,0 +1,185 @@
+"""Diagrams of a parallel job: which GPUs take longer, when pipeline ranks wait, and what shards attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.report.html.markup import WIDTH, Markup, Scale, bottom_axis, box, figure, left_axis, legend, line, tag, text
+from wlb.sharding.plan import ShardPlan
+from wlb.simulate.timeline import Timeline
+from wlb.workload.flops import attended_pairs
+
+SHADES = 21  # odd: the middle one is the mean
+_MAP_LEFT, _MAP_RIGHT = 70.0, WIDTH - 10
+_LEAST_REACH = 0.05  # of the mean, at the ends of the colour scale: less is not worth a colour
+_ROWS_LEFT, _ROWS_RIGHT = 90.0, WIDTH - 14
+_NAMED_WIDTH = 13.0  # a box as wide as this has room for the number of its micro-batch
+_ROWS_OF_ALL = 16  # up to as many rows all pipelines are drawn, beyond it the slowest only
+_KINDS = ("idle", "forward", "backward")
+_NAMED_DOCUMENTS = 5
+
+
+def heat_map(
+    identifier: str, title: str, panels: Sequence[tuple[str, NDArray[np.float64]]], unit: str, note: str
+) -> Markup:
+    """Seconds of every GPU, side by side for several systems, as WLB-LLM's Figure 1 shows them.
+
+    ``panels`` are (name, seconds of shape (pp, dp, cp)); ``unit`` says what the seconds are. Rows are pipeline ranks,
+    columns context-parallel ranks inside data-parallel ones. Colour is the seconds over the panel's mean, on one scale
+    for all. Cells of a colour share one path, so that a map of 100,000 GPUs stays small.
+    """
+    relative = [(name, seconds / seconds.mean()) for name, seconds in panels]
+    reach = max(_LEAST_REACH, *(float(np.abs(values - 1).max()) for _, values in relative))
+    shapes: list[Markup] = []
+    top = 20.0
+    for (name, values), (_, seconds) in zip(relative, panels, strict=True):
+        shapes.append(text(_MAP_LEFT, top, f"{name}: slowest {values.max():.2f} of the mean {seconds.mean():.3g} s"))
+        top = _heat_panel(shapes, values, reach, top + 8) + 30
+    _colour_scale(shapes, reach, top)
+    described = "; ".join(
+        f"{name}: slowest over mean {values.max():.3f}, {_heat_place(values, int(values.argmax()))}"
+        for name, values in relative
+    )
+    return figure(identifier, title, f"{unit}. {described}", top + 26, shapes, note)
+
+
+def _heat_panel(shapes: list[Markup], values: NDArray[np.float64], reach: float, top: float) -> float:
+    """Draw one panel from ``top``; returns where it ends."""
+    pp, dp, cp = values.shape
+    gap = min(6.0, 0.2 * (_MAP_RIGHT - _MAP_LEFT) / dp) if cp > 1 and dp > 1 else 0.0
+    width = (_MAP_RIGHT - _MAP_LEFT - gap * (dp - 1)) / (dp * cp)
+    height = min(26.0, max(6.0, 240.0 / pp))
+    shade = np.rint((values - 1) / reach * (SHADES // 2)).astype(int) + SHADES // 2
+    outline = f"h{width:.2f}v{height:.1f}h-{width:.2f}z"
+    for value in np.unique(shade).tolist():
+        cells = "".join(
+            f"M{_MAP_LEFT + (d * cp + c) * width + d * gap:.1f} {top + p * height:.1f}{outline}"
+            for p, d, c in np.argwhere(shade == value).tolist()
+        )
+        middle = 1 + (value - SHADES // 2) * reach / (SHADES // 2)
+        shapes.append(tag("path", tag("title", f"about {middle:.2f} of the mean"), d=cells, class_=f"heat-{value}"))
+    every = max(1, -(-pp // 16))
+    shapes += [
+        text(_MAP_LEFT - 6, top + (stage + 0.5) * height + 4, f"pp {stage}", "end", "tick")
+        for stage in range(0, pp, every)
+    ]
+    bottom: float = top + pp * height
+    for rank in range(0, dp, max(1, -(-dp // 16))):
+        x = _MAP_LEFT + rank * (cp * width + gap) + cp * width / 2
+        shapes.append(text(x, bottom + 14, f"dp {rank}", "middle", "tick"))
+    return bottom + 16
+
+
+def _colour_scale(shapes: list[Markup], reach: float, top: float) -> None:
+    size = 14.0
+    left = _MAP_LEFT + 60
+    shapes.append(text(left - 8, top + 11, f"{1 - reach:.2f}", "end", "tick"))
+    shapes += [box(left + size * shade, top, size + 0.3, size, f"heat-{shade}") for shade in range(SHADES)]
+    shapes.append(text(left + size * SHADES + 8, top + 11, f"{1 + reach:.2f} of the mean GPU", "start", "tick"))
+
+
+def _heat_place(values: NDArray[np.float64], index: int) -> str:
+    pp, dp, cp = np.unravel_index(index, values.shape)
+    return f"at pp {pp}, dp {dp}, cp {cp}"
+
+
+def pipeline_chart(identifier: str, title: str, steps: Sequence[tuple[str, Timeline]], note: str) -> Markup:
+    """When every pipeline rank runs which forward and backward: rows for each (name, step), on one clock."""
+    scale = Scale(0, max(step.seconds for _, step in steps), _ROWS_LEFT, _ROWS_RIGHT)
+    names = ("waiting", "forward", "backward")
+    shapes = legend([(f"fill-{kind}", name) for kind, name in zip(_KINDS, names, strict=True)], _ROWS_LEFT, 14)
+    top = 52.0
+    described = []
+    for name, step in steps:
+        busy = float((step.ends - step.starts).sum() / (step.seconds * step.job.pp * step.job.dp))
+        described.append(f"{name}: {step.seconds:.3g} s for {step.plan.tokens:,} tokens, pipelines busy {busy:.0%}")
+        shapes.append(text(_ROWS_LEFT, top - 8, described[-1]))
+        top = _pipelines(shapes, step, scale, top) + 32
+    shapes += bottom_axis(scale, top - 30, top - 26, lambda seconds: f"{seconds:.3g}", "seconds")
+    return figure(identifier, title, "; ".join(described), top + 16, shapes, note)
+
+
+def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -> float:
+    pp, dp = step.job.pp, step.job.dp
+    slowest = int(step.rank_ends.max(axis=0).argmax())
+    height = 20.0 if pp <= 8 else 13.0
+    for pipeline in range(dp) if dp * pp <= _ROWS_OF_ALL else [slowest]:
+        boxes: dict[str, list[str]] = {kind: [] for kind in _KINDS}
+        numbers: list[Markup] = []
+        for rank in range(pp):
+            y = top + rank * height
+            boxes["idle"].append(_outline(scale(0), y, scale(step.seconds), height))
+            shown = f"dp {pipeline} pp {rank}" if dp > 1 else f"pp {rank}"
+            shapes.append(text(_ROWS_LEFT - 6, y + height / 2 + 4, shown, "end", "tick"))
+        spans = zip(step.starts[:, pipeline].tolist(), step.ends[:, pipeline].tolist(), strict=True)
+        for operation, rank, (start, end) in zip(step.operations, step.pipeline_ranks, spans, strict=True):
+            left, right, y = scale(start), scale(end), top + rank * height
+            boxes["backward" if operation.backward else "forward"].append(_outline(left, y, right, height))
+            if right - left >= _NAMED_WIDTH and height >= 16:
+                middle = text((left + right) / 2, y + height / 2 + 3, str(operation.micro_batch), "middle", "inside")
+                numbers.append(middle)
+        shapes += [tag("path", d="".join(paths), class_=f"fill-{kind} cell") for kind, paths in boxes.items()]
+        shapes += numbers
+        top += pp * height + 6
+    return top
+
+
+def _outline(left: float, top: float, right: float, height: float) -> str:
+    return f"M{left:.1f} {top:.0f}H{right:.1f}v{height - 2:.0f}H{left:.1f}z"
+
+
+def shard_chart(identifier: str, title: str, plans: Sequence[ShardPlan], note: str) -> Markup:
+    """What ranks attend under several plans of one micro-batch: attended area over the mean rank, by document."""
+    lengths = np.asarray(plans[0].segment_lengths)
+    longest = np.argsort(-lengths, kind="stable")[:_NAMED_DOCUMENTS]
+    areas = [attended_areas(plan) for plan in plans]
+    top, bottom, left = 62.0, 250.0, 44.0
+    heights = Scale(0, max(float(area.sum(axis=1).max()) for area in areas), bottom, top)
+    entries = [(f"part-{n}", f"{lengths[segment]:,} tokens") for n, segment in enumerate(longest)]
+    if len(lengths) > len(longest):
+        entries.append(("fill-before", f"{len(lengths) - len(longest)} shorter"))
+    shapes = [*legend(entries, left, 14), *left_axis(heights, left, WIDTH - 10, lambda value: f"{value:.2g}")]
+    slot = (WIDTH - 10 - left) / len(plans)
+    described = []
+    for index, (plan, area) in enumerate(zip(plans, areas, strict=True)):
+        x = left + index * slot + 8
+        summary = f"largest {area.sum(axis=1).max():.2f}, K/V sent {plan.kv_gather_fraction:.0%}"
+        described.append(f"{plan.strategy}: {summary}")
+        shapes += [text(x, top - 22, plan.strategy), text(x, top - 8, summary, class_="tick")]
+        width = (slot - 16) / plan.cp_size
+        for rank in range(plan.cp_size):
+            shapes += _shard_bar(area[rank], longest, heights, x + rank * width, width)
+            if plan.cp_size <= 8:
+                shapes.append(text(x + (rank + 0.5) * width, bottom + 14, str(rank), "middle", "tick"))
+    shapes += [line(left, heights(1), WIDTH - 10, heights(1)), text(WIDTH / 2, bottom + 32, "rank", "middle", "tick")]
+    return figure(identifier, title, "; ".join(described), bottom + 40, shapes, note)
+
+
+def attended_areas(plan: ShardPlan) -> NDArray[np.float64]:
+    """Query-key pairs of every rank in every document over those of the mean rank; shape (cp, documents)."""
+    area = np.zeros((plan.cp_size, len(plan.segment_lengths)))
+    for rank, table in enumerate(plan.pieces):
+        segment, start, stop = table.T
+        np.add.at(area[rank], segment, attended_pairs(stop) - attended_pairs(start))
+    relative: NDArray[np.float64] = area / (area.sum() / plan.cp_size)
+    return relative
+
+
+def _shard_bar(
+    area: NDArray[np.float64], longest: NDArray[np.int64], heights: Scale, x: float, width: float
+) -> list[Markup]:
+    """One bar: the longest documents from below, then all others together."""
+    named = area[longest].tolist()
+    shapes, base = [], 0.0
+    for class_, value in [
+        *((f"part-{n}", v) for n, v in enumerate(named)),
+        ("fill-before", float(area.sum()) - sum(named)),
+    ]:
+        if value > 0:
+            y = heights(base + value)
+            shapes.append(box(x, y, 0.88 * width, heights(base) - y, class_, f"{value:.3f} of the mean rank"))
+        base += value
+    return shapes

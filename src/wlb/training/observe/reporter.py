@@ -1,0 +1,116 @@
+"""What rank 0 tells of a job: where it starts, what every step came to, and where its time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from wlb.config import JobConfig
+from wlb.documents.store.reader import TokenStore
+from wlb.models.pretrained import tokenizer_warning
+from wlb.training.data.loader import LoadedStep, StepLoader
+from wlb.training.evaluation.held_out import Evaluation
+from wlb.training.observe.imbalance import RankSteps
+from wlb.training.observe.metrics import MetricsWriter, StepMetrics
+from wlb.training.observe.observer import Observer
+from wlb.training.observe.stragglers import RankName
+from wlb.training.parallel.parallelize import Execution
+from wlb.training.runtime.console import say
+from wlb.training.runtime.environment import dense_attention_warning, shared_store_warning
+from wlb.workload import ModelShape
+
+_OVERLONG = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
+
+
+class Outcome(NamedTuple):
+    """What a step came to; ``skipped`` says why the weights were not changed, if they were not."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+    skipped: str | None
+
+
+class Reporter:
+    """Reports on a job that continues after ``step``; ``names`` are those of the ranks. On rank 0 only.
+
+    ``evaluated`` is the last step up to it whose evaluation is on record.
+    """
+
+    def __init__(
+        self, config: JobConfig, shape: ModelShape, names: Sequence[RankName], execution: Execution, step: int
+    ) -> None:
+        self._config = config
+        self._execution = execution
+        self._step = step
+        self._metrics = MetricsWriter(config.metrics, step)
+        self._observer = Observer(config, shape, names, execution.device)
+        self.evaluated = self._metrics.evaluated
+
+    def begin(self, store: TokenStore, loader: StepLoader) -> None:
+        """Say where the job goes on and on what, and what its user should know of that."""
+        for line in self._startup(store, loader):
+            say(line)
+
+    def record(self, step: int, loaded: LoadedStep, outcome: Outcome, rows: RankSteps) -> None:
+        """Take in a step that was trained; ``rows`` are the seconds of all ranks."""
+        if outcome.skipped:
+            say(outcome.skipped)
+        plan, planned, listed = loaded.plan, loaded.planned, self._config.metrics.document_ids
+        observation = self._observer.observe(step, plan, rows, outcome.seconds)
+        metrics = StepMetrics(
+            step=step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            learning_rate=outcome.learning_rate,
+            tokens=plan.tokens,
+            documents=len(planned.documents),
+            step_seconds=outcome.seconds,
+            tokens_per_second=plan.tokens / outcome.seconds,
+            imbalance_degree=plan.imbalance,
+            token_delay=plan.delay_token_steps / plan.tokens,
+            data_wait_seconds=loaded.wait_seconds,
+            planning_seconds=planned.planning_seconds,
+            pending_documents=planned.pending_documents,
+            mfu=observation.mfu,
+            imbalance=observation.imbalance,
+            slow_ranks=observation.slow_ranks,
+            document_ids=planned.documents if listed else None,
+            segments=tuple(sorted(plan.segments)) if listed == "segments" else None,
+        )
+        self._metrics.write(metrics)
+
+    def record_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        self._metrics.write_evaluation(step, evaluation)
+
+    def finish(self) -> dict[str, Any]:
+        """Close the files, and print the diagnosis of the last steps; returns the summary of all steps."""
+        self._metrics.close()
+        self._observer.finish()
+        return self._metrics.summary()
+
+    def _startup(self, store: TokenStore, loader: StepLoader) -> Iterator[str]:
+        config, execution, data = self._config, self._execution, loader.epoch_summary
+        documents = f"{data.documents:,} documents"
+        if data.empty:
+            documents += f", {data.empty:,} empty ones passed over"
+        if data.overlong:
+            overlong = _OVERLONG[config.data.overlong]
+            documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
+        longest = config.packing.options.most_tokens(config.data.context_window, config.packing.micro_batches)
+        origin = f"resuming after step {self._step}" if self._step else "starting"
+        yield (
+            f"{origin} on {config.parallel.world_size} {execution.device.type} processes; {documents}; micro-batches "
+            f"of up to {longest:,} tokens"
+        )
+        if config.training.steps and self._step >= config.training.steps:
+            yield f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on"
+        if loader.changed_data:
+            yield f"wlb: warning: continuing on changed data: {loader.changed_data}"
+        warnings = (
+            dense_attention_warning(execution.dtype, execution.device),
+            tokenizer_warning(config.model, store),
+            shared_store_warning(),
+        )
+        yield from filter(None, warnings)
