@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "models": {"config", "documents", "planning", "workload"},
     "training": {
         *("attention", "config", "config_file", "documents", "memory", "models", "packing", "planning", "schedules"),
-        *("sharding", "workload"),
+        *("sharding", "simulate", "workload"),
     },
     "profiling": {"attention", "documents", "models", "training", "workload"},
     "integrations": {"sharding"},

@@ -45,8 +45,8 @@ class ElasticOptions(MakespanOptions):
         return super().most_tokens(context_window, micro_batches)
 
     def identity(self, context_window: int) -> dict[str, Any]:
-        """As for every packer, but for what decides in which micro-batch of its step a document is trained."""
-        free = ("pool_micro_batches", "max_length_factor")
+        """As for every packer, but for sizes: no document waits that was measured by them."""
+        free = ("pool_micro_batches", "global_batch", "max_length_factor")
         return {key: value for key, value in super().identity(context_window).items() if key not in free}
 
 

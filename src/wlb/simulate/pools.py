@@ -8,51 +8,63 @@ job and on its documents, so a few steps are planned and simulated for every cho
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.packing.elastic import ElasticOptions
+from wlb.planning.job import JobSpec
 from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, with_decided_length
 from wlb.simulate.step import simulate_steps
 
-J = TypeVar("J", bound=SimulatedJob)
+J = TypeVar("J", bound=JobSpec)
 
 _STEPS = 4  # that are simulated for a choice
-_FILLINGS = (1, 1.5, 2, 3, 4, 6)  # micro-batches of a pool, over the least with which its pipeline runs without a gap
+_FILLINGS = (1, 1.5, 2, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
+
+
+class _Pools(NamedTuple):
+    seconds: float  # for a second of work
+    pool: int
+    micro_batches: int
 
 
 def with_decided_pools(job: J, lengths: NDArray[np.int64]) -> J:
     """``job`` with context-parallel groups that are its pools: those given, or the fastest on documents of ``lengths``.
 
-    The same job and documents give the same pools. Raises ``UserError`` where no choice can run.
+    The same job and documents give the same pools. Raises ``UserError`` for pools that are given and cannot run, and
+    where none can.
     """
     if job.pools_decided:
         return job
-    fastest: tuple[float, J] | None = None
+    options = job.packing.options
+    assert isinstance(options, ElasticOptions)
+    if job.pool != "auto" and options.pool_micro_batches != "auto":
+        return job.with_pools(job.pool, options.pool_micro_batches)
+    simulated = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
+    fastest: _Pools | None = None
     for pool in _sizes(job):
-        tried = [(_seconds(choice, lengths), choice) for choice in _choices(job, pool)]
-        best = min(tried, key=lambda one: one[0], default=None)
-        if fastest is not None and (best is None or best[0] >= fastest[0]):
+        best = min((_priced(choice, lengths) for choice in _choices(simulated, pool)), default=None)
+        if fastest is not None and (best is None or best >= fastest):
             break  # smaller pools still are no faster
         fastest = best or fastest
     if fastest is None:
         raise UserError(
-            f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {job.packing.micro_batches} "
-            "context windows with the memory and the pipeline that there are; give pool and pool_micro_batches to learn "
-            "why"
+            f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {job.packing.micro_batches} context "
+            "windows in this memory and pipeline; give pool and pool_micro_batches to learn why"
         )
-    return fastest[1]
+    return job.with_pools(fastest.pool, fastest.micro_batches)
 
 
-def _sizes(job: SimulatedJob) -> Iterator[int]:
-    """All ranks, and halves of that, as long as ranks of one context-parallel group stay together."""
+def _sizes(job: JobSpec) -> Iterator[int]:
+    """The size that is given; or all ranks, and halves of that as long as they hold whole context-parallel groups."""
     if job.pool != "auto":
         yield job.pool
         return
@@ -62,26 +74,26 @@ def _sizes(job: SimulatedJob) -> Iterator[int]:
         yield pool
 
 
-def _choices(job: J, pool: int) -> Iterator[J]:
-    """The job with every number of micro-batches of a ``pool`` that could run; refusals of a number that is given."""
+def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
+    """The job with pools of this size, and every number of micro-batches that they could run."""
     options = job.packing.options
     assert isinstance(options, ElasticOptions)
-    if options.pool_micro_batches != "auto":
-        yield with_decided_length(job.with_pools(pool, options.pool_micro_batches))
-        return
     windows = (options.global_batch or job.packing.micro_batches) * pool / (job.dp * job.cp)
-    for filling in _FILLINGS:
-        count = round(filling * job.pp)
-        if count * _LEAST_WINDOWS > windows:
-            return
+    counts = [round(filling * job.pp) for filling in _FILLINGS]
+    if options.pool_micro_batches != "auto":
+        counts = [options.pool_micro_batches]
+    for count in sorted({count for count in counts if count * _LEAST_WINDOWS <= windows} or {min(counts)}):
         try:
-            yield with_decided_length(job.with_pools(pool, count))
+            choice = job.with_pools(pool, count)
+            # What a machine with CPUs can hold is not known here.
+            yield with_decided_length(choice) if job.hardware.device_type == "cuda" else choice
         except UserError:
             continue  # a pipeline that runs in rounds, or too little memory
 
 
-def _seconds(job: SimulatedJob, lengths: NDArray[np.int64]) -> float:
-    """What the work of a few steps takes, over that work."""
+def _priced(job: SimulatedJob, lengths: NDArray[np.int64]) -> _Pools:
     plans = [*islice(StepPlanner(job, lengths).plans(), _STEPS)]
-    work = sum(float(job.work_prices.document_seconds([s.length for s in plan.segments]).sum()) for plan in plans)
-    return float(simulate_steps(plans, JobCosts(job)).seconds.sum()) / (work * job.cp)
+    table = np.concatenate([plan.table for plan in plans])
+    work = float(job.work_prices.document_seconds(table[:, 2]).sum()) * job.cp  # prices are those of one of its ranks
+    seconds = float(simulate_steps(plans, JobCosts(job)).seconds.sum())
+    return _Pools(seconds / work, job.cp, job.micro_batches_per_rank)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from wlb.packing.plan import StepPlan
 from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import SimulatedJob
+from wlb.simulate.job import SimulatedJob, with_decided_length
 from wlb.simulate.pools import with_decided_pools
 from wlb.simulate.step import CAUSES, StepResults, simulate_steps
 from wlb.workload.base import DocumentPrices
@@ -99,7 +99,7 @@ def simulate(
     Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``. Pools
     that are "auto" are decided first; ``job`` of the result says how.
     """
-    job = with_decided_pools(job, lengths)
+    job = with_decided_length(with_decided_pools(job, lengths))
     costs = JobCosts(job)
     totals = _Totals(job, work_prices or job.work_prices)
     plans = islice(StepPlanner(job, lengths).plans(), steps)

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from wlb.config import JobConfig
+from wlb.config import JobConfig, ParallelConfig
 from wlb.documents.order import summarise_epoch
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
 from wlb.models.pretrained import check_weights
 from wlb.planning.job import JobSpec
+from wlb.simulate.pools import with_decided_pools
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import newest_checkpoint
 from wlb.training.checkpoint.same_model import check_model
@@ -53,13 +54,19 @@ def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
         manifest = read_manifest(newest)
         check_model(newest, manifest.model, model)
         saved = manifest.progress.loader
-    job = JobSpec.from_config(config, hardware_name(device), model=model)
+    job = with_decided_pools(JobSpec.from_config(config, hardware_name(device), model=model), store.lengths)
+    config = config.model_copy(update={"parallel": _arranged_as(config.parallel, job)})
     config = within_memory(config, job, local_processes, saved["identity"] if saved else None)
     if newest is None and config.model.pretrained is not None:
         check_weights(config.model.pretrained, model)
     if saved is not None:
         check_identity(saved, data_identity(store, config), allow_changes=config.checkpoint.allow_changed_data)
     return CheckedJob(config, store)
+
+
+def _arranged_as(parallel: ParallelConfig, job: JobSpec) -> ParallelConfig:
+    """``parallel`` with the pools of ``job`` for context-parallel groups, where it has pools."""
+    return parallel.model_copy(update={"dp": job.dp, "cp": job.cp, "pool": job.pool})
 
 
 def _check_writable(name: str, directory: Path) -> None:
