@@ -28,7 +28,7 @@ def spec(hardware: str = "h100", **sections: Any) -> JobSpec:
 
 @pytest.mark.parametrize("method", ["makespan", "fixed_greedy"])
 def test_documents_are_priced_in_the_type_that_the_job_computes_in(method):
-    sections = {"packing": {"method": method}, "parallel": {"tp": 2, "cp": 4}}
+    sections: dict[str, Any] = {"packing": {"method": method}, "parallel": {"tp": 2, "cp": 4}}
     half, whole = (spec(training={"dtype": dtype}, **sections) for dtype in ("bfloat16", "float32"))
     assert half == spec(**sections)  # what "auto" is on a GPU
     dearer = [
@@ -50,7 +50,8 @@ def test_interleaving_one_stage_holds_and_takes_what_1f1b_does():
 
 
 def test_gpipe_holds_every_micro_batch():
-    job = JobSpec(model_shape("7b"), hardware_preset("h100"), PackingConfig(micro_batches=64), tp=8, pp=4)
+    packing = PackingConfig.model_validate({"micro_batches": 64})
+    job = JobSpec(model_shape("7b"), hardware_preset("h100"), packing, tp=8, pp=4)
     held = [predicted_memory(replace(job, schedule=name)).parts["activations"] for name in ("1f1b", "gpipe")]
     assert held[1] > 15 * held[0]  # in 1F1B the first rank has 4 of 64 in flight
 
