@@ -17,6 +17,7 @@ from wlb.workload import (
     model_shape,
 )
 from wlb.workload.analytic import QUERY_TILE
+from wlb.workload.base import Phase
 from wlb.workload.links import group_link
 
 PRESETS = [(model, hardware) for model in MODEL_SHAPES for hardware in HARDWARE]
@@ -184,11 +185,13 @@ def test_bytes_follow_the_shape_and_latency_is_paid_in_every_layer():
 @pytest.mark.parametrize(("moved", "values"), [((1000, 0, 0), 17), ((0, 1000, 0), 7), ((0, 0, 1000), 2 * 34)])
 def test_copies_follow_the_tokens_and_the_memory(moved, values):
     workload = make_workload("llama3-8b")  # with 4 query heads for each key/value head
-    both = workload.kv_copy_seconds(*moved)
+    sent, received, merged = moved
+    both = workload.kv_copy_seconds(sent, received, merged)
     np.testing.assert_allclose(
         workload.kv_copy_seconds(*(np.multiply(m, [0, 0.5, 1]) for m in moved)), np.multiply(both, [0, 0.5, 1])
     )
-    phases = (workload.kv_copy_seconds(*moved, phase=phase) for phase in ("forward", "backward"))
-    assert sum(map(float, phases)) == pytest.approx(float(both))
+    phases: tuple[Phase, Phase] = ("forward", "backward")
+    of_phases = [float(workload.kv_copy_seconds(sent, received, merged, phase)) for phase in phases]
+    assert sum(of_phases) == pytest.approx(float(both))
     read_once = 1000 * 32 * 2 * 8 * 128 * 2 / HARDWARE["h100"].memory_bandwidth
     assert float(both) == pytest.approx(values * read_once)

@@ -161,7 +161,8 @@ def _waits_for(pieces: Pieces, moved: Integers, segments: int) -> Integers:
     np.maximum.at(of_segment, segment, moved.ravel()[lane])
     most = np.zeros(moved.size, np.int64)
     np.maximum.at(most, lane, of_segment[segment])
-    return np.where(moved > 0, most.reshape(moved.shape), 0)
+    shared: Integers = np.where(moved > 0, most.reshape(moved.shape), 0)
+    return shared
 
 
 def _held_before(pieces: Pieces, holding: Integers) -> Integers:
@@ -170,6 +171,6 @@ def _held_before(pieces: Pieces, holding: Integers) -> Integers:
     size = (pieces.stop - pieces.start)[order]
     before = np.cumsum(size) - size
     first = np.flatnonzero(np.append(True, np.diff(holding[order]) > 0))
-    held = np.empty_like(before)
+    held = np.empty(len(before), np.int64)
     held[order] = before - np.repeat(before[first], np.diff(np.append(first, len(order))))
     return held

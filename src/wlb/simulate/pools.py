@@ -57,8 +57,8 @@ def with_decided_pools(job: J, lengths: NDArray[np.int64]) -> J:
         fastest = best or fastest
     if fastest is None:
         raise UserError(
-            f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {job.packing.micro_batches} context "
-            "windows in this memory and pipeline; give pool and pool_micro_batches to learn why"
+            f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {job.packing.micro_batches} "
+            "context windows in this memory and pipeline; give pool and pool_micro_batches to learn why"
         )
     return job.with_pools(fastest.pool, fastest.micro_batches)
 
