@@ -30,8 +30,7 @@ from wlb.config import JobConfig
 from wlb.config_file import load_config
 from wlb.documents.order import DocumentStream
 from wlb.documents.store.reader import TokenStore
-from wlb.packing.phases import micro_batch_seconds
-from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.pipeline_order import Pipeline, micro_batch_seconds
 from wlb.packing.plan import StepPlan
 from wlb.planning.planner import StepPlanner
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
