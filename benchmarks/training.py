@@ -45,7 +45,7 @@ from parts.training.turns import (
 )
 from wlb.config import PRESETS
 from wlb.config_file import load_config
-from wlb.packing.phases import micro_batch_seconds
+from wlb.packing.pipeline_order import micro_batch_seconds
 from wlb.workload.profile import WorkloadProfile
 
 PEER = "hf-trainer"

@@ -29,7 +29,7 @@ from rich.table import Table
 from wlb.config import JobConfig
 from wlb.config_file import load_config
 from wlb.documents.store.reader import TokenStore
-from wlb.packing.phases import micro_batch_seconds
+from wlb.packing.pipeline_order import micro_batch_seconds
 from wlb.packing.plan import StepPlan
 from wlb.planning.job import JobSpec
 from wlb.planning.planner import StepPlanner

@@ -70,36 +70,17 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
 def _first_problem(error: ValidationError, *section: str) -> str:
     """In words; ``section`` is where the validated settings belong."""
     first = main_problem(error)
-    # A union adds the name of its alternative: "literal['auto']", "constrained-float".
-    parts = [part for part in (*section, *first["loc"]) if isinstance(part, str) and "[" not in part]
-    where = ".".join(part for part in parts if not part.startswith("constrained-"))
-    if first["type"] == "extra_forbidden":
+    where = ".".join((*section, *first.where))
+    if first.kind == "extra_forbidden":
         return _unknown_key(where)
-    if first["type"] == "missing":
+    if first.kind == "missing":
         return f"{where} is missing and has no default; set it"
-    what = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "model_type":
+    what = first.what
+    if first.kind == "model_type":
         what = f"this is a section; write [{where}] and its settings below"
-    words = _words(error)
-    if first["loc"][:-1] in words and first["type"] != "value_error":
-        what += f", or {words[first['loc'][:-1]]}"
-    value = first["input"]
-    shown = f" (got {value!r})" if where and not isinstance(value, dict) else ""
-    others = error.error_count() - len(words) - 1
-    more = f"; and {others} more" if others else ""
+    shown = f" (got {first.value!r})" if where and not isinstance(first.value, dict) else ""
+    more = f"; and {first.others} more" if first.others else ""
     return f"{where + ': ' if where else ''}{what}{shown}{more}"
-
-
-def _words(error: ValidationError) -> dict[tuple[int | str, ...], str]:
-    """The words that settings take instead of a number or a list, such as 'auto', by the place of the setting.
-
-    Pydantic reports each alternative of a union that does not fit, so the word is not one mistake more.
-    """
-    return {
-        problem["loc"][:-1]: problem["ctx"]["expected"]
-        for problem in error.errors()
-        if problem["type"] == "literal_error" and str(problem["loc"][-1]).startswith("literal[")
-    }
 
 
 def _unknown_key(where: str) -> str:

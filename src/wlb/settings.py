@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from operator import index
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -55,10 +55,46 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def main_problem(error: ValidationError) -> ErrorDetails:
-    """The one to tell of: a typo, which explains what is missing, or of a union the alternative that fits deepest."""
+class Problem(NamedTuple):
+    """What is wrong with the setting named by ``where``: pydantic's ``kind``, and in words what is allowed.
+
+    ``others`` counts the other values that are wrong.
+    """
+
+    where: tuple[str, ...]
+    kind: str
+    what: str
+    value: object
+    others: int
+
+
+def main_problem(error: ValidationError) -> Problem:
+    """The one to tell of: a typo, which explains what is missing, or of a union the alternative that fits deepest.
+
+    Pydantic reports each alternative of a union that does not fit. Those are one problem, and a word that the setting
+    also takes, such as "auto", is named with it.
+    """
 
     def precedence(problem: ErrorDetails) -> tuple[bool, int, bool]:
         return problem["type"] != "extra_forbidden", -len(problem["loc"]), problem["type"] == "literal_error"
 
-    return min(error.errors(), key=precedence)
+    problems = error.errors()
+    first = min(problems, key=precedence)
+    place = _place(first)
+    same = [problem for problem in problems if _place(problem) == place[: len(_place(problem))]]
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] not in ("literal_error", "value_error"):
+        words = [p["ctx"]["expected"] for p in same if p["type"] == "literal_error" and _place(p) == place]
+        what = ", or ".join([what, *words])
+    others = {_place(problem) for problem in problems} - {_place(problem) for problem in same}
+    where = tuple(part for part in place if isinstance(part, str))
+    return Problem(where, first["type"], what, first["input"], len(others))
+
+
+def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
+    """Names of sections and setting, and places in lists, without what a union calls its alternatives."""
+
+    def is_alternative(part: int | str) -> bool:  # "literal['auto']", "constrained-float"
+        return isinstance(part, str) and ("[" in part or part.startswith("constrained-"))
+
+    return tuple(part for part in problem["loc"] if not is_alternative(part))

@@ -15,7 +15,7 @@ from wlb.errors import UserError
 from wlb.packing.arrange import Order, arrange
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.schedules.makespan import pipeline_makespan, pipeline_makespans
+from wlb.schedules.timing import pipeline_makespan, pipeline_makespans
 from wlb.workload import make_workload
 
 WORKLOAD = make_workload("7b")  # in which the forward's share falls with the length of documents

@@ -176,7 +176,14 @@ def test_sequential_packing_cuts_documents_of_any_length():
     ("method", "options", "message"),
     [
         ("random", {}, "'random' is unknown; choose from sequential, fixed_greedy"),
-        ("sequential", {"window": 2}, "'sequential' has no option 'window'; it has none"),
+        (
+            "sequential",
+            {"window": 2},
+            "'sequential' has no option window = 2; leave it out .*option of fixed_greedy, fixed_s",
+        ),
+        ("makespan", {"spread": 1}, r"'makespan' has no option spread = 1; did you mean token_spread\?"),
+        ("fixed_greedy", {"queues": 1}, "has no option queues = 1; leave it out or choose from max_delay, window"),
+        ("variable_length", {"outlier_thresholds": 8}, "^outlier_thresholds = 8: .* valid tuple, or 'auto'"),
         ("fixed_greedy", {"window": 0}, "^window = 0: Input should be greater"),
         ("variable_length", {"max_delay": 0}, "^max_delay = 0: must be at least 1"),
         ("variable_length", {"max_length_factor": 0.9}, "^max_length_factor = 0.9: Input should be greater"),

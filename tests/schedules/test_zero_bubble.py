@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.schedules.makespan import pipeline_makespan, pipeline_times
 from wlb.schedules.operations import Operation, Part, rank_operations, stages_of_rank
+from wlb.schedules.timing import pipeline_makespan, pipeline_times
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 

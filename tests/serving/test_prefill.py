@@ -121,7 +121,7 @@ def test_a_single_rank_that_never_idles_gains_no_throughput():
     for method in METHODS:
         planner = PrefillPlanner(WORKLOAD, BUDGET, method, chunked=False)
         run = simulate_prefill(lengths, arrivals, planner)
-        assert run.makespan == pytest.approx(total, rel=1e-6)
+        assert run.seconds == pytest.approx(total, rel=1e-6)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -145,7 +145,7 @@ def test_a_pipeline_overlaps_passes():
     planner = PrefillPlanner(WORKLOAD, BUDGET, "tokens")
     pass_seconds = planner.batch_seconds([Chunk(0, 0, BUDGET)])
     run = simulate_prefill(lengths, arrivals, planner, pp=4)
-    assert run.makespan == pytest.approx((20 + 4 - 1) * pass_seconds / 4)
+    assert run.seconds == pytest.approx((20 + 4 - 1) * pass_seconds / 4)
 
 
 def test_arrivals_follow_the_seed_and_the_rate():
@@ -160,7 +160,7 @@ def test_capacity_is_what_full_passes_reach():
     lengths = np.full(64, BUDGET)
     planner = PrefillPlanner(WORKLOAD, BUDGET, "tokens")
     run = simulate_prefill(lengths, np.zeros(64), planner, dp=4)
-    assert 64 / run.makespan == pytest.approx(capacity(lengths, planner, 4))
+    assert 64 / run.seconds == pytest.approx(capacity(lengths, planner, 4))
 
 
 def test_mistakes_name_value_and_remedy():

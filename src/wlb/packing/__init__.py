@@ -5,6 +5,7 @@ A new packer is one new file, with its class of options, and one line in ``PACKE
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -53,11 +54,22 @@ def packer_options(name: str, options: dict[str, Any]) -> PackerOptions:
         return options_class(**{option: value for option, value in options.items() if value is not None})
     except ValidationError as error:
         problem = main_problem(error)
-        option = problem["loc"][0]
-        if problem["type"] == "extra_forbidden":
-            own = ", ".join(sorted(options_class.model_fields)) or "none"
-            raise UserError(f"packing method {name!r} has no option {option!r}; it has {own}") from None
-        raise UserError(f"{option} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}") from None
+        option = ".".join(problem.where)
+        if problem.kind == "extra_forbidden":
+            remedy = _instead_of(option, name)
+            raise UserError(f"packing method {name!r} has no option {option} = {problem.value!r}; {remedy}") from None
+        what = f"{option} = {problem.value!r}" if option else f"packing method {name!r}"
+        raise UserError(f"{what}: {problem.what}") from None
+
+
+def _instead_of(option: str, name: str) -> str:
+    """What to write instead of an ``option`` that the packer called ``name`` does not have."""
+    own = sorted(PACKERS[name].options_class.model_fields)
+    if close := get_close_matches(option, own, n=1):
+        return f"did you mean {close[0]}?"
+    others = [other for other, packer in PACKERS.items() if option in packer.options_class.model_fields]
+    elsewhere = f" (it is an option of {', '.join(others)})" if others else ""
+    return f"leave it out{elsewhere}" + (f" or choose from {', '.join(own)}" if own else "; the method has no options")
 
 
 def checked_name(name: str) -> str:

@@ -60,7 +60,7 @@ class FixedGreedyPacker(PoolingPacker[FixedOptions]):
 
 
 class FixedSolverPacker(PoolingPacker[SolverOptions]):
-    """Places the documents that greedy packing fits into a window of global batches as well as can be.
+    """Places the documents that greedy packing fits into a round of global batches as well as can be.
 
     Which documents fit is decided greedily; where each of them goes is decided by ``wlb.packing.exact.solve``.
     ``optimality_gaps`` collects, per solve, how far the result may be from the optimum, as a fraction.

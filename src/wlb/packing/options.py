@@ -51,8 +51,8 @@ class DelayOptions(PackerOptions):
 
     max_delay: NonNegativeInt = Field(
         16,
-        description="Planning rounds (steps, or windows) after which a waiting document goes first; 0, with makespan "
-        "alone, lets none wait",
+        description="Planning rounds (a step, or packing.window of them) after which a waiting document goes first; 0, "
+        "with makespan alone, lets none wait",
     )
 
     @field_validator("max_delay")

@@ -22,16 +22,16 @@ from itertools import islice, permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.packing.phases import micro_batch_seconds
 from wlb.packing.plan import MicroBatch
-from wlb.schedules.makespan import pipeline_makespans
-from wlb.workload.base import Workload
+from wlb.schedules.timing import pipeline_makespans
+from wlb.workload.base import Phase, Workload
 
 _ROUNDS = 8
 _ROUND_OPERATIONS = 2**19  # that a round may price: a few milliseconds, and 4 MB in each of a few arrays
 _EVEN = 1e-3  # of the heaviest micro-batch: where micro-batches are this close, no order is worth a search
 _GAIN = 1e-4  # of the makespan: a round that gains less is the last
 _ALL_ORDERS_UP_TO = 4  # micro-batches
+_PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 Indices = NDArray[np.intp]
 Seconds = NDArray[np.float64]
@@ -69,6 +69,20 @@ def in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: Pipeline) 
             break
         orders[slowest], makespans[slowest] = order, makespan
     return [[rank[index] for index in order] for rank, order in zip(ranks, orders.tolist(), strict=True)]
+
+
+def micro_batch_seconds(ranks: Sequence[Sequence[MicroBatch]], workload: Workload) -> Seconds:
+    """Predicted seconds of all layers, shape (2, ranks, micro-batches per rank): forward, then backward."""
+    micro_batches = [micro_batch for rank in ranks for micro_batch in rank]
+    lengths = np.array([length for micro_batch in micro_batches for length in micro_batch.lengths], np.int64)
+    owner = np.repeat(np.arange(len(micro_batches)), [len(micro_batch.segments) for micro_batch in micro_batches])
+    tokens = np.bincount(owner, lengths, len(micro_batches))
+    rows = [
+        np.bincount(owner, workload.attention_seconds(lengths, phase), len(micro_batches))
+        + workload.linear_seconds(tokens, phase)
+        for phase in _PHASES
+    ]
+    return np.array(rows).reshape(2, len(ranks), -1)
 
 
 def _phase_seconds(ranks: Sequence[Sequence[MicroBatch]], workload: Workload) -> Seconds:

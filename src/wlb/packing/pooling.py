@@ -1,8 +1,8 @@
 """Packers that choose from a pool: whole documents, and what does not fit this time is carried over.
 
-Each planning round takes fresh documents in until pool and carry-over hold ``window`` global batches, places them
-into ``window`` x N micro-batches and carries the rest. Where that would leave over a document that has waited
-``max_delay`` rounds, the round is placed again with such documents first, oldest first, so none is starved.
+Each planning round takes fresh documents in until pool and carry-over hold as many global batches as it plans together,
+places them into N micro-batches for each of them and carries the rest. Where that would leave over a document that has
+waited ``max_delay`` rounds, the round is placed again with such documents first, oldest first, so none is starved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PoolingPacker(Packer[Options]):
 
     def __init__(self, task: PackingTask, options: Options) -> None:
         super().__init__(task, options)
-        self.window = options.global_batches
+        self.global_batches = options.global_batches  # of a round
         self.max_delay = options.max_delay
         self._carried: list[Pending] = []
         self._carried_tokens = 0
@@ -56,20 +56,20 @@ class PoolingPacker(Packer[Options]):
         return fresh, self._carried
 
     def _tokens_wanted(self) -> int:
-        return self.window * self.global_batch_tokens - self._carried_tokens
+        return self.global_batches * self.global_batch_tokens - self._carried_tokens
 
     def _next_steps(self) -> list[StepPlan]:
         fresh, older = self._admit(self._take_fresh())
-        return self._plan_window(self._precedence(older + fresh), self.window)
+        return self._plan_round(self._precedence(older + fresh), self.global_batches)
 
     def _last_steps(self) -> list[StepPlan]:
         fresh = self._price(self._take(self._arrived_tokens), self._step)
         self._carry(self._precedence(self._everything_held() + fresh))
         steps: list[StepPlan] = []
         while self._carried:
-            batches = min(self.window, math.ceil(self._carried_tokens / self.global_batch_tokens))
+            batches = min(self.global_batches, math.ceil(self._carried_tokens / self.global_batch_tokens))
             now, later = split_at(self._carried, batches * self.global_batch_tokens)
-            steps += self._plan_window(now, batches)
+            steps += self._plan_round(now, batches)
             self._carry(self._precedence(self._carried + later))
         return steps
 
@@ -82,14 +82,14 @@ class PoolingPacker(Packer[Options]):
         fresh: list[Pending] = []
         taken = 0
         wanted = self._tokens_wanted()
-        for batch in range(self.window):
-            remaining = wanted - (self.window - 1 - batch) * self.global_batch_tokens
+        for batch in range(self.global_batches):
+            remaining = wanted - (self.global_batches - 1 - batch) * self.global_batch_tokens
             segments = self._take(remaining - taken)
             taken += sum(segment.length for segment in segments)
             fresh += self._price(segments, self._step + batch)
         return fresh
 
-    def _plan_window(self, items: list[Pending], steps: int) -> list[StepPlan]:
+    def _plan_round(self, items: list[Pending], steps: int) -> list[StepPlan]:
         filled, left_over = self._place(items, steps)
         if any(self._overdue(item) for item in left_over):
             filled, left_over = self._place(self._overdue_first(items), steps)
@@ -111,7 +111,7 @@ class PoolingPacker(Packer[Options]):
         return filled, filled.place(items)
 
     def _overdue(self, item: Pending) -> bool:
-        return self._step - item.arrived >= self.max_delay * self.window
+        return self._step - item.arrived >= self.max_delay * self.global_batches
 
     def _overdue_first(self, items: list[Pending]) -> list[Pending]:
         """``items`` with the overdue ones first, oldest first; the others keep their order."""

@@ -1,7 +1,7 @@
 """The order in which each pipeline rank runs its forwards and backwards.
 
 A schedule is nothing but one list of operations for each rank; who waits for whom follows from the lists
-(``wlb.schedules.makespan``). The orders are those of ``torch.distributed.pipelining`` 2.13 (``ScheduleGPipe``,
+(``wlb.schedules.timing``). The orders are those of ``torch.distributed.pipelining`` 2.13 (``ScheduleGPipe``,
 ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``), derived
 here without torch; the tests compare them. Interleaved 1F1B needs several stages on a rank; of one it is 1F1B.
 

@@ -41,7 +41,7 @@ class PrefillRun:
 
     passes: list[Pass]
     first_token_seconds: NDArray[np.float64]  # (prompts,)
-    makespan: float  # from the first arrival to the last first token
+    seconds: float  # from the first arrival to the last first token
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def compare_prefill(
         p99_seconds=p99,
         mean_seconds=float(run.first_token_seconds.mean()),
         longest_seconds=float(run.first_token_seconds.max()),
-        tokens_per_second=float(lengths.sum() / run.makespan),
+        tokens_per_second=float(lengths.sum() / run.seconds),
         passes=len(run.passes),
         longest_pass_seconds=max(float(each.seconds.max()) for each in run.passes),
         busy=sum(float(each.seconds.mean()) for each in run.passes)

@@ -1,17 +1,35 @@
 """Adaptive sharding: whichever of per-sequence and per-document is predicted to be faster (WLB-LLM, section 5.3).
 
 Per-document sharding balances the ranks, but cuts short documents into chunks that waste the attention kernel's tiles;
-per-sequence sharding does the opposite. Which one wins is decided for every micro-batch.
+per-sequence sharding does the opposite. Which one wins is decided for every micro-batch: all plans are priced together
+as ``Candidates``, and the chosen ones' pieces are picked out. ``wlb.sharding.hybrid`` adds candidates of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
-from wlb.sharding.candidates import Candidates, Prices, joined, one_each, pieces_of_plans, price
-from wlb.sharding.pieces import Integers, MicroBatches, Pieces
+from wlb.sharding.latency import group_seconds
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces, locality
 from wlb.sharding.static import per_document, per_sequence
-from wlb.workload.base import Workload
+from wlb.workload.base import Seconds, Workload
+
+
+class Candidates(NamedTuple):
+    """Plans of micro-batches, any number of each; lanes and segments of ``pieces`` count over all plans."""
+
+    micro_batch: Integers  # of every plan
+    pieces: Pieces
+
+
+class Prices(NamedTuple):
+    """What plans cost; arrays of shape (plans,)."""
+
+    seconds: Seconds  # of the group, forward and backward over all layers
+    gathered: Integers  # tokens whose keys and values another rank attends
 
 
 def adaptive(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
@@ -23,7 +41,8 @@ def adaptive(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> P
 
 def static_candidates(micro_batches: MicroBatches, cp_size: int) -> list[Candidates]:
     """The plans that ``adaptive`` chooses from: per-document ones, then per-sequence ones."""
-    return [one_each(make(micro_batches, cp_size), micro_batches) for make in (per_document, per_sequence)]
+    one_each = np.arange(len(micro_batches.counts))
+    return [Candidates(one_each, make(micro_batches, cp_size)) for make in (per_document, per_sequence)]
 
 
 def faster_static(prices: Prices, micro_batches: MicroBatches) -> Integers:
@@ -31,3 +50,38 @@ def faster_static(prices: Prices, micro_batches: MicroBatches) -> Integers:
     count = len(micro_batches.counts)
     by_document, by_sequence = prices.seconds[:count], prices.seconds[count : 2 * count]
     return np.arange(count) + count * (by_sequence < by_document)
+
+
+def joined(candidates: Sequence[Candidates], micro_batches: MicroBatches, cp_size: int) -> Candidates:
+    """All ``candidates`` as one, in order."""
+    columns, plans, segments = [], 0, 0
+    for micro_batch, pieces in candidates:
+        lane, segment, start, stop = pieces
+        columns.append((lane + plans * cp_size, segment + segments, start, stop))
+        plans += len(micro_batch)
+        segments += int(micro_batches.counts[micro_batch].sum())
+    together = Pieces(*map(np.concatenate, zip(*columns, strict=True)))
+    return Candidates(np.concatenate([micro_batch for micro_batch, _ in candidates]), together)
+
+
+def price(candidates: Candidates, micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Prices:
+    """Price every plan with the ``workload`` of one GPU without context parallelism."""
+    plans = len(candidates.micro_batch)
+    segments = int(micro_batches.counts[candidates.micro_batch].sum())
+    where = locality(candidates.pieces, segments, plans, cp_size)
+    return Prices(group_seconds(candidates.pieces, where, workload), where.gathered_tokens)
+
+
+def pieces_of_plans(chosen: Integers, candidates: Candidates, micro_batches: MicroBatches, cp_size: int) -> Pieces:
+    """The pieces of one plan for each micro-batch, ``chosen[i]`` for the i-th."""
+    counts = micro_batches.counts[candidates.micro_batch]
+    to_micro_batch = np.full(len(counts), -1)
+    to_micro_batch[chosen] = np.arange(len(chosen))
+    to_segment = micro_batches.first[candidates.micro_batch] - (np.cumsum(counts) - counts)
+    lane, segment, start, stop = candidates.pieces
+    plan, rank = np.divmod(lane, cp_size)
+    keep = np.flatnonzero(to_micro_batch[plan] >= 0)
+    plan = plan[keep]
+    lane, segment = to_micro_batch[plan] * cp_size + rank[keep], segment[keep] + to_segment[plan]
+    order = np.argsort(segment, kind="stable")  # those of one segment are in order already
+    return Pieces(lane[order], segment[order], start[keep][order], stop[keep][order])

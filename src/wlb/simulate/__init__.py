@@ -1,7 +1,7 @@
 """What a step costs on many GPUs, computed from plans and prices without running the model."""
 
-from wlb.schedules.makespan import pipeline_makespan, pipeline_makespans
 from wlb.schedules.operations import SCHEDULES
+from wlb.schedules.timing import pipeline_makespan, pipeline_makespans
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.simulate.step import CAUSES, StepResults, simulate_step, simulate_steps

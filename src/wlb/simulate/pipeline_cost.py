@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.arrange import Assignment, Order, arrange
-from wlb.packing.phases import micro_batch_seconds
-from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.pipeline_order import Pipeline, micro_batch_seconds
 from wlb.packing.plan import StepPlan
-from wlb.schedules.makespan import pipeline_makespans
+from wlb.schedules.timing import pipeline_makespans
 from wlb.workload.base import Workload
 
 _STEPS_AT_A_TIME = 64

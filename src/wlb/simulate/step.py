@@ -2,9 +2,9 @@
 
 The micro-batches of some plans are sharded and priced (``shards``). From what each rank computes follows what its
 context-parallel group takes (``wlb.sharding.latency``), from groups what each stage takes in each micro-batch, from
-those the pipeline (``wlb.schedules.makespan``), with FSDP's collectives (``fsdp``). A step ends when its slowest
+those the pipeline (``wlb.schedules.timing``), with FSDP's collectives (``fsdp``). A step ends when its slowest
 pipeline has reduced its gradients and updated its weights. Every cause of waiting can be left out, to find how much it
-adds (``attribution``).
+adds (``attributed``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
-from wlb.schedules.makespan import PipelineTimes, pipeline_times
+from wlb.schedules.timing import PipelineTimes, pipeline_times
 from wlb.sharding.latency import RankSeconds, attending_seconds, backward_seconds, forward_seconds
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers

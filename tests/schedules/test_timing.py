@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.schedules.makespan import pipeline_makespan, pipeline_makespans
 from wlb.schedules.operations import rank_operations
+from wlb.schedules.timing import pipeline_makespan, pipeline_makespans
 
 
 def event_driven_makespan(schedule, forward, backward, virtual_stages):
