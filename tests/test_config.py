@@ -138,7 +138,7 @@ def test_what_fits_no_alternative_is_one_mistake_that_names_all(config, override
     ("override", "message"),
     [
         ("training.stepz=4", "training.stepz is not a setting; did you mean steps?"),
-        ("parallel.expert=2", "parallel.expert is not a setting; choose from dp, pp, cp, tp"),
+        ("parallel.expert=2", "parallel.expert is not a setting; choose from dp, pp, cp, pool, tp"),
         ("model.rope_scaling.faktor=4", "model.rope_scaling.faktor is not a setting; did you mean factor?"),
         ("trainer.steps=4", "trainer is not a section; did you mean training?"),
     ],
@@ -191,7 +191,7 @@ def test_a_job_may_depart_from_its_preset(config):
 
 
 def test_an_unknown_preset_is_refused(config):
-    with pytest.raises(UserError, match=r"preset: .*'plain-4d', 'fixed-4d', 'wlb-llm' or 'best'.*got 'worst'"):
+    with pytest.raises(UserError, match=r"preset: .*'plain-4d', .* 'best' or 'elastic'.*got 'worst'"):
         load_config(config, ["preset=worst"])
 
 

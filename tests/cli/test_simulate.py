@@ -120,7 +120,7 @@ def test_a_job_that_the_trainer_refuses_is_simulated_with_a_warning():
     assert result.returncode == 0
     (line,) = result.stderr.splitlines()
     assert line.startswith("wlb: warning: best: with micro-batches of 196608 tokens a process needs up to ")
-    assert line.endswith("; plain-4d, fixed-4d, wlb-llm do not fit either")
+    assert line.endswith("; plain-4d, fixed-4d, wlb-llm, elastic do not fit either")
     assert len(json.loads(result.stdout)["systems"]) == 4
 
 

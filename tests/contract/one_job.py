@@ -100,7 +100,7 @@ class Shards(NamedTuple):
     lengths: list[int]
     tokens: list[int]
     attention_seconds: list[float]
-    exchanged_tokens: int
+    received_tokens: list[int]
     keeps_received: bool
 
     def approximately(self) -> Shards:
@@ -138,8 +138,10 @@ def _decided(case: Case) -> tuple[JobConfig, JobSpec]:
 
 def trained_memory(case: Case) -> Memory:
     _, job = _decided(case)
-    settings = job.memory_settings
-    return Memory(job.longest_micro_batch, predict_memory(settings, [job.longest_micro_batch] * settings.micro_batches))
+    settings, longest = job.memory_settings, job.longest_micro_batch
+    if job.most_step_tokens is not None:  # which do not fill every micro-batch
+        return Memory(longest, predicted_memory(job))
+    return Memory(longest, predict_memory(settings, [longest] * settings.micro_batches))
 
 
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
@@ -167,7 +169,7 @@ def _described(plan: ShardPlan, costs: JobCosts) -> Shards:
         [*plan.segment_lengths],
         plan.tokens_per_rank.tolist(),
         [float(costs.attention(start, stop, "forward").sum()) for _, start, stop in map(np.transpose, plan.pieces)],
-        int(max(traffic.sum(axis=0).max(), traffic.sum(axis=1).max())),
+        traffic.sum(axis=0).tolist(),
         plan.keeps_received,
     )
 

@@ -54,11 +54,12 @@ def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
     page = predicted_report(evidence, source="lengths.json", model="7b", hardware="h100")
     assert f"{evidence.gains[BEST].factor:.2f}x" in page
     for name, system in evidence.systems.items():
-        result = simulate(system.job, evidence.lengths, len(system.seconds))
+        prices = evidence.job.work_prices
+        result = simulate(system.job, evidence.lengths, len(system.seconds), work_prices=prices)
         np.testing.assert_allclose(system.seconds, result.step_seconds)
         assert system.tokens_per_second == pytest.approx(result.tokens_per_second)
         assert system.work_seconds.sum() == pytest.approx(result.work_seconds)
-        whole = system.job.workload.document_seconds(WINDOW) / WINDOW  # a token's of the longest document
+        whole = evidence.job.workload.document_seconds(WINDOW) / WINDOW  # a token's of the longest document
         assert np.all(system.work_seconds > 0)
         assert np.all(system.work_seconds < whole * system.tokens)
         assert sum(system.where.values()) == pytest.approx(result.mean_step_seconds)
@@ -77,7 +78,7 @@ def test_the_headline_is_the_speed_at_equal_work(evidence: Evidence):
 
 
 def test_before_and_after_are_the_presets(evidence: Evidence):
-    assert set(evidence.systems) == {"plain-4d", "fixed-4d", "wlb-llm", "best"}
+    assert set(evidence.systems) == {"plain-4d", "fixed-4d", "wlb-llm", "best", "elastic"}
     assert set(evidence.gains) == set(evidence.systems) - {BASELINE}
     assert evidence.gains[BEST].low <= evidence.gains[BEST].factor <= evidence.gains[BEST].high
 

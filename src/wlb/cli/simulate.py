@@ -113,8 +113,9 @@ def simulate(
     jobs, own_lengths = _jobs(job, systems, settings or [], hardware, _changes(profile, schedule))
     source = own_lengths if lengths is None else lengths
     documents = _lengths(source)
-    _warn_of_memory(jobs)
     results = _simulate_all(jobs, documents, steps)
+    jobs = {system: result.job for system, result in results.items()}
+    _warn_of_memory(jobs)
     shown = {"job": job, "lengths": source, "hardware": hardware, "profile": profile and profile.name}
     if trace is not None:
         _write_trace(trace, next(reversed(jobs.values())), documents, steps)

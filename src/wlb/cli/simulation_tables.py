@@ -62,6 +62,8 @@ def simulation_table(title: str, results: dict[str, SimulationResult], shown: di
         ("dp", "dp ranks"),
     ):
         table.add_row(name, *(f"{r.imbalance[key]:.3f}" for r in results.values()))
+    table.add_row("token delay, steps", *(f"{r.token_delay:.3f}" for r in results.values()))
+    table.add_row("tokens per step, CV", *(f"{r.tokens_cv:.3f}" for r in results.values()))
     table.add_row("attention kept", *(f"{r.attention_kept:.0%}" for r in results.values()))
     return table
 

@@ -112,6 +112,12 @@ class JobSpec:
         return self.tp * self.cp * self.pp * self.dp
 
     @property
+    def layout(self) -> dict[str, int]:
+        """Sizes of groups, and micro-batches of a data-parallel rank; cp is the size of pools and dp their number."""
+        sizes = {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "virtual_pp")}
+        return sizes | {"micro_batches": self.micro_batches_per_rank}
+
+    @property
     def stages(self) -> int:
         return self.pp * self.virtual_pp
 

@@ -56,7 +56,7 @@ def largest_factor(job: JobSpec, limit: MemoryLimit) -> float | None:
     if job.most_step_tokens is None:
         return largest_length_factor(job.memory_settings, job.context_window, limit.number_of_bytes, most)
     # A step's documents must fit its micro-batches, the last of them beside all others.
-    least = job.most_step_tokens / job.context_window / job.packing.micro_batches
+    least = max(1.0, job.most_step_tokens / job.context_window / job.packing.micro_batches)
     factors = np.linspace(most, least, _FACTORS_TRIED) if least < most else [most]
     return next((float(f) for f in factors if fits(job.with_length_factor(float(f)), limit)), None)
 

@@ -27,7 +27,10 @@ from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob, StepResults, simulate_steps
 from wlb.simulate.compare import Cluster, MethodResult, compare_packer, packer_for
 from wlb.simulate.costs import JobCosts
+from wlb.simulate.job import with_decided_length
+from wlb.simulate.pools import with_decided_pools
 from wlb.simulate.timeline import Timeline, timeline
+from wlb.workload.base import DocumentPrices
 
 BASELINE, BEST = "plain-4d", "best"  # presets
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")
@@ -143,13 +146,17 @@ def gather_evidence(
         if name != BEST:
             on_progress(f"simulating {name}")
             other = job(name)
-            factor = min(float(other.packing.length_factor), room or 1.0)
-            systems[name] = simulate_system(_settled(other, checkpointing, factor), lengths, steps)
+            if other.pools_decided:
+                other = _settled(other, checkpointing, min(float(other.packing.length_factor), room or 1.0))
+            else:
+                other = with_decided_pools(replace(other, activation_checkpointing=checkpointing), lengths)
+            systems[name] = simulate_system(with_decided_length(other), lengths, steps, best.work_prices)
     candidates = []
     for factor in LENGTH_FACTORS:
         if factor <= (room or 1.0):
             on_progress(f"simulating {BEST}, L_max {factor:g}")
-            candidates.append(simulate_system(_settled(best, checkpointing, factor), lengths, steps))
+            settled = _settled(best, checkpointing, factor)
+            candidates.append(simulate_system(settled, lengths, steps, best.work_prices))
     systems[BEST] = fast_with_least_delay(candidates)
     results = []
     for method in (*METHODS, RECOMMENDED):
@@ -160,8 +167,8 @@ def gather_evidence(
     return Evidence(lengths, systems, results, tried, room is not None, _shards(systems[BEST]))
 
 
-def simulate_system(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> SystemSteps:
-    """The first ``steps`` steps of ``job`` on documents of ``lengths`` tokens."""
+def simulate_system(job: SimulatedJob, lengths: NDArray[np.int64], steps: int, prices: DocumentPrices) -> SystemSteps:
+    """The first ``steps`` steps of ``job`` on documents of ``lengths`` tokens, their work valued by ``prices``."""
     costs = JobCosts(job)
     plans = list(islice(StepPlanner(job, lengths).plans(), steps))
     packed = PackingStatistics()
@@ -175,7 +182,6 @@ def simulate_system(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -
     seconds = whole(lambda group: group.seconds)
     tokens = np.concatenate([group.tokens for group in groups])
     gpu_seconds = whole(lambda group: group.gpu_seconds)
-    prices = job.work_prices
     work = np.array([prices.document_seconds(plan.table[:, 2]).sum() for plan in plans])
     usual = int(np.abs(seconds / work - seconds.sum() / work.sum()).argmin())
     over_gpus = (1, 2, 3)

@@ -151,6 +151,8 @@ def with_decided_length(job: J) -> J:
     if job.packing.length_factor != "auto" or not job.pools_decided:
         return job
     factor = largest_factor(job, job.memory_limit)
+    if factor is None and job.most_step_tokens is not None:
+        return job  # with the L_max that its documents need; memory is checked where the job is trained
     if factor is None:
         needed = predicted_memory(job.with_length_factor(1.0)).total
         raise UserError(

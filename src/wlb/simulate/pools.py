@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.packing.elastic import ElasticOptions
 from wlb.planning.job import JobSpec
+from wlb.planning.memory import fits
 from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, with_decided_length
@@ -31,6 +32,7 @@ _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 
 
 class _Pools(NamedTuple):
+    too_large: bool  # for the memory of the GPUs
     seconds: float  # for a second of work
     pool: int
     micro_batches: int
@@ -58,7 +60,7 @@ def with_decided_pools(job: J, lengths: NDArray[np.int64]) -> J:
     if fastest is None:
         raise UserError(
             f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {job.packing.micro_batches} "
-            "context windows in this memory and pipeline; give pool and pool_micro_batches to learn why"
+            "context windows in this pipeline; give pool and pool_micro_batches to learn why"
         )
     return job.with_pools(fastest.pool, fastest.micro_batches)
 
@@ -84,11 +86,9 @@ def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
         counts = [options.pool_micro_batches]
     for count in sorted({count for count in counts if count * _LEAST_WINDOWS <= windows} or {min(counts)}):
         try:
-            choice = job.with_pools(pool, count)
-            # What a machine with CPUs can hold is not known here.
-            yield with_decided_length(choice) if job.hardware.device_type == "cuda" else choice
+            yield with_decided_length(job.with_pools(pool, count))
         except UserError:
-            continue  # a pipeline that runs in rounds, or too little memory
+            continue  # a pipeline that runs in rounds
 
 
 def _priced(job: SimulatedJob, lengths: NDArray[np.int64]) -> _Pools:
@@ -96,4 +96,6 @@ def _priced(job: SimulatedJob, lengths: NDArray[np.int64]) -> _Pools:
     table = np.concatenate([plan.table for plan in plans])
     work = float(job.work_prices.document_seconds(table[:, 2]).sum()) * job.cp  # prices are those of one of its ranks
     seconds = float(simulate_steps(plans, JobCosts(job)).seconds.sum())
-    return _Pools(seconds / work, job.cp, job.micro_batches_per_rank)
+    # What a machine with CPUs can hold is not known here.
+    too_large = job.hardware.device_type == "cuda" and not fits(job, job.memory_limit)
+    return _Pools(too_large, seconds / work, job.cp, job.micro_batches_per_rank)

@@ -73,6 +73,7 @@ class SimulationResult:
     def to_json(self) -> dict[str, Any]:
         return {
             "gpus": self.job.gpus,
+            "layout": self.job.layout,
             "steps": self.steps,
             "tokens": self.tokens,
             "work_seconds": self.work_seconds,
@@ -99,9 +100,10 @@ def simulate(
     Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``. Pools
     that are "auto" are decided first; ``job`` of the result says how.
     """
+    work_prices = work_prices or job.work_prices
     job = with_decided_length(with_decided_pools(job, lengths))
     costs = JobCosts(job)
-    totals = _Totals(job, work_prices or job.work_prices)
+    totals = _Totals(job, work_prices)
     plans = islice(StepPlanner(job, lengths).plans(), steps)
     at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
     while group := list(islice(plans, at_once)):
