@@ -18,6 +18,7 @@ from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingCo
 from wlb.config_file import validated
 from wlb.errors import UserError
 from wlb.memory.step import gib
+from wlb.packing.elastic import ElasticOptions
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import MemoryLimit, largest_factor, limit_of_gpu, predicted_memory
 from wlb.planning.model import TransformerConfig
@@ -151,7 +152,7 @@ def with_decided_length(job: J) -> J:
     if job.packing.length_factor != "auto" or not job.pools_decided:
         return job
     factor = largest_factor(job, job.memory_limit)
-    if factor is None and job.most_step_tokens is not None:
+    if factor is None and isinstance(job.packing.options, ElasticOptions):
         return job  # with the L_max that its documents need; memory is checked where the job is trained
     if factor is None:
         needed = predicted_memory(job.with_length_factor(1.0)).total
