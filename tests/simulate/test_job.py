@@ -85,6 +85,7 @@ def test_mistakes_are_named_in_one_line(make, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_job_of_keywords_decides_its_length_factor_too():
-    job = simulated_job("7b", 32_768, packing={"max_length_factor": "auto"}, tp=8, pp=4)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_zero_bubble"])
+def test_a_job_of_keywords_decides_its_length_factor_too(schedule):
+    job = simulated_job("7b", 32_768, packing={"max_length_factor": "auto"}, tp=8, pp=4, schedule=schedule)
     assert 1 <= float(job.packing.length_factor) <= 4

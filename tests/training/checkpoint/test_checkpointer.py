@@ -63,7 +63,7 @@ def configure(
 ) -> JobConfig:
     return job(
         folder,
-        model={"layers": 4, "kv_heads": 2, **model},
+        model={"layers": 4, "kv_heads": 2, "vocab_size": 68, **model},
         packing={"micro_batches": micro_batches, "method": method},
         parallel=parallel,
         training={"dtype": "float64"},
@@ -141,7 +141,7 @@ def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tm
         ({"rope_theta": 100.0}, "rope_theta 500000.0 -> 100.0"),
         ({"rope_scaling": {"factor": 2.0}}, 'rope_scaling null -> {"factor": 2.0, '),
         ({"norm_eps": 0.1}, "norm_eps 1e-05 -> 0.1"),
-        ({"vocab_size": 68}, "vocab_size 67 -> 68"),
+        ({"vocab_size": 70}, "vocab_size 68 -> 70"),
     ],
 )
 def test_another_model_is_refused_before_anything_starts(straight, model, named):
