@@ -19,7 +19,6 @@ are the cheap tokens, it is cut into contiguous slices, shorter the deeper they 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,8 +50,8 @@ class _Row:
     """Cells of documents in a row, with the tokens and the seconds of attention before each and, last, of all."""
 
     cells: Integers  # (cells, 3): document, start, stop
-    tokens: list[int]  # (cells + 1,)
-    attention: list[float]  # (cells + 1,)
+    tokens: Integers  # (cells + 1,)
+    attention: Seconds  # (cells + 1,)
 
     @property
     def size(self) -> int:
@@ -97,14 +96,13 @@ class _Slicing:
         dear = self._row([(document, self._depth, None) for document in long[::-1]])
         cheap_tokens = self._even_tokens * self._ranks - dear.tokens[-1]
         price = max(0.0, self._even_attention * self._ranks - dear.attention[-1]) / max(cheap_tokens, 1.0)
-        tokens, attention = np.array(dear.tokens), np.array(dear.attention)
-        excess = attention - price * tokens
+        excess = dear.attention - price * dear.tokens
         # The deepest part, which is the last of the row, goes to the first rank.
         bounds = np.searchsorted(excess, excess[-1] * np.arange(self._ranks, -1, -1) / self._ranks)
         bounds[0], bounds[-1] = dear.size, 0
         return (
-            np.maximum(0.0, self._even_tokens + np.diff(tokens[bounds])),
-            np.maximum(0.0, self._even_attention + np.diff(attention[bounds])),
+            np.maximum(0.0, self._even_tokens + np.diff(dear.tokens[bounds])),
+            np.maximum(0.0, self._even_attention + np.diff(dear.attention[bounds])),
         )
 
     def _assign(
@@ -143,15 +141,17 @@ class _Slicing:
             ranks = np.argsort(-lacks_attention / np.maximum(lacks_tokens, 1.0), kind="stable")
         owner = np.empty(row.size, np.int64)
         first, last = 0, row.size
-        following_lack = [np.cumsum(lacks[ranks][::-1])[::-1].tolist() for lacks in (lacks_tokens, lacks_attention)]
         for place, rank in enumerate(ranks[:-1].tolist()):
             # What rounding has left over so far is shared by all that follow.
-            following = self._ranks - place
-            over_tokens = row.tokens[last] - row.tokens[first] - following_lack[0][place]
-            over_attention = row.attention[last] - row.attention[first] - following_lack[1][place]
-            tokens_now = float(lacks_tokens[rank]) + over_tokens / following
+            following = ranks[place:]
+            over_tokens = (row.tokens[last] - row.tokens[first] - lacks_tokens[following].sum()) / len(following)
+            over_attention = row.attention[last] - row.attention[first] - lacks_attention[following].sum()
             front, back = self._take(
-                row, first, last, tokens_now, float(lacks_attention[rank]) + over_attention / following
+                row,
+                first,
+                last,
+                lacks_tokens[rank] + over_tokens,
+                lacks_attention[rank] + over_attention / len(following),
             )
             owner[first:front] = owner[back:last] = rank
             first, last = front, back
@@ -160,24 +160,20 @@ class _Slicing:
 
     def _take(self, row: _Row, first: int, last: int, tokens: float, attention: float) -> tuple[int, int]:
         """Where a rank stops that takes cells from ``first`` on and cells before ``last``, to get closest to both."""
-        before, seconds = row.tokens, row.attention
-
-        def front_for(back: int) -> int:
-            """Where to stop at the front, to have the tokens, if cells from ``back`` on are taken."""
-            wanted = before[first] + tokens - (before[last] - before[back])
-            front = bisect_left(before, wanted, first, back)
-            return front - (front > first and wanted - before[front - 1] <= before[front] - wanted)
-
-        def missing(back: int) -> float:
-            return attention - (seconds[front_for(back)] - seconds[first] + seconds[last] - seconds[back])
-
-        # The fewer of the dear cells at the back, the less attention.
-        low, high = max(first, bisect_left(before, before[last] - tokens)), last
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if missing(middle) >= 0 else (middle + 1, high)
-        back = min((max(low - 1, first), low), key=lambda back: abs(missing(back)))
-        return front_for(back), back
+        earliest = int(np.searchsorted(row.tokens, row.tokens[last] - tokens))
+        back = np.arange(max(first, earliest), last + 1)
+        wanted = row.tokens[first] + tokens - (row.tokens[last] - row.tokens[back])  # tokens before the front's end
+        front = np.searchsorted(row.tokens, wanted).clip(first, row.size)
+        nearer = (front > first) & (wanted - row.tokens[front - 1] <= row.tokens[front] - wanted)
+        front = np.minimum(front - nearer, back)
+        off_tokens = np.abs(row.tokens[front] - wanted)
+        off_attention = (
+            row.attention[front] - row.attention[first] + row.attention[last] - row.attention[back] - attention
+        )
+        off = np.abs(off_attention) / self._even_attention
+        off += np.maximum(0.0, off_tokens - self._cell) / self._even_tokens
+        best = int(off.argmin())
+        return int(front[best]), int(back[best])
 
     def _row(self, parts: list[tuple[int, int, int | None]]) -> _Row:
         """Cells of parts (document, start, stop), in order; to the document's end where stop is None."""
@@ -190,7 +186,7 @@ class _Slicing:
         together = np.concatenate(cells)
         _, starts, ends = together.T
         seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(starts)
-        return _Row(together, [0, *np.cumsum(ends - starts).tolist()], [0.0, *np.cumsum(seconds).tolist()])
+        return _Row(together, np.append(0, np.cumsum(ends - starts)), np.append(0.0, np.cumsum(seconds)))
 
     def _mean_depth(self) -> int:
         """How deep in a document a token costs what the mean token does; a multiple of the cell."""

@@ -26,8 +26,7 @@ from wlb.simulate.step import simulate_steps
 
 J = TypeVar("J", bound=JobSpec)
 
-_STEPS = 4  # that are simulated for a choice, fewer where they are of many micro-batches
-_MICRO_BATCHES = 48
+_STEPS = 4  # that are simulated for a choice
 _FILLINGS = (1, 1.5, 2, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 
@@ -93,8 +92,7 @@ def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
 
 
 def _priced(job: SimulatedJob, lengths: NDArray[np.int64]) -> _Pools:
-    steps = min(_STEPS, max(1, _MICRO_BATCHES // job.packing.micro_batches))
-    plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
+    plans = [*islice(StepPlanner(job, lengths).plans(), _STEPS)]
     table = np.concatenate([plan.table for plan in plans])
     work = float(job.work_prices.document_seconds(table[:, 2]).sum()) * job.cp  # prices are those of one of its ranks
     seconds = float(simulate_steps(plans, JobCosts(job)).seconds.sum())
