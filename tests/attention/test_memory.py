@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.attention.live_bytes import LiveBytes
 from tests.attention.oracle import random_inputs
 from tests.training.distributed import run_ranks
-from wlb.attention import context_parallel_attention
+from wlb.attention.context_parallel import Resends, context_parallel_attention
 from wlb.attention.shard_layout import shard_layout
 from wlb.sharding import make_shard_plan
 from wlb.sharding.plan import ShardPlan
@@ -78,3 +78,29 @@ def test_memory_is_bounded_by_what_the_plan_needs() -> None:
             # Results of a run are beside their place in the whole for a moment: at most twice the whole.
             assert memory.forward_peak <= 2 * own + 2 * attending + exchanged, plan.strategy
             assert memory.backward_peak <= 2 * own_grads + 4 * attending + 2 * exchanged, plan.strategy
+
+
+def _held_after_layers(plan: dict[str, object]) -> tuple[int, int]:
+    """Bytes held after forward and backward of some layers while the graph is alive: of all of them, and of one."""
+    shard_plan = ShardPlan.from_json(plan)
+    held = []
+    for layers in (4, 1):
+        tensors = random_inputs(int(shard_plan.tokens_per_rank[dist.get_rank()]), HEADS, KV_HEADS, HEAD_DIM, seed=0)
+        query, key, value = (tensor.requires_grad_() for tensor in tensors[:3])
+        with LiveBytes() as live:
+            resends = Resends()
+            outs = [query]
+            for _ in range(layers):
+                outs.append(context_parallel_attention(outs[-1], key, value, shard_plan, None, resends=resends))
+            outs[-1].sum().backward()
+            outs = outs[-1:]
+            held.append(live.now)
+    return held[0], held[1]
+
+
+def test_what_is_sent_again_is_not_held_once_it_was_used() -> None:
+    lengths = (300, 300, 300)
+    heads, tails = ([[s, 0, 250] for s in range(3)], [[s, 250, 300] for s in range(3)])
+    apart = ShardPlan("apart", lengths, (np.array(heads), np.array(tails)))
+    for of_four, of_one in run_ranks(2, _held_after_layers, apart.to_json()):
+        assert of_four == of_one

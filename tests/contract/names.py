@@ -86,8 +86,8 @@ PUBLISHED: dict[str, str | None] = {
 
 PACKER_METHODS = {"plan": "arrivals", "drain": "", "state_dict": "", "load_state_dict": "state"}
 PACKERS = ("sequential", "fixed_greedy", "fixed_solver", "variable_length", "makespan")
-STRATEGIES = ("per_sequence", "per_document", "adaptive", "hybrid")
-PRESETS = ("plain-4d", "fixed-4d", "wlb-llm", "best")
+STRATEGIES = ("per_sequence", "per_document", "adaptive", "hybrid", "elastic")
+PRESETS = ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic")
 MODELS = ("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-7b", "qwen3-8b")
 HARDWARE = ("a100", "h100", "h200", "cpu")
 

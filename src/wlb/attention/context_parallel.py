@@ -91,15 +91,22 @@ class Resend:
     """Keys and values of one layer, to be sent again; ``below`` is that of the layer before it."""
 
     def __init__(self, key: Tensor, value: Tensor, layout: ShardLayout, group: dist.ProcessGroup | None) -> None:
-        self._sent = (key.detach(), value.detach(), layout, group)
-        self._arrivals: list[Arrival] | None = None
+        self._unsent: tuple[Tensor, Tensor] | None = (key.detach(), value.detach())
+        self._layout, self._group = layout, group
+        self._arrivals: list[Arrival] = []
         self.below: Resend | None = None
 
-    def start(self) -> list[Arrival]:
+    def start(self) -> None:
         """Start sending, if that has not happened yet."""
-        if self._arrivals is None:
-            self._arrivals = _send_parts(*self._sent)
-        return self._arrivals
+        if self._unsent is not None:
+            self._arrivals = _send_parts(*self._unsent, self._layout, self._group)
+            self._unsent = None
+
+    def take(self) -> list[Arrival]:
+        """What was sent; held here no longer, as graphs live to the end of a step."""
+        self.start()
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
 
 
 class _ContextParallelAttention(torch.autograd.Function):
@@ -119,7 +126,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         results = (kept or KeptAttention()).get(lambda: _attend(query, key, value, layout, group, backend, keeps=keeps))
         ctx.save_for_backward(query, key, value, results.out, results.log_sum_exp, *results.received)
         ctx.layout, ctx.group, ctx.backend = layout, group, backend
-        ctx.resend = None
+        ctx.resend, ctx.resends = None, resends
         # What is checkpointed must not be held from here.
         if resends is not None and kept is None and layout.parts and not keeps and any(ctx.needs_input_grad):
             ctx.resend = Resend(key, value, layout, group)
@@ -133,7 +140,7 @@ class _ContextParallelAttention(torch.autograd.Function):
         backend: AttentionBackend = ctx.backend
         query, key, value, out, log_sum_exp, *received = ctx.saved_tensors
         resend: Resend | None = ctx.resend
-        again = [] if received else resend.start() if resend else _send_parts(key, value, layout, group)
+        again = [] if received else resend.take() if resend else _send_parts(key, value, layout, group)
         grads: list[Tensor | None] = []
         homeward: list[Arrival] = []
         for index, part in enumerate(layout.parts):
@@ -144,8 +151,10 @@ class _ContextParallelAttention(torch.autograd.Function):
                 )
             grads.append(grad_rows)
             homeward.append(return_gradients(grad_received, part, group))
-        if resend is not None and resend.below is not None:
-            resend.below.start()
+        if resend is not None:
+            if resend.below is not None:
+                resend.below.start()
+            ctx.resends.last, ctx.resend, resend.below = resend.below, None, None
         if layout.own_runs is None:
             grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
         else:

@@ -159,7 +159,7 @@ def _jobs(
         path, chosen = Path(name), options.method_names(systems, ["plain-4d"])
         config = load_config(path, settings)
         configs = {_CONFIGURED: config} | {
-            preset: load_config(path, [*settings, f"preset={preset}"]) for preset in chosen
+            preset: load_config(path, [*settings, f"preset={preset}", *_without_pools(preset)]) for preset in chosen
         }
         vocab_size = stored_vocab_size(config.data.store)
         jobs = {
@@ -170,6 +170,11 @@ def _jobs(
     else:
         raise UserError(f"{name!r} is no .toml file and no named job; those are {', '.join(NAMED_JOBS)}")
     return {system: replace(job, **changes) for system, job in jobs.items()}, source
+
+
+def _without_pools(preset: str) -> list[str]:
+    """Overrides with which a configuration of pools is one of ``preset``."""
+    return [] if preset == "elastic" else ["parallel.pool=auto"]
 
 
 def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:

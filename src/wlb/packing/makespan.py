@@ -83,6 +83,7 @@ class MakespanPacker(PoolingPacker[MakespanOptions]):
     def __init__(self, task: PackingTask, options: MakespanOptions) -> None:
         super().__init__(task, options)
         self._prices = Prices(delay=options.delay_price)
+        self._least_documents = self.micro_batches  # of a step, where so many have arrived
         self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
         spread = int(options.token_spread * self.global_batch_tokens)
         self._least_tokens, self._most_tokens = self.global_batch_tokens - spread, self.global_batch_tokens + spread
@@ -143,7 +144,7 @@ class MakespanPacker(PoolingPacker[MakespanOptions]):
         taken = _tokens(fresh)
         fresh += self._price(self._take(due + self._lookahead_tokens - taken), self._step + 1)
         taken = _tokens(fresh)
-        while self._arrived and len(self._held) + len(self._carried) + len(fresh) < self.micro_batches:
+        while self._arrived and len(self._held) + len(self._carried) + len(fresh) < self._least_documents:
             global_batches_ahead = (taken - due) // self.global_batch_tokens
             fresh += self._price(self._take(1), self._step + 1 + global_batches_ahead)
             taken += fresh[-1].length
@@ -195,7 +196,7 @@ class MakespanPacker(PoolingPacker[MakespanOptions]):
         left = [outlier for outlier, released in zip(outliers, choice.released, strict=True) if not released]
         now = [outlier.item for outlier in compress(outliers, choice.released)] + due
         tokens, taken = _tokens(now), 0
-        while taken < len(early) and (len(now) + taken < self.micro_batches or tokens < pool.aim):
+        while taken < len(early) and (len(now) + taken < self._least_documents or tokens < pool.aim):
             tokens += early[taken].length
             taken += 1
         return _Chosen(now + early[:taken], choice.limit, early[taken:], left)

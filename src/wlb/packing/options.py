@@ -52,7 +52,7 @@ class DelayOptions(PackerOptions):
     max_delay: NonNegativeInt = Field(
         16,
         description="Planning rounds (a step, or packing.window of them) after which a waiting document goes first; 0, "
-        "with makespan alone, lets none wait",
+        "with makespan and elastic alone, lets none wait",
     )
 
     @field_validator("max_delay")
@@ -69,7 +69,7 @@ class LengthFactorOptions(DelayOptions):
     max_length_factor: Annotated[Number, Field(ge=1, le=1000)] | Literal["auto"] = Field(
         1.5,
         description="L_max, the most tokens of a micro-batch, in context windows; auto is the most that memory allows, "
-        "up to 4, in a job that is trained or simulated",
+        "up to 4 (with elastic, twice the mean micro-batch), in a job that is trained or simulated",
     )
 
     def largest_auto_factor(self, micro_batches: int) -> float:

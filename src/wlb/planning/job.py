@@ -67,12 +67,13 @@ class JobSpec:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} = {getattr(self, name)} is not a group size; it must be at least 1")
         micro_batches = self.packing.micro_batches
-        if micro_batches % self.dp:
-            raise UserError(
-                f"{micro_batches} micro-batches cannot be dealt evenly to dp = {self.dp} ranks; give a multiple"
-            )
         split_layers(self.shape, self.stages)
-        rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
+        if self.pools_decided:  # before, it is not known how many there are
+            if micro_batches % self.dp:
+                raise UserError(
+                    f"{micro_batches} micro-batches cannot be dealt evenly to dp = {self.dp} ranks; give a multiple"
+                )
+            rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
         make_workload(self.shape, self.hardware, self.tp, self.cp)
         check_divisible(self.shape, self.tp)
 
@@ -140,12 +141,28 @@ class JobSpec:
         return self.packing.options.most_tokens(self.context_window, self.packing.micro_batches)
 
     @property
+    def global_batch(self) -> int:
+        """Context windows that a step trains."""
+        options = self.packing.options
+        own = options.global_batch if isinstance(options, ElasticOptions) else None
+        return own or self.packing.micro_batches
+
+    @property
+    def least_length_factor(self) -> float:
+        """The least L_max, in context windows, with which no document waits for room."""
+        options = self.packing.options
+        if not isinstance(options, ElasticOptions):
+            return 1.0
+        mean = self.global_batch / self.packing.micro_batches
+        return max(1.0, mean if options.max_delay else mean + 1)
+
+    @property
     def most_step_tokens(self) -> int | None:
         """Most tokens that a step trains; None where that is not bounded."""
         options = self.packing.options
         if not isinstance(options, ElasticOptions) or options.max_delay:
             return None
-        return ((options.global_batch or self.packing.micro_batches) + 1) * self.context_window
+        return (self.global_batch + 1) * self.context_window
 
     @property
     def workload(self) -> Workload:
@@ -208,17 +225,27 @@ class JobSpec:
             check_pool(ranks, pool)
         except ValueError as error:
             raise UserError(str(error)) from None
-        options = self.packing.options
-        assert isinstance(options, ElasticOptions)
+        if micro_batches < self.pp:
+            raise UserError(
+                f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.pp} pipeline stages; raise it"
+            )
         pools = ranks // pool
         packing = self.packing.model_copy(
             update={
                 "micro_batches": pools * micro_batches,
-                "global_batch": options.global_batch or self.packing.micro_batches,
+                "global_batch": self.global_batch,
                 "pool_micro_batches": micro_batches,
             }
         )
-        return replace(self, dp=pools, cp=pool, pool=pool, packing=packing)
+        job = replace(self, dp=pools, cp=pool, pool=pool, packing=packing)
+        factor = job.packing.length_factor
+        if factor != "auto" and factor < job.least_length_factor:
+            raise UserError(
+                f"max_length_factor = {factor:g} leaves no room for a global batch of "
+                f"{job.global_batch} context windows in {packing.micro_batches} micro-batches; give at least "
+                f'{job.least_length_factor:g}, or "auto"'
+            )
+        return job
 
     def packer(self) -> Packer[Any]:
         """A fresh packer of this job, in which ``packing.max_length_factor`` is no longer "auto"."""

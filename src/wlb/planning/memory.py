@@ -55,9 +55,7 @@ def largest_factor(job: JobSpec, limit: MemoryLimit) -> float | None:
     most = options.largest_auto_factor(job.packing.micro_batches)
     if job.most_step_tokens is None:
         return largest_length_factor(job.memory_settings, job.context_window, limit.number_of_bytes, most)
-    # A step's documents must fit its micro-batches, the last of them beside all others.
-    least = max(1.0, job.most_step_tokens / job.context_window / job.packing.micro_batches)
-    factors = np.linspace(most, least, _FACTORS_TRIED) if least < most else [most]
+    factors = np.linspace(most, job.least_length_factor, _FACTORS_TRIED)
     return next((float(f) for f in factors if fits(job.with_length_factor(float(f)), limit)), None)
 
 

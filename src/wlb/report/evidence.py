@@ -19,6 +19,7 @@ from wlb.config import PRESETS
 from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
 from wlb.memory.layers import Checkpointing
+from wlb.packing.elastic import ElasticOptions
 from wlb.packing.statistics import PackingStatistics
 from wlb.planning.memory import largest_factor, predicted_memory
 from wlb.planning.planner import StepPlanner
@@ -146,7 +147,7 @@ def gather_evidence(
         if name != BEST:
             on_progress(f"simulating {name}")
             other = job(name)
-            if other.pools_decided:
+            if not isinstance(other.packing.options, ElasticOptions):
                 other = _settled(other, checkpointing, min(float(other.packing.length_factor), room or 1.0))
             else:
                 other = with_decided_pools(replace(other, activation_checkpointing=checkpointing), lengths)

@@ -44,7 +44,7 @@ def make_shard_plan(
 ) -> ShardPlan:
     """Share a micro-batch of segments of ``document_lengths`` tokens, in packed order, among ``cp_size`` ranks.
 
-    ``workload`` prices the shards for ``adaptive`` and ``hybrid``: that of one GPU without context parallelism
+    ``workload`` prices the shards for all but the static strategies: that of one GPU without context parallelism
     (``cp`` = 1, any ``tp``); default ``make_workload("7b", "h100")``. The same arguments give the same plan. Raises
     ``UserError`` for an unknown strategy, a ``cp_size`` below 1, no documents, and lengths that are not whole numbers
     of at least 1.

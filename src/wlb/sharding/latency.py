@@ -61,15 +61,20 @@ def backward_seconds(
     parts: NDArray[np.int64],
     kept: NDArray[np.bool_],
     together: Callable[[Seconds], Seconds] = slowest_rank,
+    *,
+    ahead: bool = True,
 ) -> Seconds:
-    """As ``forward_seconds``; ``kept`` says of each group whether it keeps what it receives in the forward."""
-    late = np.where(kept[..., None], 0.0, np.maximum(0.0, exchange - ranks.rest))
+    """As ``forward_seconds``; ``kept`` says of each group whether it keeps what it receives in the forward.
+
+    What was not kept is sent again ``ahead``, while the layer above is computed, or only when attention asks for it.
+    """
+    late = np.where(kept[..., None], 0.0, np.maximum(0.0, exchange - ranks.rest) if ahead else exchange)
     return together(late + attending_seconds(ranks, exchange, parts) + ranks.rest)
 
 
 def attending_seconds(ranks: RankSeconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
     """Attention of ranks with what they wait: until the first part arrives or the last, or not at all."""
-    count = parts[..., None]
+    count = np.maximum(parts, 1)[..., None]  # a micro-batch without documents has none
     first = exchange / count + ranks.received
     last = exchange + ranks.received / count
     return np.where(exchange > 0, np.maximum(first, last), 0.0).clip(min=ranks.own + ranks.received)

@@ -153,7 +153,7 @@ def with_decided_length(job: J) -> J:
         return job
     factor = largest_factor(job, job.memory_limit)
     if factor is None and isinstance(job.packing.options, ElasticOptions):
-        return job  # with the L_max that its documents need; memory is checked where the job is trained
+        return job.with_length_factor(job.least_length_factor)  # memory is checked where the job is trained
     if factor is None:
         needed = predicted_memory(job.with_length_factor(1.0)).total
         raise UserError(

@@ -23,6 +23,7 @@ from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, with_decided_length
 from wlb.simulate.step import simulate_steps
+from wlb.workload.base import DocumentPrices
 
 J = TypeVar("J", bound=JobSpec)
 
@@ -53,34 +54,33 @@ def with_decided_pools(job: J, lengths: NDArray[np.int64]) -> J:
     simulated = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
     fastest: _Pools | None = None
     for pool in _sizes(job):
-        best = min((_priced(choice, lengths) for choice in _choices(simulated, pool)), default=None)
+        best = min((_priced(choice, lengths, job.workload) for choice in _choices(simulated, pool)), default=None)
         if fastest is not None and (best is None or best >= fastest):
             break  # smaller pools still are no faster
         fastest = best or fastest
     if fastest is None:
         raise UserError(
-            f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {job.packing.micro_batches} "
+            f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {job.global_batch} "
             "context windows in this pipeline; give pool and pool_micro_batches to learn why"
         )
     return job.with_pools(fastest.pool, fastest.micro_batches)
 
 
 def _sizes(job: JobSpec) -> Iterator[int]:
-    """The size that is given; or all ranks, and halves of that as long as they hold whole context-parallel groups."""
+    """The size that is given; or all that hold whole context-parallel groups, the largest first."""
     if job.pool != "auto":
         yield job.pool
         return
-    pool = job.dp * job.cp
-    yield pool
-    while pool % 2 == 0 and (pool := pool // 2) % job.cp == 0:
-        yield pool
+    for pools in range(1, job.dp + 1):
+        if job.dp % pools == 0:
+            yield job.dp // pools * job.cp
 
 
 def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
     """The job with pools of this size, and every number of micro-batches that they could run."""
     options = job.packing.options
     assert isinstance(options, ElasticOptions)
-    windows = (options.global_batch or job.packing.micro_batches) * pool / (job.dp * job.cp)
+    windows = job.global_batch * pool / (job.dp * job.cp)
     counts = [round(filling * job.pp) for filling in _FILLINGS]
     if options.pool_micro_batches != "auto":
         counts = [options.pool_micro_batches]
@@ -91,10 +91,10 @@ def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
             continue  # a pipeline that runs in rounds
 
 
-def _priced(job: SimulatedJob, lengths: NDArray[np.int64]) -> _Pools:
+def _priced(job: SimulatedJob, lengths: NDArray[np.int64], prices: DocumentPrices) -> _Pools:
     plans = [*islice(StepPlanner(job, lengths).plans(), _STEPS)]
     table = np.concatenate([plan.table for plan in plans])
-    work = float(job.work_prices.document_seconds(table[:, 2]).sum()) * job.cp  # prices are those of one of its ranks
+    work = float(prices.document_seconds(table[:, 2]).sum())
     seconds = float(simulate_steps(plans, JobCosts(job)).seconds.sum())
     # What a machine with CPUs can hold is not known here.
     too_large = job.hardware.device_type == "cuda" and not fits(job, job.memory_limit)

@@ -126,16 +126,18 @@ class Steps:
             rest_forward = rest_forward + costs.copies(*moved, "forward")
             rest_backward = rest_backward + costs.copies(*moved, "backward")
         ranks = _ranks(shards.attention_forward, shards.own_share, rest_forward)
-        kept = shards.kept
+        kept, ahead = shards.kept, True
         if "recomputation" in self.modelled and costs.job.activation_checkpointing != "none":
             rest_backward = rest_backward + rest_forward
             if costs.job.activation_checkpointing == "full":
                 rest_backward = rest_backward + attending_seconds(ranks, exchange, shards.parts)
                 kept = np.ones_like(kept)  # what attention receives the second time
+            else:
+                ahead = False  # keys and values are there only when they are computed again
         again = _ranks(shards.attention_backward, shards.own_share, rest_backward)
         return Phases(
             forward_seconds(ranks, exchange, shards.parts, self._together),
-            backward_seconds(again, exchange, shards.parts, kept, self._together),
+            backward_seconds(again, exchange, shards.parts, kept, self._together, ahead=ahead),
             self._together(weight),
         )
 

@@ -16,6 +16,7 @@ from wlb.os_limits import usable_memory
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import USABLE_SHARE, MemoryLimit, largest_factor, limit_of_gpu, too_large
 from wlb.training.runtime.collectives import gathered
+from wlb.training.runtime.failures import TrainingError
 
 FACTOR = "packing.max_length_factor"
 
@@ -25,13 +26,15 @@ def within_memory(
 ) -> JobConfig:
     """``config`` of ``job`` with ``packing.max_length_factor`` decided, and known to fit in memory.
 
-    A job that continues keeps the L_max it was started with (``saved_identity`` of its checkpoint), as documents that
-    wait in the packer were measured by it. Raises ``UserError`` where the job does not fit.
+    A job that continues keeps the L_max it was started with (``saved_identity`` of its checkpoint), where documents
+    that wait in the packer were measured by it. Raises ``UserError`` where the job does not fit.
     """
     limit = memory_limit(config, job.hardware.device_type, local_processes)
     if job.packing.length_factor == "auto":
-        saved = (saved_identity or {}).get(FACTOR)
-        job = job.with_length_factor(float(saved) if saved is not None else largest_factor(job, limit) or 1.0)
+        measured = "max_length_factor" in job.packing.options.identity(job.context_window)
+        saved = (saved_identity or {}).get(FACTOR) if measured else None
+        decided = float(saved) if saved is not None else largest_factor(job, limit)
+        job = job.with_length_factor(decided or job.least_length_factor)
     if problem := too_large(job, limit, resumes=saved_identity is not None):
         raise UserError(problem)
     return config.model_copy(update={"packing": job.packing})
@@ -40,8 +43,14 @@ def within_memory(
 def with_agreed_factor(config: JobConfig) -> JobConfig:
     """``config`` with the smallest ``packing.max_length_factor`` that any rank decided on; called on every rank.
 
-    Machines may differ in memory, and ranks must plan alike.
+    Machines may differ in memory, and ranks must plan alike. Raises ``TrainingError`` where they differ in pools.
     """
+    sizes = (config.parallel.dp, config.parallel.cp, config.packing.micro_batches)
+    if len(set(gathered(sizes))) > 1:
+        raise TrainingError(
+            "ranks decided on different pools; the token store, the GPUs and the version of wlb-llm must be the same "
+            "on all machines, or give parallel.pool and packing.pool_micro_batches"
+        )
     packing = config.packing.with_length_factor(min(gathered(float(config.packing.length_factor))))
     return config.model_copy(update={"packing": packing})
 

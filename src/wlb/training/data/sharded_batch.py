@@ -11,7 +11,7 @@ and kept out of attention, they change no result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -79,13 +79,17 @@ def shard_batch(batch: TokenBatch, shard_plan: ShardPlan, rank: int, multiple_of
 class ShardedAttention:
     """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, zero for padding.
 
-    ``group`` holds the ranks of the plan; None where it is for one. All layers of a stage call the same object.
+    ``group`` holds the ranks of the plan; None where it is for one. The layers of a stage share ``resends``.
     """
 
     local_tokens: int
     shard_plan: ShardPlan
     group: dist.ProcessGroup | None
     resends: Resends = field(default_factory=Resends)
+
+    def of_one_stage(self) -> ShardedAttention:
+        """The same for the layers of another stage."""
+        return replace(self, resends=Resends())
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, kept: KeptAttention | None = None) -> Tensor:
         """Query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to output, shaped as the query.

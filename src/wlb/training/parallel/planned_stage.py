@@ -66,9 +66,14 @@ class PlannedStage(PipelineStage):
         self.has_backward = True
         self.clear_runtime_states()
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *rest: Any, **more: Any
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "attend" in kwargs:
+            kwargs = kwargs | {"attend": kwargs["attend"].of_one_stage()}
         with self._clock.measuring("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self._clock.measuring("backward", bwd_chunk_id):

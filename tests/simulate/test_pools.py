@@ -1,0 +1,84 @@
+"""Pools and their micro-batches, given or decided by simulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from wlb.documents.lengths import read_lengths
+from wlb.errors import UserError
+from wlb.planning.planner import StepPlanner
+from wlb.simulate import SimulatedJob, simulate, simulated_job
+from wlb.simulate.pools import with_decided_pools
+
+WINDOW = 32_768
+LENGTHS = read_lengths(f"synthetic:4000:{WINDOW}:0")
+
+
+def elastic(**settings: Any) -> SimulatedJob:
+    sizes = {"tp": 8, "dp": 4, "cp": 2, "micro_batches": 2}
+    return simulated_job("llama3-8b", WINDOW, "elastic", **(sizes | settings))
+
+
+def test_pools_that_are_given_are_taken():
+    job = with_decided_pools(elastic(pool=4, packing={"pool_micro_batches": 6}), LENGTHS)
+    assert (job.dp, job.cp, job.pool, job.micro_batches_per_rank) == (2, 4, 4, 6)
+    assert (job.packing.micro_batches, job.gpus) == (12, 64)
+    assert job.pools_decided
+    assert with_decided_pools(job, LENGTHS) is job
+
+
+def test_the_global_batch_stays_what_it_is():
+    undecided = elastic(micro_batches=3)
+    job = with_decided_pools(undecided, LENGTHS)
+    step = next(StepPlanner(job, LENGTHS).plans())
+    assert abs(step.tokens - 12 * WINDOW) < WINDOW
+    assert job.dp * job.cp == 8
+    assert job == with_decided_pools(undecided, LENGTHS)  # the same every time
+
+
+def test_the_fastest_of_all_choices_is_taken():
+    decided = simulate(elastic(), LENGTHS, 4)
+    others = [
+        simulate(elastic(pool=pool, packing={"pool_micro_batches": count}), LENGTHS, 4)
+        for pool, count in ((8, 1), (8, 4), (4, 2), (2, 2))
+    ]
+    assert all(decided.speed_at_equal_work(other) > 0.999 for other in others)
+
+
+def test_no_document_waits_and_steps_are_of_one_size():
+    at_once, waiting = (
+        simulate(elastic(pool=8, packing={"pool_micro_batches": 8, "max_delay": delay}), LENGTHS, 12)
+        for delay in (0, 4)
+    )
+    assert at_once.token_delay == 0 < waiting.token_delay
+    assert at_once.tokens_cv < 0.05
+    assert {"token_delay", "tokens_cv", "layout"} < set(at_once.to_json())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pool": 3, "packing": {"pool_micro_batches": 2}}, "pool = 3 does not divide dp x cp = 8"),
+        ({"pool": 8, "packing": {"pool_micro_batches": 3}, "pp": 4}, "pool_micro_batches = 3 cannot fill the pp = 4"),
+        (
+            {"pool": 8, "packing": {"pool_micro_batches": 4, "max_length_factor": 2.0}},
+            "max_length_factor = 2 leaves no room for a global batch of 8 context windows in 4 micro-batches; give at "
+            "least 3",
+        ),
+    ],
+)
+def test_pools_that_cannot_run_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        simulate(elastic(**settings), LENGTHS, 1)
+
+
+@pytest.mark.parametrize("global_batch", [1, 3, 8])
+@pytest.mark.parametrize("count", [1, 4, 12])
+def test_every_step_trains_its_global_batch_however_it_is_divided(global_batch, count):
+    job = elastic(dp=1, micro_batches=global_batch).with_pools(2, count)
+    plans = StepPlanner(job, LENGTHS[LENGTHS > WINDOW // 4]).plans()
+    tokens = np.cumsum([next(plans).tokens for _ in range(8)])
+    assert (np.abs(tokens - np.arange(1, 9) * global_batch * WINDOW) < WINDOW).all()
