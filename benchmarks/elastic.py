@@ -1,0 +1,178 @@
+"""Benchmark of elastic pools: simulated speed beside the other systems, what each ingredient adds, and planning time.
+
+    .venv/bin/python benchmarks/elastic.py [--sections meshes,ingredients,paper,planning] [--steps N] [--out FILE]
+
+All systems train the same documents (``synthetic:60000:WINDOW:0``) on the same GPUs with the same global batch. Speeds
+are at equal work, simulated; interleaved 1F1B of two stages a rank throughout. Planning and sharding times are CPU time
+of one thread: a whole step planned, and the micro-batches of one pool sharded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+from unittest import mock
+
+from rich.console import Console
+from rich.table import Table
+
+from parts.measurement import machine, versions
+from wlb.documents.lengths import read_lengths
+from wlb.errors import UserError
+from wlb.planning.planner import StepPlanner
+from wlb.sharding import make_shard_plan
+from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job
+from wlb.simulate.job import PAPER_JOBS, named_job
+from wlb.simulate.pools import with_decided_pools
+
+Row = dict[str, Any]
+INTERLEAVED: Row = {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
+MESHES = {131_072: (4, 2), 262_144: (4, 4), 524_288: (4, 8)}  # dp and cp by window; tp 8, pp 4
+SYSTEMS = ("plain-4d", "wlb-llm", "best", "elastic")
+WAITING = {"max_delay": 8, "lookahead": 0.5}  # elastic, where documents may wait
+IDLE = ("micro-batches", "dp ranks", "cp ranks", "cp exchange")
+
+console = Console(width=160)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sections asked for, print their tables and write them as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--sections", default="meshes,ingredients,paper,planning", help="which to run")
+    parser.add_argument("--steps", type=int, default=24, help="simulated steps of every system")
+    parser.add_argument("--turns", type=int, default=5, help="repetitions of what is timed")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    options = parser.parse_args(arguments)
+    sections: dict[str, Callable[[], list[Row]]] = {
+        "meshes": lambda: [row for window in MESHES for row in mesh(window, options.steps)],
+        "ingredients": lambda: ingredients(131_072, options.steps),
+        "paper": lambda: [paper_job(name, options.steps) for name in PAPER_JOBS],
+        "planning": lambda: planning(options.turns),
+    }
+    results: dict[str, Any] = {"machine": machine(), "versions": versions(), "steps": options.steps}
+    try:
+        for name in options.sections.split(","):
+            if name not in sections:
+                raise UserError(f"section {name!r} is unknown; choose from {', '.join(sections)}")
+            results[name] = sections[name]()
+            _print(name, results[name])
+    except UserError as error:
+        print(f"elastic benchmark: error: {error}", file=sys.stderr)
+        return 2
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def mesh_job(window: int, system: str, **settings: Any) -> SimulatedJob:
+    """Llama 3 8B on tp 8, pp 4 and the dp x cp of the window, 4 micro-batches a rank."""
+    dp, cp = MESHES[window]
+    sizes: Row = {"tp": 8, "pp": 4, "dp": dp, "cp": cp, "micro_batches": 4} | INTERLEAVED
+    return simulated_job("llama3-8b", window, system, **sizes, **settings)
+
+
+def mesh(window: int, steps: int) -> list[Row]:
+    """Every system on the mesh of ``window``."""
+    base = _simulated(mesh_job(window, "plain-4d"), steps)
+    return [
+        {"window": window, "system": system} | _row(_simulated(mesh_job(window, system), steps, base), base)
+        for system in SYSTEMS
+    ]
+
+
+def ingredients(window: int, steps: int) -> list[Row]:
+    """Elastic with one of its ingredients left out at a time."""
+    base = _simulated(mesh_job(window, "plain-4d"), steps)
+    whole = _simulated(mesh_job(window, "elastic"), steps, base)
+    pool, count = whole.job.cp, whole.job.micro_batches_per_rank
+    variants = {
+        "elastic": mesh_job(window, "elastic"),
+        "hybrid sharding": mesh_job(
+            window, "elastic", sharding="hybrid", pool=pool, packing={"pool_micro_batches": count}
+        ),
+        "half the pool": mesh_job(window, "elastic", pool=pool // 2),
+        "as few micro-batches as best": mesh_job(window, "elastic", packing={"pool_micro_batches": 4}),
+    }
+    rows = [{"variant": name} | _row(_simulated(job, steps, base), base) for name, job in variants.items()]
+    with mock.patch("wlb.sharding.plan.MOST_PARTS", 1):
+        rows.append({"variant": "keys and values in one part"} | _row(_simulated(whole.job, steps, base), base))
+    return rows
+
+
+def paper_job(name: str, steps: int) -> Row:
+    """Speeds of every system in the layout of one of the paper's jobs; elastic also where documents may wait."""
+    base = _simulated(named_job(name, "plain-4d", **INTERLEAVED), steps)
+    speeds = {
+        system: _simulated(named_job(name, system, **INTERLEAVED), steps, base).speed_at_equal_work(base)
+        for system in SYSTEMS[1:]
+    }
+    waiting = _simulated(named_job(name, "elastic", packing=WAITING, **INTERLEAVED), steps, base)
+    speeds["elastic, waiting"] = waiting.speed_at_equal_work(base)
+    return {"job": name} | speeds | {"its delay": waiting.token_delay}
+
+
+def planning(turns: int) -> list[Row]:
+    """Milliseconds of a step on 256 and on 8,192 GPUs."""
+    jobs = {"256 GPUs": mesh_job(131_072, "elastic"), "8,192 GPUs": named_job("405b-128k", "elastic", **INTERLEAVED)}
+    rows = []
+    for name, undecided in jobs.items():
+        lengths = read_lengths(f"synthetic:60000:{undecided.context_window}:0")
+        job = with_decided_pools(undecided, lengths)
+        plans = StepPlanner(job, lengths).plans()
+        planned, sharded = [], []
+        for _ in range(turns):
+            began = time.process_time()
+            (plan,) = islice(plans, 1)
+            planned.append(time.process_time() - began)
+            began = time.process_time()
+            for micro_batch in plan.ranks[0]:
+                make_shard_plan(micro_batch.lengths, job.cp, "elastic", workload=job.sharding_workload)
+            sharded.append(time.process_time() - began)
+        rows.append(
+            {"job": name, "planning ms": 1e3 * median(planned), "sharding ms": 1e3 * median(sharded)} | job.layout
+        )
+    return rows
+
+
+def _simulated(job: SimulatedJob, steps: int, base: SimulationResult | None = None) -> SimulationResult:
+    lengths = read_lengths(f"synthetic:60000:{job.context_window}:0")
+    run = partial(simulate, job, lengths, steps)
+    return run() if base is None else run(work_prices=base.job.work_prices)
+
+
+def _row(result: SimulationResult, base: SimulationResult) -> Row:
+    idle = sum(result.where[cause] for cause in IDLE) / result.mean_step_seconds
+    return {
+        "speed": result.speed_at_equal_work(base),
+        "waiting and exchange": idle,
+        "bubbles": result.where["bubbles"] / result.mean_step_seconds,
+        "token delay": result.token_delay,
+        "tokens CV": result.tokens_cv,
+        "pool": result.job.cp,
+        "micro-batches": result.job.micro_batches_per_rank,
+    }
+
+
+def _print(name: str, rows: list[Row]) -> None:
+    table = Table(title=name)
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    if name == "paper":
+        means = [f"{mean(row[column] for row in rows):.3f}" for column in rows[0] if column != "job"]
+        table.add_row("mean", *means)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
