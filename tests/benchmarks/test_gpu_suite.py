@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from wlb.sharding import STRATEGIES
 from wlb.workload.profile import read_profile
 
 torch = pytest.importorskip("torch")
@@ -68,7 +69,7 @@ def test_profile_is_read_from_the_results(smoke, results):
 
 def test_imbalance_is_that_of_the_ranks(results):
     rows = {(row["cp"], row["strategy"]): row for row in results["sections"]["sharding"]["rows"]}
-    assert set(rows) == {(cp, s) for cp in (2, 4) for s in ("per_sequence", "per_document", "adaptive", "hybrid")}
+    assert set(rows) == {(cp, strategy) for cp in (2, 4) for strategy in STRATEGIES}
     for (cp, _), row in rows.items():
         seconds, base = (np.array(r["measured_seconds"]) for r in (row, rows[cp, "per_sequence"]))
         assert seconds.shape == (2, cp)
