@@ -12,7 +12,7 @@ import torch
 from wlb.workload.profile import read_profile
 
 
-def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
     )
@@ -20,7 +20,7 @@ def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_profile_writes_what_compare_reads(tmp_path: Path):
     out, picture = tmp_path / "profile.json", tmp_path / "profile.png"
-    result = wlb("profile", "--quick", "--max-length", "256", "--out", out, "--plot", picture, "--json")
+    result = started("profile", "--quick", "--max-length", "256", "--out", out, "--plot", picture, "--json")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     report = json.loads(result.stdout)
@@ -33,13 +33,15 @@ def test_profile_writes_what_compare_reads(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == ["profile.json", "profile.png"]
 
     size = ["--context-window", "256", "--micro-batches", "4"]
-    compared = wlb("compare", "synthetic:500:256:0", *size, "--profile", out, "--methods", "variable_length", "--json")
+    compared = started(
+        "compare", "synthetic:500:256:0", *size, "--profile", out, "--methods", "variable_length", "--json"
+    )
     assert compared.returncode == 0, compared.stderr
     assert json.loads(compared.stdout)["workload"] == {"profile": "profile.json"}
 
 
 def test_the_table_names_the_clock_and_the_crossover(tmp_path: Path):
-    result = wlb("profile", "--quick", "--max-length", "256", "--tp", "2", "--out", tmp_path / "profile.json")
+    result = started("profile", "--quick", "--max-length", "256", "--tp", "2", "--out", tmp_path / "profile.json")
     assert result.returncode == 0, result.stderr
     for text in ("process CPU time", "micro-batches", "attention costs as much as everything else"):
         assert text in " ".join(result.stdout.split())
@@ -64,9 +66,8 @@ def test_the_table_names_the_clock_and_the_crossover(tmp_path: Path):
         ),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], message: str):
-    result = wlb("profile", *arguments)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_a_mistake_is_one_line(arguments: list[str], message: str, wlb):
+    status, out, err = wlb("profile", *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

@@ -168,7 +168,8 @@ def test_the_steps_cover_the_hard_cases(steps: list[Step]) -> None:
     assert {step.strategy for step in steps} == {"per_sequence", "per_document", "adaptive", "hybrid"}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+# Eight processes repeat, in layouts of three groups, what four prove of every two of them.
+@pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_loss_and_gradients_equal_one_document_at_a_time(
     world_size: int, steps: list[Step], documents: RandomDocuments, request: pytest.FixtureRequest
 ) -> None:

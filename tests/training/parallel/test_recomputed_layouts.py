@@ -101,6 +101,7 @@ def _compiled(layouts: list[ParallelConfig]) -> list[tuple[float, int]]:
     return results
 
 
+@pytest.mark.exhaustive  # test_parallelize compiles and compares in one process; layouts repeat it
 def test_compiled_blocks_agree_and_are_compiled_once():
     for results in run_ranks(2, _compiled, COMPILED_LAYOUTS):
         for parallel, (difference, graphs) in zip(COMPILED_LAYOUTS, results, strict=True):
