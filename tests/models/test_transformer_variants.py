@@ -103,7 +103,7 @@ def _in_layout(config: TransformerConfig, parallel: ParallelConfig) -> tuple[lis
     return found, {name: w.full_tensor().detach() for name, w in weights.items() if isinstance(w, DTensor)}
 
 
-# Four processes run every variant's layers; two of them, and those without the tied matrix, repeat that.
+# Every layout once, and both kinds of head; the other two repeat them crosswise.
 @pytest.mark.parametrize(
     ("world_size", "config"),
     [
