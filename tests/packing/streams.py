@@ -163,7 +163,7 @@ def check_plans(plans, method, options, documents):
     if method in ("variable_length", "makespan"):
         limit = int(options["max_length_factor"] * limit)
     if method == "elastic":
-        mean = (options["global_batch"] or options["micro_batches"]) / options["micro_batches"]
+        mean = (options.get("global_batch") or options["micro_batches"]) / options["micro_batches"]
         limit = math.ceil(max(2 * mean, mean + 1) * limit)
     for number, plan in enumerate(plans):
         assert plan.step == number

@@ -165,7 +165,7 @@ def test_the_steps_cover_the_hard_cases(steps: list[Step]) -> None:
     assert max(micro_batch.tokens for micro_batch in micro_batches) > CONTEXT_WINDOW
     assert any(micro_batch.tokens % 2 for micro_batch in micro_batches)
     assert all(len(step.plan.micro_batches) == MICRO_BATCHES for step in steps)
-    assert {step.strategy for step in steps} == {"per_sequence", "per_document", "adaptive", "hybrid"}
+    assert {step.strategy for step in steps} == {"per_sequence", "per_document", "adaptive", "hybrid", "elastic"}
 
 
 # Eight processes repeat, in layouts of three groups, what four prove of every two of them.

@@ -60,10 +60,10 @@ class ElasticPacker(MakespanPacker):
     options_class = ElasticOptions
 
     def __init__(self, task: PackingTask, options: ElasticOptions) -> None:
-        self._global_batch = options.global_batch or task.micro_batches
+        self._global_batch = options.global_batch
         super().__init__(task, options)
         self._least_documents = 0  # a micro-batch may be empty, rather than train what is not due
 
     @property
     def global_batch_tokens(self) -> int:
-        return self._global_batch * self.context_window
+        return (self._global_batch or self.micro_batches) * self.context_window
