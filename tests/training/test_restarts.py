@@ -121,12 +121,12 @@ def test_a_job_that_is_suspended_starts_again_and_ends_where_it_gets_nowhere(tmp
     assert job.returncode == 124
     first, last = said(err)
     assert re.fullmatch(
-        r"wlb: no progress for 3 s \(training.timeout_seconds\): rank 0 waited in \w+ \(.*\), step \d+: "
+        r"wlb: no progress for 6 s \(training.timeout_seconds\): rank 0 waited in \w+ \(.*\), step \d+: "
         r"Timed out waiting \d+ms for \w+ operation to complete; ranks were suspended, or cannot reach each other; "
         r"restarting from the first step, as there is no checkpoint yet, restarts left: 0",
         first,
     )
-    assert last.startswith("wlb: error: no progress for 3 s (training.timeout_seconds): rank 1 does not answer")
+    assert last.startswith("wlb: error: no progress for 6 s (training.timeout_seconds): rank 1 does not answer")
     assert last.endswith("there was no newer checkpoint since the last restart, and no restart is left")
     assert not any(is_running(rank) for rank in ranks)
 
