@@ -65,6 +65,10 @@ def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
         assert part in problem
     assert 'set training.activation_checkpointing = "full"' in problem
     assert too_large(replace(job, activation_checkpointing="full"), limit) is None
+    pools = spec(packing={"method": "elastic"}, parallel={"tp": 8, "pp": 4, "cp": 2}).with_pools(2, 4)
+    assert "raise packing.pool_micro_batches, lower data.context_window" in str(
+        too_large(pools, MemoryLimit(1e9, "it"))
+    )
     with pytest.raises(UserError, match="tp = 3 does not divide"):
         replace(job, tp=3)
 

@@ -57,17 +57,19 @@ def _make_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayou
     own = plan.pieces[rank]
     _check_order(own, rank)
     parts = range(plan.exchange_parts) if plan.kv_traffic.any() else range(0)
+    owner, attends = owners(plan.pieces), receivers(plan.pieces)
     return ShardLayout(
         own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
-        parts=tuple([_make_part(plan, rank, part, len(parts), device) for part in parts]),
+        parts=tuple([_make_part(plan, rank, owner, attends, part, len(parts), device) for part in parts]),
         keeps_received=plan.keeps_received,
     )
 
 
-def _make_part(plan: ShardPlan, rank: int, part: int, parts: int, device: torch.device) -> ExchangePart:
-    """The ``part``-th of ``parts`` equal parts of every piece that travels."""
+def _make_part(
+    plan: ShardPlan, rank: int, owner: Indices, attends: NDArray[np.bool_], part: int, parts: int, device: torch.device
+) -> ExchangePart:
+    """The ``part``-th of ``parts`` equal parts of every piece that travels, from its owner to who ``attends`` it."""
     own, table = plan.pieces[rank], np.concatenate(plan.pieces)
-    owner, attends = owners(plan.pieces), receivers(plan.pieces)
     segment, start, stop = table.T
     begin = start + (stop - start) * part // parts
     lengths = start + (stop - start) * (part + 1) // parts - begin

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from wlb.memory.step import MemoryEstimate, gib, largest_length_factor, predict_even_step, predict_memory
+from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions
 from wlb.planning.job import JobSpec
 
@@ -70,9 +71,10 @@ def too_large(job: JobSpec, limit: MemoryLimit, *, resumes: bool = False) -> str
         smaller = gib(predicted_memory(recomputing).total)
         remedies.append(f'set training.activation_checkpointing = "full" ({smaller} GiB)')
     on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""
-    remedies.append(
-        f"lower packing.max_length_factor or data.context_window{on_purpose}, raise parallel.cp, tp, pp or dp"
-    )
+    shorter = "lower packing.max_length_factor or"
+    if isinstance(job.packing.options, ElasticOptions):  # whose L_max is what its documents need
+        shorter = "raise packing.pool_micro_batches, lower"
+    remedies.append(f"{shorter} data.context_window{on_purpose}, raise parallel.cp, tp, pp or dp")
     return (
         f"with micro-batches of {job.longest_micro_batch} tokens a process needs up to {estimate}, over the "
         f"{gib(limit.number_of_bytes)} GiB of {limit.origin}; {', or '.join(remedies)}"

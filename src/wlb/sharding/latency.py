@@ -73,7 +73,7 @@ def backward_seconds(
 
 
 def attending_seconds(ranks: RankSeconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
-    """Attention of ranks with what they wait: until the first part arrives or the last, or not at all."""
+    """Attention of ranks, and what they wait for the first or the last part, whichever holds them up longer."""
     count = np.maximum(parts, 1)[..., None]  # a micro-batch without documents has none
     first = exchange / count + ranks.received
     last = exchange + ranks.received / count

@@ -27,7 +27,8 @@ from wlb.workload.base import DocumentPrices
 
 J = TypeVar("J", bound=JobSpec)
 
-_STEPS = 4  # that are simulated for a choice
+_STEPS = 4  # that are simulated for a choice, fewer where they are of many micro-batches
+_MICRO_BATCHES = 48
 _FILLINGS = (1, 1.5, 2, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 
@@ -56,7 +57,7 @@ def with_decided_pools(job: J, lengths: NDArray[np.int64]) -> J:
     for pool in _sizes(job):
         best = min((_priced(choice, lengths, job.workload) for choice in _choices(simulated, pool)), default=None)
         if fastest is not None and (best is None or best >= fastest):
-            break  # smaller pools still are no faster
+            break  # nor would smaller ones be faster
         fastest = best or fastest
     if fastest is None:
         raise UserError(
@@ -92,7 +93,8 @@ def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
 
 
 def _priced(job: SimulatedJob, lengths: NDArray[np.int64], prices: DocumentPrices) -> _Pools:
-    plans = [*islice(StepPlanner(job, lengths).plans(), _STEPS)]
+    steps = min(_STEPS, max(1, _MICRO_BATCHES // job.packing.micro_batches))
+    plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
     table = np.concatenate([plan.table for plan in plans])
     work = float(prices.document_seconds(table[:, 2]).sum())
     seconds = float(simulate_steps(plans, JobCosts(job)).seconds.sum())
