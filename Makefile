@@ -16,9 +16,9 @@ setup: $(VENV)/.installed
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# Also the tests marked `exhaustive`, which repeat on more cases what others prove.
+# Also the tests marked `exhaustive`, which repeat on more cases what others prove, and more random examples.
 test-all: lint
-	$(BIN)/pytest -n 2 --dist worksteal -m ""
+	$(BIN)/pytest -n 2 --dist worksteal -m "" --hypothesis-profile exhaustive
 
 # All tests, and at the end which took longest: calls, setups and teardowns, each for itself.
 slowest: setup

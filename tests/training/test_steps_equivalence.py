@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "elastic": {"dp": 2, "cp": 2, "pp": 2},  # whose ranks make one pool
 }
 # Every preset runs through the same trainer, and each of these parts of it in the others too.
-EXHAUSTIVE = ("plain-4d", "fixed-4d")
+EXHAUSTIVE = ("plain-4d", "fixed-4d", "wlb-llm")
 
 
 @pytest.fixture(scope="module")
