@@ -72,8 +72,10 @@ def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
 
 
 def _all_tokens(inputs: int) -> PrepareModuleInput:
-    """Gather the tokens of the first input for all projections of the module at once."""
+    """Gather the tokens of the first input for all projections of the module at once.
+
+    What is gathered stays a DTensor, so that backward adds the projections' gradients, each a part of the sum over
+    ranks, and reduces and scatters them once. As a plain tensor each projection would reduce its own over all ranks.
+    """
     others = (None,) * (inputs - 1)
-    return PrepareModuleInput(
-        input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others), use_local_output=True
-    )
+    return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))
