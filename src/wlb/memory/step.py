@@ -52,10 +52,15 @@ def predict_memory(settings: MemorySettings, tokens: Sequence[int]) -> MemoryEst
     if len(tokens) != settings.micro_batches:
         raise ValueError(f"{len(tokens)} token counts were given for {settings.micro_batches} micro-batches")
     rows = [_largest_share(settings, count) for count in tokens]
+    estimates = [predict_rank_memory(settings, rows, rank) for rank in range(settings.parallel.pp)]
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def predict_rank_memory(settings: MemorySettings, rows: Sequence[int], pipeline_rank: int) -> MemoryEstimate:
+    """The peak of a rank that holds ``rows`` tokens of each micro-batch, shared by its tensor-parallel group."""
     parallel = settings.parallel
     operations = rank_operations(parallel.schedule, parallel.pp, settings.micro_batches, parallel.virtual_pp)
-    estimates = [_Walk(settings, rank, rows).over(of_rank) for rank, of_rank in enumerate(operations)]
-    return max(estimates, key=lambda estimate: estimate.total)
+    return _Walk(settings, pipeline_rank, rows).over(operations[pipeline_rank])
 
 
 def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:

@@ -1,10 +1,11 @@
-"""How a trainer comes up, in phases: its model, the state to continue from, its data, and whom it tells of it.
+"""How a trainer comes up, in phases: its place, its model, the state to continue from, its data, and whom it tells of it.
 
 Every rank goes through each phase, as each talks to the other ranks. A phase takes what those before it have returned.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,25 +25,34 @@ from wlb.training.observe.monitor import Monitor, rank_names
 from wlb.training.observe.reporter import Reporter
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh, seed_this_rank
-from wlb.training.parallel.parallelize import Execution, build_stage_modules
+from wlb.training.parallel.parallelize import Allocating, Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.runtime.environment import compute_dtype, hardware_name, trained_model
 
 
 @dataclass(frozen=True)
-class RankModel:
-    """What a rank holds of the model ``config`` of ``job``, and where.
+class RankPlace:
+    """A rank's place among those that train the model ``config`` in ``job``, and how it computes.
 
-    Weights have their initial values, unless they are yet to come from ``checkpoint`` or from a pretrained model.
+    The ranks continue from ``checkpoint``, or begin anew.
     """
 
     job: JobSpec
     config: TransformerConfig
     mesh: JobMesh
     execution: Execution
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True)
+class RankModel(RankPlace):
+    """What a rank holds of the model.
+
+    Weights have their initial values, unless they are yet to come from ``checkpoint`` or from a pretrained model.
+    """
+
     stages: list[Transformer]
     optimizers: list[torch.optim.AdamW]
-    checkpoint: Path | None
 
 
 @dataclass(frozen=True)
@@ -53,27 +63,40 @@ class RankData:
     share: RankShare
 
 
-def build_model(config: JobConfig, store: TokenStore, device: torch.device) -> RankModel:
-    """Arrange the ranks, agree where the job starts from, and build this rank's stages and their optimizers."""
+def take_place(
+    config: JobConfig,
+    store: TokenStore,
+    device: torch.device,
+    hardware: str | None = None,
+    allocating: Allocating = nullcontext,
+) -> RankPlace:
+    """Arrange the ranks, and agree on where the job starts from.
+
+    ``hardware`` is a preset's name in place of that of ``device``; ``allocating`` as in ``Execution``.
+    """
     model = trained_model(config, store)
-    job = JobSpec.from_config(config, hardware_name(device), model=model)
-    execution = Execution(device, compute_dtype(config.training, device))
+    job = JobSpec.from_config(config, hardware or hardware_name(device), model=model)
+    execution = Execution(device, compute_dtype(config.training, torch.device(job.hardware.device_type)), allocating)
     mesh = build_mesh(config.parallel, device.type)
     seed_this_rank(config.training.seed, mesh)
-    checkpoint = agreed_checkpoint(config.checkpoint)
+    return RankPlace(job, model, mesh, execution, agreed_checkpoint(config.checkpoint))
+
+
+def build_model(config: JobConfig, place: RankPlace) -> RankModel:
+    """Build this rank's stages and their optimizers."""
     training = config.training
-    initialise = checkpoint is None and config.model.pretrained is None
+    initialise = place.checkpoint is None and config.model.pretrained is None
     stages = build_stage_modules(
-        model,
+        place.config,
         config.parallel,
-        mesh,
-        execution,
+        place.mesh,
+        place.execution,
         seed=training.seed if initialise else None,
         activation_checkpointing=training.activation_checkpointing,
         compiled=training.compile,
     )
     optimizers = [build_optimizer(stage, training) for stage in stages]
-    return RankModel(job, model, mesh, execution, stages, optimizers, checkpoint)
+    return RankModel(**vars(place), stages=stages, optimizers=optimizers)
 
 
 def build_pipeline(config: JobConfig, model: RankModel) -> tuple[PipelineRunner, Monitor]:

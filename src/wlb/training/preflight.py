@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from wlb.config import JobConfig, ParallelConfig
+from wlb.config import JobConfig
 from wlb.documents.order import summarise_epoch
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
 from wlb.models.pretrained import check_weights
 from wlb.planning.job import JobSpec
+from wlb.planning.model import TransformerConfig
 from wlb.simulate.pools import with_decided_pools
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import newest_checkpoint
@@ -23,6 +27,8 @@ from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.memory_budget import within_memory
 from wlb.training.parallel.parallelize import check_layout
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
+
+Check = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -38,35 +44,56 @@ def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
     device = torch.device(device_type(config.training, local_processes))
     store = TokenStore.open(config.data.store)
     model = trained_model(config, store)
-    check_layout(model.shape, config.parallel)
-    if config.packing.method == "fixed_solver":
-        require("scipy.optimize", "solver")
-    summarise_epoch(store.lengths, config.data)
-    check_evaluation(config, store, model.shape.vocab_size)
-    if config.metrics.tensorboard:
-        require("tensorboard", "train")
-    _check_writable("metrics.dir", config.metrics.dir)
-    if config.checkpoint.dir is not None:
-        _check_writable("checkpoint.dir", config.checkpoint.dir)
-    newest = newest_checkpoint(config.checkpoint)
-    saved = None
-    if newest is not None:
-        manifest = read_manifest(newest)
-        check_model(newest, manifest.model, model)
-        saved = manifest.progress.loader
+    for check in (*settings_checks(config, store, model), *directory_checks(config, _check_writable)):
+        check()
+    saved = saved_loader_state(config, model)
     job = with_decided_pools(JobSpec.from_config(config, hardware_name(device), model=model), store.lengths)
-    config = config.model_copy(update={"parallel": _arranged_as(config.parallel, job)})
+    config = arranged_as(config, job)
     config = within_memory(config, job, local_processes, saved["identity"] if saved else None)
-    if newest is None and config.model.pretrained is not None:
-        check_weights(config.model.pretrained, model)
     if saved is not None:
         check_identity(saved, data_identity(store, config), allow_changes=config.checkpoint.allow_changed_data)
     return CheckedJob(config, store)
 
 
-def _arranged_as(parallel: ParallelConfig, job: JobSpec) -> ParallelConfig:
-    """``parallel`` with the pools of ``job`` for context-parallel groups, where it has pools."""
-    return parallel.model_copy(update={"dp": job.dp, "cp": job.cp, "pool": job.pool})
+def settings_checks(config: JobConfig, store: TokenStore, model: TransformerConfig) -> list[Check]:
+    """What can be said of settings and data before anything is decided; each raises ``UserError``."""
+    checks: list[Check] = [
+        lambda: check_layout(model.shape, config.parallel),
+        lambda: summarise_epoch(store.lengths, config.data),
+        lambda: check_evaluation(config, store, model.shape.vocab_size),
+    ]
+    if config.packing.method == "fixed_solver":
+        checks.append(lambda: require("scipy.optimize", "solver"))
+    if config.metrics.tensorboard:
+        checks.append(lambda: require("tensorboard", "train"))
+    return checks
+
+
+def directory_checks(config: JobConfig, check_writable: Callable[[str, Path], object]) -> list[Check]:
+    """``check_writable`` of everything that the job writes to, by the name of its setting."""
+    written = {"metrics.dir": config.metrics.dir, "checkpoint.dir": config.checkpoint.dir}
+    return [partial(check_writable, name, directory) for name, directory in written.items() if directory is not None]
+
+
+def saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str, Any] | None:
+    """The loader's state in the checkpoint that the job continues from, None for a new job.
+
+    Raises ``UserError`` for a checkpoint of another model, and for pretrained weights that do not fit.
+    """
+    newest = newest_checkpoint(config.checkpoint)
+    if newest is None:
+        if config.model.pretrained is not None:
+            check_weights(config.model.pretrained, model)
+        return None
+    manifest = read_manifest(newest)
+    check_model(newest, manifest.model, model)
+    return manifest.progress.loader
+
+
+def arranged_as(config: JobConfig, job: JobSpec) -> JobConfig:
+    """``config`` with the pools of ``job`` for context-parallel groups, where it has pools."""
+    parallel = config.parallel.model_copy(update={"dp": job.dp, "cp": job.cp, "pool": job.pool})
+    return config.model_copy(update={"parallel": parallel})
 
 
 def _check_writable(name: str, directory: Path) -> None:

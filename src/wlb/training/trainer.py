@@ -25,16 +25,23 @@ from wlb.training.checkpoint.checkpointer import Progress
 from wlb.training.data.loader import LoadedStep
 from wlb.training.memory_budget import with_agreed_factor
 from wlb.training.non_finite import NonFiniteSteps
-from wlb.training.observe.reporter import Outcome
-from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
-from wlb.training.phases import build_data, build_evaluator, build_model, build_pipeline, build_reporter, restore
+from wlb.training.phases import (
+    build_data,
+    build_evaluator,
+    build_model,
+    build_pipeline,
+    build_reporter,
+    restore,
+    take_place,
+)
 from wlb.training.preflight import check_job
-from wlb.training.runtime.collectives import gathered_rows, on_every_rank
+from wlb.training.runtime.collectives import on_every_rank
 from wlb.training.runtime.directory_lock import check_shared, directories_of
 from wlb.training.runtime.environment import joined_job
-from wlb.training.runtime.failures import Terminated, TrainingError
+from wlb.training.runtime.failures import Terminated
 from wlb.training.runtime.termination import Termination
 from wlb.training.runtime.watchdog import Pulse, time_outs_are_hangs, watched
+from wlb.training.step import any_asked_to_end, train_step
 
 
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
@@ -71,7 +78,7 @@ class Trainer:
         self.pulse = pulse or Pulse()
         store = store if store is not None else TokenStore.open(config.data.store)
 
-        self.model = build_model(config, store, device)
+        self.model = build_model(config, take_place(config, store, device))
         self.runner, self.monitor = build_pipeline(config, self.model)
         self.checkpointer, progress = restore(config, self.model)
         self.step = progress.step if progress else 0
@@ -129,38 +136,17 @@ class Trainer:
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()
-        rate = learning_rate(self.step, self.config.training)
-        set_learning_rate(self.model.optimizers, rate)
-        for optimizer in self.model.optimizers:
-            optimizer.zero_grad()
-        share = self.runner.run_step(loaded.batches, loaded.loss_tokens)
-        rows = self.monitor.exchange(loaded, share)
-        loss = float(rows["loss_share"].sum())
-        with region("gradient norm"):
-            grad_norm = clip_gradients(self.model.stages, self.config.training.gradient_clip)
-        skipped = self.non_finite.check(self.step, loss, grad_norm, loaded.plan, self.runner.losses)
-        if not skipped:
-            with region("optimizer"):
-                for optimizer in self.model.optimizers:
-                    optimizer.step()
+        outcome, rows = train_step(
+            self.step, loaded, self.config.training, self.model, self.runner, self.monitor, self.non_finite
+        )
         if self.reporter:
             seconds = loaded.wait_seconds + time.perf_counter() - started
-            self.reporter.record(self.step, loaded, Outcome(loss, grad_norm, rate, seconds, skipped), rows)
+            self.reporter.record(self.step, loaded, outcome._replace(seconds=seconds), rows)
 
     def _terminated(self, loaded: LoadedStep) -> bool:
         """Whether any rank was asked to end; raises ``TrainingError`` unless all ranks are about to train the same."""
-        row = (loaded.fingerprint, loaded.shard_fingerprint, self.termination.requested)
-        with region("plan agreement"):
-            rows = gathered_rows(row, torch.int64, self.model.execution.device)
-        same_plan = bool((rows[:, 0] == rows[0, 0]).all())
-        by_dp = rows[self.model.mesh.work.mesh.movedim(1, 0).flatten(1), 1]  # (dp, the other ranks)
-        same_shards = bool((by_dp == by_dp[:, :1]).all())
-        if not (same_plan and same_shards):
-            raise TrainingError(
-                f"step {self.step + 1}: ranks planned different {'shards' if same_plan else 'steps'}; the token store, "
-                "the configuration and the version of wlb-llm must be the same on all machines"
-            )
-        return bool(rows[:, 2].any())
+        requested = self.termination.requested
+        return any_asked_to_end(self.step + 1, loaded, self.model.mesh, self.model.execution.device, requested)
 
     def _evaluate(self, *, last: bool = False) -> bool:
         """Evaluate where that is due; whether it was broken off, as a rank was asked to end."""

@@ -30,12 +30,15 @@ _NO_DROPOUT, _NO_RANDOM_STATE = 0.0, 2  # the operator wants a state of two numb
 
 def unsupported(query: Tensor) -> str | None:
     """Why this back end cannot attend with ``query``; ``None`` if it can."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    if torch.version.hip:
-        return "PyTorch for ROCm arranges the log-sum-exp differently"
     if not query.is_cuda:
         return f"the tensors are on {query.device.type}, not on a CUDA device"
+    if torch.version.hip:
+        return "PyTorch for ROCm arranges the log-sum-exp differently"
+    return unsupported_by_kernel(query)
+
+
+def unsupported_by_kernel(query: Tensor) -> str | None:
+    """The same for a query that is on a CUDA device."""
     if query.dtype not in _TYPES:
         return f"{query.dtype} is none of {', '.join(str(dtype) for dtype in _TYPES)}"
     if query.shape[-1] > _LARGEST_HEAD_DIM or query.shape[-1] % 8:

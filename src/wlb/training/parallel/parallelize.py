@@ -8,6 +8,7 @@ gives it memory and weights. Parameters keep the names that they have in the pla
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Literal, cast
@@ -28,15 +29,20 @@ from wlb.training.parallel.tensor_parallel import apply_tensor_parallel
 from wlb.workload.shapes import ModelShape, check_divisible
 
 Strategy = Literal["none", "selective", "full"]
+Allocating = Callable[[], AbstractContextManager[Any]]
 _BlockForward = Callable[..., Tensor]  # of (x_TD, rotation, attend)
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Where forward and backward passes run, and in which type."""
+    """Where forward and backward passes run, and in which type.
+
+    Weights get their memory inside ``allocating``: in a dry run it is a mode in which they take none.
+    """
 
     device: torch.device
     dtype: torch.dtype
+    allocating: Allocating = nullcontext
 
 
 def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
@@ -71,9 +77,10 @@ def build_stage_modules(
             compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
         shard_weights(module, mesh.weights["dp_cp"], execution.dtype, reshard_after_forward=parallel.pp == 1)
-        module.to_empty(device=execution.device)
-        if seed is not None:
-            initialise_weights(module, layers=config.shape.layers, seed=seed)
+        with execution.allocating():
+            module.to_empty(device=execution.device)
+            if seed is not None:
+                initialise_weights(module, layers=config.shape.layers, seed=seed)
         modules.append(module)
     return modules
 
