@@ -6,8 +6,13 @@ from pathlib import Path
 
 import typer
 
+from wlb.cli import options
+
+_DRY_RUN_ONLY = ("rank", "device", "hardware")
+
 
 def train(
+    context: typer.Context,
     config: Path = typer.Argument(..., help="Configuration of the job (TOML)."),
     overrides: list[str] = typer.Option(
         [], "--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."
@@ -16,11 +21,27 @@ def train(
         False, "--profile", help="Write a torch profiler trace of a few steps of every rank into METRICS_DIR/trace."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print a summary as JSON on stdout at the end."),
+    try_only: bool = typer.Option(
+        False,
+        "--dry-run",
+        help="Train nothing: run one step of a rank of a job of any size on this CPU, without its other ranks, and say "
+        "what it holds and sends, and what would stop the job at its start.",
+    ),
+    rank: str = typer.Option("0", "--rank", metavar="RANK|all", help="Of --dry-run: a rank, or one of every kind."),
+    device: str | None = typer.Option(
+        None, "--device", metavar="cpu|cuda", help="Of --dry-run: where the job would run; default: as configured."
+    ),
+    hardware: options.Hardware = "h100",
 ) -> int:
     """Train a model on this machine, with one process per rank of \\[parallel].
 
     On several machines run the same configuration with torchrun -m wlb.training CONFIG.
     """
+    if try_only:
+        from wlb.cli.dry_run import dry_run
+
+        return dry_run(config, overrides, rank, device, hardware, as_json)
+    options.refuse_unused(context, _DRY_RUN_ONLY, "has no effect without --dry-run")
     from wlb.training.launcher import launch
 
     if profile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from wlb.config import ParallelConfig
 from wlb.workload.shapes import ModelShape
@@ -49,7 +49,8 @@ class Unit:
     """Something a stage runs: its weights (elements on this tensor-parallel rank) and its bytes for some rows.
 
     ``forward`` and ``backward`` are what it needs at most beyond what is held when they begin, ``held`` what forward
-    leaves for backward, of which ``scores`` are in the vocabulary's width. ``root`` units are gathered with the stage.
+    leaves for backward, of which ``scores`` are in the vocabulary's width and ``received`` are keys and values of other
+    ranks. ``root`` units are gathered with the stage.
     """
 
     weights: int
@@ -57,19 +58,29 @@ class Unit:
     forward: int
     backward: int
     scores: int = 0
+    received: int = 0
     root: bool = False
+
+
+class Exchange(NamedTuple):
+    """Tokens of other ranks whose keys and values a rank keeps for the backward, and the most that it sends or gets."""
+
+    kept: int
+    moved: int
 
 
 class LayerMemory:
     """Bytes of each kind of layer on one tensor-parallel rank, for a micro-batch of some rows.
 
-    Rows are shared by tensor-parallel ranks in norms and in the residual stream, and whole between.
+    Rows are shared by tensor-parallel ranks in norms and in the residual stream, and whole between. Without an
+    ``exchange`` it is the largest that a plan may ask for.
     """
 
-    def __init__(self, settings: MemorySettings, rows: int) -> None:
+    def __init__(self, settings: MemorySettings, rows: int, exchange: Exchange | None = None) -> None:
         shape, parallel = settings.shape, settings.parallel
         self.settings = settings
         self.rows = rows
+        self.exchange = exchange or _largest_exchange(settings, rows)
         self.compute, self.master = settings.compute_bytes, settings.master_bytes
         tp = parallel.tp
         self.query = shape.heads * shape.head_dim // tp
@@ -108,30 +119,28 @@ class LayerMemory:
         )
         if settings.activation_checkpointing == "none":
             forward = max(everything + 3 * self.stream + self.partial_sums, attending)
-            return Unit(weights, everything, forward, backward)
+            return Unit(weights, everything, forward, backward, received=self._kept_received())
         selective = settings.activation_checkpointing == "selective"
         held = self.stream + (kept_attention if selective else 0)
         feeding_forward = self.stream + self.partial_sums + self.gathered + 3 * wide
         again = everything + backward if selective else max(everything + backward, attending)
-        return Unit(weights, held, held + max(feeding_forward, attending - self.norm), again - held)
+        received = self._kept_received() if selective else 0
+        return Unit(weights, held, held + max(feeding_forward, attending - self.norm), again - held, received=received)
 
     def _kept_received(self) -> int:
-        """Keys and values of other ranks that are kept for the backward: at most those of an even share of tokens."""
-        if self.settings.parallel.cp == 1:
-            return 0
-        return math.ceil(self.rows / self.settings.uneven_shards) * self.key_value * self.compute
+        return self.exchange.kept * self.key_value * self.compute
 
     def _attention_work(self) -> tuple[int, int]:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
 
         A run's result lies beside its place for a moment. Under context parallelism a rank sends, receives and lines up
-        at most the keys and values of all other ranks' tokens.
+        keys and values.
         """
         own = self.rows * self.query * self.compute + self.log_sum_exp
         own_grads = self.rows * (self.query + self.key_value) * self.compute
         if self.settings.parallel.cp == 1:
             return own, own_grads
-        exchanged = 3 * (self.settings.parallel.cp - 1) * self.rows * self.key_value * self.compute
+        exchanged = 3 * self.exchange.moved * self.key_value * self.compute
         return own + 2 * own + exchanged, own_grads + 4 * own + 2 * exchanged
 
     def embedding(self) -> Unit:
@@ -163,3 +172,9 @@ class LayerMemory:
         shape, parallel = self.settings.shape, self.settings.parallel
         angles = 2 * self.rows * shape.head_dim * self.compute
         return angles + (self.stream if parallel.pp > 1 else 0)
+
+
+def _largest_exchange(settings: MemorySettings, rows: int) -> Exchange:
+    """At most the tokens of an even share are kept, and at most all other ranks' tokens are moved."""
+    others = settings.parallel.cp - 1
+    return Exchange(math.ceil(rows / settings.uneven_shards) if others else 0, others * rows)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from wlb.memory.layers import LayerMemory, MemorySettings, Unit
+from wlb.memory.layers import Exchange, LayerMemory, MemorySettings, Unit
 from wlb.schedules.operations import Operation, rank_operations
 
 _FACTOR_STEP = 1 / 64
@@ -56,11 +56,16 @@ def predict_memory(settings: MemorySettings, tokens: Sequence[int]) -> MemoryEst
     return max(estimates, key=lambda estimate: estimate.total)
 
 
-def predict_rank_memory(settings: MemorySettings, rows: Sequence[int], pipeline_rank: int) -> MemoryEstimate:
-    """The peak of a rank that holds ``rows`` tokens of each micro-batch, shared by its tensor-parallel group."""
+def predict_rank_memory(
+    settings: MemorySettings, rows: Sequence[int], pipeline_rank: int, exchanges: Sequence[Exchange] | None = None
+) -> MemoryEstimate:
+    """The peak of a rank that holds ``rows`` tokens of each micro-batch, shared by its tensor-parallel group.
+
+    ``exchanges`` are what it exchanges in each; without them, the most that a plan may ask for.
+    """
     parallel = settings.parallel
     operations = rank_operations(parallel.schedule, parallel.pp, settings.micro_batches, parallel.virtual_pp)
-    return _Walk(settings, pipeline_rank, rows).over(operations[pipeline_rank])
+    return _Walk(settings, pipeline_rank, rows, exchanges).over(operations[pipeline_rank])
 
 
 def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
@@ -111,6 +116,7 @@ class _Walk:
     settings: MemorySettings
     rank: int
     rows: Sequence[int]
+    exchanges: Sequence[Exchange] | None = None
     held: Counter[str] = field(default_factory=Counter)
     most: Counter[str] = field(default_factory=Counter)
     gathered: set[tuple[int, int]] = field(default_factory=set)
@@ -119,7 +125,10 @@ class _Walk:
     def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
         """Walk through a step: forwards and backwards, then the optimizer."""
         parallel = self.settings.parallel
-        mine = {stage: self._units(stage, 1) for stage in range(self.rank, parallel.stages, parallel.pp)}
+        mine = {
+            stage: self._units(stage, LayerMemory(self.settings, 1))
+            for stage in range(self.rank, parallel.stages, parallel.pp)
+        }
         weights = sum(unit.weights for units in mine.values() for unit in units)
         shard = -(-weights // self.shards) * self.settings.master_bytes
         self.held["weights"] = shard
@@ -143,16 +152,21 @@ class _Walk:
         """Ranks over which FSDP divides weights."""
         return self.settings.parallel.dp * self.settings.parallel.cp
 
-    def _units(self, stage: int, rows: int) -> list[Unit]:
-        layers, settings = LayerMemory(self.settings, rows), self.settings
+    def _layers(self, micro_batch: int) -> LayerMemory:
+        exchange = self.exchanges[micro_batch] if self.exchanges is not None else None
+        return LayerMemory(self.settings, self.rows[micro_batch], exchange)
+
+    def _units(self, stage: int, layers: LayerMemory) -> list[Unit]:
+        settings = self.settings
         units = [layers.block()] * settings.stage_blocks[stage]
         first = [layers.embedding()] if stage == 0 else []
         last = [layers.head()] if stage == len(settings.stage_blocks) - 1 else []
         return [*first, *units, *last]
 
     def _forward(self, stage: int, micro_batch: int) -> None:
-        units = self._units(stage, self.rows[micro_batch])
-        self.held["activations"] += LayerMemory(self.settings, self.rows[micro_batch]).ends()
+        layers = self._layers(micro_batch)
+        units = self._units(stage, layers)
+        self.held["activations"] += layers.ends()
         self._gather_root(stage, units)
         for index, unit in enumerate(units):
             self._gather(stage, index, unit)
@@ -164,7 +178,8 @@ class _Walk:
             self._free_root(stage, units)
 
     def _backward(self, stage: int, micro_batch: int) -> None:
-        units = self._units(stage, self.rows[micro_batch])
+        layers = self._layers(micro_batch)
+        units = self._units(stage, layers)
         last = micro_batch == self.settings.micro_batches - 1
         alone = self.settings.parallel.pp == 1
         self._gather_root(stage, units)
@@ -177,14 +192,15 @@ class _Walk:
             self._add_gradients(stage, index, unit)
             if alone and last and not unit.root:
                 self._reduce(stage, index, unit)
-        self.held["activations"] -= LayerMemory(self.settings, self.rows[micro_batch]).ends()
+        self.held["activations"] -= layers.ends()
         if last:
             for index, unit in enumerate(units):
                 if (stage, index) in self.with_gradients:
                     self._reduce(stage, index, unit)
 
     def _hold(self, unit: Unit, sign: int) -> None:
-        self.held["activations"] += sign * (unit.held - unit.scores)
+        self.held["activations"] += sign * (unit.held - unit.scores - unit.received)
+        self.held["received keys and values"] += sign * unit.received
         self.held["scores"] += sign * unit.scores
 
     def _gather_root(self, stage: int, units: Sequence[Unit]) -> None:

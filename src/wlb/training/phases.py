@@ -1,4 +1,4 @@
-"""How a trainer comes up, in phases: its place, its model, the state to continue from, its data, and whom it tells of it.
+"""How a trainer comes up, in phases: place, model, state to continue from, data, and whom it tells of it.
 
 Every rank goes through each phase, as each talks to the other ranks. A phase takes what those before it have returned.
 """

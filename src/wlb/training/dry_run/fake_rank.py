@@ -1,0 +1,102 @@
+"""One rank of a job, as if it ran: its real modules, plans and operators on tensors without contents.
+
+The process group is PyTorch's fake one, which answers at once: what is received has the right size and no meaning.
+Tensors are fake ones (``FakeTensorMode``), so every operator computes shapes, types and devices and nothing else. Their
+device is the CPU also where a GPU's rank is rehearsed, as autograd cannot run on tensors of a device that PyTorch was
+built without; what differs on a GPU is put in place by name: its attention back end, the fused RMSNorm, the optimizer's
+multi-tensor kernels and its compute type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from wlb.attention.backends import BACKENDS, cuda
+from wlb.training.dry_run.calls import CallLog
+from wlb.training.dry_run.meter import EXCHANGE, MemoryMeter
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+class StepWatcher(TorchDispatchMode):
+    """Sees every operator on plain tensors; numbers read from fake ones, or inside a fake mode, are 1."""
+
+    def __init__(self, meter: MemoryMeter, log: CallLog) -> None:
+        super().__init__()
+        self._meter, self._log = meter, log
+        self.operators = 0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a DTensor or the like: its parts come by themselves
+        if func is torch.ops.aten._local_scalar_dense.default and (isinstance(args[0], FakeTensor) or _is_faking()):
+            return 1.0 if args[0].is_floating_point() else 1
+        self.operators += 1
+        self._log.see(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._meter.see(tree_leaves(result))
+        if func is torch.ops.c10d.alltoall_base_.default:
+            self._meter.adopt(args[:2], EXCHANGE)
+        return result
+
+
+def _is_faking() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+@contextmanager
+def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
+    """Be ``rank`` of a job of which no other process exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Run the kernels that a GPU would."""
+    with mock.patch.dict(BACKENDS, cuda=_CudaShapes()), _FusedNorms():
+        try:
+            yield
+        finally:
+            cuda._extents.cache_clear()  # they are fake
+
+
+class _CudaShapes:
+    """The CUDA back end for fake tensors of any device."""
+
+    forward = staticmethod(cuda.forward)
+    backward = staticmethod(cuda.backward)
+    unsupported = staticmethod(cuda.unsupported_by_kernel)
+
+
+class _FusedNorms(TorchFunctionMode):
+    """RMSNorm is one kernel on CUDA, and several on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.rms_norm or func is torch.nn.functional.rms_norm:
+            return _fused_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _fused_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    normed: Tensor = torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+    return normed

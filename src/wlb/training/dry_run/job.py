@@ -1,0 +1,205 @@
+"""The dry run of a job: what its ranks hold and send, beside what the memory model and the simulator predict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.config import JobConfig
+from wlb.errors import UserError
+from wlb.memory.layers import Exchange
+from wlb.memory.step import predict_rank_memory
+from wlb.packing.plan import StepPlan
+from wlb.planning.job import JobSpec
+from wlb.planning.memory import predicted_memory
+from wlb.planning.planner import StepPlanner
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.shards import Shards, price_shards
+from wlb.simulate.step import StepResults, simulate_step
+from wlb.simulate.traffic import PURPOSES, received_bytes
+from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
+from wlb.training.dry_run.problems import FoundJob, find_problems
+from wlb.training.dry_run.rank import Place, RankRun, run_ranks
+from wlb.training.dry_run.synthetic_store import SyntheticStore
+from wlb.training.runtime.environment import trained_model
+
+# What is shown, of what is counted in a step and of what the memory model says.
+KINDS = {
+    "parameters": ({WEIGHTS, GATHERED}, {"weights", "gathered weights"}),
+    "gradients": ({GRADIENTS}, {"gradients"}),
+    "optimizer": ({OPTIMIZER}, {"optimizer"}),
+    "activations": ({ACTIVATIONS, BATCHES}, {"activations", "scores", "batches", "working"}),
+    "exchange": ({EXCHANGE}, {"received keys and values"}),
+}
+
+
+class Compared(NamedTuple):
+    """What a dry run counted, and what was predicted; None where nothing is."""
+
+    run: int
+    predicted: int | None
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction, relative to the run."""
+        return self.predicted / self.run - 1 if self.predicted is not None and self.run else None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """A rank's step; ``memory`` in bytes by ``KINDS``, ``traffic`` in bytes received by purpose."""
+
+    run: RankRun
+    role: str
+    memory: dict[str, Compared]
+    traffic: dict[str, Compared]
+
+    @property
+    def total(self) -> Compared:
+        return Compared(
+            sum(kind.run for kind in self.memory.values()), sum(kind.predicted or 0 for kind in self.memory.values())
+        )
+
+    def to_json(self, sizes: Place) -> dict[str, Any]:
+        calls = Counter(call.purpose for call in self.run.calls[-1])
+        groups = {call.purpose: call.members for call in self.run.calls[-1]}
+        return {
+            "rank": self.run.rank,
+            "role": self.role,
+            "place": self.run.place._asdict(),
+            "seconds": self.run.seconds,
+            "operators": self.run.operators,
+            "memory_bytes": self.total._asdict(),
+            "memory": {kind: compared._asdict() for kind, compared in self.memory.items()},
+            "traffic": {
+                purpose: {
+                    "group": _dimensions(groups[purpose], sizes),
+                    "ranks": len(groups[purpose]),
+                    "calls": calls[purpose],
+                    **compared._asdict(),
+                }
+                for purpose, compared in self.traffic.items()
+            },
+        }
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What is known of a job before it runs: the problems at its start, its first step's plan, and some of its ranks."""
+
+    found: FoundJob
+    plan: StepPlan
+    simulated: StepResults
+    ranks: tuple[RankReport, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        job = self.found.job
+        return {
+            "gpus": job.gpus,
+            "layout": job.layout,
+            "hardware": self.found.hardware,
+            "data": "synthetic" if isinstance(self.found.store, SyntheticStore) else "store",
+            "problems": list(self.found.problems),
+            "step_tokens": self.plan.tokens,
+            "imbalance": self.imbalance,
+            "memory_limit_bytes": int(self.found.limit.number_of_bytes),
+            "worst_step_bytes": predicted_memory(job).total,
+            "ranks": [rank.to_json(_sizes(job)) for rank in self.ranks],
+        }
+
+    @property
+    def imbalance(self) -> dict[str, float]:
+        """Slowest over mean, in predicted seconds: of micro-batches, and of GPUs over the step."""
+        micro_batches = self.simulated.micro_batch_seconds.max(axis=-1)
+        gpus = self.simulated.gpu_seconds
+        return {
+            "micro_batches": float(micro_batches.max() / micro_batches.mean()),
+            "gpus": float(gpus.max() / gpus.mean()),
+        }
+
+
+def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = "h100") -> DryRun:
+    """Try ``config`` on GPUs (or CPUs) of ``hardware`` as one rank, or as one of every kind of rank.
+
+    Raises ``UserError`` for a rank that the job has not, and where no step of it can be planned.
+    """
+    found = find_problems(config, hardware)
+    job = found.job
+    plan = next(StepPlanner(job, found.store.lengths)).plan
+    simulated = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
+    shards = _shards(plan, simulated)
+    if ranks != "all" and not 0 <= ranks < job.gpus:
+        raise UserError(f"rank {ranks} is not in a job of {job.gpus} ranks; give one from 0 to {job.gpus - 1}")
+    roles = distinct_roles(job, shards.tokens.sum(axis=1)) if ranks == "all" else {ranks: "as asked"}
+    runs = run_ranks(found.config, list(roles), hardware)
+    reports = tuple(_report(run, roles[run.rank], found, shards) for run in runs)
+    return DryRun(found, plan, simulate_step(plan, simulated), reports)
+
+
+def distinct_roles(job: JobSpec, tokens: NDArray[np.int64]) -> dict[int, str]:
+    """Ranks that differ in what they do, by what they are: the first, a middle and the last pipeline rank, each with
+    the most and the fewest tokens of the step. Tensor-parallel ranks are alike.
+
+    ``tokens`` has shape (dp, cp).
+    """
+    pipeline = {0: "first stage", job.pp - 1: "last stage"} | ({job.pp // 2: "middle stage"} if job.pp > 2 else {})
+    if job.pp == 1:
+        pipeline = {0: "all stages"}
+    shares = {int(tokens.argmin()): "fewest tokens", int(tokens.argmax()): "most tokens"}
+    return {
+        rank_at(job, Place(pp, share // job.cp, share % job.cp, 0)): f"{stage}, {amount}"
+        for pp, stage in sorted(pipeline.items())
+        for share, amount in shares.items()
+    }
+
+
+def rank_at(job: JobSpec, place: Place) -> int:
+    """The global rank at ``place``: tensor-parallel ranks are next to each other."""
+    return int(np.ravel_multi_index(place, _sizes(job)))
+
+
+def _sizes(job: JobSpec) -> Place:
+    return Place(job.pp, job.dp, job.cp, job.tp)
+
+
+def _dimensions(members: Sequence[int], sizes: Place) -> str:
+    """The dimensions of the mesh in which ``members`` differ."""
+    places = np.stack(np.unravel_index(members, sizes))
+    return " x ".join(name for name, of_one in zip(Place._fields, places, strict=True) if len(set(of_one)) > 1)
+
+
+def _shards(plan: StepPlan, job: SimulatedJob) -> Shards:
+    lengths = [micro_batch.lengths for micro_batch in plan.micro_batches]
+    return price_shards(lengths, JobCosts(job)).reshaped(job.dp, job.micro_batches_per_rank)
+
+
+def _report(run: RankRun, role: str, found: FoundJob, shards: Shards) -> RankReport:
+    job, (pp, dp, cp, _) = found.job, run.place
+    received, sent, kept = shards.received[dp, :, cp], shards.sent[dp, :, cp], shards.kept[dp]
+    full = job.activation_checkpointing == "full"
+    exchanges = [
+        Exchange(int(tokens) if keeps else 0, int(max(tokens, out)))
+        for tokens, out, keeps in zip(received, sent, kept, strict=True)
+    ]
+    estimate = predict_rank_memory(job.memory_settings, run.rows, pp, exchanges).parts
+    memory = {
+        kind: Compared(
+            sum(run.memory.get(name, 0) for name in counted), sum(estimate.get(name, 0) for name in predicted)
+        )
+        for kind, (counted, predicted) in KINDS.items()
+    }
+    keys = np.stack([received, received * (full | ~kept), sent], axis=1)
+    model = trained_model(found.config, found.store)
+    predicted = received_bytes(job, model, pp, run.rows, keys)
+    happened = Counter[str]()
+    for call in run.calls[-1]:
+        happened[call.purpose] += call.received
+    seen = {call.purpose for call in run.calls[-1]}
+    traffic = {name: Compared(happened[name], predicted.get(name)) for name in PURPOSES if name in seen}
+    return RankReport(run, role, memory, traffic)

@@ -1,0 +1,36 @@
+"""A token store that is not there: documents of drawn lengths, whose tokens are all zero and take no memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from wlb.config import JobConfig
+from wlb.documents.store.index import TokenIndex
+from wlb.documents.store.reader import TokenStore
+from wlb.documents.synthetic import sample_lengths
+from wlb.planning.configured_model import configured_model
+
+_DOCUMENTS_PER_WINDOW = 100  # twice as many as fill a context window on average
+_STEPS = 4
+_TOKEN_TYPE = np.dtype("<i4")
+
+
+class SyntheticStore(TokenStore):
+    """Stands for the store of a job where that is elsewhere; lengths are those of ``wlb.documents.synthetic``."""
+
+    identity = "synthetic"
+
+
+def synthetic_store(config: JobConfig, seed: int = 0) -> SyntheticStore:
+    """Documents for a few steps of ``config``, with the vocabulary of its model.
+
+    ``config`` may name no store that exists. The same arguments give the same lengths.
+    """
+    window = config.data.context_window
+    lengths = sample_lengths(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _STEPS, window, seed)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(offsets[-1]))
+    vocabulary = configured_model(config.model).shape.vocab_size
+    return SyntheticStore(Path("synthetic"), TokenIndex(_TOKEN_TYPE, offsets), tokens, {"vocab_size": vocabulary})
