@@ -50,7 +50,8 @@ class Unit:
 
     ``forward`` and ``backward`` are what it needs at most beyond what is held when they begin, ``held`` what forward
     leaves for backward, of which ``scores`` are in the vocabulary's width and ``received`` are keys and values of other
-    ranks. ``root`` units are gathered with the stage.
+    ranks. ``root`` units are gathered with the stage. ``whole_gradient`` counts the elements of their gradient where
+    those are not as many as the weights'.
     """
 
     weights: int
@@ -59,7 +60,13 @@ class Unit:
     backward: int
     scores: int = 0
     received: int = 0
+    whole_gradient: int | None = None
     root: bool = False
+
+    @property
+    def gradient(self) -> int:
+        """Elements of the weights' gradient, before it is reduced."""
+        return self.weights if self.whole_gradient is None else self.whole_gradient
 
 
 class Exchange(NamedTuple):
@@ -144,10 +151,12 @@ class LayerMemory:
         return own + 2 * own + exchanged, own_grads + 4 * own + 2 * exchanged
 
     def embedding(self) -> Unit:
-        """The lookup keeps token ids only; its gradient is as large as the matrix before it is added up."""
+        """The lookup keeps token ids only. Every tensor-parallel rank computes the gradient of the whole matrix, and adds
+        it up over the step, before it takes its part (DTensor's ``embedding_dense_backward``, torch 2.13)."""
         shape = self.settings.shape
-        weights = shape.vocab_size * shape.hidden // self.settings.parallel.tp
-        return Unit(weights, 0, self.gathered, weights * self.compute, root=True)
+        matrix = shape.vocab_size * shape.hidden
+        weights = matrix // self.settings.parallel.tp
+        return Unit(weights, 0, self.gathered, matrix * self.compute, root=True, whole_gradient=matrix)
 
     def head(self) -> Unit:
         """Final norm, scores, and the loss: log-probabilities are kept, and their two gradients come on top."""

@@ -229,9 +229,9 @@ class _Walk:
     def _add_gradients(self, stage: int, index: int, unit: Unit) -> None:
         if (stage, index) not in self.with_gradients:
             self.with_gradients.add((stage, index))
-            self.held["gradients"] += unit.weights * self.settings.master_bytes
+            self.held["gradients"] += unit.gradient * self.settings.master_bytes
         if self.settings.compute_bytes < self.settings.master_bytes:  # this micro-batch's, before they are added
-            self._note(working=unit.weights * self.settings.compute_bytes)
+            self._note(working=unit.gradient * self.settings.compute_bytes)
 
     def _reduce(self, stage: int, index: int, unit: Unit) -> None:
         """Sum gradients over the ranks that share the weights, and keep this rank's shard."""
@@ -239,7 +239,7 @@ class _Walk:
         self._free(stage, index, unit)
         self._note(working=whole)
         self.with_gradients.discard((stage, index))
-        self.held["gradients"] += -(-whole // self.shards) - whole
+        self.held["gradients"] += -(-whole // self.shards) - unit.gradient * self.settings.master_bytes
 
     def _note(self, working: int) -> None:
         if self.held.total() + working > self.most.total():
