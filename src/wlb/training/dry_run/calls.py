@@ -29,9 +29,9 @@ class Call(NamedTuple):
     """One call of ``operation`` by a rank.
 
     ``purpose`` is one of ``wlb.simulate.traffic.PURPOSES``. ``group`` is the communicator's name, which is the same on
-    all its ``members`` (global ranks, in order). ``peer`` is the other side's global rank, of point-to-point messages only.
-    ``shape`` is what must agree between ranks: element type and elements; of an all-to-all, which ranks may disagree
-    on, the elements for and from every member. ``received`` are the bytes that this rank gets from others.
+    all its ``members`` (global ranks, in order). ``peer`` is the other side's global rank, of messages only. ``shape``
+    is what must agree between ranks: element type and elements; of an all-to-all, in which ranks differ, type and rows
+    for and from every member. ``received`` are the bytes that this rank gets from others.
     """
 
     operation: str

@@ -1,0 +1,123 @@
+"""No order of calls of a real job can hang, and the proof would notice one that can."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.training.dry_run.recorded import recorded_calls, small_job
+from wlb.simulate.traffic import PURPOSES
+from wlb.training.dry_run.calls import Call
+from wlb.training.dry_run.order import OrderError, check_order
+
+NOWHERE = Path("/nowhere")
+
+
+@cache
+def calls_of(
+    preset: str, hardware: str, checkpointing: str, layout: tuple[tuple[str, int], ...]
+) -> dict[int, list[Call]]:
+    parallel = dict(layout)
+    if parallel.get("virtual_pp", 1) > 1:
+        parallel["schedule"] = "interleaved_1f1b"
+    stages = parallel.get("pp", 1) * parallel.get("virtual_pp", 1)
+    ranks = parallel.get("dp", 1) * parallel.get("cp", 1)
+    config = small_job(
+        NOWHERE,
+        preset,
+        model={"layers": stages, "kv_heads": 2, "vocab_size": 64},
+        parallel=parallel,
+        packing={"micro_batches": 2 * ranks * parallel.get("pp", 1)},
+        training={"activation_checkpointing": checkpointing},
+    )
+    return recorded_calls(config, hardware)
+
+
+def layout(**sizes: int) -> tuple[tuple[str, int], ...]:
+    return tuple(sizes.items())
+
+
+def test_every_call_of_a_job_in_all_dimensions_can_be_made():
+    calls = calls_of("best", "h100", "selective", layout(pp=2, dp=1, cp=2, tp=2))
+    assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
+    assert {call.purpose for call in calls[0]} | {call.purpose for call in calls[7]} == set(PURPOSES)
+
+
+def test_every_call_of_an_elastic_job_can_be_made():
+    assert check_order(calls_of("elastic", "cpu", "none", layout(pp=2, dp=2)))
+
+
+# The same proof on more layouts.
+@pytest.mark.exhaustive
+@settings(max_examples=12, deadline=None)
+@given(
+    preset=st.sampled_from(["best", "elastic", "wlb-llm", "plain-4d"]),
+    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    sizes=st.sampled_from(
+        [
+            layout(pp=2, virtual_pp=2),
+            layout(pp=4, dp=2),
+            layout(pp=2, virtual_pp=2, cp=2),
+            layout(dp=2, cp=2, tp=2),
+            layout(pp=2, dp=2, cp=2),
+            layout(cp=4),
+            layout(pp=3, tp=2),
+        ]
+    ),
+)
+def test_every_call_can_be_made_under_any_preset_and_layout(preset, checkpointing, sizes):
+    assert check_order(calls_of(preset, "h100", checkpointing, sizes))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_a_call_that_one_rank_leaves_out_is_found(data):
+    calls = calls_of("elastic", "cpu", "none", layout(pp=2, dp=2))
+    rank = data.draw(st.sampled_from(sorted(calls)))
+    left_out = data.draw(st.integers(0, len(calls[rank]) - 1))
+    shortened = calls | {rank: calls[rank][:left_out] + calls[rank][left_out + 1 :]}
+    with pytest.raises(OrderError, match=r"rank \d"):
+        check_order(shortened)
+
+
+def test_ranks_that_send_before_they_receive_wait_for_each_other():
+    def message(operation: str, peer: int, batch: int | None) -> Call:
+        return Call(operation, "activations of stages", "1", (0, 1), peer, ("float32", 8), 0, batch)
+
+    def exchange(batch: int | None) -> dict[int, list[Call]]:
+        return {rank: [message("send", 1 - rank, batch), message("receive", 1 - rank, batch)] for rank in (0, 1)}
+
+    assert check_order(exchange(batch=0)) == 2 * 2 + 2
+    with pytest.raises(OrderError, match="rank 0 at send to rank 1 .* waits for rank 1, rank 1 at .* waits for rank 0"):
+        check_order(exchange(batch=None))
+
+
+def test_groups_in_different_orders_are_found():
+    def collective(group: str) -> Call:
+        return Call("all_reduce", "gathering weights", group, (0, 1), None, ("float32", 8), 0)
+
+    a, b = collective("a"), collective("b")
+    assert check_order({0: [a, b], 1: [a, b]}) == 2 * 2 + 2 * 2
+    with pytest.raises(OrderError, match="waits for"):
+        check_order({0: [a, b], 1: [b, a]})
+
+
+def test_different_sizes_are_found():
+    def gather(elements: int) -> Call:
+        return Call("all_gather", "gathering weights", "a", (0, 1), None, ("float32", elements), 0)
+
+    with pytest.raises(OrderError, match=r"all_gather of \('float32', 8\).* rank 1 at .*16"):
+        check_order({0: [gather(8)], 1: [gather(16)]})
+
+
+def creations(calls: dict[int, list[Call]]) -> int:
+    """First calls of communicators, which wait for all their members."""
+    alone = {"send", "receive"}
+    return sum(
+        len({call.group for call in of_rank if call.batch is not None or call.operation not in alone})
+        for of_rank in calls.values()
+    )
