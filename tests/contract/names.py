@@ -109,7 +109,7 @@ COMMANDS = {
         "--context-window --batch-tokens --json"
     ),
     "reproduce": "--out --lengths --steps --seed --seeds --profile --json",
-    "train": "--set --profile --json",
+    "train": "--set --profile --json --dry-run --rank --device --hardware",
     "diagnose": "--json",
     "report": ("--out --model --hardware --parallel --context-window --micro-batches --steps --before --json"),
     "export": "--out --step --dtype --set --json",

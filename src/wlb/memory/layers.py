@@ -151,8 +151,11 @@ class LayerMemory:
         return own + 2 * own + exchanged, own_grads + 4 * own + 2 * exchanged
 
     def embedding(self) -> Unit:
-        """The lookup keeps token ids only. Every tensor-parallel rank computes the gradient of the whole matrix, and adds
-        it up over the step, before it takes its part (DTensor's ``embedding_dense_backward``, torch 2.13)."""
+        """The lookup keeps token ids only.
+
+        Every tensor-parallel rank computes the gradient of the whole matrix, and adds it up over the step, before it
+        takes its part (DTensor's ``embedding_dense_backward``, torch 2.13).
+        """
         shape = self.settings.shape
         matrix = shape.vocab_size * shape.hidden
         weights = matrix // self.settings.parallel.tp

@@ -92,7 +92,9 @@ def test_ranks_that_send_before_they_receive_wait_for_each_other():
         return {rank: [message("send", 1 - rank, batch), message("receive", 1 - rank, batch)] for rank in (0, 1)}
 
     assert check_order(exchange(batch=0)) == 2 * 2 + 2
-    with pytest.raises(OrderError, match="rank 0 at send to rank 1 .* waits for rank 1, rank 1 at .* waits for rank 0"):
+    with pytest.raises(
+        OrderError, match=r"rank 0 at send to rank 1 .* waits for rank 1, rank 1 at .* waits for rank 0"
+    ):
         check_order(exchange(batch=None))
 
 
@@ -102,7 +104,7 @@ def test_groups_in_different_orders_are_found():
 
     a, b = collective("a"), collective("b")
     assert check_order({0: [a, b], 1: [a, b]}) == 2 * 2 + 2 * 2
-    with pytest.raises(OrderError, match="waits for"):
+    with pytest.raises(OrderError, match=r"waits for"):
         check_order({0: [a, b], 1: [b, a]})
 
 

@@ -91,7 +91,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is known of a job before it runs: problems at its start, the plan of its first step, and some of its ranks."""
+    """What is known of a job before it runs: problems at its start, its first step's plan, and some of its ranks."""
 
     found: FoundJob
     plan: StepPlan

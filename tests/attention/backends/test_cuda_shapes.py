@@ -1,0 +1,95 @@
+"""The CUDA back end without a GPU: the operators' shape functions accept its calls, and the kernel's checks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from wlb.attention.backends import cuda
+from wlb.attention.context_parallel import _attend_received, _received_gradients
+from wlb.attention.exchange import add_returned
+from wlb.attention.runs import Runs
+from wlb.attention.shard_layout import shard_layout
+from wlb.sharding import make_shard_plan
+
+CUDA = torch.device("cuda", 0)
+HEAD_DIM = 64
+
+
+@pytest.fixture(autouse=True)
+def fake() -> Iterator[None]:
+    with FakeTensorMode():
+        yield
+    cuda._extents.cache_clear()  # or real tensors would meet these
+
+
+def tensor(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=CUDA)
+
+
+def check_as_the_kernel(tensors: tuple[Tensor, ...], runs: Runs, heads: tuple[int, int]) -> None:
+    """What flash_api.cpp checks and the shape functions do not."""
+    assert {t.dtype for t in tensors} == {torch.bfloat16}
+    assert all(t.stride(-1) == 1 and t.is_cuda for t in tensors)
+    queries, keys, longest_query, longest_key = cuda._extents(runs, CUDA)
+    for begins in (queries, keys):
+        assert begins.dtype == torch.int32 and begins.is_contiguous() and begins.is_cuda
+        assert begins.shape == (len(runs.query_lengths) + 1,)
+    assert (longest_query, longest_key) == (max(runs.query_lengths), max(runs.key_lengths))
+    assert heads[0] % heads[1] == 0
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+@pytest.mark.parametrize(
+    "runs",
+    [Runs.of_segments((30, 34)), Runs((30, 34), (50, 7), causal=False), Runs((1, 1), (5, 9), causal=False)],
+    ids=["own", "received", "single queries"],
+)
+def test_every_call_is_accepted(runs: Runs, heads: tuple[int, int]):
+    query = tensor(sum(runs.query_lengths), heads[0], HEAD_DIM)
+    received = tensor(sum(runs.key_lengths), 2, heads[1], HEAD_DIM)
+    key, value = received.unbind(1)  # as they arrive, side by side
+    assert cuda.unsupported(query) is None
+    check_as_the_kernel((query, key, value), runs, heads)
+    out, log_sum_exp = cuda.forward(query, key, value, runs)
+    assert (out.shape, out.dtype, out.device) == (query.shape, torch.bfloat16, CUDA)
+    assert (log_sum_exp.shape, log_sum_exp.dtype) == ((heads[0], len(query)), torch.float32)
+    with mock.patch.object(cuda, "_extents", wraps=cuda._extents) as extents:
+        grads = cuda.backward(torch.empty_like(out), query, key, value, out, log_sum_exp, runs)
+    extents.assert_called_once_with(runs, CUDA)
+    for grad, of in zip(grads, (query, key, value), strict=True):
+        assert (grad.shape, grad.dtype, grad.device) == (of.shape, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_received_keys_are_attended_and_merged(rank: int):
+    """Everything between the messages of a context-parallel exchange, in half precision and with grouped heads."""
+    plan = make_shard_plan((300, 12, 200), 2, "per_document")
+    layout = shard_layout(plan, rank, CUDA)
+    assert layout.own_runs is not None and layout.parts
+    rows = int(plan.tokens_per_rank[rank])
+    query, key, value = tensor(rows, 8, HEAD_DIM), tensor(rows, 2, HEAD_DIM), tensor(rows, 2, HEAD_DIM)
+    out, log_sum_exp = cuda.forward(query, key, value, layout.own_runs)
+    for part in layout.parts:
+        received = tensor(sum(part.receive_counts), 2, 2, HEAD_DIM)
+        _attend_received(query, received, out, log_sum_exp, part, cuda)
+        grad_rows, grad_received = _received_gradients(
+            torch.empty_like(out), query, received, out, log_sum_exp, part, cuda
+        )
+        assert grad_received.shape == received.shape and grad_received.is_contiguous()
+        assert (grad_rows is None) == (part.runs is None)
+        returned = tensor(sum(part.send_counts), 2, HEAD_DIM)
+        grad = add_returned(torch.empty_like(key), [returned], [part])
+        assert (grad.shape, grad.dtype) == (key.shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((4, 2, 60), torch.bfloat16), ((4, 2, 264), torch.float16), ((4, 2, 64), torch.float32)]
+)
+def test_what_the_kernel_refuses_is_refused_before(shape: tuple[int, ...], dtype: torch.dtype):
+    assert cuda.unsupported(torch.empty(shape, dtype=dtype, device=CUDA))
