@@ -18,6 +18,8 @@ from wlb.attention.shard_layout import shard_layout
 from wlb.sharding import make_shard_plan
 
 CUDA = torch.device("cuda", 0)
+# Where PyTorch was built without CUDA, it can add no two tensors of that device, fake or not.
+ADDED_ON = CUDA if torch.backends.cuda.is_built() else torch.device("cpu")
 HEAD_DIM = 64
 
 
@@ -28,8 +30,8 @@ def fake() -> Iterator[None]:
     cuda._extents.cache_clear()  # or real tensors would meet these
 
 
-def tensor(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device=CUDA)
+def tensor(*shape: int, device: torch.device = CUDA) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device=device)
 
 
 def check_as_the_kernel(tensors: tuple[Tensor, ...], runs: Runs, heads: tuple[int, int]) -> None:
@@ -38,7 +40,9 @@ def check_as_the_kernel(tensors: tuple[Tensor, ...], runs: Runs, heads: tuple[in
     assert all(t.stride(-1) == 1 and t.is_cuda for t in tensors)
     queries, keys, longest_query, longest_key = cuda._extents(runs, CUDA)
     for begins in (queries, keys):
-        assert begins.dtype == torch.int32 and begins.is_contiguous() and begins.is_cuda
+        assert begins.dtype == torch.int32
+        assert begins.is_contiguous()
+        assert begins.is_cuda
         assert begins.shape == (len(runs.query_lengths) + 1,)
     assert (longest_query, longest_key) == (max(runs.query_lengths), max(runs.key_lengths))
     assert heads[0] % heads[1] == 0
@@ -70,20 +74,26 @@ def test_every_call_is_accepted(runs: Runs, heads: tuple[int, int]):
 def test_received_keys_are_attended_and_merged(rank: int):
     """Everything between the messages of a context-parallel exchange, in half precision and with grouped heads."""
     plan = make_shard_plan((300, 12, 200), 2, "per_document")
-    layout = shard_layout(plan, rank, CUDA)
-    assert layout.own_runs is not None and layout.parts
+    layout = shard_layout(plan, rank, ADDED_ON)
+    assert layout.own_runs is not None
+    assert layout.parts
     rows = int(plan.tokens_per_rank[rank])
-    query, key, value = tensor(rows, 8, HEAD_DIM), tensor(rows, 2, HEAD_DIM), tensor(rows, 2, HEAD_DIM)
+    query, key, value = (
+        tensor(rows, 8, HEAD_DIM, device=ADDED_ON),
+        tensor(rows, 2, HEAD_DIM, device=ADDED_ON),
+        tensor(rows, 2, HEAD_DIM, device=ADDED_ON),
+    )
     out, log_sum_exp = cuda.forward(query, key, value, layout.own_runs)
     for part in layout.parts:
-        received = tensor(sum(part.receive_counts), 2, 2, HEAD_DIM)
+        received = tensor(sum(part.receive_counts), 2, 2, HEAD_DIM, device=ADDED_ON)
         _attend_received(query, received, out, log_sum_exp, part, cuda)
         grad_rows, grad_received = _received_gradients(
             torch.empty_like(out), query, received, out, log_sum_exp, part, cuda
         )
-        assert grad_received.shape == received.shape and grad_received.is_contiguous()
+        assert grad_received.shape == received.shape
+        assert grad_received.is_contiguous()
         assert (grad_rows is None) == (part.runs is None)
-        returned = tensor(sum(part.send_counts), 2, HEAD_DIM)
+        returned = tensor(sum(part.send_counts), 2, HEAD_DIM, device=ADDED_ON)
         grad = add_returned(torch.empty_like(key), [returned], [part])
         assert (grad.shape, grad.dtype) == (key.shape, torch.bfloat16)
 
