@@ -48,7 +48,7 @@ def test_every_call_of_a_job_in_all_dimensions_can_be_made():
 
 
 def test_every_call_of_an_elastic_job_can_be_made():
-    assert check_order(calls_of("elastic", "cpu", "none", layout(pp=2, dp=2)))
+    assert check_order(calls_of("elastic", "h100", "none", layout(pp=2, dp=2)))
 
 
 # The same proof on more layouts.
@@ -76,7 +76,7 @@ def test_every_call_can_be_made_under_any_preset_and_layout(preset, checkpointin
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_call_that_one_rank_leaves_out_is_found(data):
-    calls = calls_of("elastic", "cpu", "none", layout(pp=2, dp=2))
+    calls = calls_of("elastic", "h100", "none", layout(pp=2, dp=2))
     rank = data.draw(st.sampled_from(sorted(calls)))
     left_out = data.draw(st.integers(0, len(calls[rank]) - 1))
     shortened = calls | {rank: calls[rank][:left_out] + calls[rank][left_out + 1 :]}
