@@ -3,7 +3,7 @@
 Each rank holds query, key and value of its own tokens. Forward, the keys and values that others need set out, in parts
 where they are many; while they travel, the rank attends its own tokens, segment by segment; then its pieces attend each
 part that arrives while the next is under way, and the results are merged by their log-sum-exp, exactly. Backward, what
-was received comes first, part by part, and its gradients travel home behind the next part and the own one.
+was received comes first, part by part, and returning its gradients overlaps with the next part and the own one.
 
 Received keys and values are kept for this where no rank receives more than its even share of the micro-batch
 (``ShardPlan.keeps_received``), so that what a layer holds does not grow with the group. Where one does, they are sent

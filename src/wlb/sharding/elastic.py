@@ -137,7 +137,7 @@ class _Slicing:
         )
         lacks_tokens, lacks_attention = self._even_tokens - tokens, self._even_attention - attention
         ranks = np.arange(self._ranks)
-        if not in_order:  # who lacks the dearest tokens takes the deepest
+        if not in_order:  # the rank short of the most expensive tokens takes the deepest
             ranks = np.argsort(-lacks_attention / np.maximum(lacks_tokens, 1.0), kind="stable")
         owner = np.empty(row.size, np.int64)
         first, last = 0, row.size

@@ -1,9 +1,9 @@
 """Hybrid sharding: documents stay whole on one rank where they fit, and only the others are cut.
 
 Cutting a document balances the ranks but moves its keys and values between them; a whole document moves nothing.
-For a permitted level of seconds per rank, documents are dealt whole, dearest first, to the rank with the least work.
-One that would lift its rank above the level is cut: the longest because they are more than a rank's share, and towards
-the end a few short ones that no longer fit. A higher level cuts less and balances less; several are tried.
+For a permitted level of seconds per rank, documents are assigned whole, most expensive first, to the rank with the
+least work. One that would lift its rank above the level is cut: the longest because they are more than a rank's share,
+and towards the end a few short ones that no longer fit. A higher level cuts less and balances less; several are tried.
 
 Cut documents flow into what the whole ones left of the ranks, one document after another, until all ranks stand at one
 level. Of the ranks that share a document
@@ -120,7 +120,7 @@ def _levelled(lengths: Integers, cp_size: int, workload: Workload) -> Iterator[t
 def _deal(
     lengths: Integers, seconds: Seconds, cp_size: int, level: float, room: int
 ) -> tuple[Integers, Seconds, Integers, float]:
-    """Deal segments whole, dearest first, to the rank with the least seconds that has room for their tokens.
+    """Assign segments whole, most expensive first, to the rank with the least seconds that has room for their tokens.
 
     Returns each segment's rank, -1 where it fits nowhere under ``level`` seconds, each rank's seconds and tokens, and
     the lowest level that gives another result.
@@ -184,7 +184,7 @@ def _pour(
 ) -> list[list[Share]]:
     """The shares of every document, longest first, each spanning as few ranks as it can."""
     gaps = _gaps(float(seconds.sum()), load_seconds, space * (seconds.sum() / sizes.sum()))
-    # The longest documents have the dearest tokens: they go to ranks that have more seconds left than space.
+    # The longest documents have the most expensive tokens: they go to ranks that have more seconds left than space.
     tightness = gaps / np.maximum(space, 1)
     filled = np.flatnonzero((gaps > 0) | (gaps == gaps.max()))
     ranks = filled[np.argsort(-tightness[filled], kind="stable")].tolist()

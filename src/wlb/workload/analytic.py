@@ -30,7 +30,7 @@ from wlb.workload.shapes import ModelShape
 
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
 # Values read and written in a rank's memory, by counting the operations of ``wlb.attention``, each a kernel of its own.
-# For each value of K and V that it sends: picking and stacking it, 4; its gradient, when it comes home, is added in
+# For each value of K and V that it sends: picking and stacking it, 4; its gradient, when it returns, is added in
 # float32, which counts twice where values are half as wide, 13.
 _SENT = {"forward": 4.0, "backward": 13.0, "both": 17.0}
 # For each that it receives: lining it up, 2; backward again, and clearing the gradients and putting them in place, 3.
