@@ -72,7 +72,7 @@ def _check(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> N
         raise UserError(f"unknown pipeline schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
         if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
+            raise UserError(f"{name} = {value} is below 1; raise it")
     if virtual_stages > 1 and schedule not in _SEVERAL_STAGES:
         raise UserError(
             f"schedule {schedule!r} runs one stage on each rank, not {virtual_stages}; use 'interleaved_1f1b'"
