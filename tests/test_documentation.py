@@ -96,7 +96,7 @@ def _run(command: str, where: str) -> None:
 def _smaller(arguments: Sequence[str]) -> list[str]:
     """The same command on fewer documents and for fewer steps."""
     command = arguments[0]
-    most = 200 if "--prefill" in arguments else 4000
+    most = 200 if command == "prefill" or "--prefill" in arguments else 4000
     small = [re.sub(r"^synthetic:(\d+)", lambda m: f"synthetic:{min(int(m[1]), most)}", word) for word in arguments]
     if command == "compare" and "--prefill" not in arguments:
         small += ["--steps", "2"] + ([] if "--methods" in arguments else ["--methods", "sequential,makespan"])

@@ -41,7 +41,7 @@ MAY_IMPORT = {
         "workload",
         "schedules",
     },
-    "serving": {"workload"},
+    "serving": {"sharding", "workload"},
     "report": {"config", "documents", "memory", "packing", "planning", "sharding", "simulate", "workload"},
     "reproduce": {"config", "documents", "packing", "planning", "report", "sharding", "simulate", "workload"},
     "attention": {"sharding"},

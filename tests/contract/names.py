@@ -98,6 +98,10 @@ COMMANDS = {
         "--max-length-factor --max-delay --steps --overlong --solver-seconds --plot --prefill --token-budget --chunked "
         "--whole --load --lock-step --independent --seed --json"
     ),
+    "prefill": (
+        "--token-budget --dp --pp --tp --cp --model --hardware --profile --methods --chunked --whole --load "
+        "--lock-step --independent --seed --json"
+    ),
     "tune": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --max-length-factor "
         "--max-token-delay --max-delay --methods --steps --json"
