@@ -61,6 +61,13 @@ def test_a_measured_profile_prices_what_needs_no_other_layout(wlb, profile):
     assert err.startswith("wlb: error: dynamollm chooses degrees and clocks, and a measured profile prices one of each")
 
 
+def test_load_counts_every_stage_of_a_pipeline(wlb):
+    """As many prompts arrive as the GPUs can do: with twice the stages, twice as many."""
+    options = ["--token-budget", "2K", "--load", "0.5", "--methods", "tokens", "--json"]
+    rates = [json.loads(wlb(*PREFILL, *options, "--pp", pp)[1])["arrivals_per_second"] for pp in (1, 2)]
+    assert rates[1] == pytest.approx(2 * rates[0])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

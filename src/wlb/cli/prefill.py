@@ -189,8 +189,8 @@ def _table(results: list[PrefillResult], settings: dict[str, Any]) -> Table:
         title=f"{settings['prompts']:,} prompts, {load}, budget {settings['token_budget']:,} tokens, "
         f"chunked prefill {'on' if settings['chunked'] else 'off'}\n{settings['gpus']} GPUs: {ranks}; "
         f"simulated with {price}",
-        caption="seconds to the first token; busy: mean over slowest rank of each pass; "
-        "GPU-s: GPU-seconds that passes hold",
+        caption="seconds to the first token; busy: mean over slowest rank of each pass\n"
+        "GPU-s: GPU-seconds that passes hold; kJ: of all GPUs until the last first token",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -222,11 +222,16 @@ def _columns(results: list[PrefillResult]) -> dict[str, list[str]]:
 
 
 def _chosen_groups(results: list[PrefillResult]) -> list[str]:
-    """A line for each policy that chose groups of several kinds."""
-    return [f"{r.method}: {', '.join(map(_group, r.groups))}" for r in results if len(r.groups) > 1]
+    """A line for each policy that chose groups of several kinds: those with at least 1% of the tokens."""
+    lines = []
+    for r in results:
+        tokens = sum(group.tokens for group in r.groups)
+        groups = [f"{_group(group)} {group.tokens / tokens:.0%}" for group in r.groups if group.tokens >= 0.01 * tokens]
+        if len(r.groups) > 1:
+            lines.append(f"{r.method}, share of the tokens: {', '.join(groups)}")
+    return lines
 
 
 def _group(group: GroupResult) -> str:
     size = f"{group.count} x tp {group.tp}" + (f" cp {group.cp}" if group.cp > 1 else "")
-    clock = f" at clock {group.clock:g}" if group.clock < 1 else ""
-    return f"{size}{clock} for {group.prompts} ({group.tokens:,} of them)"
+    return f"{size}{f' at clock {group.clock:g}' if group.clock < 1 else ''} ({group.prompts})"

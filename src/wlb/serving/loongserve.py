@@ -28,7 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.serving.batching import Chunk
 from wlb.serving.job import PrefillJob
-from wlb.serving.prefill import Group, Pass, PrefillRun
+from wlb.serving.prefill import LOOK_AHEAD, Group, Pass, PrefillRun
 from wlb.sharding.latency import RankSeconds, forward_seconds
 from wlb.sharding.plan import exchange_parts
 from wlb.workload import Seconds, Workload
@@ -36,7 +36,6 @@ from wlb.workload.base import EXCHANGES
 
 _ANY_DEGREE = 8  # up to which every degree is tried; above it powers of two
 _MOST_PROMPTS = 128  # of a macro-iteration
-_LOOK_AHEAD = 1024  # waiting prompts that a group looks at
 
 Integers = NDArray[np.int64]
 
@@ -149,7 +148,7 @@ class _Server:
 
     def fitting(self, seconds: float, degree: int) -> list[int]:
         """Waiting prompts that a group finishes within ``seconds``: oldest first, each that fits after those taken."""
-        waiting = np.array([prompt for prompt, _ in zip(self.queue, range(_LOOK_AHEAD), strict=False)], np.int64)
+        waiting = np.array([prompt for prompt, _ in zip(self.queue, range(LOOK_AHEAD), strict=False)], np.int64)
         taken: list[int] = []
         attention, tokens = 0.0, 0
         while len(waiting):
