@@ -2,7 +2,7 @@
 
 The GPUs are elastic instances of ``tp`` each. A macro-iteration takes prompts in order of arrival and divides them
 and the instances into groups: a group prefills its prompts whole, their tokens striped over its instances, and how
-many these are, the degree of parallelism, is chosen anew each time. A dynamic programme over prompts by length
+many these are, the degree of parallelism, is chosen anew each time. A dynamic program over prompts by length
 minimises what prompts wait for each of their tokens, the sum over prompts of their group's seconds over their length.
 A group that is done before the others takes waiting prompts that it can finish until then.
 
@@ -10,10 +10,9 @@ Instances keep the keys and values that pass them on the ring, so that a prompt 
 dissolved: a change of degree takes no time. Keys and values cross the links as in training: in parts, each while
 another one is attended (``wlb.sharding.latency``).
 
-Ours where the paper needs what a prefill simulation does not have: a macro-iteration takes prompts up to the token
-budget of all instances (the paper: up to a measured tipping point and free memory), and decoding does not compete for
-instances. Degrees above 8 are powers of two, and a macro-iteration has at most 128 prompts, which bounds the
-programme.
+Assumed: a macro-iteration takes prompts up to the token budget of all instances (the paper: up to a measured tipping
+point and the free memory), decoding competes for no instance, and ranks wait for the busiest link as in training.
+Degrees above 8 are powers of two and a macro-iteration has at most 128 prompts, which bounds the program.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -111,21 +110,18 @@ def _degrees(instances: int) -> list[int]:
     return [n for n in range(1, instances + 1) if n <= _ANY_DEGREE or n & (n - 1) == 0]
 
 
-@dataclass
 class _Server:
     """The queue, and what has run."""
 
-    job: PrefillJob
-    prices: SequencePrices
-    on_progress: Callable[[int], None]
-    passes: list[Pass] = field(default_factory=list)
-    arrived: int = 0
-
-    def __post_init__(self) -> None:
-        self.lengths = self.job.lengths
-        self.attention = self.prices.workload.attention_seconds(self.lengths, "forward")
-        self.first_token = np.zeros(len(self.lengths))
-        self.queue: deque[int] = deque()
+    def __init__(self, job: PrefillJob, on_progress: Callable[[int], None]) -> None:
+        self.job, self.on_progress = job, on_progress
+        self.prices = SequencePrices(job.instance(job.tp))
+        self.lengths = job.lengths
+        self.attention = self.prices.workload.attention_seconds(job.lengths, "forward")
+        self.first_token = np.zeros(len(job.lengths))
+        self.passes: list[Pass] = []
+        self.queue: deque[int] = deque()  # of prompts, oldest first
+        self.arrived = 0
 
     @property
     def next_arrival(self) -> float:
@@ -148,7 +144,8 @@ class _Server:
 
     def fitting(self, seconds: float, degree: int) -> list[int]:
         """Waiting prompts that a group finishes within ``seconds``: oldest first, each that fits after those taken."""
-        waiting = np.array([prompt for prompt, _ in zip(self.queue, range(LOOK_AHEAD), strict=False)], np.int64)
+        shown = [self.queue.popleft() for _ in range(min(LOOK_AHEAD, len(self.queue)))]
+        waiting = np.array(shown, np.int64)
         taken: list[int] = []
         attention, tokens = 0.0, 0
         while len(waiting):
@@ -164,7 +161,7 @@ class _Server:
             tokens += int(self.lengths[waiting[:count]].sum())
             waiting = waiting[count + 1 :]
         chosen = set(taken)
-        self.queue = deque(prompt for prompt in self.queue if prompt not in chosen)
+        self.queue.extendleft(prompt for prompt in reversed(shown) if prompt not in chosen)
         return taken
 
     def run(self, prompts: Sequence[int], start: float, first_instance: int, degree: int) -> float:
@@ -186,7 +183,7 @@ def loongserve(job: PrefillJob, on_progress: Callable[[int], None] = lambda prom
     Raises ``UserError`` for a measured profile with context parallelism, which does not price a single instance.
     """
     instances = job.gpus // job.tp
-    server = _Server(job, SequencePrices(job.instance(job.tp)), on_progress)
+    server = _Server(job, on_progress)
     now = 0.0
     while server.queue or server.next_arrival < np.inf:
         server.admit(now)
