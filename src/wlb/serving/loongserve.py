@@ -143,22 +143,27 @@ class _Server:
         return sorted(taken, key=lambda prompt: -self.lengths[prompt])
 
     def fitting(self, seconds: float, degree: int) -> list[int]:
-        """Waiting prompts that a group finishes within ``seconds``: oldest first, each that fits after those taken."""
+        """Waiting prompts that a group finishes within ``seconds``, up to its budget, or one that exceeds it alone.
+
+        Oldest first, each that still fits after those taken.
+        """
         shown = [self.queue.popleft() for _ in range(min(LOOK_AHEAD, len(self.queue)))]
         waiting = np.array(shown, np.int64)
         taken: list[int] = []
-        attention, tokens = 0.0, 0
+
+        def fit(attention: Seconds, tokens: Integers, prompts: Integers | int) -> NDArray[np.bool_]:
+            """Whether so many ``prompts`` fit after those taken, by what they hold together."""
+            tokens, attention = tokens + self.lengths[taken].sum(), attention + self.attention[taken].sum()
+            within_budget = (tokens <= degree * self.job.token_budget) | (len(taken) + prompts == 1)
+            return np.asarray(within_budget & (self.prices.seconds(attention, tokens, degree) <= seconds))
+
         while len(waiting):
-            alone = self.prices.seconds(attention + self.attention[waiting], tokens + self.lengths[waiting], degree)
-            waiting = waiting[alone <= seconds]  # what does not fit now never will
-            of_many = self.prices.seconds(
-                attention + np.cumsum(self.attention[waiting]), tokens + np.cumsum(self.lengths[waiting]), degree
-            )
-            late = np.flatnonzero(of_many > seconds)
-            count = int(late[0]) if len(late) else len(waiting)
+            # What does not fit now never will; of the others, the first few do together.
+            waiting = waiting[fit(self.attention[waiting], self.lengths[waiting], 1)]
+            sums = np.cumsum(self.attention[waiting]), np.cumsum(self.lengths[waiting])
+            together = fit(*sums, np.arange(1, len(waiting) + 1))
+            count = len(waiting) if together.all() else int(together.argmin())
             taken += waiting[:count].tolist()
-            attention += float(self.attention[waiting[:count]].sum())
-            tokens += int(self.lengths[waiting[:count]].sum())
             waiting = waiting[count + 1 :]
         chosen = set(taken)
         self.queue.extendleft(prompt for prompt in reversed(shown) if prompt not in chosen)
