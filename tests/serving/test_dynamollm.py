@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.serving.jobs import job_of, jobs
+from wlb.errors import UserError
 from wlb.serving.dynamollm import BIN_TOKENS, CLOCKS, SLACK, choose_pools, degrees, dynamollm
 from wlb.serving.queueing import waiting_seconds
 
@@ -100,6 +101,11 @@ def test_all_at_once_runs_at_the_full_clock_and_ends_as_early_as_any_pools_could
     assert (pool.count, pool.instance.tp, pool.instance.clock, len(numbers)) == (2, 1, 1.0, 6)
     total = seconds_of(job, job.lengths, 1, 1.0).sum()
     assert pool.seconds == pytest.approx(total / 2)
+
+
+def test_a_prompt_over_the_budget_is_named_by_its_number_in_the_job():
+    with pytest.raises(UserError, match="prompt 2 has 5000 tokens, over the token budget 1024"):
+        dynamollm(job_of([10, 900, 5000], chunked=False))
 
 
 def test_degrees_hold_the_weights_and_divide_the_heads():

@@ -185,17 +185,18 @@ def _table(results: list[PrefillResult], settings: dict[str, Any]) -> Table:
     load = f"load {settings['load']:g} (Poisson)" if settings["load"] else "all at once"
     ranks = f"dp {settings['dp']} {'in lock step' if settings['lock_step'] else 'independent'}, pp {settings['pp']}"
     price = ", ".join(f"{key} {value}" for key, value in settings["workload"].items())
+    columns = _columns(results)
     table = Table(
         title=f"{settings['prompts']:,} prompts, {load}, budget {settings['token_budget']:,} tokens, "
         f"chunked prefill {'on' if settings['chunked'] else 'off'}\n{settings['gpus']} GPUs: {ranks}; "
         f"simulated with {price}",
         caption="seconds to the first token; busy: mean over slowest rank of each pass\n"
-        "GPU-s: GPU-seconds that passes hold; kJ: of all GPUs until the last first token",
+        "GPU-s: GPU-seconds that passes hold"
+        + ("; kJ: of all GPUs until the last first token" if "kJ" in columns else ""),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
     table.add_column("method", no_wrap=True)
-    columns = _columns(results)
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in zip([r.method for r in results], *columns.values(), strict=True):

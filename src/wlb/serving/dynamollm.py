@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.serving.batching import PrefillPlanner
+from wlb.serving.batching import PrefillPlanner, Prompt
 from wlb.serving.job import PrefillJob
 from wlb.serving.prefill import Group, PrefillRun, simulate_prefill
 from wlb.serving.queueing import waiting_seconds
@@ -70,7 +70,9 @@ class Pool:
 
 
 def dynamollm(job: PrefillJob, on_progress: Callable[[int], None] = lambda prompts: None) -> PrefillRun:
-    """Prefill the job's prompts in pools by length. Raises ``UserError`` as ``presets`` does."""
+    """Prefill the job's prompts in pools by length. Raises ``UserError`` as ``presets`` and ``PrefillPlanner`` do."""
+    longest = int(job.lengths.argmax())
+    PrefillPlanner(job.workload, job.token_budget, "tokens", job.chunked).check(Prompt(longest, job.lengths[longest]))
     first_token = np.zeros(len(job.lengths))
     passes, engines = [], 0
     for pool, numbers in choose_pools(job):
