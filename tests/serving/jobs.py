@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from wlb.serving.job import PrefillJob
@@ -10,6 +11,7 @@ from wlb.workload import hardware_preset, make_workload, model_shape
 from wlb.workload.power import POWER
 
 BUDGET = 1024
+FEWER = settings(max_examples=settings().max_examples // 3)  # for what takes long
 
 
 def job_of(lengths, arrivals=None, *, model="llama3-8b", hardware="h100", budget=BUDGET, **layout) -> PrefillJob:

@@ -7,15 +7,15 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
-from tests.serving.jobs import job_of, jobs
+from tests.serving.jobs import FEWER, job_of, jobs
 from wlb.errors import UserError
 from wlb.serving.dynamollm import BIN_TOKENS, CLOCKS, SLACK, choose_pools, degrees, dynamollm
 from wlb.serving.queueing import waiting_seconds
 
 
-@settings(max_examples=40, deadline=None)
+@FEWER
 @given(jobs())
 def test_pools_are_by_length_and_share_the_gpus(job):
     pools = choose_pools(job)
@@ -29,7 +29,7 @@ def test_pools_are_by_length_and_share_the_gpus(job):
         assert pool.instance.clock in CLOCKS
 
 
-@settings(max_examples=40, deadline=None)
+@FEWER
 @given(jobs())
 def test_every_prompt_runs_in_its_pool(job):
     run = dynamollm(job)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
-from tests.serving.jobs import job_of, jobs
+from tests.serving.jobs import FEWER, job_of, jobs
 from wlb.errors import UserError
 from wlb.serving.job import PrefillJob
 from wlb.serving.policies import POLICIES, policy
@@ -22,7 +22,7 @@ def served(name: str, job: PrefillJob) -> PrefillRun:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=25, deadline=None)
+@FEWER
 @given(job=jobs())
 def test_every_policy_does_the_same_work(name: str, job: PrefillJob):
     run = served(name, job)
@@ -41,7 +41,7 @@ def test_every_policy_does_the_same_work(name: str, job: PrefillJob):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=25, deadline=None)
+@FEWER
 @given(job=jobs())
 def test_no_policy_holds_more_gpus_than_there_are(name: str, job: PrefillJob):
     run = served(name, job)

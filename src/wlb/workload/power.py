@@ -6,7 +6,7 @@ from a transition frequency on, a nonlinear one is what measurements on A40, A10
 2607.00819). Where the transition lies and how low the voltage goes is assumed here; that makes the transition the
 most efficient clock.
 
-The model has no memory, host, cooling or network power, and no dynamic power that depends on what a kernel does.
+Hosts, switches and cooling are left out, and every kernel draws the same.
 """
 
 from __future__ import annotations
