@@ -52,9 +52,9 @@ def prefill(
 ) -> None:
     """Compare policies of a serving system's prefill on a list of prompt lengths.
 
-    Simulates the time to the first token, throughput, GPU-seconds and energy of the same prompts on the same dp x pp x
-    tp x cp GPUs. Methods: count, tokens, workload, workload:shortest (what a rank batches), loongserve (elastic
-    sequence parallelism over instances of tp GPUs), dynamollm (pools by length with degrees and clocks of their own).
+    Simulates time to first token, throughput, GPU-seconds and energy of every method on the same number of GPUs
+    (dp x pp x tp x cp). count, tokens, workload and workload:shortest choose what a rank batches; loongserve has
+    elastic sequence parallelism over instances of tp GPUs; dynamollm has pools by length, with degrees and clocks.
 
     Example: wlb prefill synthetic:2000:128K:0 --token-budget 8K --dp 8 --model llama3-8b --tp 1 --load 0.4
     """
