@@ -7,11 +7,12 @@ clock and are sized to be done at the same time. Neighbouring bins share a pool 
 merges bins that do not fill an instance. An instance prefills in order of arrival, like ``tokens``; GPUs without a
 pool idle.
 
-From the paper: the first two bounds of bins and its longest prompt of 8,192 tokens, objectives of 5 times the latency
-of a prompt alone, clocks of 0.8 to 2.0 GHz, and an exact program over pools. Ours: a last bin for longer prompts; an
-objective counts from the bin's longest prompt on the fastest instance, and 1% may miss it; the load is known and
-steady, so that one choice holds for the whole run, where the paper decides on instances every 30 minutes, on degrees
-every 5 minutes and on clocks every 5 seconds. Its bins by output length have no meaning in a prefill.
+From the paper: pools by prompt length with an exact program over instances, degrees and clocks. Assumed after it, and
+not checked against its text: bounds of 256, 1,024 and 8,192 tokens, objectives of 5 times the latency of a prompt
+alone, and clocks down to 0.4 of the full one. Ours: a last bin for longer prompts; an objective counts from the bin's
+longest prompt on the fastest instance, and 1% may miss it; the load is known and steady, so that one choice holds for
+the whole run, where the paper decides on instances every 30 minutes, on degrees every 5 minutes and on clocks every 5
+seconds. Its bins by output length have no meaning in a prefill.
 """
 
 from __future__ import annotations
