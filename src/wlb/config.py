@@ -17,6 +17,7 @@ from wlb.packing import PACKERS, checked_name
 from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions, PackerOptions
 from wlb.packing.packer import Packer, PackingTask
+from wlb.schedules.operations import round_size
 from wlb.settings import (
     MOST_MICRO_BATCHES,
     MicroBatches,
@@ -388,9 +389,10 @@ class JobConfig(Section):
                 f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
                 "pipeline stages; raise packing.micro_batches"
             )
-        if self.parallel.virtual_pp > 1 and per_rank % self.parallel.pp:
+        if self.parallel.virtual_pp > 1 and per_rank % round_size(self.parallel.pp, per_rank):
             raise ValueError(
-                f"interleaved 1F1B runs micro-batches in rounds of parallel.pp = {self.parallel.pp}; "
-                f"packing.micro_batches / parallel.dp = {per_rank} must be a multiple of it"
+                f"interleaved 1F1B runs micro-batches in equal rounds of at least parallel.pp = {self.parallel.pp}; "
+                f"packing.micro_batches / parallel.dp = {per_rank} cannot be divided into "
+                f"{per_rank // self.parallel.pp}"
             )
         return self

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from wlb.memory.layers import LayerMemory, MemorySettings, Unit
-from wlb.schedules.operations import Operation, rank_operations
+from wlb.schedules.operations import Operation, rank_operations, round_size
 
 _FACTOR_STEP = 1 / 64
 _BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
@@ -64,7 +64,7 @@ def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
     A full pipeline of equal micro-batches holds the same round after round, but for their token ids; GPipe alone holds
     all of them.
     """
-    walked = min(settings.micro_batches, _EVEN_ROUNDS * settings.parallel.pp)
+    walked = min(settings.micro_batches, _EVEN_ROUNDS * round_size(settings.parallel.pp, settings.micro_batches))
     if settings.parallel.schedule not in ("1f1b", "interleaved_1f1b"):
         walked = settings.micro_batches
     estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked)
