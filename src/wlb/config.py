@@ -125,6 +125,11 @@ class ParallelConfig(Section):
     def stages(self) -> int:
         return self.pp * self.virtual_pp
 
+    @property
+    def pooled(self) -> bool:
+        """Whether context-parallel groups are elastic pools; so after pre-flight has decided those."""
+        return self.pool == self.cp
+
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
         if self.virtual_pp > 1 and self.schedule != "interleaved_1f1b":

@@ -290,6 +290,7 @@ OUTPUTS: dict[str, Any] = {
         "step_seconds": float,
         "mean_compute_seconds": float,
         "slowest_over_mean": float,
+        "pool?": int,
         "imbalance": _BY_DIMENSION,
         "causes?": [{"what": str, "cost": float, "text": str}],
         "ranks": [

@@ -36,7 +36,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fixed-4d": {"dp": 2, "tp": 2},
     "wlb-llm": {"pp": 2, "cp": 2},
     "best": {"pp": 2, "cp": 2, "tp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
-    "elastic": {"dp": 2, "cp": 2, "pp": 2},  # whose ranks make one pool
+    # The four ranks of a stage make one pool; its three micro-batches are one round over two pipeline ranks.
+    "elastic": {"dp": 2, "cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 4},
 }
 # Every preset runs through the same trainer, and each of these parts of it in the others too.
 EXHAUSTIVE = ("plain-4d", "fixed-4d", "wlb-llm")
@@ -55,7 +56,7 @@ def configure(folder: Path, preset: str) -> JobConfig:
         model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68},
         data={"context_window": WINDOW},
         parallel=LAYOUTS[preset],
-        packing={"outlier_thresholds": [16, 40]},
+        packing={"outlier_thresholds": [16, 40], "pool_micro_batches": 3},
         training={"steps": STEPS, "dtype": "float64", "learning_rate": 0.02, "gradient_clip": 0.5},
         metrics={"dir": str(folder / preset / "metrics")},
     )

@@ -28,6 +28,7 @@ from wlb.training.runtime.failures import TrainingError
 _NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks"}
 _BLOCK_BYTES = 1 << 16
 _SHORT = {"micro_batches": "mb"}  # in the live line
+_SHORT_OF_POOLS = _SHORT | {"cp": "pool", "dp": "pools"}
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,11 @@ class StepMetrics:
 class MetricsWriter:
     """Writes the metrics of a job that continues after ``last_step`` (0 for a new job).
 
-    ``evaluated`` is the last step up to it whose evaluation is on record.
+    ``evaluated`` is the last step up to it whose evaluation is on record. With ``pooled`` the live line names pools.
     """
 
-    def __init__(self, config: MetricsConfig, last_step: int) -> None:
+    def __init__(self, config: MetricsConfig, last_step: int, *, pooled: bool = False) -> None:
+        self._pooled = pooled
         self._last: StepMetrics | None = None
         self._tokens = self._documents = 0
         self._seconds, self._imbalance = array("d"), array("d")  # of every step: 16 bytes, over months of them
@@ -119,7 +121,7 @@ class MetricsWriter:
         if self._tensorboard is not None:
             for name, value in _scalars(row):
                 self._tensorboard.add_scalar(name, value, metrics.step)
-        show_progress(live_line(metrics))
+        show_progress(live_line(metrics, pooled=self._pooled))
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -157,10 +159,11 @@ class MetricsWriter:
         end_progress()
 
 
-def live_line(metrics: StepMetrics) -> str:
+def live_line(metrics: StepMetrics, *, pooled: bool = False) -> str:
     """A step in one line; imbalance by dimension is predicted/measured, where the dimension has more than one rank."""
+    short = _SHORT_OF_POOLS if pooled else _SHORT
     by_dimension = "".join(
-        f" {_SHORT.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
+        f" {short.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
         for name, factor in metrics.imbalance.items()
         if factor["predicted"] is not None and factor["measured"] is not None and factor["measured"] != 1
     )

@@ -44,7 +44,7 @@ class Reporter:
         self._config = config
         self._execution = execution
         self._step = step
-        self._metrics = MetricsWriter(config.metrics, step)
+        self._metrics = MetricsWriter(config.metrics, step, pooled=config.parallel.pooled)
         self._observer = Observer(config, shape, names, execution.device)
         self.evaluated = self._metrics.evaluated
 
@@ -100,8 +100,11 @@ class Reporter:
             documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
         longest = config.packing.options.most_tokens(config.data.context_window, config.packing.micro_batches)
         origin = f"resuming after step {self._step}" if self._step else "starting"
+        parallel = config.parallel
+        each = config.packing.micro_batches // parallel.dp
+        pools = f", pools of {parallel.cp} ranks with {each} micro-batches a step" if parallel.pooled else ""
         yield (
-            f"{origin} on {config.parallel.world_size} {execution.device.type} processes; {documents}; micro-batches "
+            f"{origin} on {parallel.world_size} {execution.device.type} processes{pools}; {documents}; micro-batches "
             f"of up to {longest:,} tokens"
         )
         if config.training.steps and self._step >= config.training.steps:
