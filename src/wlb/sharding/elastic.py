@@ -15,6 +15,9 @@ in the forward, in the backward and in memory. A micro-batch is shared out in th
 
 A document of a micro-batch of its own is thus cut into pairs of a head and a tail slice. Among short documents, which
 are the cheap tokens, it is cut into contiguous slices, shorter the deeper they lie.
+
+``hybrid`` has a plan of even tokens, too, which levels attention less and may move fewer keys and values. A micro-batch
+gets that plan where it is predicted to be over one per cent faster.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wlb.sharding.adaptive import Candidates, joined, pieces_of_plans, price
+from wlb.sharding.hybrid import EVEN_TOKENS, TOLERANCE, levelled_candidates
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged
 from wlb.workload.base import Seconds, Workload
 
@@ -34,6 +39,18 @@ _SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
 
 
 def elastic(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
+    """Level tokens and attention of all ranks, moving keys and values only as far as that makes the group faster."""
+    slices = Candidates(np.arange(len(micro_batches.counts)), uneven_slices(micro_batches, cp_size, workload))
+    levelled = levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)
+    candidates = joined([slices, levelled], micro_batches, cp_size)
+    seconds = price(candidates, micro_batches, cp_size, workload).seconds
+    seconds[: len(micro_batches.counts)] *= 1 - TOLERANCE  # of the slices, which come first
+    fastest_first = np.lexsort((seconds, candidates.micro_batch))
+    _, first = np.unique(candidates.micro_batch[fastest_first], return_index=True)
+    return pieces_of_plans(fastest_first[first], candidates, micro_batches, cp_size)
+
+
+def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
     """Level tokens and attention of all ranks, within a cell of about a hundredth of a rank's share."""
     lanes, tables = [], []
     for index, lengths in enumerate(np.split(micro_batches.sizes, micro_batches.first[1:])):

@@ -45,7 +45,7 @@ def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pie
 
     No rank holds more than ``MEMORY_FACTOR`` times its even share of the tokens, rounded up.
     """
-    levelled = _levelled_candidates(micro_batches, cp_size, workload)
+    levelled = levelled_candidates(micro_batches, cp_size, workload)
     candidates = joined([*static_candidates(micro_batches, cp_size), levelled], micro_batches, cp_size)
     prices = price(candidates, micro_batches, cp_size, workload)
     chosen = _choose(faster_static(prices, micro_batches), levelled.micro_batch, prices)
@@ -69,12 +69,14 @@ def _choose(adaptive: Integers, of_levelled: Integers, prices: Prices) -> Intege
     return plans[best_first][first]
 
 
-def _levelled_candidates(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Candidates:
-    """The levelled plans of every micro-batch."""
+def levelled_candidates(
+    micro_batches: MicroBatches, cp_size: int, workload: Workload, memory_factor: float = MEMORY_FACTOR
+) -> Candidates:
+    """The levelled plans of every micro-batch, with up to ``memory_factor`` even shares of the tokens on a rank."""
     of_plans: list[int] = []
     lanes, tables, segments = [], [], 0
     for index, lengths in enumerate(np.split(micro_batches.sizes, micro_batches.first[1:])):
-        for ranks, table in _levelled(lengths, cp_size, workload):
+        for ranks, table in _levelled(lengths, cp_size, workload, memory_factor):
             lanes.append(ranks + len(of_plans) * cp_size)
             tables.append(table + np.array([segments, 0, 0]))
             of_plans.append(index)
@@ -87,17 +89,20 @@ def _levelled_candidates(micro_batches: MicroBatches, cp_size: int, workload: Wo
     return Candidates(np.array(of_plans), merged(lane[order], segment[order], start[order], stop[order]))
 
 
-def _levelled(lengths: Integers, cp_size: int, workload: Workload) -> Iterator[tuple[Integers, Table]]:
+def _levelled(
+    lengths: Integers, cp_size: int, workload: Workload, memory_factor: float
+) -> Iterator[tuple[Integers, Table]]:
     """Ranks and pieces (segment, start, stop), empty ones among them, for every level that makes another plan.
 
-    With uneven tokens; and for the lowest level with even ones.
+    With uneven tokens, where these are allowed; and for the lowest level with even ones.
     """
     total = int(lengths.sum())
     token_seconds = float(workload.linear_seconds(total)) / total
     seconds = workload.attention_seconds(lengths) + token_seconds * lengths
     even = float(seconds.sum()) / cp_size
-    most_tokens = max(int(MEMORY_FACTOR * total / cp_size), -(-total // cp_size))
-    for most_aimed_at, levels in ((int(EVEN_TOKENS * total / cp_size), LEVELS[:1]), (most_tokens, LEVELS)):
+    most_tokens = max(int(memory_factor * total / cp_size), -(-total // cp_size))
+    aims = [(int(EVEN_TOKENS * total / cp_size), LEVELS[:1]), (most_tokens, LEVELS)]
+    for most_aimed_at, levels in aims if memory_factor > EVEN_TOKENS else aims[:1]:
         makes_a_difference = 0.0
         for level in levels:
             if level * even < makes_a_difference:

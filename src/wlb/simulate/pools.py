@@ -29,7 +29,7 @@ J = TypeVar("J", bound=JobSpec)
 
 _STEPS = 4  # that are simulated for a choice, fewer where they are of many micro-batches
 _MICRO_BATCHES = 48
-_FILLINGS = (1, 1.5, 2, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
+_FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 
 
