@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args(arguments)
     sections: dict[str, Callable[[], list[Row]]] = {
-        "meshes": lambda: [row for window in MESHES for row in mesh(window, options.steps)],
+        "meshes": lambda: [row for name in JOBS for row in of_systems(name, options.steps)],
         "ingredients": lambda: [row for window in MESHES for row in ingredients(window, options.steps)],
         "paper": lambda: [paper_job(name, options.steps) for name in PAPER_JOBS],
         "planning": lambda: planning(options.turns),
@@ -77,20 +77,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def mesh_job(window: int, system: str, **settings: Any) -> SimulatedJob:
-    """Llama 3 8B on tp 8, pp 4 and the dp x cp of the window, 4 micro-batches a rank."""
+def mesh_job(window: int, system: str, model: str = "llama3-8b", **settings: Any) -> SimulatedJob:
+    """A model on tp 8, pp 4 and the dp x cp of the window, 4 micro-batches a rank."""
     dp, cp = MESHES[window]
     sizes: Row = {"tp": 8, "pp": 4, "dp": dp, "cp": cp, "micro_batches": 4} | INTERLEAVED
-    return simulated_job("llama3-8b", window, system, **sizes, **settings)
+    return simulated_job(model, window, system, **sizes, **settings)
 
 
-def mesh(window: int, steps: int) -> list[Row]:
-    """Every system on the mesh of ``window``."""
-    base = _simulated(mesh_job(window, "plain-4d"), steps)
-    return [
-        {"window": window, "system": system} | _row(_simulated(mesh_job(window, system), steps, base), base)
-        for system in SYSTEMS
-    ]
+JOBS: dict[str, Callable[[str], SimulatedJob]] = {
+    **{f"llama3-8b, {window // 1024}K": partial(mesh_job, window) for window in MESHES},
+    "7b, 128K": partial(mesh_job, 131_072, model="7b"),  # whose key and value heads are not grouped
+    "405b-128k": partial(named_job, "405b-128k", **INTERLEAVED),
+}
+
+
+def of_systems(name: str, steps: int) -> list[Row]:
+    """Every system on one of ``JOBS``."""
+    job = JOBS[name]
+    base = _simulated(job("plain-4d"), steps)
+    return [{"job": name, "system": system} | _row(_simulated(job(system), steps, base), base) for system in SYSTEMS]
 
 
 def ingredients(window: int, steps: int) -> list[Row]:

@@ -110,7 +110,7 @@ class _Slicing:
 
     def _room(self, long: Integers) -> tuple[Seconds, Seconds]:
         """Tokens and attention that each rank has room for, once the dear parts of ``long`` documents are shared."""
-        dear = self._row([(document, self._depth, None) for document in long[::-1]])
+        dear = self._row((long[::-1], self._depth, None))
         cheap_tokens = self._even_tokens * self._ranks - dear.tokens[-1]
         price = max(0.0, self._even_attention * self._ranks - dear.attention[-1]) / max(cheap_tokens, 1.0)
         excess = dear.attention - price * dear.tokens
@@ -147,11 +147,7 @@ class _Slicing:
         self, cut: Integers, short: Integers, tokens: Seconds, attention: Seconds, *, in_order: bool
     ) -> tuple[Integers, Integers]:
         """Ranks and cells of what is to be cut, for ranks that hold so many tokens and seconds already."""
-        row = self._row(
-            [(document, 0, self._depth) for document in cut]
-            + [(document, 0, None) for document in short]
-            + [(document, self._depth, None) for document in cut[::-1]]
-        )
+        row = self._row((cut, 0, self._depth), (short, 0, None), (cut[::-1], self._depth, None))
         lacks_tokens, lacks_attention = self._even_tokens - tokens, self._even_attention - attention
         ranks = np.arange(self._ranks)
         if not in_order:  # the rank short of the most expensive tokens takes the deepest
@@ -192,18 +188,21 @@ class _Slicing:
         best = int(off.argmin())
         return int(front[best]), int(back[best])
 
-    def _row(self, parts: list[tuple[int, int, int | None]]) -> _Row:
-        """Cells of parts (document, start, stop), in order; to the document's end where stop is None."""
-        cells = [np.empty((0, 3), np.int64)]
-        for document, start, stop in parts:
-            length = int(self._lengths[document])
-            cuts = np.arange(start, min(length, length if stop is None else stop), self._cell)
-            stops = np.append(cuts[1:], min(length, length if stop is None else stop))
-            cells.append(np.stack([np.full_like(cuts, document), cuts, stops[: len(cuts)]], axis=1))
-        together = np.concatenate(cells)
-        _, starts, ends = together.T
-        seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(starts)
-        return _Row(together, np.append(0, np.cumsum(ends - starts)), np.append(0.0, np.cumsum(seconds)))
+    def _row(self, *parts: tuple[Integers, int, int | None]) -> _Row:
+        """Cells of parts (documents, start, stop), in order; to the documents' ends where stop is None."""
+        documents = np.concatenate([of_part for of_part, _, _ in parts])
+        start = np.repeat([start for _, start, _ in parts], [len(of_part) for of_part, _, _ in parts])
+        most = np.iinfo(np.int64).max
+        stops = [np.minimum(self._lengths[of_part], most if stop is None else stop) for of_part, _, stop in parts]
+        stop = np.concatenate(stops)
+        counts = np.maximum(0, -(-(stop - start) // self._cell))
+        of_cell = np.repeat(np.arange(len(documents)), counts)
+        within = np.arange(len(of_cell)) - (np.cumsum(counts) - counts)[of_cell]
+        begins = start[of_cell] + self._cell * within
+        ends = np.minimum(begins + self._cell, stop[of_cell])
+        seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(begins)
+        cells = np.stack([documents[of_cell], begins, ends], axis=1)
+        return _Row(cells, np.append(0, np.cumsum(ends - begins)), np.append(0.0, np.cumsum(seconds)))
 
     def _mean_depth(self) -> int:
         """How deep in a document a token costs what the mean token does; a multiple of the cell."""
