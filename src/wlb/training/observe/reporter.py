@@ -102,7 +102,11 @@ class Reporter:
         origin = f"resuming after step {self._step}" if self._step else "starting"
         parallel = config.parallel
         each = config.packing.micro_batches // parallel.dp
-        pools = f", pools of {parallel.cp} ranks with {each} micro-batches a step" if parallel.pooled else ""
+        pools = (
+            f", {parallel.dp} x {parallel.cp} ranks in pools, micro-batches of a pool: {each}"
+            if parallel.pooled
+            else ""
+        )
         yield (
             f"{origin} on {parallel.world_size} {execution.device.type} processes{pools}; {documents}; micro-batches "
             f"of up to {longest:,} tokens"
