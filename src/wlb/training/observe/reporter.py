@@ -102,11 +102,7 @@ class Reporter:
         origin = f"resuming after step {self._step}" if self._step else "starting"
         parallel = config.parallel
         each = config.packing.micro_batches // parallel.dp
-        pools = (
-            f", {parallel.dp} x {parallel.cp} ranks in pools, micro-batches of a pool: {each}"
-            if parallel.pooled
-            else ""
-        )
+        pools = f" with pool = {parallel.cp} and pool_micro_batches = {each}" if parallel.pooled else ""
         yield (
             f"{origin} on {parallel.world_size} {execution.device.type} processes{pools}; {documents}; micro-batches "
             f"of up to {longest:,} tokens"
