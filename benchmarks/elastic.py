@@ -81,7 +81,7 @@ def mesh_job(window: int, system: str, model: str = "llama3-8b", **settings: Any
     """A model on tp 8, pp 4 and the dp x cp of the window, 4 micro-batches a rank."""
     dp, cp = MESHES[window]
     sizes: Row = {"tp": 8, "pp": 4, "dp": dp, "cp": cp, "micro_batches": 4} | INTERLEAVED
-    return simulated_job(model, window, system, **sizes, **settings)
+    return simulated_job(model, window, system, **(sizes | settings))
 
 
 JOBS: dict[str, Callable[[str], SimulatedJob]] = {
@@ -119,6 +119,10 @@ def ingredients(window: int, steps: int) -> list[Row]:
             nullcontext(),
         ),
         "half the pool": (mesh_job(window, "elastic", pool=pool // 2), nullcontext()),
+        "best with the pool for a cp group, documents wait": (
+            mesh_job(window, "best", dp=whole.dp, cp=pool, micro_batches=whole.global_batch // whole.dp),
+            nullcontext(),
+        ),
     }
     rows = []
     for name, (job, left_out) in variants.items():

@@ -92,7 +92,7 @@ def running(folder: Path, launcher: str, preset: str, restarts: int) -> Iterator
     """A job in ``folder``, of which nothing is left afterwards; it writes to the file ``stderr``."""
     config = write_config(
         folder,
-        preset=preset,
+        preset,
         parallel={"dp": 2},
         packing={"micro_batches": 2},  # small steps, so many of them
         training={"steps": None, "max_restarts": restarts},

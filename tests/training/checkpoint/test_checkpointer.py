@@ -65,12 +65,13 @@ def configure(
     parallel: dict[str, Any],
     micro_batches: int = 4,
     method: str = "makespan",
+    *,
     allow_changed_data: bool = False,
     **model: Any,
 ) -> JobConfig:
     config = job(
         folder,
-        preset="elastic" if method == "elastic" else "best",
+        "elastic" if method == "elastic" else "best",
         model={"layers": 4, "kv_heads": 2, "vocab_size": 68, **model},
         packing={"micro_batches": micro_batches, "method": method},
         parallel=parallel,
