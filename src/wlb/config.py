@@ -74,7 +74,7 @@ class RopeScalingConfig(Section):
 class ModelConfig(Section):
     """Which model: a preset name, with any dimension overridden, or the directory of a pretrained one."""
 
-    name: str = Field("tiny", description="Preset: tiny, 550m, 7b, 30b, 70b, llama3-8b, ...")
+    name: str = Field("tiny", description="Preset: tiny, llama3-8b, ...; or a Hugging Face directory, for its shape")
     pretrained: NonEmptyPath | None = Field(
         None, description="Hugging Face directory that gives the shape (config.json) and the initial weights"
     )

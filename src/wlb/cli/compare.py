@@ -44,7 +44,7 @@ def compare(
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel size; default: 4, with --prefill 1.")] = None,
     tp: options.Tp = None,
     cp: options.Cp = None,
-    model: options.Model = "7b",
+    model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
     methods: options.Methods = None,

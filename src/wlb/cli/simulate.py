@@ -77,7 +77,7 @@ def simulate(
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Look for the fastest layout and packing.")] = False,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs, for --search.")] = None,
-    model: options.Model = "7b",
+    model: options.Model = options.DEFAULT_MODEL,
     context_window: Annotated[
         int,
         typer.Option("--context-window", metavar="TOKENS", parser=options.tokens, help="For --search, such as 128K."),

@@ -140,7 +140,8 @@ class _Walk:
 
     def _units(self, stage: int, rows: int) -> list[Unit]:
         layers, settings = LayerMemory(self.settings, rows), self.settings
-        units = [layers.block()] * settings.stage_blocks[stage]
+        start = sum(settings.stage_blocks[:stage])
+        units = layers.blocks(range(start, start + settings.stage_blocks[stage]))
         first = [layers.embedding()] if stage == 0 else []
         last = [layers.head()] if stage == len(settings.stage_blocks) - 1 else []
         return [*first, *units, *last]

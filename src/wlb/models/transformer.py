@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from wlb.planning.model import RotaryScaling
 from wlb.planning.model import TransformerConfig as TransformerConfig
-from wlb.workload.shapes import ModelShape
+from wlb.workload.shapes import ModelShape, check_built
 
 # Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -37,6 +37,7 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
         super().__init__()
         shape = config.shape
+        check_built(shape)
         layers = range(shape.layers) if layers is None else layers
         self.config = config
         self.is_first, self.is_last = layers.start == 0, layers.stop == shape.layers

@@ -8,7 +8,6 @@ version of ``transformers`` reads (``rope_theta`` and ``rope_scaling`` rather th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from wlb.config import Number, PositiveInt, RopeScalingConfig
 from wlb.errors import UserError
 from wlb.planning.model import RotaryScaling, TransformerConfig
+from wlb.workload.model_json import read_config_json
 from wlb.workload.shapes import ModelShape
 
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -67,22 +67,6 @@ class _Rope(_Strict):
     type: str | None = None
     rope_theta: Annotated[Number, Field(ge=1)] = 10_000.0
     partial_rotary_factor: Number = 1.0
-
-
-def read_config_json(directory: Path) -> dict[str, Any]:
-    """The contents of ``config.json``. Raises ``UserError`` if it is missing or no JSON object."""
-    path = directory / "config.json"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{directory} holds no config.json; name the directory of a Hugging Face model") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path} is no JSON object; name the directory of a Hugging Face model")
-    return document
 
 
 def read_config(directory: Path) -> TransformerConfig:

@@ -26,7 +26,6 @@ from wlb.documents.store.writer import tokenizer_path
 from wlb.errors import UserError
 from wlb.models.huggingface.export import Companions, export_model, refuse_existing
 from wlb.models.transformer import Transformer
-from wlb.planning.config_json import read_config_json
 from wlb.planning.configured_model import configured_model
 from wlb.training.checkpoint.files import (
     DamagedCheckpoint,
@@ -38,6 +37,7 @@ from wlb.training.checkpoint.files import (
 )
 from wlb.training.checkpoint.same_model import check_model, check_tensors
 from wlb.training.checkpoint.storage import ConfinedReader
+from wlb.workload.model_json import read_config_json
 
 # What lies beside the weights of a published model and stays true of a trained one.
 _KEPT_FILES = (
