@@ -1,6 +1,7 @@
 """Shapes from ``config.json``: of every family that is priced, and what is refused."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ DEEPSEEK = ModelShape(
 )
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[dict[str, Any], ModelShape]] = {
     "llama": ({}, ModelShape(*BASE)),
     "qwen3": ({}, ModelShape(*BASE)),
     "mistral": ({"sliding_window": 16}, ModelShape(*BASE, sliding_window=16)),

@@ -33,7 +33,8 @@ def windowed_pairs(lengths: ArrayLike, window: int | None) -> NDArray[np.float64
     if window is None:
         return attended_pairs(lengths)
     d = np.asarray(lengths, dtype=np.float64)
-    return attended_pairs(np.minimum(d, window)) + window * np.maximum(d - window, 0.0)
+    pairs: NDArray[np.float64] = attended_pairs(np.minimum(d, window)) + window * np.maximum(d - window, 0.0)
+    return pairs
 
 
 def attention_flops(shape: ModelShape, lengths: ArrayLike, phase: Phase = "both") -> NDArray[np.float64]:

@@ -50,11 +50,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention: keys and values come from a latent (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+    """Multi-head latent attention: keys and values come from a latent (DeepSeek-V2, arXiv 2405.04434).
 
-    A token's latent has ``kv_rank`` values, and ``rope_dim`` more that turn with the position and serve all heads as the
-    rest of their key. A head attends with queries and keys of ``head_dim``, those ``rope_dim`` among them, and values
-    of ``value_dim``. Queries have a latent of ``q_rank`` values, or none with 0.
+    A token's latent has ``kv_rank`` values, and ``rope_dim`` more that turn with the position and serve all heads as
+    the rest of their key. A head attends with queries and keys of ``head_dim``, those ``rope_dim`` among them, and
+    values of ``value_dim``. Queries have a latent of ``q_rank`` values, or none with 0.
     """
 
     q_rank: int
