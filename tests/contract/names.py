@@ -71,7 +71,10 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.training.data.sharded_batch.shard_batch": "batch, shard_plan, rank, multiple_of=...",
     "wlb.workload.load_profile": "path",
     "wlb.workload.model_shape": "name",
-    "wlb.workload.ModelShape": "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size",
+    "wlb.workload.ModelShape": (
+        "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size, sliding_window=..., "
+        "full_attention_every=..., experts=..., latent=..., delta_net=..."
+    ),
     "wlb.workload.Workload.attention_seconds": "lengths, phase=...",
     "wlb.workload.Workload.document_seconds": "lengths",
     "wlb.workload.Workload.linear_seconds": "tokens, phase=...",
@@ -88,7 +91,11 @@ PACKER_METHODS = {"plan": "arrivals", "drain": "", "state_dict": "", "load_state
 PACKERS = ("sequential", "fixed_greedy", "fixed_solver", "variable_length", "makespan")
 STRATEGIES = ("per_sequence", "per_document", "adaptive", "hybrid", "elastic")
 PRESETS = ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic")
-MODELS = ("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-7b", "qwen3-8b")
+MODELS = (
+    *("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-7b", "qwen3-8b"),
+    *("mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "gemma3-12b"),
+    *("gemma3-27b", "gpt-oss-20b", "gpt-oss-120b", "qwen3-next-80b-a3b"),
+)
 HARDWARE = ("a100", "h100", "h200", "cpu")
 
 COMMANDS = {

@@ -155,7 +155,7 @@ def test_what_is_only_priced_is_not_built(shape):
 
 
 def test_tensor_parallel_ranks_share_experts_and_linear_heads():
-    with pytest.raises(UserError, match=r"experts\.ffn_hidden = 33 cannot be split over tp = 2"):
-        check_divisible(replace(ROUTED, experts=Experts(8, 2, 33)), 2)
+    with pytest.raises(UserError, match=r"experts\.count = 7 cannot be split over tp = 2"):
+        check_divisible(replace(ROUTED, experts=Experts(7, 2, 32)), 2)
     with pytest.raises(UserError, match=r"delta_net\.key_heads = 2 cannot be split over tp = 4"):
         check_divisible(replace(LINEAR, vocab_size=48), 4)

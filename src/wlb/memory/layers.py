@@ -147,10 +147,14 @@ class LayerMemory:
         return net.value_heads * net.value_dim // self.settings.parallel.tp
 
     def _routed(self) -> int:
-        """A token as each of its experts gets it, and what they return, and its scores for all of them."""
+        """A token as each of its experts gets it, and what they return, and its scores for all of them.
+
+        Experts are divided over tensor-parallel ranks, and tokens over experts.
+        """
         shape, experts = self.settings.shape, self.settings.shape.experts
         assert experts is not None
-        return self.rows * (2 * experts.active * shape.hidden * self.compute + experts.count * self.master)
+        rows = -(-self.rows // self.settings.parallel.tp)
+        return rows * (2 * experts.active * shape.hidden * self.compute + experts.count * self.master)
 
     def _kept_received(self) -> int:
         """Keys and values of other ranks that are kept for the backward: at most those of an even share of tokens."""

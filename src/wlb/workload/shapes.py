@@ -181,7 +181,7 @@ def _count_blocks(shape: ModelShape) -> Mapping[BlockKind, int]:
 
 
 def check_divisible(shape: ModelShape, tp: int) -> None:
-    """Raise ``UserError`` unless ``tp`` ranks can share the model's heads, feed-forward columns and vocabulary."""
+    """Raise ``UserError`` unless ``tp`` ranks can share the model's heads, feed-forward, experts and vocabulary."""
     for name, size in _divided_sizes(shape).items():
         if size % tp:
             more = f" or a vocab_size of {size + tp - size % tp}" if name == "vocab_size" else ""
@@ -193,7 +193,7 @@ def check_divisible(shape: ModelShape, tp: int) -> None:
 def _divided_sizes(shape: ModelShape) -> dict[str, int]:
     sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size")}
     if shape.experts is not None:
-        sizes |= {f"experts.{name}": getattr(shape.experts, name) for name in ("ffn_hidden", "shared_hidden")}
+        sizes |= {f"experts.{name}": getattr(shape.experts, name) for name in ("count", "shared_hidden")}
     if shape.delta_net is not None:
         sizes |= {f"delta_net.{name}": getattr(shape.delta_net, name) for name in ("key_heads", "value_heads")}
     return sizes
