@@ -73,7 +73,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.workload.model_shape": "name",
     "wlb.workload.ModelShape": (
         "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size, sliding_window=..., "
-        "full_attention_every=..., experts=..., latent=..., delta_net=..."
+        "full_attention_layers=..., full_attention_every=..., experts=..., latent=..., delta_net=..."
     ),
     "wlb.workload.Workload.attention_seconds": "lengths, phase=...",
     "wlb.workload.Workload.document_seconds": "lengths",

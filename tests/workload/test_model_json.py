@@ -50,6 +50,10 @@ LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 
 FAMILIES: dict[str, tuple[dict[str, Any], ModelShape]] = {
     "llama": ({}, ModelShape(*BASE)),
+    "qwen2": (
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3, "head_dim": 16},
+        ModelShape(64, 4, 4, 2, 16, 96, 80, sliding_window=16, full_attention_layers=3),
+    ),
     "qwen3": ({}, ModelShape(*BASE)),
     "mistral": ({"sliding_window": 16}, ModelShape(*BASE, sliding_window=16)),
     "mixtral": (LOCAL_EXPERTS, ModelShape(*BASE, experts=Experts(8, 2, 96))),
@@ -127,9 +131,9 @@ def test_a_later_mistral_has_full_attention(tmp_path):
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not priced; choose a model of llama, qwen2"),
         ({"hidden_size": None}, "there is no hidden_size; complete it"),
+        ({"head_dim": None, "hidden_size": 63}, "there is no head_dim; complete it"),
         ({"vocab_size": 8.5}, "vocab_size = 8.5 is no whole number of at least 1"),
         ({"num_key_value_heads": 3}, "heads = 4, not a multiple of kv_heads = 3"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window = true is not priced"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]} | ROUTED, r"mlp_only_layers = \[2\] is not priced"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2} | ROUTED, "decoder_sparse_step = 2 is not priced"),
         (

@@ -126,6 +126,8 @@ def test_kinds_of_blocks_lie_where_published_models_have_them():
     assert [layer for layer in range(62) if gemma.block_kind(layer).attention == "full"] == [*range(5, 62, 6)]
     assert [oss.block_kind(layer) for layer in (0, 1)] == [BlockKind("sliding", True), BlockKind("full", True)]
     assert following.blocks == {BlockKind("linear", True): 36, BlockKind("full", True): 12}
+    first = replace(WINDOWED, full_attention_layers=2)
+    assert [first.block_kind(layer).attention for layer in (0, 1, 2)] == ["full", "full", "sliding"]
     assert model_shape("deepseek-v3").blocks == {BlockKind("full", False): 3, BlockKind("full", True): 58}
 
 
@@ -133,7 +135,7 @@ def test_kinds_of_blocks_lie_where_published_models_have_them():
     ("change", "message"),
     [
         ({"sliding_window": 0}, "sliding_window = 0; it must be at least 1"),
-        ({"full_attention_every": 2}, "full_attention_every = 2 and nothing else between"),
+        ({"full_attention_every": 2}, "full_attention_every = 2 and no blocks of another kind"),
         ({"delta_net": DeltaNet(1, 1, 1, 1)}, "it needs full_attention_every"),
         ({"kv_heads": 2, "latent": LatentAttention(0, 8, 4, 16)}, "kv_heads = 2 for heads = 4"),
     ],

@@ -19,8 +19,8 @@ Document = Mapping[str, Any]
 
 # Where config.json does not say.
 _HEAD_DIMS = {"qwen3": 128, "qwen3_next": 256, "gemma3_text": 256, "gpt_oss": 64}
-_GEMMA3 = {"vocab_size": 262_208, "sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4}
-_MISTRAL_WINDOW = 4096
+_GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
+_WINDOW, _QWEN_FULL = 4096, 28  # sliding_window, and Qwen's max_window_layers
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -61,20 +61,24 @@ def read_shape(path: Path) -> ModelShape:
 
 def _dense(document: Document, **variant: Any) -> ModelShape:
     hidden, heads = _size(document, "hidden_size"), _size(document, "num_attention_heads")
-    head_dim = _size(document, "head_dim", _HEAD_DIMS.get(document["model_type"]) or hidden // heads)
+    share = None if hidden % heads else hidden // heads
+    head_dim = variant.pop("head_dim", None) or _size(
+        document, "head_dim", _HEAD_DIMS.get(document["model_type"], share)
+    )
     return ModelShape(
         hidden=hidden,
         layers=_size(document, "num_hidden_layers"),
         heads=heads,
         kv_heads=_size(document, "num_key_value_heads", heads),
         ffn_hidden=_size(document, "intermediate_size"),
+        head_dim=head_dim,
         vocab_size=_size(document, "vocab_size"),
-        **{"head_dim": head_dim} | variant,
+        **variant,
     )
 
 
 def _mistral(document: Document) -> ModelShape:
-    window = document.get("sliding_window", _MISTRAL_WINDOW)
+    window = document.get("sliding_window", _WINDOW)
     return _dense(document) if window is None else _dense(document, **_windows(document, None))
 
 
@@ -88,9 +92,13 @@ def _mixtral(document: Document) -> ModelShape:
     return _dense(document, experts=experts, **windows)
 
 
-def _qwen(document: Document) -> ModelShape:
-    _refuse_windows(document)
-    return _dense(document)
+def _qwen(document: Document, **variant: Any) -> ModelShape:
+    if document.get("use_sliding_window"):
+        first = min(_size(document, "max_window_layers", _QWEN_FULL, least=0), _size(document, "num_hidden_layers"))
+        if first < _size(document, "num_hidden_layers"):
+            window = _size(document, "sliding_window", _WINDOW)
+            variant |= {"sliding_window": window, "full_attention_layers": first or None}
+    return _dense(document, **variant)
 
 
 def _qwen_moe(document: Document, **variant: Any) -> ModelShape:
@@ -106,8 +114,7 @@ def _qwen_moe(document: Document, **variant: Any) -> ModelShape:
         shared_hidden=_size(document, "shared_expert_intermediate_size", 0, least=0),
         dense_layers=len(dense),
     )
-    _refuse_windows(document)
-    return _dense(document, experts=experts, **variant)
+    return _qwen(document, experts=experts, **variant)
 
 
 def _qwen3_next(document: Document) -> ModelShape:
@@ -175,18 +182,13 @@ _FAMILIES: dict[str, Callable[[Document], ModelShape]] = {
 }
 
 
-def _refuse_windows(document: Document) -> None:
-    if document.get("use_sliding_window"):
-        raise UserError("use_sliding_window = true is not priced for this family; choose another model")
-
-
 def _windows(document: Document, every: int | None) -> dict[str, Any]:
     """The windows of a model in which every ``every``-th block has full attention, unless ``layer_types`` differs."""
     if document.get("layer_types"):
         every = _period(document["layer_types"], _SLIDING)
         if every == 1:
             return {}
-    return {"sliding_window": _size(document, "sliding_window", _MISTRAL_WINDOW), "full_attention_every": every}
+    return {"sliding_window": _size(document, "sliding_window", _WINDOW), "full_attention_every": every}
 
 
 def _period(types: Any, other: str) -> int | None:

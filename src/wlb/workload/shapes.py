@@ -97,8 +97,9 @@ class ModelShape:
     ``layers`` counts all blocks of the model, ``head_dim`` is the width of one attention head's query and key.
 
     With ``sliding_window`` w, a token attends the w tokens that end with it. With ``delta_net`` attention is linear. Of
-    either kind are all blocks, or with ``full_attention_every`` n all but every n-th, which has full attention.
-    ``experts`` take the place of the feed-forward layer, whose width ``ffn_hidden`` is then that of dense blocks.
+    either kind are all blocks but the first ``full_attention_layers`` and every ``full_attention_every``-th, where
+    these are given: they have full attention. ``experts`` take the place of the feed-forward layer, whose width
+    ``ffn_hidden`` is then that of dense blocks.
 
     Raises ``UserError`` for a size below 1, for more than 10,000 layers, for query heads that do not share the
     key/value heads evenly, and for variants that do not go together.
@@ -112,6 +113,7 @@ class ModelShape:
     ffn_hidden: int
     vocab_size: int
     sliding_window: int | None = None
+    full_attention_layers: int | None = None
     full_attention_every: int | None = None
     experts: Experts | None = None
     latent: LatentAttention | None = None
@@ -136,17 +138,18 @@ class ModelShape:
             raise UserError(
                 "model shape has delta_net; it needs full_attention_every, and there can be no sliding_window"
             )
-        if self.full_attention_every is not None and self.sliding_window is None and self.delta_net is None:
-            raise UserError(
-                f"model shape has full_attention_every = {self.full_attention_every} and nothing else between; give "
-                "sliding_window or delta_net too"
-            )
+        for name in ("full_attention_layers", "full_attention_every"):
+            if getattr(self, name) is not None and self.sliding_window is None and self.delta_net is None:
+                raise UserError(
+                    f"model shape has {name} = {getattr(self, name)} and no blocks of another kind; give "
+                    "sliding_window or delta_net too"
+                )
 
     def block_kind(self, layer: int) -> BlockKind:
         """What block ``layer`` is made of, counted from 0."""
         every = self.full_attention_every
         routed = self.experts is not None and layer >= self.experts.dense_layers
-        if every is not None and (layer + 1) % every == 0:
+        if layer < (self.full_attention_layers or 0) or (every is not None and (layer + 1) % every == 0):
             return BlockKind("full", routed)
         if self.delta_net is not None:
             return BlockKind("linear", routed)
