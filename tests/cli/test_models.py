@@ -19,7 +19,7 @@ LENGTHS = "synthetic:400:4096:0"
 STEP = ("--context-window", 4096, "--micro-batches", 4)
 COMMANDS = {
     "compare": (LENGTHS, *STEP, "--methods", "sequential", "--steps", 2),
-    "compare --prefill": (LENGTHS, "--token-budget", 4096, "--methods", "tokens"),
+    "prefill": (LENGTHS, "--token-budget", 4096, "--methods", "tokens"),
     "tune": (LENGTHS, *STEP, "--steps", 4),
     "shard": (LENGTHS, "--context-window", 4096, "--cp", 2, "--samples", 2),
     "report": (LENGTHS, "--context-window", 4096, "--parallel", "pp=2", "--steps", 2),

@@ -34,7 +34,7 @@ def prefill(
     pp: options.Pp = 1,
     tp: options.Tp = None,
     cp: Annotated[int, typer.Option(min=1, help="Context-parallel size.")] = 1,
-    model: options.Model = "7b",
+    model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
     methods: Annotated[

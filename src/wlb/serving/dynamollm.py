@@ -34,8 +34,8 @@ from wlb.serving.job import PrefillJob
 from wlb.serving.prefill import Group, PrefillRun, simulate_prefill
 from wlb.serving.queueing import waiting_seconds
 from wlb.workload import Hardware, ModelShape, Workload
-from wlb.workload.flops import gemm_flops_per_token
 from wlb.workload.power import POWER, GpuPower
+from wlb.workload.weights import parameters
 
 BIN_TOKENS = (256, 1024, 8192)  # the longest prompts of all bins but the last
 SLACK = 5.0  # of an objective, over what the bin's longest prompt takes alone
@@ -127,9 +127,8 @@ def degrees(job: PrefillJob) -> list[int]:
     most = min(job.gpus, hardware.node_size)
     heads = math.gcd(model.heads, model.kv_heads)
     divisors = [tp for tp in (1, 2, 4, 8, 16, 32, 64) if tp <= most and heads % tp == 0]
-    parameters = gemm_flops_per_token(model) / 2 + model.vocab_size * model.hidden
-    room = _WEIGHTS * hardware.memory_bytes
-    return [tp for tp in divisors if parameters * hardware.bytes_per_value <= tp * room] or divisors[-1:]
+    weights = parameters(model) * hardware.bytes_per_value
+    return [tp for tp in divisors if weights <= tp * _WEIGHTS * hardware.memory_bytes] or divisors[-1:]
 
 
 @dataclass(frozen=True)
