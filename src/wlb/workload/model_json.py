@@ -49,7 +49,8 @@ def read_shape(path: Path) -> ModelShape:
     Raises ``UserError`` for a model that is not priced, and for one that is not described in full.
     """
     document = read_config_json(path)
-    document = document.get("text_config") or document  # of a model that also sees
+    if isinstance(text := document.get("text_config"), dict):  # of a model that also sees
+        document = text
     try:
         family = document.get("model_type")
         if family not in _FAMILIES:
@@ -84,12 +85,7 @@ def _mistral(document: Document) -> ModelShape:
 
 def _mixtral(document: Document) -> ModelShape:
     windows = {} if document.get("sliding_window") is None else _windows(document, None)
-    experts = Experts(
-        count=_size(document, "num_local_experts"),
-        active=_size(document, "num_experts_per_tok"),
-        ffn_hidden=_size(document, "intermediate_size"),
-    )
-    return _dense(document, experts=experts, **windows)
+    return _dense(document, experts=_experts(document, "num_local_experts", "intermediate_size"), **windows)
 
 
 def _qwen(document: Document, **variant: Any) -> ModelShape:
@@ -107,10 +103,10 @@ def _qwen_moe(document: Document, **variant: Any) -> ModelShape:
     dense = document.get("mlp_only_layers") or []
     if dense != [*range(len(dense))]:
         raise UserError(f"mlp_only_layers = {dense} is not priced; only the first layers may be dense")
-    experts = Experts(
-        count=_size(document, "num_experts", document.get("num_local_experts")),  # as transformers 5 writes it
-        active=_size(document, "num_experts_per_tok"),
-        ffn_hidden=_size(document, "moe_intermediate_size"),
+    experts = _experts(
+        document,
+        "num_experts" if "num_experts" in document else "num_local_experts",  # as transformers 5 writes it
+        "moe_intermediate_size",
         shared_hidden=_size(document, "shared_expert_intermediate_size", 0, least=0),
         dense_layers=len(dense),
     )
@@ -136,10 +132,10 @@ def _deepseek(document: Document) -> ModelShape:
         raise UserError(f"moe_layer_freq = {document['moe_layer_freq']} is not priced; choose another model")
     width = _size(document, "moe_intermediate_size")
     rope_dim = _size(document, "qk_rope_head_dim")
-    experts = Experts(
-        count=_size(document, "n_routed_experts"),
-        active=_size(document, "num_experts_per_tok"),
-        ffn_hidden=width,
+    experts = _experts(
+        document,
+        "n_routed_experts",
+        "moe_intermediate_size",
         shared_hidden=width * _size(document, "n_shared_experts", 0, least=0),
         dense_layers=_size(document, "first_k_dense_replace", 0, least=0),
     )
@@ -159,12 +155,14 @@ def _gemma3(document: Document) -> ModelShape:
 
 
 def _gpt_oss(document: Document) -> ModelShape:
-    experts = Experts(
-        count=_size(document, "num_local_experts"),
-        active=_size(document, "num_experts_per_tok"),
-        ffn_hidden=_size(document, "intermediate_size"),
-    )
+    experts = _experts(document, "num_local_experts", "intermediate_size")
     return _dense(document, experts=experts, **_windows(document, 2))
+
+
+def _experts(document: Document, count: str, width: str, **more: int) -> Experts:
+    """Experts whose number and width have these names."""
+    active = _size(document, "num_experts_per_tok")
+    return Experts(_size(document, count), active, _size(document, width), **more)
 
 
 _FAMILIES: dict[str, Callable[[Document], ModelShape]] = {
