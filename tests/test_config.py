@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -80,7 +80,7 @@ def _numbers(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """The names of all settings that are a number with a fraction."""
     for name, field in section.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and get_origin(field.annotation) is not tuple:
                 yield from _numbers(kind, f"{prefix}{name}.")
             elif kind is float:
                 yield prefix + name

@@ -78,7 +78,7 @@ def _train(config: JobConfig) -> list[StepPlan]:
 
 
 def _oracle(config: JobConfig, plans: list[StepPlan]) -> list[float]:
-    store = TokenStore.open(config.data.store)
+    store = TokenStore.open(config.data.stores[0])
     model_config = trained_model(config, store)
     model = Transformer(model_config).double()
     initialise_weights(model, layers=model_config.shape.layers, seed=config.training.seed)

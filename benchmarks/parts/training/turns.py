@@ -123,13 +123,13 @@ def counted_rows(layout: str, name: str, arguments: argparse.Namespace) -> list[
 
 def simulated_job(config: JobConfig, profile: WorkloadProfile | None = None) -> SimulatedJob:
     """The job of ``config`` on this machine's cores, computing as measured in ``profile``."""
-    vocab_size = TokenStore.open(config.data.store).vocab_size
+    vocab_size = TokenStore.open(config.data.stores[0]).vocab_size
     return SimulatedJob.from_config(config, "cpu", vocab_size=vocab_size, profile=profile)
 
 
 def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
     """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
-    lengths = TokenStore.open(config.data.store).lengths
+    lengths = TokenStore.open(config.data.stores[0]).lengths
     return [*islice(StepPlanner(simulated_job(config), lengths).plans(), steps)]
 
 

@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from wlb.documents.order import DocumentStream, EpochSummary
+from wlb.documents.mixture import DocumentLengths, document_stream
+from wlb.documents.order import EpochSummary
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.packing.arrange import arrange
@@ -46,15 +44,15 @@ class PlannedStep:
 
 
 class StepPlanner(Iterator[PlannedStep]):
-    """Plans the steps of ``job`` on documents of ``lengths`` tokens.
+    """Plans the steps of ``job`` on documents of ``lengths`` tokens, of one store or of each store of a mixture.
 
-    Ends after one epoch, drained, if ``one_epoch``, and never otherwise: documents of the next epoch follow those of
-    this one into the same steps. ``epoch_summary`` says what an epoch does with the documents. Raises ``UserError``
-    where they leave nothing to train on.
+    Ends after one epoch (of a mixture, when every store has finished one), drained, if ``one_epoch``, and never
+    otherwise: documents of the next epoch follow those of this one into the same steps. ``epoch_summary`` says what an
+    epoch does with the documents. Raises ``UserError`` where they leave nothing to train on.
     """
 
-    def __init__(self, job: JobSpec, lengths: NDArray[np.int64], *, one_epoch: bool = False) -> None:
-        self._stream = DocumentStream(lengths, job.data)
+    def __init__(self, job: JobSpec, lengths: DocumentLengths, *, one_epoch: bool = False) -> None:
+        self._stream = document_stream(lengths, job.data)
         self.epoch_summary: EpochSummary = self._stream.summary
         self._packer = job.packer()
         self._packing = job.packing

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb.documents.mixture import DocumentLengths
 from wlb.errors import UserError
 from wlb.packing.elastic import ElasticOptions
 from wlb.planning.job import JobSpec
@@ -40,7 +40,7 @@ class _Pools(NamedTuple):
     micro_batches: int
 
 
-def with_decided_pools(job: J, lengths: NDArray[np.int64]) -> J:
+def with_decided_pools(job: J, lengths: DocumentLengths) -> J:
     """``job`` with context-parallel groups that are its pools: those given, or the fastest on documents of ``lengths``.
 
     The same job and documents give the same pools. Raises ``UserError`` for pools that are given and cannot run, and
@@ -92,7 +92,7 @@ def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
             continue  # a pipeline that runs in rounds
 
 
-def _priced(job: SimulatedJob, lengths: NDArray[np.int64], prices: DocumentPrices) -> _Pools:
+def _priced(job: SimulatedJob, lengths: DocumentLengths, prices: DocumentPrices) -> _Pools:
     steps = min(_STEPS, max(1, _MICRO_BATCHES // job.packing.micro_batches))
     plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
     table = np.concatenate([plan.table for plan in plans])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb.config import JobConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore, document_lengths
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.planning.job import JobSpec
@@ -89,7 +89,7 @@ class StepLoader(Iterator[LoadedStep]):
 
     def __init__(
         self,
-        store: TokenStore,
+        store: TrainedStore,
         config: JobConfig,
         job: JobSpec,
         *,
@@ -100,7 +100,7 @@ class StepLoader(Iterator[LoadedStep]):
         self._vocab_size = job.shape.vocab_size
         self._share = share or RankShare()
         self._identity = data_identity(store, config)
-        planner = StepPlanner(job, store.lengths, one_epoch=config.training.steps is None)
+        planner = StepPlanner(job, document_lengths(store), one_epoch=config.training.steps is None)
         self.epoch_summary = planner.epoch_summary
         self.changed_data: str | None = None
         if state is not None:
@@ -162,13 +162,15 @@ class StepLoader(Iterator[LoadedStep]):
         )
 
 
-def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
+def data_identity(store: TrainedStore, config: JobConfig) -> dict[str, Any]:
     """What a loader state is valid for: the data, and every setting that decides which document trains when.
 
     Parallel sizes, micro-batches, the model, the dealing of micro-batches to ranks and settings that the packing method
     has no use for are absent: they may change.
     """
-    data = config.data.model_dump(mode="json", exclude={"store"})
+    data = config.data.model_dump(mode="json", exclude={"store", "mixture"})
+    if config.data.mixture:
+        data["weights"] = list(config.data.weights)
     packing = {"method": config.packing.method, **config.packing.options.identity(config.data.context_window)}
     return {
         _STORE: store.identity,

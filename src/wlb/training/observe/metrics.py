@@ -25,7 +25,7 @@ from wlb.training.observe.imbalance import Imbalance
 from wlb.training.runtime.console import end_progress, say, show_progress
 from wlb.training.runtime.failures import TrainingError
 
-_NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks"}
+_NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks", "store_tokens"}
 _BLOCK_BYTES = 1 << 16
 _SHORT = {"micro_batches": "mb"}  # in the live line
 _SHORT_OF_POOLS = _SHORT | {"cp": "pool", "dp": "pools"}
@@ -41,7 +41,8 @@ class StepMetrics:
     waited since it arrived; of ``pending_documents`` a part still waits. ``step_seconds`` includes
     ``data_wait_seconds``; ``planning_seconds`` were spent in another thread. ``mfu`` is the model FLOPs utilisation of
     ``observer``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
-    are slow still. ``segments`` are all that the step trained, in the order of documents.
+    are slow still. ``segments`` are all that the step trained, in the order of documents. ``store_tokens`` has the
+    tokens that come from each store of a mixture.
     """
 
     step: int
@@ -62,6 +63,7 @@ class StepMetrics:
     slow_ranks: tuple[int, ...]
     document_ids: tuple[int, ...] | None = None
     segments: tuple[Segment, ...] | None = None
+    store_tokens: tuple[int, ...] | None = None
 
     @property
     def skipped(self) -> bool:
@@ -71,7 +73,7 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """The row of steps.jsonl; what is not finite is null, as JSON has no word for it."""
         row = asdict(self)
-        for name in ("document_ids", "segments"):
+        for name in ("document_ids", "segments", "store_tokens"):
             if row[name] is None:
                 del row[name]
         if self.skipped:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from wlb.config import JobConfig, TrainingConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
 from wlb.planning.configured_model import configured_model
@@ -106,7 +106,7 @@ def device_type(config: TrainingConfig, local_processes: int) -> str:
     return "cuda"
 
 
-def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
+def trained_model(config: JobConfig, store: TrainedStore) -> TransformerConfig:
     """The model that ``config`` trains on ``store``.
 
     Raises ``UserError`` where neither says how large the vocabulary is, for a model that is only priced, and as
