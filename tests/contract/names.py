@@ -99,7 +99,8 @@ MODELS = (
 HARDWARE = ("a100", "h100", "h200", "cpu")
 
 COMMANDS = {
-    "prepare": "--stdlib --out --tokenizer --train-bpe --end-token --text-field --unit --workers --overwrite --json",
+    "prepare": "--stdlib --out --tokenizer --train-bpe --end-token --text-field --chat --unit --workers "
+    "--overwrite --json",
     "compare": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --methods "
         "--max-length-factor --max-delay --steps --overlong --solver-seconds --plot --prefill --token-budget --chunked "

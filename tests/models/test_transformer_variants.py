@@ -55,7 +55,7 @@ def _alone(config: TransformerConfig) -> tuple[list[float], dict[str, Tensor]]:
     model = Transformer(config).double()
     initialise_weights(model, layers=SHAPE.layers, seed=0)
     optimizer = build_optimizer(model, OPTIMISATION)
-    loss_tokens, found = labelled_tokens(PLAN, DOCUMENTS.lengths), []
+    loss_tokens, found = labelled_tokens(PLAN, DOCUMENTS), []
     for _ in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -94,7 +94,7 @@ def _in_layout(config: TransformerConfig, parallel: ParallelConfig) -> tuple[lis
     for _ in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = runner.run_step(batches, labelled_tokens(plan, DOCUMENTS.lengths))
+        loss = runner.run_step(batches, labelled_tokens(plan, DOCUMENTS))
         dist.all_reduce(loss)
         found += [loss.item(), clip_gradients(stages, OPTIMISATION.gradient_clip)]
         for optimizer in optimizers:

@@ -86,7 +86,7 @@ def _oracle(config: JobConfig, plans: list[StepPlan]) -> list[float]:
     losses = []
     for step, plan in enumerate(plans, start=1):
         optimizer.zero_grad()
-        loss_tokens, total = labelled_tokens(plan, store.lengths), 0.0
+        loss_tokens, total = labelled_tokens(plan, store), 0.0
         for segment in plan.segments:
             batch = make_batch(MicroBatch((segment,), 0.0), store)
             attend = partial(segment_attention, segment_lengths=batch.segment_lengths, backend="reference")

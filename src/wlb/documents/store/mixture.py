@@ -72,8 +72,17 @@ class StoreMixture:
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """As ``TokenStore.read``, of a document counted through all stores."""
+        store, index = self._place(document)
+        return store.read(index, start, length)
+
+    def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None:
+        """As ``TokenStore.loss_mask``: stores with a mask and without may be mixed."""
+        store, index = self._place(document)
+        return store.loss_mask(index, start, length)
+
+    def _place(self, document: int) -> tuple[TokenStore, int]:
         number = bisect_right(self._firsts, document, hi=len(self.stores)) - 1
-        return self.stores[number].read(document - self._firsts[number], start, length)
+        return self.stores[number], document - self._firsts[number]
 
 
 TrainedStore: TypeAlias = TokenStore | StoreMixture

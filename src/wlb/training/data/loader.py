@@ -156,7 +156,7 @@ class StepLoader(Iterator[LoadedStep]):
         return LoadedStep(
             planned=planned,
             batches=batches,
-            loss_tokens=labelled_tokens(plan, self._store.lengths),
+            loss_tokens=labelled_tokens(plan, self._store),
             fingerprint=_fingerprint((plan.step, [[part.segments for part in rank] for rank in plan.ranks])),
             shard_fingerprint=_fingerprint([[table.tolist() for table in b.shard_plan.pieces] for b in batches]),
         )

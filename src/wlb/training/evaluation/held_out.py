@@ -27,6 +27,7 @@ from wlb.packing import make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.planning.job import JobSpec
+from wlb.training.data.batch import labels_of_segments
 
 _FIRST_BOUNDARY, _BOUNDARY_RATIO = 256, 4
 
@@ -92,8 +93,8 @@ class HeldOut:
         self.plans = [arrange(plan, job.dp, order="arrival") for plan in _pack(segments, job)]
         self._boundaries = bucket_boundaries(config)
         self._bucket: NDArray[np.int64] = np.searchsorted(self._boundaries, self.store.lengths, side="right")
-        documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
-        labelled = lengths - (starts + lengths >= self.store.lengths[documents])
+        documents = np.array([segment.document for segment in segments])
+        labelled = labels_of_segments(segments, self.store)
         self._tokens = np.bincount(self._bucket[documents], labelled, self.buckets).astype(np.int64).tolist()
         self._documents = np.bincount(self._bucket[np.unique(documents)], minlength=self.buckets).tolist()
 

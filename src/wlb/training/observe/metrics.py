@@ -42,7 +42,7 @@ class StepMetrics:
     ``data_wait_seconds``; ``planning_seconds`` were spent in another thread. ``mfu`` is the model FLOPs utilisation of
     ``observer``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
     are slow still. ``segments`` are all that the step trained, in the order of documents. ``store_tokens`` has the
-    tokens that come from each store of a mixture.
+    tokens that come from each store of a mixture; ``loss_tokens`` are those that have a label.
     """
 
     step: int
@@ -64,6 +64,7 @@ class StepMetrics:
     document_ids: tuple[int, ...] | None = None
     segments: tuple[Segment, ...] | None = None
     store_tokens: tuple[int, ...] | None = None
+    loss_tokens: int | None = None
 
     @property
     def skipped(self) -> bool:
@@ -73,7 +74,7 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """The row of steps.jsonl; what is not finite is null, as JSON has no word for it."""
         row = asdict(self)
-        for name in ("document_ids", "segments", "store_tokens"):
+        for name in ("document_ids", "segments", "store_tokens", "loss_tokens"):
             if row[name] is None:
                 del row[name]
         if self.skipped:

@@ -87,6 +87,7 @@ class Reporter:
             document_ids=planned.documents if listed else None,
             segments=tuple(sorted(plan.segments)) if listed == "segments" else None,
             store_tokens=self._store_tokens(plan),
+            loss_tokens=loaded.loss_tokens,
         )
         self._metrics.write(metrics)
 
