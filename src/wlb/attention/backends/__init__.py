@@ -75,3 +75,9 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"
         )
+
+
+def check_window(window: int) -> None:
+    """Raise ``ValueError`` for a window that does not hold the token itself."""
+    if window < 1:
+        raise ValueError(f"window = {window} holds no token; it must be at least 1")

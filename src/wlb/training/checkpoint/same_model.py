@@ -35,7 +35,7 @@ def check_model(checkpoint: Path, saved: Mapping[str, Any], model: TransformerCo
     differences = [
         f"{name} {json.dumps(saved.get(name))} -> {json.dumps(record.get(name))}"
         for name in {**record, **saved}
-        if saved.get(name) != record.get(name)
+        if (saved.get(name) or None) != (record.get(name) or None)  # what a manifest is too old to have is off
     ]
     if differences:
         raise UserError(
