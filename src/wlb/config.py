@@ -141,7 +141,9 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """How many processes, along which dimensions; the product is the world size."""
 
-    dp: PositiveInt = Field(1, description="Data-parallel size (FSDP2)")
+    dp: PositiveInt = Field(
+        1, description='Data-parallel size (FSDP2); "auto" in a file: as many as the started processes make'
+    )
     pp: PositiveInt = Field(1, description="Pipeline-parallel size")
     cp: PositiveInt = Field(1, description="Context-parallel size")
     pool: PositiveInt | Literal["auto"] = Field(
