@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parts.measurement import versions
 from wlb.config import PRESETS
 from wlb.documents.lengths import read_lengths
 from wlb.planning.planner import StepPlanner
@@ -79,14 +82,15 @@ def steps_of(preset: str, packing: dict[str, Any], options: argparse.Namespace, 
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table, and write it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--job", choices=NAMED_JOBS, default="7b-128k")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--micro-batches", type=int, help="of each data-parallel rank; default: the job's")
     parser.add_argument("--lengths", help="as for wlb compare; default: 100,000 synthetic ones of the job's window")
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     window = NAMED_JOBS[options.job].context_window
     lengths = read_lengths(options.lengths or f"synthetic:100000:{window}:0")
     systems: list[tuple[str, dict[str, Any]]] = [(preset, {}) for preset in PRESETS]
@@ -100,8 +104,10 @@ def main() -> None:
         print(f"| {system} |", " | ".join(f"{number:.2f}" for number in numbers), "|", flush=True)
         rows.append(row)
     if options.out is not None:
-        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+        result = {"versions": versions(), "job": options.job, "steps": [asdict(row) for row in rows]}
+        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
