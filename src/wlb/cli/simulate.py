@@ -143,8 +143,10 @@ def _changes(profile: Path | None, schedule: str | None) -> dict[str, Any]:
 def _jobs(
     name: str, systems: str | None, settings: Sequence[str], hardware: str, changes: dict[str, Any]
 ) -> tuple[dict[str, SimulatedJob], list[str]]:
-    """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from:
-    one source, or each store of a mixture."""
+    """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from.
+
+    That is one source, or each store of a mixture.
+    """
     from wlb.config import PRESETS
     from wlb.config_file import load_config
     from wlb.documents.store.reader import stored_vocab_size

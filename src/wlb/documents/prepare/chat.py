@@ -76,7 +76,7 @@ class ChatFormat:
 
     def render(self, messages: Sequence[Message]) -> RenderedChat | Reject:
         """The text of a conversation, or why it cannot be trained."""
-        if any(mark in message["content"] for message in messages for mark in self.marks):
+        if any(mark in message[part] for message in messages for part in ("role", "content") for mark in self.marks):
             return Reject.SPECIAL_TOKEN  # it would end the turn in which it is quoted
         if not any(message["role"] == "assistant" for message in messages):
             return Reject.NO_ASSISTANT
