@@ -122,8 +122,8 @@ class ModelConfig(Section):
     sliding_window: Tokens | None = Field(
         None, description="Tokens that attention spans up to each token (Mistral); default: all of its document"
     )
-    full_attention_layers: NonNegativeInt = Field(
-        0, description="With sliding_window: the first so many layers attend all of the document (Qwen2)"
+    full_attention_layers: PositiveInt | None = Field(
+        None, description="With sliding_window: the first so many layers attend all of the document (Qwen2)"
     )
     qk_norm: bool = Field(False, description="RMSNorm of each head's query and key (Qwen3)")
     tied_embeddings: bool = Field(False, description="Output head with the embedding's matrix")

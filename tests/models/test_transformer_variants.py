@@ -43,8 +43,7 @@ UNTIED = replace(
     TIED,
     tied_embeddings=False,
     o_bias=True,
-    sliding_window=4,
-    full_attention_layers=1,
+    shape=replace(SHAPE, sliding_window=4, full_attention_layers=1),
     rope_scaling=YarnScaling(4.0, 16),
 )
 DOCUMENTS = RandomDocuments(np.array([9, 1, 17, 4, 12, 2, 8, 5]), SHAPE.vocab_size)

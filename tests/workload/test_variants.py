@@ -147,9 +147,10 @@ def test_variants_that_do_not_go_together_are_refused(change, message):
         Experts(8, 9, 32)
 
 
-@pytest.mark.parametrize("shape", [WINDOWED, ROUTED, LATENT, LINEAR])
+@pytest.mark.parametrize("shape", [replace(WINDOWED, full_attention_every=3), ROUTED, LATENT, LINEAR])
 def test_what_is_only_priced_is_not_built(shape):
     check_built(DENSE)
+    check_built(replace(WINDOWED, full_attention_every=None))
     with pytest.raises(
         UserError, match="can be priced and simulated but not trained or profiled; choose a dense model"
     ):

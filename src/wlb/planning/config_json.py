@@ -133,28 +133,29 @@ def to_config_json(config: TransformerConfig, *, longest: int, dtype: str) -> di
 
 def _family(config: TransformerConfig) -> str:
     """The first family with the parts of ``config``."""
-    biases, window = (config.qkv_bias, config.o_bias), config.sliding_window
+    biases, shape = (config.qkv_bias, config.o_bias), config.shape
     both_or_none = config.qkv_bias == config.o_bias
     if config.qk_norm and both_or_none:
         return "qwen3"
-    if not config.qk_norm and both_or_none and window is None:
+    if not config.qk_norm and both_or_none and shape.sliding_window is None:
         return "llama"
-    if not config.qk_norm and biases == (False, False) and not config.full_attention_layers:
+    if not config.qk_norm and biases == (False, False) and shape.full_attention_layers is None:
         return "mistral"
     if not config.qk_norm and biases == (True, False):
         return "qwen2"
-    parts = ("qkv_bias", "o_bias", "qk_norm", "sliding_window", "full_attention_layers")
-    has = ", ".join(f"model.{name}" for name in parts if getattr(config, name))
+    parts = [name for name in ("qkv_bias", "o_bias", "qk_norm") if getattr(config, name)]
+    parts += [name for name in ("sliding_window", "full_attention_layers") if getattr(shape, name)]
+    has = ", ".join(f"model.{name}" for name in parts)
     raise UserError(f"no Hugging Face family has together {has}; train with less of it")
 
 
 def _window_keys(config: TransformerConfig, family: str) -> dict[str, Any]:
-    window = config.sliding_window
+    window, first = config.shape.sliding_window, config.shape.full_attention_layers or 0
     if family == "mistral":
         return {"sliding_window": window}
     if family == "llama" or window is None:
         return {}
-    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": config.full_attention_layers}
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
 
 
 def _mistake(error: ValidationError) -> str:
@@ -190,6 +191,8 @@ def _from_json(document: Mapping[str, Any]) -> TransformerConfig:
             head_dim=described.head_dim or (_QWEN3_HEAD_DIM if family == "qwen3" else _even_share(described)),
             ffn_hidden=described.intermediate_size,
             vocab_size=described.vocab_size,
+            sliding_window=window,
+            full_attention_layers=full_layers or None,
         ),
         rope_theta=theta,
         norm_eps=described.rms_norm_eps,
@@ -198,8 +201,6 @@ def _from_json(document: Mapping[str, Any]) -> TransformerConfig:
         o_bias=biased,
         qk_norm=family == "qwen3",
         tied_embeddings=described.tie_word_embeddings,
-        sliding_window=window,
-        full_attention_layers=full_layers,
     )
 
 

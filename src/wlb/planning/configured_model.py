@@ -16,8 +16,11 @@ from wlb.planning.model import TransformerConfig
 from wlb.planning.rotary import Scaling, scaling_of
 from wlb.workload import ModelShape, model_shape
 
-_DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size")
-_VARIANTS = ("qkv_bias", "o_bias", "qk_norm", "sliding_window", "full_attention_layers")
+_DIMENSIONS = (
+    *("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size"),
+    *("sliding_window", "full_attention_layers"),
+)
+_VARIANTS = ("qkv_bias", "o_bias", "qk_norm")
 
 
 def configured_model(model: ModelConfig, vocab_size: int | None = None) -> TransformerConfig:

@@ -120,6 +120,11 @@ def tensor_parallel_shard(shape: ModelShape, tp: int) -> ModelShape:
     Raises ``UserError`` if ``tp`` does not divide them, and for a model that is only priced.
     """
     check_built(shape)
+    if shape.sliding_window is not None:
+        raise UserError(
+            f"the model has sliding_window = {shape.sliding_window}, and profiles measure full attention; profile the "
+            "model without it, or simulate it by its hardware preset"
+        )
     names = ("heads", "kv_heads", "ffn_hidden", "vocab_size")
     for name in names:
         if getattr(shape, name) % tp:

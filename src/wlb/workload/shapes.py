@@ -203,17 +203,21 @@ def _divided_sizes(shape: ModelShape) -> dict[str, int]:
 
 
 def check_built(shape: ModelShape) -> None:
-    """Raise ``UserError`` for a variant that is priced and that nothing here builds."""
-    for name in ("sliding_window", "experts", "latent", "delta_net"):
+    """Raise ``UserError`` for a variant that is priced and that nothing here builds.
+
+    Windows are built where the blocks with full attention come first. Models in which they alternate (Gemma, gpt-oss)
+    differ in more than that.
+    """
+    for name in ("full_attention_every", "experts", "latent", "delta_net"):
         if getattr(shape, name) is not None:
             raise UserError(
                 f"the model has {_VARIANTS[name]}, which can be priced and simulated but not trained or profiled; "
-                "choose a dense model with full attention, such as llama3-8b"
+                "choose a dense model with full or windowed attention, such as llama3-8b"
             )
 
 
 _VARIANTS = {
-    "sliding_window": "sliding-window attention (sliding_window)",
+    "full_attention_every": "full attention in every few blocks (full_attention_every)",
     "experts": "a mixture of experts (experts)",
     "latent": "multi-head latent attention (latent)",
     "delta_net": "linear attention (delta_net)",

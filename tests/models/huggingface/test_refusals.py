@@ -158,10 +158,12 @@ def test_files_that_are_damaged_missing_or_elsewhere_are_named(model: Path) -> N
 
 
 def test_a_model_that_no_family_computes_is_not_exported(model: Path) -> None:
-    for parts in (
-        {"qkv_bias": True, "qk_norm": True},
-        {"o_bias": True},
-        {"sliding_window": 8, "full_attention_layers": 1},
+    config = read_config(model)
+    windowed = replace(config.shape, sliding_window=8, full_attention_layers=1)
+    for parts, named in (
+        ({"qkv_bias": True, "qk_norm": True}, "qkv_bias, model.qk_norm"),
+        ({"o_bias": True}, "o_bias"),
+        ({"shape": windowed}, "sliding_window, model.full_attention_layers"),
     ):
-        with pytest.raises(UserError, match=f"no Hugging Face family has together .*model.{next(iter(parts))}"):
-            to_config_json(replace(read_config(model), **parts), longest=1, dtype="float32")
+        with pytest.raises(UserError, match=f"no Hugging Face family has together model.{named}"):
+            to_config_json(replace(config, **parts), longest=1, dtype="float32")

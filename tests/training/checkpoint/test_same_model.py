@@ -35,17 +35,16 @@ def test_the_same_model_is_taken():
 
 @pytest.mark.parametrize("name", [field.name for field in fields(TransformerConfig) if field.name != "shape"])
 def test_every_setting_counts(name):
-    model = replace(MODEL, sliding_window=7) if name == "full_attention_layers" else MODEL
-    other = replace(model, **{name: CHANGES.get(name, True)})
+    other = replace(MODEL, **{name: CHANGES.get(name, True)})
     with pytest.raises(
         UserError,
         match=rf"step-00000003 holds another model than the configuration: {name} .+ -> .+; correct \[model\]",
     ):
-        check_model(PATH, saved(model), other)
+        check_model(PATH, saved(MODEL), other)
 
 
 def test_what_an_older_manifest_lacks_is_off():
-    older = {name: value for name, value in saved(MODEL).items() if name not in ("o_bias", "full_attention_layers")}
+    older = {name: value for name, value in saved(MODEL).items() if name != "o_bias"}
     check_model(PATH, older, MODEL)
     with pytest.raises(UserError, match="o_bias null -> true"):
         check_model(PATH, older, replace(MODEL, o_bias=True))
