@@ -195,7 +195,7 @@ def train(folder: str, resume: bool = False, cp: int = 1, **settings: Any) -> tu
     return weights, collator.seen, trainer.state.global_step
 
 
-def one_at_a_time(seed: int, ranks: int) -> torch.Tensor:
+def one_at_a_time(dp: int = 1, cp: int = 1) -> torch.Tensor:
     """The same steps of plain SGD, a document at a time in one process, by transformers' own attention."""
     from wlb.batches import PlannedBatchSampler
 
@@ -204,11 +204,12 @@ def one_at_a_time(seed: int, ranks: int) -> torch.Tensor:
         LENGTHS,
         context_window=128,
         micro_batches=2,
-        dp=ranks,
+        dp=dp,
+        cp=cp,
         epochs=2,
         model=model_shape_of(oracle.config),
         hardware="cpu",
-        seed=seed,
+        seed=42,
     )
     for plan in planned.steps():
         oracle.zero_grad()
@@ -226,7 +227,7 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     pytest.importorskip("accelerate")
     weights, seen, steps = train(str(tmp_path / "whole"))
     assert Counter(seen) == dict.fromkeys(range(len(DATA)), 2)
-    assert relative(weights, one_at_a_time(seed=42, ranks=1)) < 1e-7
+    assert relative(weights, one_at_a_time()) < 1e-7
     half = {"save_strategy": "steps", "save_steps": steps // 2}
     train(str(tmp_path / "halves"), **half, max_steps=steps // 2)
     again, rest, _ = train(str(tmp_path / "halves"), resume=True)
@@ -244,7 +245,7 @@ def _train_on_a_rank(folder: str, cp: int) -> tuple[torch.Tensor, list[int], int
 def test_two_processes_train_as_one(tmp_path: Path, cp: int):
     pytest.importorskip("accelerate")
     results = run_ranks(2, _train_on_a_rank, str(tmp_path), cp)
-    expected = one_at_a_time(seed=42, ranks=2 // cp)
+    expected = one_at_a_time(dp=2 // cp, cp=cp)
     for weights, _, _ in results:
         assert relative(weights, expected) < 1e-7
     seen = Counter(document for _, documents, _ in results for document in documents)
