@@ -12,7 +12,7 @@ import argparse
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
@@ -120,7 +120,7 @@ def llama() -> Any:
 class Run(FlatteningCollator):
     """One run on this rank, and the collator that writes down what it trains.
 
-    ``batches`` are the documents of each micro-batch and ``computed`` its seconds; ``wall`` is that of the whole run.
+    ``batches`` are the documents of each micro-batch and ``computed`` its seconds; ``wall`` is that of all steps.
     """
 
     micro_batches: int
@@ -137,7 +137,15 @@ class Run(FlatteningCollator):
         return super().__call__(documents)
 
     @contextmanager
-    def computing(self) -> Any:
+    def training(self) -> Iterator[None]:
+        """Time the run, which all ranks begin together."""
+        dist.barrier()
+        began = time.perf_counter()
+        yield
+        self.wall = time.perf_counter() - began
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
         """Count a micro-batch's forward and backward; waiting for another rank is not in it."""
         began = sum(self._now())
         yield
@@ -155,6 +163,11 @@ class Run(FlatteningCollator):
         return Timed
 
 
+def usual_batch(documents: Sequence[Any], arguments: argparse.Namespace) -> int:
+    """Documents of a micro-batch as the original makes it: as many as fill the window on average."""
+    return max(1, round(arguments.context_window * len(documents) / sum(document["length"] for document in documents)))
+
+
 def compare(
     arguments: argparse.Namespace, train: Callable[[bool, Run], None], documents: Sequence[Any], cp: int = 1
 ) -> None:
@@ -163,9 +176,7 @@ def compare(
     for _ in range(arguments.turns + 1):
         for balanced in (False, True):
             run = Run(arguments.micro_batches)
-            began = time.perf_counter()
             train(balanced, run)
-            run.wall = time.perf_counter() - began
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, (run.batches, run.computed, run.wall, run.gradient_error))
             runs[balanced].append([Run(arguments.micro_batches, *of_rank) for of_rank in gathered])

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from comparison import SHAPE, Run, compare, join, llama, parse_arguments, stdlib_texts, usual_batch
 from torch.utils.data import DataLoader
 
+from comparison import SHAPE, Run, compare, join, llama, parse_arguments, stdlib_texts, usual_batch
 from wlb.batches import PlannedBatchSampler
 from wlb.integrations.huggingface import check_batch, context_parallel_share, register_attention
 from wlb.integrations.packed import FlatteningCollator
@@ -49,17 +49,18 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
     sharding = "hybrid" if use_wlb else "per_sequence"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     loader = list(DataLoader(documents, batch_sampler=batches, collate_fn=run))
-    for first in range(0, len(loader), arguments.micro_batches):
-        step = loader[first : first + arguments.micro_batches]
-        loss_tokens = sum(int((batch["labels"] >= 0).sum()) for batch in step)
-        for batch in step:
-            share = context_parallel_share(batch, dist.get_world_size(), dist.get_rank(), sharding)
-            with run.computing():
-                model(**share, num_items_in_batch=loss_tokens).loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)  # the ranks' losses add up to that of the step
-        optimizer.step()
-        optimizer.zero_grad()
+    with run.training():
+        for first in range(0, len(loader), arguments.micro_batches):
+            step = loader[first : first + arguments.micro_batches]
+            loss_tokens = sum(int((batch["labels"] >= 0).sum()) for batch in step)
+            for batch in step:
+                share = context_parallel_share(batch, dist.get_world_size(), dist.get_rank(), sharding)
+                with run.computing():
+                    model(**share, num_items_in_batch=loss_tokens).loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)  # the ranks' losses add up to that of the step
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def main() -> None:

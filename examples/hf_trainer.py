@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-from comparison import Run, compare, join, llama, parse_arguments, stdlib_texts, usual_batch
 from transformers import Trainer, TrainingArguments
 
+from comparison import Run, compare, join, llama, parse_arguments, stdlib_texts, usual_batch
 from wlb.integrations.huggingface import balanced, check_batch, register_attention
 from wlb.integrations.packed import FlatteningCollator
 
@@ -48,7 +48,8 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any, folder: Path)
         train_dataset=documents,
         data_collator=run,
     )
-    trainer.train()
+    with run.training():
+        trainer.train()
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparison import SHAPE, Run, TinyTransformer, compare, join, parse_arguments, stdlib_texts, usual_batch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from comparison import SHAPE, Run, TinyTransformer, compare, join, parse_arguments, stdlib_texts, usual_batch
 from wlb.integrations.checks import check_packing
 from wlb.integrations.packed import packed_batches, packed_loss
 
@@ -82,10 +82,11 @@ def main() -> None:
         run.gradient_error = check(documents, plain, arguments)
         model = DistributedDataParallel(plain)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        if balanced:
-            train_balanced(documents, arguments, run, model, optimizer)
-        else:
-            train_original(documents, usual_batch(documents, arguments), arguments, run, model, optimizer)
+        with run.training():
+            if balanced:
+                train_balanced(documents, arguments, run, model, optimizer)
+            else:
+                train_original(documents, usual_batch(documents, arguments), arguments, run, model, optimizer)
 
     compare(arguments, train, documents)
     dist.destroy_process_group()

@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
-from comparison import Run, compare, join, llama, parse_arguments, stdlib_texts, usual_batch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from comparison import Run, compare, join, llama, parse_arguments, stdlib_texts, usual_batch
 from wlb.integrations.huggingface import balanced, check_batch, register_attention
 from wlb.integrations.packed import FlatteningCollator
 
@@ -66,7 +66,8 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any, folder: Path,
         data_collator=run,
         processing_class=tokenizer,
     )
-    trainer.train()
+    with run.training():
+        trainer.train()
 
 
 def byte_tokenizer() -> Any:

@@ -14,11 +14,11 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from comparison import SHAPE, Run, TinyTransformer, compare, join, parse_arguments, stdlib_texts, usual_batch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, DistributedSampler
-from torch_loop import check
 
+from comparison import SHAPE, Run, TinyTransformer, compare, join, parse_arguments, stdlib_texts, usual_batch
+from torch_loop import check
 from wlb.batches import PlannedBatchSampler
 from wlb.integrations.lightning import LightningLoss
 from wlb.integrations.packed import packed_loss
@@ -80,7 +80,8 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
         logger=False,
         callbacks=[MicroBatchClock(run)],
     )
-    trainer.fit(Module(model, run, loss), loader)
+    with run.training():
+        trainer.fit(Module(model, run, loss), loader)
 
 
 class MicroBatchClock(lightning.Callback):
