@@ -90,6 +90,7 @@ class TinyTransformer(nn.Module):
     def forward(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Scores (tokens, vocabulary) of packed tokens (tokens,) in documents of ``lengths``."""
         hidden = self.embedding(tokens) + self.positions(position_ids % 64)
+        block: Any
         for block in self.blocks:
             q, k, v = block["qkv"](block["norm"](hidden)).unflatten(1, (3, SHAPE.heads, -1)).unbind(1)
             hidden = hidden + block["out"](segment_attention(q, k, v, lengths).flatten(1))
@@ -128,6 +129,7 @@ class Run(FlatteningCollator):
     computed: list[float] = field(default_factory=list)
     wall: float = 0.0
     gradient_error: float = float("nan")
+    predicted: list[float] = field(default_factory=list)  # of each micro-batch, where ranks share them
 
     def __post_init__(self) -> None:
         self._now = thread_seconds()
@@ -165,7 +167,9 @@ class Run(FlatteningCollator):
 
 def usual_batch(documents: Sequence[Any], arguments: argparse.Namespace) -> int:
     """Documents of a micro-batch as the original makes it: as many as fill the window on average."""
-    return max(1, round(arguments.context_window * len(documents) / sum(document["length"] for document in documents)))
+    tokens: int = sum(document["length"] for document in documents)
+    window: int = arguments.context_window
+    return max(1, round(window * len(documents) / tokens))
 
 
 def compare(
@@ -178,7 +182,7 @@ def compare(
             run = Run(arguments.micro_batches)
             train(balanced, run)
             gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (run.batches, run.computed, run.wall, run.gradient_error))
+            dist.all_gather_object(gathered, (run.batches, run.computed, run.wall, run.gradient_error, run.predicted))
             runs[balanced].append([Run(arguments.micro_batches, *of_rank) for of_rank in gathered])
     if dist.get_rank() == 0:
         lengths = np.array([document["length"] for document in documents])
@@ -209,12 +213,12 @@ def _column(turns: list[list[Run]], lengths: Any, seconds: Any, cp: int) -> dict
     once = set(trained.values()) == {1} and len(trained) == len(lengths)
     wall = median(max(run.wall for run in turn) for turn in turns)
     tokens = sum(int(lengths[document]) * times for document, times in trained.items())
-    predicted = _imbalance([[float(seconds[batch].sum()) for batch in run.batches] for run in ranks[::cp]], ranks[0])
+    predicted = [run.predicted or [float(seconds[batch].sum()) for batch in run.batches] for run in ranks]
     computed = np.median([[sum(run.computed) for run in turn] for turn in turns], axis=0)
     return {
         "documents": digest + (" once" if once else ""),
         "gradient, one at a time": f"{ranks[0].gradient_error:.0e}",
-        "imbalance, predicted": f"{predicted:.3f}",
+        "imbalance, predicted": f"{_imbalance(predicted, ranks[0]):.3f}",
         "imbalance, measured": f"{np.median([_imbalance([r.computed for r in turn], turn[0]) for turn in turns]):.3f}",
         "seconds of each rank": " ".join(f"{value:.1f}" for value in computed),
         "tokens/s": f"{tokens / wall:,.0f}",

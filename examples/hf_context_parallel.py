@@ -19,6 +19,7 @@ from comparison import SHAPE, Run, compare, join, llama, parse_arguments, stdlib
 from wlb.batches import PlannedBatchSampler
 from wlb.integrations.huggingface import check_batch, context_parallel_share, register_attention
 from wlb.integrations.packed import FlatteningCollator
+from wlb.training.observe.predicted_load import PredictedLoad
 
 
 def original_batches(documents: Any, arguments: Any) -> list[list[int]]:
@@ -48,6 +49,7 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
     batches = balanced_batches(documents, arguments) if use_wlb else original_batches(documents, arguments)
     sharding = "hybrid" if use_wlb else "per_sequence"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    load = PredictedLoad(SHAPE, "cpu", [range(SHAPE.layers)])
     loader = list(DataLoader(documents, batch_sampler=batches, collate_fn=run))
     with run.training():
         for first in range(0, len(loader), arguments.micro_batches):
@@ -55,6 +57,7 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
             loss_tokens = sum(int((batch["labels"] >= 0).sum()) for batch in step)
             for batch in step:
                 share = context_parallel_share(batch, dist.get_world_size(), dist.get_rank(), sharding)
+                run.predicted.append(float(load.seconds([share["shard_plan"]])[0, dist.get_rank()]))
                 with run.computing():
                     model(**share, num_items_in_batch=loss_tokens).loss.backward()
             for parameter in model.parameters():

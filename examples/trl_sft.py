@@ -63,9 +63,9 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any, folder: Path,
         model=model,
         args=training_arguments(folder, documents, arguments),
         train_dataset=Dataset.from_list(documents),
-        data_collator=run,
         processing_class=tokenizer,
     )
+    trainer.data_collator = run  # SFTTrainer makes its own; this one takes the same documents and writes them down
     with run.training():
         trainer.train()
 

@@ -69,8 +69,7 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
-        devices=1,
-        num_nodes=dist.get_world_size(),
+        devices=dist.get_world_size(),
         strategy=DDPStrategy(process_group_backend="gloo"),
         accumulate_grad_batches=arguments.micro_batches,
         use_distributed_sampler=False,

@@ -362,7 +362,7 @@ def _checked_epochs(trainer: Any) -> int:
     epochs = args.num_train_epochs
     if epochs != int(epochs) and args.max_steps <= 0:
         raise UserError(f"num_train_epochs = {epochs} ends inside an epoch; give a whole number, or max_steps")
-    whole = max(1, math.ceil(epochs))
+    whole: int = max(1, math.ceil(epochs))
     strategies = ("save_strategy", "eval_strategy", "logging_strategy")
     by_epoch = [name for name in strategies if getattr(args, name, None) == "epoch"]
     if by_epoch and whole > 1:
