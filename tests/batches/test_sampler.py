@@ -34,7 +34,7 @@ def test_every_document_is_trained_once_an_epoch_and_no_batch_is_empty(preset: s
     assert len(batches) % planned.job.dp == 0
 
 
-@given(st.lists(st.integers(1, 64), min_size=4, max_size=40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))
+@given(st.lists(st.integers(1, 48), min_size=4, max_size=40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))
 def test_small_data_sets_lose_nothing(lengths: list[int], dp: int, micro_batches: int, epochs: int):
     planned = sampler(lengths, context_window=64, dp=dp, micro_batches=micro_batches, epochs=epochs)
     batches = list(planned)
