@@ -8,6 +8,7 @@ PUBLISHED: dict[str, str | None] = {
     # docs/reference.md: these change only with a major version.
     "wlb.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
+    "wlb.balance": "lengths, parts, max_tokens=..., equal_size=..., multiple_of=..., *, workload=...",
     "wlb.Segment": "document, start, length",
     "wlb.MicroBatch": "segments, workload",
     "wlb.MicroBatch.tokens": None,
@@ -35,6 +36,29 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.simulate.pipeline_makespan": "schedule, forward, backward, virtual_stages=...",
     "wlb.workload.make_workload": "model=..., hardware=..., tp=..., cp=...",
     # What other pages of docs/ show: where one of these moves, its page moves with it.
+    "wlb.batches.PlannedBatchSampler": (
+        "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., workload=..., **settings"
+    ),
+    "wlb.batches.PlannedBatchSampler.load_state_dict": "state",
+    "wlb.batches.PlannedBatchSampler.set_epoch": "epoch",
+    "wlb.batches.PlannedBatchSampler.state_dict": "",
+    "wlb.batches.PlannedBatchSampler.steps": "",
+    "wlb.integrations.checks.BalanceMonitor": "dp=..., cp=..., device=...",
+    "wlb.integrations.checks.check_packing": "model, packed, singles",
+    "wlb.integrations.huggingface.balanced": (
+        "trainer_class, *, context_window, cp=..., sharding=..., monitor=..., **settings"
+    ),
+    "wlb.integrations.huggingface.check_batch": "model, batch",
+    "wlb.integrations.huggingface.context_parallel_group": "cp",
+    "wlb.integrations.huggingface.context_parallel_share": "batch, cp, rank, sharding=..., workload=...",
+    "wlb.integrations.huggingface.register_attention": "model=..., *, name=..., group=...",
+    "wlb.integrations.lightning.LightningLoss": "sampler, accumulate_grad_batches",
+    "wlb.integrations.packed.FlatteningCollator": "",
+    "wlb.integrations.packed.packed_batches": (
+        "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., state=..., "
+        "**settings"
+    ),
+    "wlb.integrations.packed.packed_loss": "logits, labels, loss_tokens, averaged_over=...",
     "wlb.attention.segment_attention": "query, key, value, segment_lengths",
     "wlb.config.ParallelConfig": "*, dp=..., pp=..., cp=..., tp=..., virtual_pp=..., schedule=...",
     "wlb.documents.lengths.read_lengths": "source",

@@ -54,6 +54,7 @@ class MixtureStream:
         ]
         self._weights = config.weights
         self._tokens = [0] * len(lengths)  # taken from each store, since these weights hold
+        self._round = 0
         self._unfinished = set(range(len(lengths)))  # stores that have not finished an epoch in this round
         self.summary = _added(EpochSummary, [stream.summary for stream in self._streams])
 
@@ -79,8 +80,21 @@ class MixtureStream:
                 self._unfinished.discard(number)
         return segments
 
+    @property
+    def epoch(self) -> int:
+        """The round that the next documents are of, or the last ones were where it is over."""
+        return self._round
+
     def next_epoch(self) -> None:
         """Begin the next round, where the stores are."""
+        self._round += 1
+        self._unfinished = set(range(len(self._streams)))
+
+    def begin(self, epoch: int) -> None:
+        """Begin round ``epoch``, with that epoch of every store."""
+        for stream in self._streams:
+            stream.begin(epoch)
+        self._round = epoch
         self._unfinished = set(range(len(self._streams)))
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,6 +105,7 @@ class MixtureStream:
             "stores": states,
             "weights": list(self._weights),
             "tokens": list(self._tokens),
+            "round": self._round,
             "unfinished": sorted(self._unfinished),
             "overlong": {field.name: getattr(overlong, field.name) for field in fields(overlong)},
         }
@@ -101,6 +116,7 @@ class MixtureStream:
             stream.load_state_dict(saved)
         same = state["weights"] == list(self._weights)
         self._tokens = list(state["tokens"]) if same else [0] * len(self._streams)
+        self._round = state["round"]
         self._unfinished = set(state["unfinished"])
 
     def begin_after(self, state: dict[str, Any]) -> None:

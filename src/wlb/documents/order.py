@@ -100,6 +100,11 @@ class DocumentStream:
         self._order: NDArray[np.int64] | None = None  # of this epoch, once it is asked for
 
     @property
+    def epoch(self) -> int:
+        """That the next documents are of, or the last ones were where it is over."""
+        return self._epoch
+
+    @property
     def epoch_is_over(self) -> bool:
         return self._cursor == len(self._lengths)
 
