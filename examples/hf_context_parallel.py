@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from comparison import SHAPE, Run, compare, join, llama, parse_arguments, stdlib_texts, usual_batch
+from comparison import SHAPE, Run, compare, join, llama, parse_arguments, prices, stdlib_texts, usual_batch
 from wlb.batches import PlannedBatchSampler
 from wlb.integrations.huggingface import check_batch, context_parallel_share, register_attention
 from wlb.integrations.packed import FlatteningCollator
@@ -56,7 +56,7 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
             step = loader[first : first + arguments.micro_batches]
             loss_tokens = sum(int((batch["labels"] >= 0).sum()) for batch in step)
             for batch in step:
-                share = context_parallel_share(batch, dist.get_world_size(), dist.get_rank(), sharding)
+                share = context_parallel_share(batch, dist.get_world_size(), dist.get_rank(), sharding, prices())
                 run.predicted.append(float(load.seconds([share["shard_plan"]])[0, dist.get_rank()]))
                 with run.computing():
                     model(**share, num_items_in_batch=loss_tokens).loss.backward()

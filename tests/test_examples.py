@@ -48,5 +48,6 @@ def test_an_example_trains_the_same_documents_once_in_both_ways(name: str):
     assert original == balanced
     assert once == again == "once"
     assert all(float(error) < 1e-3 for error in rows["gradient, one at a time"])
-    assert float(rows["imbalance, predicted"][1]) <= float(rows["imbalance, predicted"][0])
+    if name != "hf_context_parallel":  # where ranks share every micro-batch, and keep short documents whole instead
+        assert float(rows["imbalance, predicted"][1]) <= float(rows["imbalance, predicted"][0])
     assert re.search(r"speed at equal work: \d+\.\d\dx \(same documents\)", out)
