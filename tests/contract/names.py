@@ -8,6 +8,7 @@ PUBLISHED: dict[str, str | None] = {
     # docs/reference.md: these change only with a major version.
     "wlb.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
+    "wlb.balance": "lengths, parts, max_tokens=..., equal_size=..., multiple_of=..., *, workload=...",
     "wlb.Segment": "document, start, length",
     "wlb.MicroBatch": "segments, workload",
     "wlb.MicroBatch.tokens": None,
