@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ WORKLOAD = make_workload("7b")
 
 
 @st.composite
-def tasks(draw: st.DrawFn) -> dict[str, object]:
+def tasks(draw: st.DrawFn) -> dict[str, Any]:
     parts = draw(st.integers(1, 6))
     equal_size = draw(st.booleans())
     count = parts * draw(st.integers(1, 12)) if equal_size else draw(st.integers(parts, 60))
@@ -32,7 +33,7 @@ def tasks(draw: st.DrawFn) -> dict[str, object]:
 
 
 @given(tasks())
-def test_every_document_is_in_one_part_that_keeps_to_the_limits(task: dict[str, object]):
+def test_every_document_is_in_one_part_that_keeps_to_the_limits(task: dict[str, Any]):
     lengths, parts, limit = task["lengths"], task["parts"], task["max_tokens"]
     try:
         divided = wlb.balance(**task)
@@ -117,7 +118,7 @@ def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
         ({"lengths": [5, 5, 5], "parts": 2, "max_tokens": 8}, "found no way"),
     ],
 )
-def test_what_cannot_be_is_one_line_with_a_remedy(arguments: dict[str, object], message: str):
+def test_what_cannot_be_is_one_line_with_a_remedy(arguments: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message) as refusal:
         wlb.balance(**arguments)
     assert "\n" not in str(refusal.value)

@@ -7,7 +7,8 @@ learning step or the global batch of another data loader, only the division is l
    are to hold equally many;
 2. parts exchange documents until the heaviest cannot become lighter (``wlb.packing.levelling``).
 
-Where documents do not fit so, the first step is repeated for tokens instead of seconds, and at last searched for.
+Where documents do not fit so, the first step is repeated for tokens instead of prices, and at last searched for. Few
+documents are divided a second time from another start (``wlb.packing.differencing``), and the better division is taken.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.packing.bins import fitting_bins
+from wlb.packing.differencing import differenced
 from wlb.packing.levelling import Indices, Limits, Prices, level
 
 if TYPE_CHECKING:  # importing it needs more than NumPy
     from wlb.workload.base import DocumentPrices
 
-_FEW = 0  # documents of a part: with so few, exchanges may end early, and a second start is tried
+_FEW = 6  # documents of a part: with so few, exchanges may end early, and a second start is tried
+_FEW_PARTS = 64
 
 
 def balance(
@@ -89,7 +92,7 @@ def _divided(task: _Task, parts: int) -> list[Indices]:
             f"max_tokens = {task.most_tokens}; raise max_tokens or parts"
         )
     divided = _levelled(start, task)
-    other = _dealt(task, parts) if len(task.tokens) <= _FEW * parts and not task.equal_size else None
+    other = _differenced(task, parts)
     return divided if other is None else min(divided, _levelled(other, task), key=lambda m: _most(m, task.prices))
 
 
@@ -158,7 +161,18 @@ def _dealt(task: _Task, parts: int) -> list[Indices] | None:
         loads[cheapest_first] += task.prices[documents]
         for part, document in zip(cheapest_first.tolist(), documents.tolist(), strict=True):
             members[part].append(document)
-    start = [np.array(part, np.int64) for part in members]
+    return _within(task, [np.array(part, np.int64) for part in members])
+
+
+def _differenced(task: _Task, parts: int) -> list[Indices] | None:
+    """Another start, where there are few documents; None where there are many, or it breaks a limit."""
+    if task.equal_size or parts > _FEW_PARTS or len(task.tokens) > _FEW * parts:
+        return None
+    start = differenced(task.prices, parts)
+    return _within(task, start) if all(len(part) for part in start) else None
+
+
+def _within(task: _Task, start: list[Indices]) -> list[Indices] | None:
     return start if task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens else None
 
 

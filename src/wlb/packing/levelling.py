@@ -137,7 +137,7 @@ class _Levelling:
         """Subsets that may be exchanged for each other: all, or those of the same number of documents."""
         if self._limits.equal_size:
             return list(zip(gives.by_size[1:], takes.by_size[1:], strict=False))
-        return [(slice(0, gives.count), slice(0, takes.count))]
+        return [(slice(0, gives.number), slice(0, takes.number))]
 
 
 class _Subsets(NamedTuple):
@@ -150,8 +150,8 @@ class _Subsets(NamedTuple):
     by_size: tuple[slice, ...]
 
     @property
-    def count(self) -> int:
-        return self.places.shape[1]
+    def number(self) -> int:
+        return int(self.places.shape[1])
 
     def members(self, subset: int) -> Indices:
         column = self.places[:, subset]
