@@ -51,7 +51,8 @@ MAY_IMPORT = {
         *("sharding", "simulate", "workload"),
     },
     "profiling": {"attention", "documents", "models", "training", "workload"},
-    "integrations": {"sharding"},
+    "batches": {"documents", "packing", "planning", "simulate", "workload"},
+    "integrations": {"attention", "batches", "documents", "packing", "sharding", "simulate", "training", "workload"},
 }
 TORCH = {"attention", "models", "training", "profiling"}  # and commands and integrations that use them
 ANYTHING = {"cli", "__main__", "__init__"}

@@ -45,18 +45,24 @@ class DocumentStream:
     """An endless stream of documents, taken a few at a time and never across the end of an epoch.
 
     ``lengths`` are tokens per document of the store. Empty documents are passed over; those longer than the
-    context window meet ``data.overlong``. Raises ``UserError`` if that leaves nothing to train on.
+    context window meet ``data.overlong``. It begins with ``epoch``. Raises ``UserError`` if that leaves nothing to
+    train on.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], config: DataConfig) -> None:
+    def __init__(self, lengths: NDArray[np.int64], config: DataConfig, *, epoch: int = 0) -> None:
         self._lengths = lengths
         self._config = config
         self.summary = summarise_epoch(lengths, config)
-        self._epoch = 0
+        self._epoch = epoch
         self._cursor = 0
         self._overlong = OverlongReport()  # of all documents taken, over all epochs
         self._seed, self._shuffle = config.seed, config.shuffle  # of this epoch
         self._order: NDArray[np.int64] | None = None  # of this epoch, once it is asked for
+
+    @property
+    def epoch(self) -> int:
+        """That the next documents are of, or the last ones were where it is over."""
+        return self._epoch
 
     @property
     def epoch_is_over(self) -> bool:

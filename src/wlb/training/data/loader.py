@@ -100,7 +100,7 @@ class StepLoader(Iterator[LoadedStep]):
         self._vocab_size = job.shape.vocab_size
         self._share = share or RankShare()
         self._identity = data_identity(store, config)
-        planner = StepPlanner(job, store.lengths, one_epoch=config.training.steps is None)
+        planner = StepPlanner(job, store.lengths, epochs=1 if config.training.steps is None else None)
         self.epoch_summary = planner.epoch_summary
         self.changed_data: str | None = None
         if state is not None:
