@@ -86,10 +86,11 @@ class BalancedDataLoader(BaseDataLoader):
         )
         self._steps = WholeSteps(job, self._store.lengths, epochs=None)
         self._before = self._steps.state_dict()  # the step that is being yielded
-        self._taken = 0  # micro-batches of it
+        self._taken = self._of_step = 0  # micro-batches of it, and how many it has
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         for plan in self.steps():
+            self._of_step = len(plan.ranks[self._rank])
             for micro_batch in plan.ranks[self._rank][self._taken :]:
                 self._taken += 1
                 yield self._tensors(micro_batch)
@@ -101,6 +102,8 @@ class BalancedDataLoader(BaseDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         state = {"documents": len(self._store), "dp": self._dp, "steps": self._before, "taken": self._taken}
+        if self._taken == self._of_step:
+            state |= {"steps": self._steps.state_dict(), "taken": 0}
         return {_STATE: json.dumps(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

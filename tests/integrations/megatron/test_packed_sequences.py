@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("megatron.core.packed_seq_params", reason="needs Megatron-Core", exc_type=ImportError)
 
-from wlb.errors import UserError  # noqa: E402  # Megatron-Core decides whether this file runs
-from wlb.integrations.megatron.packed_sequences import packed_seq_params, padded_lengths  # noqa: E402
-from wlb.sharding import make_shard_plan  # noqa: E402
+from wlb.errors import UserError  # Megatron-Core decides whether this file runs
+from wlb.integrations.megatron.packed_sequences import packed_seq_params, padded_lengths
+from wlb.sharding import make_shard_plan
 
 LENGTHS = [300, 5, 87, 120]
 
