@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -126,7 +127,7 @@ def pieces(recorder: RecordingTrainer) -> list[tuple[list[int], int]]:
     found = []
     for tokens, positions, _ in recorder.trained:
         starts = [*torch.nonzero(positions == 0).flatten().tolist(), len(tokens)]
-        found += [(tokens[a:b].tolist(), b - a) for a, b in zip(starts, starts[1:], strict=False)]
+        found += [(tokens[a:b].tolist(), b - a) for a, b in pairwise(starts)]
     return found
 
 

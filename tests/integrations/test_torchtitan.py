@@ -1,4 +1,4 @@
-"""Our loader in torchtitan: chosen on its command line, continued from a checkpoint, and trained by its real Trainer."""
+"""Our loader in torchtitan: chosen on its command line, continued from a state, and trained by its real Trainer."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ tokens on average and up to 1.5 times as many. torchtitan's own loss, a sum over
 of labels, stays right for them, and its position-based masks keep documents apart (attention ``flex`` or ``varlen``).
 
 Every rank plans; the state is the plan's, so a checkpoint continues exactly, and also with another data-parallel
-degree. Not with pipeline parallelism, whose schedules take one length of micro-batch (pytorch#159942), nor with CUDA graphs.
+degree. Not with pipeline parallelism, whose schedules take one length of micro-batch (pytorch#159942), nor with CUDA
+graphs (``--training.disable_cuda_graphs``).
 
 Written for torchtitan 0.3.
 """
@@ -38,7 +39,7 @@ _STATE = "wlb"
 
 
 class BalancedDataLoader(BaseDataLoader):
-    """Yields ``({"input", "positions"}, labels)``, each int64 of shape (1, tokens), one micro-batch of this rank a time.
+    """Yields ``({"input", "positions"}, labels)``, each int64 of shape (1, tokens): this rank's micro-batches.
 
     Never ends: documents of the next epoch follow those of this one into the same steps. Documents over ``seq_len``
     tokens are split. ``state_dict`` is the same on every rank.

@@ -3,16 +3,15 @@
     reroute_balancing()  # before the trainer runs
 
 verl divides documents among ranks, and a rank's documents into micro-batches, with
-``verl.utils.seqlen_balancing.get_seqlen_balanced_partitions``, a Karmarkar-Karp differencing in Python. It is replaced by
-``wlb.balance``, which is at least as even. Prices, numbers of micro-batches and the order of a partition stay
-verl's.
+``verl.utils.seqlen_balancing.get_seqlen_balanced_partitions``, a Karmarkar-Karp differencing in Python. It is replaced
+by ``wlb.balance``, which is as even (to a millionth) or more. Prices and numbers of micro-batches stay verl's.
 
 verl's controller and its workers are Ray processes of their own. One setting reroutes all of them, with no code:
 
     python -m verl.trainer.main_ppo ... \\
         +ray_kwargs.ray_init.runtime_env.worker_process_setup_hook=wlb.integrations.verl.reroute_balancing
 
-Written for verl 0.9.1; verl calls the function with the same three arguments since 0.2.
+Written for verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def balanced_partitions(seqlen_list: Iterable[float], k_partitions: int, equal_s
 
 
 def reroute_balancing() -> None:
-    """Let verl balance with ``wlb.balance`` in this process, also where its trainers have imported the function already.
+    """Let verl balance with ``wlb.balance`` in this process, also where trainers have imported the function already.
 
     May be called repeatedly. Raises ``UserError`` where this verl has no such function.
     """

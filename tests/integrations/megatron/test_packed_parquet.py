@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ DOCUMENTS = RandomDocuments(np.array([50, 7, 23, 64, 3, 60, 31, 2, 9, 12, 44, 5]
 def _as_bridge_reads(row: dict[str, list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Inputs, labels, positions and loss mask of a row, by the rules of its ``collate_fn``."""
     bounds = [*row["seq_start_id"], len(row["input_ids"])]
-    spans = list(zip(bounds, bounds[1:], strict=False))
+    spans = list(pairwise(bounds))
     tokens, mask = np.array(row["input_ids"]), np.array(row["loss_mask"])
     return (
         np.concatenate([tokens[start : stop - 1] for start, stop in spans]),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -22,10 +20,9 @@ DP_BALANCED = data_schedule.PackingSchedulerEnum.DP_BALANCED
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(data_schedule.scheduler_map, DP_BALANCED, data_schedule.DpBalancedScheduler)
     monkeypatch.setattr(BalancedScheduler, "workload", BalancedScheduler.workload)
-    yield
 
 
 def _slot_waiting(groups: list[list[list[int]]]) -> float:

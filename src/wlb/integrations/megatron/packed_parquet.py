@@ -9,8 +9,8 @@ sequence at n - 1 positions: its inputs are all but the last, its labels all but
 whether the label of position i counts. So a segment that ends before its document does brings the next token along.
 
 Rows are in the order in which Bridge deals them to ranks, with micro_batch_size = 1 and dataloader_type = "batch" or
-"single": rank 0's first micro-batch, rank 1's first, ..., rank 0's second. A global batch is dp x micro-batches rows. With
-``max_train_samples`` Bridge shuffles rows; their prices stay alike, but not the steps.
+"single": rank 0's first micro-batch, rank 1's first, ..., rank 0's second. A global batch is dp x micro-batches rows.
+With ``max_train_samples`` Bridge shuffles rows; their prices stay alike, but not the steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SCHEMA = pa.schema(
 
 
 class PackedRows(NamedTuple):
-    """What was written: rows, positions that Bridge trains, and segments left out, as one token has nothing to predict."""
+    """What was written: rows, positions that Bridge trains, and segments of one token, left out: nothing to predict."""
 
     rows: int
     positions: int

@@ -1,7 +1,7 @@
 """A ``ShardPlan`` as Megatron-Core's ``PackedSeqParams``, where Transformer Engine holds the same tokens.
 
-Transformer Engine cuts every sequence of a packed (THD) micro-batch into 2 x CP equal chunks and gives rank r the chunks r
-and 2 x CP - 1 - r. That is our strategy ``per_document`` for lengths padded to a multiple of 2 x CP. Other plans lay
+Transformer Engine cuts every sequence of a packed (THD) micro-batch into 2 x CP equal chunks and gives rank r the chunks
+r and 2 x CP - 1 - r. That is our strategy ``per_document`` for lengths padded to a multiple of 2 x CP. Other plans lay
 tokens out otherwise; attention over them is ``wlb.attention``'s.
 """
 
@@ -19,7 +19,7 @@ from wlb.sharding.plan import ShardPlan
 
 
 def padded_lengths(lengths: Sequence[int], cp_size: int) -> list[int]:
-    """``lengths`` (tokens) rounded up to a multiple of 2 x ``cp_size``, as Transformer Engine wants; alone, as they are."""
+    """``lengths`` (tokens) rounded up to a multiple of 2 x ``cp_size``, as Transformer Engine wants; as they are for 1."""
     multiple = 2 * cp_size if cp_size > 1 else 1
     return [-(-length // multiple) * multiple for length in lengths]
 
@@ -27,7 +27,7 @@ def padded_lengths(lengths: Sequence[int], cp_size: int) -> list[int]:
 def packed_seq_params(shard_plan: ShardPlan, device: torch.device | str = "cpu") -> PackedSeqParams:
     """Where the sequences of a micro-batch begin and end, for THD attention over ``shard_plan``.
 
-    The plan is one of padded lengths. As in Megatron-Core's own packing, the cumulative lengths with and without padding
+    The plan is one of padded lengths. As in Megatron-Core's own packing, cumulative lengths with and without padding
     are the same tensor: int32 of shape (sequences + 1,), over all context-parallel ranks together. A rank's tokens are
     those at ``shard_plan.positions(rank)``.
 

@@ -2,9 +2,10 @@
 
     register()  # before training; then --sequence-packing-scheduler dp_balanced is ours
 
-Megatron-Core gathers the lengths of a global batch from all data-parallel ranks, asks its scheduler which micro-batch and
-rank trains which sample, and moves the samples there. Ours gives every rank micro-batches of equal predicted seconds, and
-every slot of the pipeline micro-batches of like price. No sample moves to another global batch.
+Megatron-Core gathers the lengths of a global batch from all data-parallel ranks, asks its scheduler which micro-batch
+and rank trains which sample, and moves the samples there. Ours gives every rank micro-batches of equal predicted
+seconds, as far as the samples allow, and lets those of like price run at the same time. No sample moves to another
+global batch.
 
 The hook is in Megatron-LM's main (0.20); the releases up to 0.19 have none. Megatron-Core itself requires
 ``calculate_per_token_loss``, ``variable_seq_lengths`` and lengths padded to a multiple of 2 x CP.
