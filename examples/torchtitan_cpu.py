@@ -146,7 +146,7 @@ class RecordingTrainer:
     def _recorded(self, *, input_dict: dict[str, Tensor], labels: Tensor, **more: Any) -> Tensor:
         self.trained.append((input_dict["input"][0], input_dict["positions"][0], labels[0]))
         started = time.process_time()
-        loss = self.forward_backward(input_dict=input_dict, labels=labels, **more)
+        loss: Tensor = self.forward_backward(input_dict=input_dict, labels=labels, **more)
         self.cpu_seconds.append(time.process_time() - started)
         return loss
 

@@ -64,13 +64,16 @@ def main() -> None:
             original.step()
         expected = digest(TokenStore.open(store).read(d, s, n) for plan in plans for d, s, n in in_store(plan, store))
         trained = digest(piece for piece in gathered([tokens for tokens, *_ in pieces(ours)]))
+        theirs, mine = measured(original), measured(ours)
+        speed = mine["predicted_work_per_critical_second"] / theirs["predicted_work_per_critical_second"]
         report = {
             "documents_once": trained == expected,
             "digest": trained[:16],
             "gradient_error": error,
             "predicted_lock_step": round(lock_step(predicted(plans)), 3),
-            "torchtitan": measured(original),
-            "balanced": measured(ours),
+            "speed_at_equal_work": round(speed, 3),
+            "torchtitan": theirs,
+            "balanced": mine,
         }
         if dist.get_rank() == 0:
             print(json.dumps(report, indent=2))

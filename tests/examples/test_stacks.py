@@ -1,4 +1,4 @@
-"""The examples of stacks that run without a GPU, small, in processes of their own. torchtitan's is its integration test."""
+"""The examples of stacks that run without a GPU, small, in processes of their own; torchtitan's is run by its test."""
 
 from __future__ import annotations
 

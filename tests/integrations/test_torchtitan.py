@@ -40,9 +40,10 @@ def _loader(
     store: str, rank: int = 0, dp: int = 2, multiple_of: int = 1, local_batch_size: int = 1
 ) -> BalancedDataLoader:
     config = balance(BaseDataLoader.Config(dataset_path=store), micro_batches=2, multiple_of=multiple_of)
-    return config.build(
+    loader: BalancedDataLoader = config.build(
         dp_world_size=dp, dp_rank=rank, tokenizer=None, seq_len=SEQ_LEN, local_batch_size=local_batch_size
     )
+    return loader
 
 
 def _as_lists(batches: Any, count: int) -> list[list[list[int]]]:

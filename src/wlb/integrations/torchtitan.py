@@ -136,11 +136,14 @@ class BalancedDataLoader(BaseDataLoader):
         return inputs, F.pad(batch.labels, (0, padding), value=IGNORE_LABEL)[None]
 
 
-@override(
+def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:
+    """The training data loader as a ``BalancedDataLoader``; ``settings`` are the fields of its ``Config``."""
+    balanced: BalancedDataLoader.Config = derive(config, BalancedDataLoader.Config, **settings)
+    return balanced
+
+
+override(
     target=BaseDataLoader.Config,
     fqns=["dataloader"],  # not the validator's
     description="micro-batches that take all ranks equally long (wlb)",
-)
-def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:
-    """The training data loader as a ``BalancedDataLoader``; ``settings`` are the fields of its ``Config``."""
-    return derive(config, BalancedDataLoader.Config, **settings)
+)(balance)

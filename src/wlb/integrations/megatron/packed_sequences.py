@@ -1,7 +1,7 @@
 """A ``ShardPlan`` as Megatron-Core's ``PackedSeqParams``, where Transformer Engine holds the same tokens.
 
-Transformer Engine cuts every sequence of a packed (THD) micro-batch into 2 x CP equal chunks and gives rank r the chunks
-r and 2 x CP - 1 - r. That is our strategy ``per_document`` for lengths padded to a multiple of 2 x CP. Other plans lay
+Transformer Engine cuts every sequence of a packed (THD) micro-batch into 2 x CP equal chunks and gives rank r chunks r
+and 2 x CP - 1 - r. That is our strategy ``per_document`` for lengths padded to a multiple of 2 x CP. Other plans lay
 tokens out otherwise; attention over them is ``wlb.attention``'s.
 """
 
@@ -19,7 +19,7 @@ from wlb.sharding.plan import ShardPlan
 
 
 def padded_lengths(lengths: Sequence[int], cp_size: int) -> list[int]:
-    """``lengths`` (tokens) rounded up to a multiple of 2 x ``cp_size``, as Transformer Engine wants; as they are for 1."""
+    """``lengths`` in tokens, rounded up to the multiple of 2 x ``cp_size`` that Transformer Engine wants; as is for 1."""
     multiple = 2 * cp_size if cp_size > 1 else 1
     return [-(-length // multiple) * multiple for length in lengths]
 
@@ -47,7 +47,26 @@ def packed_seq_params(shard_plan: ShardPlan, device: torch.device | str = "cpu")
     )
 
 
-def transformer_engine_positions(lengths: Sequence[int], cp_size: int, rank: int) -> NDArray[np.int64]:
+def _check_layout(plan: ShardPlan) -> None:
+    if plan.cp_size == 1:
+        return
+    multiple = 2 * plan.cp_size
+    for index, length in enumerate(plan.segment_lengths):
+        if length % multiple:
+            raise UserError(
+                f"sequence {index} has {length} tokens, Transformer Engine wants a multiple of {multiple} with "
+                f"cp = {plan.cp_size}; plan for padded_lengths(...)"
+            )
+    for rank in range(plan.cp_size):
+        theirs = _transformer_engine_positions(plan.segment_lengths, plan.cp_size, rank)
+        if not np.array_equal(plan.positions(rank), theirs):
+            raise UserError(
+                f"the {plan.strategy} plan lays tokens out otherwise than Transformer Engine; make it with "
+                'make_shard_plan(padded_lengths(...), cp_size, "per_document"), or attend with wlb.attention'
+            )
+
+
+def _transformer_engine_positions(lengths: Sequence[int], cp_size: int, rank: int) -> NDArray[np.int64]:
     """Positions in the micro-batch of the tokens that Transformer Engine gives ``rank``; shape (local tokens,).
 
     The same as its ``thd_get_partitioned_indices``, on the CPU, for ``lengths`` that are padded.
@@ -60,22 +79,3 @@ def transformer_engine_positions(lengths: Sequence[int], cp_size: int, rank: int
         positions += [start + first * chunk + np.arange(chunk) for first in (rank, 2 * cp_size - 1 - rank)]
         start += length
     return np.concatenate(positions)
-
-
-def _check_layout(plan: ShardPlan) -> None:
-    if plan.cp_size == 1:
-        return
-    multiple = 2 * plan.cp_size
-    for index, length in enumerate(plan.segment_lengths):
-        if length % multiple:
-            raise UserError(
-                f"sequence {index} has {length} tokens, Transformer Engine wants a multiple of {multiple} with "
-                f"cp = {plan.cp_size}; plan for padded_lengths(...)"
-            )
-    for rank in range(plan.cp_size):
-        theirs = transformer_engine_positions(plan.segment_lengths, plan.cp_size, rank)
-        if not np.array_equal(plan.positions(rank), theirs):
-            raise UserError(
-                f"the {plan.strategy} plan lays tokens out otherwise than Transformer Engine; make it with "
-                'make_shard_plan(padded_lengths(...), cp_size, "per_document"), or attend with wlb.attention'
-            )
