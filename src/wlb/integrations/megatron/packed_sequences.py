@@ -19,7 +19,7 @@ from wlb.sharding.plan import ShardPlan
 
 
 def padded_lengths(lengths: Sequence[int], cp_size: int) -> list[int]:
-    """``lengths`` in tokens, rounded up to the multiple of 2 x ``cp_size`` that Transformer Engine wants; as is for 1."""
+    """``lengths`` (tokens) rounded up to a multiple of 2 x ``cp_size``; for 1, where nothing is cut, unchanged."""
     multiple = 2 * cp_size if cp_size > 1 else 1
     return [-(-length // multiple) * multiple for length in lengths]
 
