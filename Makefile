@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all slowest equivalence lint setup peers docs site release-check clean
+.PHONY: demo test test-all test-torch slowest equivalence lint setup peers docs site release-check clean
 
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -19,6 +19,17 @@ test: lint
 # Also the tests marked `exhaustive`, which repeat on more cases what others prove, and more random examples.
 test-all: lint
 	$(BIN)/pytest -n 2 --dist worksteal -m "" --hypothesis-profile exhaustive
+
+# The suite on another torch: make test-torch VERSION=2.15.0 [TESTS='tests/attention tests/integrations'].
+# The environment is its own, with every other dependency as pinned; the registry's builds of torch bring CUDA along.
+TESTS ?= tests
+test-torch:
+	@test -n '$(VERSION)' || { echo 'name the torch: make test-torch VERSION=2.15.0'; exit 2; }
+	test -d .venv-torch-$(VERSION) || $(PYTHON) -m venv .venv-torch-$(VERSION)
+	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
+	.venv-torch-$(VERSION)/bin/pip install --quiet --disable-pip-version-check \
+	  --constraint .venv-torch-$(VERSION)/constraints.txt 'torch==$(VERSION)' --editable '.[all,test]'
+	.venv-torch-$(VERSION)/bin/pytest -n 2 --dist worksteal $(TESTS)
 
 # All tests, and at the end which took longest: calls, setups and teardowns, each for itself.
 slowest: setup
@@ -66,4 +77,4 @@ peers:
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/parts/packing/requirements-peers.txt
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-docs dist dist-venv site runs results demo
+	rm -rf $(VENV) .venv-peers .venv-torch-* .venv-docs dist dist-venv site runs results demo

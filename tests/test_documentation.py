@@ -25,6 +25,7 @@ from wlb.cli.app import app
 from wlb.config import JobConfig
 from wlb.config_file import load_config
 from wlb.documents.synthetic import sample_lengths
+from wlb.errors import UserError
 from wlb.workload import ModelShape, make_workload
 from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
 
@@ -181,5 +182,8 @@ def test_settings_on_the_command_line_are_settings(where: str, command: str, tmp
 def test_python_that_is_not_run_imports_what_exists(block: Block):
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.ImportFrom):
-            module = importlib.import_module(node.module or "")
+            try:
+                module = importlib.import_module(node.module or "")
+            except UserError as error:
+                pytest.skip(str(error))  # an integration whose framework is not installed
             assert all(hasattr(module, name.name) for name in node.names), f"{block}: {ast.unparse(node)}"

@@ -40,6 +40,9 @@ class _RecordingStage:
     def perform_reduce_grad(self, _: int) -> None:
         pass
 
+    def release_fwd_send_outputs(self, _: int) -> None:
+        """Called since torch 2.15."""
+
 
 def _calls_of_torch(schedule_class: Any, pp: int, micro_batches: int, rank: int) -> list[Operation]:
     stage = _RecordingStage(rank, pp)
