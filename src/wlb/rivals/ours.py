@@ -1,0 +1,120 @@
+"""Systems that the simulator runs as they are: plain-4D, fixed-4D, WLB-LLM, best and elastic.
+
+Their steps come from the trainer's planner and are priced by ``wlb.simulate.simulate``, unchanged. Layouts are those of
+``wlb simulate --search``; of the most promising ones the fastest under fixed-4D are tried with every system.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError
+from wlb.planning.memory import fits, predicted_memory
+from wlb.planning.planner import StepPlanner
+from wlb.rivals.exchange import kv_bytes
+from wlb.rivals.plan import Ranks
+from wlb.rivals.policy import Outcome, first_batches
+from wlb.rivals.pricing import ideal_seconds
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.pools import with_decided_pools
+from wlb.simulate.run import SimulationResult, simulate
+from wlb.simulate.search import SearchSpace, fitted, layout_of, layouts, packed_as
+from wlb.simulate.shards import price_shards
+from wlb.simulate.step import Steps
+from wlb.workload.base import DocumentPrices
+
+_SCREENED = 16  # layouts of which one step is simulated under fixed-4d
+_TRIED = 5  # of them, under every system
+_POOLED = 2  # pairs of tp and pp that pools are decided for
+_SCREEN = "fixed-4d"
+
+
+@dataclass(frozen=True)
+class SystemPolicy:
+    """One of the presets of ``wlb.config.PRESETS``."""
+
+    preset: str
+    source: str
+    assumed: str = ""
+
+    def best(self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> Outcome:
+        jobs = self._candidates(_fastest_layouts(space, lengths.tobytes()), lengths)
+        if not jobs:
+            raise UserError(f"{name} finds no layout of {space.gpus} GPUs that fits their memory; give more GPUs")
+        job = max(jobs, key=lambda job: _work_rate(job, lengths, 1, work_prices))
+        result = simulate(job, lengths, space.steps, work_prices=work_prices)
+        return _outcome(name, result, lengths, len(jobs))
+
+    def _candidates(self, screened: tuple[SimulatedJob, ...], lengths: NDArray[np.int64]) -> list[SimulatedJob]:
+        if self.preset != "elastic":
+            return [job for job in (fitted(packed_as(job, self.preset)) for job in screened[:_TRIED]) if job]
+        pairs = {(job.tp, job.pp, job.virtual_pp): job for job in reversed(screened)}
+        jobs = []
+        for job in [*reversed(pairs.values())][:_POOLED]:
+            try:
+                jobs.append(with_decided_pools(packed_as(job, self.preset), lengths))
+            except UserError:
+                continue  # no pools in this pipeline
+        return [job for job in jobs if fits(job, job.memory_limit)]
+
+
+@lru_cache(maxsize=2)
+def _fastest_layouts(space: SearchSpace, lengths_bytes: bytes) -> tuple[SimulatedJob, ...]:
+    """Layouts by the speed of one step of fixed-4D, fastest first. Raises ``UserError`` where none fits."""
+    lengths = np.frombuffer(lengths_bytes, np.int64)
+    fitting, _ = layouts(space)
+    if not fitting:
+        raise UserError(
+            f"no layout of {space.gpus} GPUs fits windows of {space.context_window} tokens; give more GPUs or a "
+            "shorter window"
+        )
+    documents = first_batches(lengths, replace(space, steps=1))[0]
+    fitting.sort(key=lambda job: ideal_seconds(documents, _as_ranks(job)))
+    promising = fitting[:_SCREENED]
+    work_prices = promising[0].work_prices
+    rates = {id(job): _work_rate(packed_as(job, _SCREEN), lengths, 1, work_prices) for job in promising}
+    return tuple(sorted(promising, key=lambda job: -rates[id(job)]))
+
+
+def _as_ranks(job: SimulatedJob) -> Ranks:
+    ranks = job.dp * job.cp
+    packing = packed_as(job, _SCREEN).packing.model_copy(update={"micro_batches": ranks * job.pp})
+    return Ranks(replace(job, cp=1, dp=ranks, packing=packing), -(-job.context_window // job.cp))
+
+
+def _work_rate(job: SimulatedJob, lengths: NDArray[np.int64], steps: int, work_prices: DocumentPrices) -> float:
+    plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
+    work = sum(float(work_prices.document_seconds(plan.table[:, 2]).sum()) for plan in plans)
+    return work / float(Steps.of(plans, JobCosts(job)).seconds.sum())
+
+
+def _outcome(name: str, result: SimulationResult, lengths: NDArray[np.int64], tried: int) -> Outcome:
+    job, steps = result.job, result.steps
+    began = time.perf_counter()
+    plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
+    shards = price_shards([m.lengths for plan in plans for m in plan.micro_batches], JobCosts(job))
+    planning = time.perf_counter() - began
+    again = job.activation_checkpointing == "full"
+    times = np.where(shards.kept & (not again), 2, 3)  # there, gradients back, and there again
+    received = float((shards.received.sum(axis=1) * times).sum()) / steps
+    return Outcome(
+        policy=name,
+        layout=f"{layout_of(job)}, {job.activation_checkpointing}",
+        steps=steps,
+        tokens=result.tokens,
+        work_seconds=result.work_seconds,
+        seconds=result.seconds,
+        token_delay=result.token_delay,
+        tokens_cv=result.tokens_cv,
+        exchanged_bytes=received * kv_bytes(job) * job.shape.layers / (job.dp * job.cp * job.pp),
+        memory_bytes=predicted_memory(job).total,
+        planning_seconds=planning / steps,
+        tried=tried,
+    )
