@@ -65,7 +65,8 @@ def price_attention_servers(plan: MovedPlan, ranks: Ranks) -> StepPrice:
     seconds, exchanged = moved_rank_seconds(plan, ranks, hidden_by="everything", resent=True)
     stage = np.arange(plan.ranks) // ranks.count
     ticks = [
-        np.stack([phase[stage == s, s].max(axis=0) for s in range(job.pp)]) for phase in (seconds.forward, seconds.backward)
+        np.stack([phase[stage == s, s].max(axis=0) for s in range(job.pp)])
+        for phase in (seconds.forward, seconds.backward)
     ]  # (stages, ticks)
     gathered, _ = with_gathers(costs, ticks[0], ticks[1])
     waits = float((gathered - ticks[0])[:, 0].max())

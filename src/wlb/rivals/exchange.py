@@ -79,9 +79,7 @@ def moved_bytes(plan: MovedPlan, job: SimulatedJob, *, resent: bool) -> dict[Dir
     return {"forward": forward, "backward": backward}
 
 
-def moved_seconds(
-    moved: Moved, attention: Array, rest: Array, pool: int, job: SimulatedJob, hidden_by: str
-) -> Array:
+def moved_seconds(moved: Moved, attention: Array, rest: Array, pool: int, job: SimulatedJob, hidden_by: str) -> Array:
     """What an exchange adds to ranks that attend and compute the ``rest`` for so many seconds of all layers.
 
     ``hidden_by`` everything: two half-batches alternate, so all that one computes hides what the other sends, but for

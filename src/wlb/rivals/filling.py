@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
@@ -34,18 +35,17 @@ def in_order(documents: Iterable[int], lengths: Integers, capacity: int) -> list
 def best_fit(documents: Iterable[int], lengths: Integers, capacity: int) -> list[list[int]]:
     """Each of ``documents``, in the order given, into the fullest bin with room, or into another bin."""
     bins: list[list[int]] = []
-    rooms = np.empty(0, np.int64)
+    rooms: list[tuple[int, int]] = []  # of every bin, ascending, with its number
     for document in documents:
         length = int(lengths[document])
-        left = np.where(rooms >= length, rooms - length, np.iinfo(np.int64).max)
-        if len(bins) and left.min() < np.iinfo(np.int64).max:
-            index = int(left.argmin())
-        else:
-            index = len(bins)
+        place = bisect_left(rooms, (length, 0))
+        if place == len(rooms):
+            room, index = capacity, len(bins)
             bins.append([])
-            rooms = np.append(rooms, capacity)
+        else:
+            room, index = rooms.pop(place)
         bins[index].append(document)
-        rooms[index] -= length
+        insort(rooms, (room - length, index))
     return bins
 
 
@@ -74,21 +74,25 @@ def karmarkar_karp(cost: Sequence[float] | NDArray[np.float64], parts: int) -> l
     The two partial partitions that differ most within are merged, the heaviest part of one with the lightest of the
     other, until one is left (Karmarkar and Karp, 1982; for several parts as in verl, ``utils/seqlen_balancing.py``).
     """
-    # (negated spread, number, sums ascending, members in that order)
-    heap: list[tuple[float, int, list[float], list[list[int]]]] = [
-        (-float(value), index, [0.0] * (parts - 1) + [float(value)], [[]] * (parts - 1) + [[index]])
-        for index, value in enumerate(cost)
+    # (negated spread, number, parts that are not empty by falling sum)
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = [
+        (-float(value), index, [(float(value), [index])]) for index, value in enumerate(cost)
     ]
     heapify(heap)
     number = len(heap)
     while len(heap) > 1:
-        _, _, sums, members = heappop(heap)
-        _, _, others, more = heappop(heap)
-        together = [(a + b, x + y) for a, b, x, y in zip(sums, reversed(others), members, reversed(more), strict=True)]
-        together.sort(key=lambda part: part[0])
-        heappush(heap, (together[0][0] - together[-1][0], number, *map(list, zip(*together, strict=True))))  # type: ignore[arg-type]
+        _, _, ours = heappop(heap)
+        _, _, theirs = heappop(heap)
+        shared = max(0, len(ours) + len(theirs) - parts)  # the lightest of both meet; the others meet empty parts
+        mine, yours = ours[len(ours) - shared :], theirs[len(theirs) - shared :]
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(mine, reversed(yours), strict=True)]
+        merged += ours[: len(ours) - shared] + theirs[: len(theirs) - shared]
+        merged.sort(key=lambda part: -part[0])
+        least = merged[-1][0] if len(merged) == parts else 0.0
+        heappush(heap, (least - merged[0][0], number, merged))
         number += 1
-    return heap[0][3] if heap else [[] for _ in range(parts)]
+    full = [members for _, members in heap[0][2]] if heap else []
+    return full + [[] for _ in range(parts - len(full))]
 
 
 def split_evenly(descending: Sequence[int], lengths: Integers, parts: int) -> list[list[int]]:

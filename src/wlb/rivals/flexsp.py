@@ -23,7 +23,7 @@ from wlb.rivals.plan import Group, GroupPlan, Ranks
 BUCKETS = 16
 NODES = 200  # of branch and bound, in each solve; the same on every machine
 _MORE_MICRO_BATCHES = 5
-_BISECTIONS = 7
+_BISECTIONS = 8
 _GAP = 0.02
 
 
@@ -35,12 +35,13 @@ def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
     best: tuple[float, list[list[Group]]] | None = None
     for count in range(least, least + _MORE_MICRO_BATCHES):
         solved = [_micro_batch(documents, lengths, ranks) for documents in split_evenly(order, lengths, count)]
-        if any(one is None for one in solved):
-            continue
         groups = [one for one in solved if one is not None]
+        if len(groups) < len(solved):
+            continue
         seconds = sum(of_one[0] for of_one in groups)
-        if best is None or seconds < best[0]:
-            best = seconds, [of_one[1] for of_one in groups]
+        if best is not None and seconds >= best[0]:
+            break  # nor would more micro-batches be faster
+        best = seconds, [of_one[1] for of_one in groups]
     if best is None:
         raise UserError(
             f"FlexSP finds no groups of {ranks.count} ranks of {ranks.capacity} tokens for documents of up to "
@@ -63,21 +64,38 @@ def _micro_batch(documents: list[int], lengths: Integers, ranks: Ranks) -> tuple
     buckets = [part.tolist() for part in np.array_split(documents, min(BUCKETS, len(documents)))]
     longest = np.array([lengths[bucket].max() for bucket in buckets])
     seconds = _seconds(longest, sizes, ranks)
-    low = float((seconds.min(axis=1) * [len(bucket) for bucket in buckets]).max()) / ranks.count
-    counts = [len(bucket) for bucket in buckets]
-    found, high = None, float((seconds[:, -1] * counts).sum())
+    counts = np.array([len(bucket) for bucket in buckets])
+    low = max(float(((seconds * sizes).min(axis=1) * counts).sum()) / ranks.count, float(seconds.min(axis=1).max()))
+    alone = _alone(documents, lengths, ranks)
+    if alone is not None and alone[0] <= (1 + _GAP) * low:
+        return alone  # no program does better by more than its own gap
+    found, high = alone, 2 * low if alone is None else alone[0]
     for _ in range(_BISECTIONS):
-        bound = (low * high) ** 0.5
+        bound = high if found is None else (low + high) / 2
         solution = _solve(seconds, sizes, counts, longest, bound, ranks)
         groups = None if solution is None else _dealt(solution, buckets, sizes, lengths, ranks)
-        if groups is None:
-            low = bound
+        if groups is not None and (found is None or groups[0] < found[0]):
+            found, high = groups, min(bound, groups[0])
+        elif found is None:
+            low, high = bound, 2 * bound
         else:
-            found, high = groups, bound
-    if found is None:
-        solution = _solve(seconds, sizes, counts, longest, high, ranks)
-        found = None if solution is None else _dealt(solution, buckets, sizes, lengths, ranks)
+            low = bound
+        if found is not None and high <= (1 + 2 * _GAP) * low:
+            break
     return found
+
+
+def _alone(documents: list[int], lengths: Integers, ranks: Ranks) -> tuple[float, list[Group]] | None:
+    """Every document on one rank, if that is possible."""
+    if lengths[documents].max() > ranks.capacity:
+        return None
+    cost = np.zeros(len(lengths))
+    cost[documents] = _seconds(lengths[documents], np.array([1]), ranks)[:, 0]
+    members, left_over = lightest(documents, cost, ranks.count, lengths, ranks.capacity)
+    if left_over:
+        return None
+    groups = [Group(0, (rank,), tuple(of_rank)) for rank, of_rank in enumerate(members) if of_rank]
+    return max(float(cost[list(group.documents)].sum()) for group in groups), groups
 
 
 def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArray[np.float64]:
@@ -94,7 +112,7 @@ def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArr
 def _solve(
     seconds: NDArray[np.float64],
     sizes: NDArray[np.int64],
-    counts: list[int],
+    counts: Integers,
     longest: Integers,
     bound: float,
     ranks: Ranks,
@@ -107,7 +125,7 @@ def _solve(
     buckets, kinds = seconds.shape
     count = buckets * kinds
     allowed = longest[:, None] <= sizes * ranks.capacity
-    upper = np.concatenate([(allowed * np.array(counts)[:, None]).ravel(), ranks.count // sizes])
+    upper = np.concatenate([(allowed * counts[:, None]).ravel(), ranks.count // sizes])
     each = np.zeros((buckets, count + kinds))
     time, memory = np.zeros((kinds, count + kinds)), np.zeros((kinds, count + kinds))
     for bucket in range(buckets):
@@ -150,7 +168,9 @@ def _dealt(
     for kind in reversed(range(len(sizes))):
         size, count = int(sizes[kind]), int(of_size[kind])
         mine = [
-            document for bucket, row in zip(buckets, cuts, strict=True) for document in bucket[row[kind] : row[kind + 1]]
+            document
+            for bucket, row in zip(buckets, cuts, strict=True)
+            for document in bucket[row[kind] : row[kind + 1]]
         ]
         if not mine:
             continue

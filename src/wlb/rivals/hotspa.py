@@ -52,7 +52,9 @@ class HotSwitching:
 
     @property
     def layout(self) -> str:
-        return "; ".join(f"to {longest:,}: {layout_text(r)}" for longest, r in zip(self.longest, self.strategies, strict=True))
+        return "; ".join(
+            f"to {longest:,}: {layout_text(r)}" for longest, r in zip(self.longest, self.strategies, strict=True)
+        )
 
     def step(self, lengths: Integers) -> PricedStep:
         began = time.perf_counter()

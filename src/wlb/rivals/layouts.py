@@ -22,9 +22,10 @@ from wlb.rivals.pricing import ideal_seconds, peak_memory
 from wlb.simulate.job import SimulatedJob, replicate_kv_heads, simulated_job
 from wlb.simulate.search import SearchSpace
 
-TRIED = 8  # layouts of a policy
+TRIED = 6  # layouts of a policy, and then other token caps of the fastest
 _LARGEST_PP = 32
-_LEAST_TOKENS, _MOST_TOKENS = 10, 20  # of a rank, as powers of two
+_LEAST_TOKENS = 1024  # of a rank
+_PROBED = (4096, 2**18)  # tokens of a rank whose memory is predicted
 _FINER = (1.0, 0.5, 0.25)  # of the most tokens that fit: smaller micro-batches, documents on more ranks
 _ROUNDS = (2, 4)  # micro-batches of a rank for each pipeline stage
 
@@ -32,7 +33,10 @@ _ROUNDS = (2, 4)  # micro-batches of a rank for each pipeline stage
 def candidate_ranks(
     space: SearchSpace, documents: Integers, *, pipelines: bool, interleaves: bool, keeps_weights: bool
 ) -> list[Ranks]:
-    """Layouts to try, the most promising first. Raises ``UserError`` where none fits the memory."""
+    """Layouts to try, each with its largest token cap, the most promising first.
+
+    Raises ``UserError`` where none fits the memory.
+    """
     fitting = [
         ranks
         for ranks in _fitting(space, keeps_weights)
@@ -43,7 +47,16 @@ def candidate_ranks(
             f"no layout of {space.gpus} GPUs fits windows of {space.context_window} tokens; give more GPUs or a "
             "shorter window"
         )
-    return sorted(fitting, key=lambda ranks: ideal_seconds(documents, ranks))[:TRIED]
+    largest: dict[SimulatedJob, Ranks] = {}
+    for ranks in fitting:
+        known = largest.get(ranks.job)
+        largest[ranks.job] = ranks if known is None or ranks.capacity > known.capacity else known
+    return sorted(largest.values(), key=lambda ranks: ideal_seconds(documents, ranks))[:TRIED]
+
+
+def other_capacities(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
+    """The same layout with the other token caps that are worth trying."""
+    return [other for other in _fitting(space, ranks.keeps_weights) if other.job == ranks.job and other != ranks]
 
 
 def layout_text(ranks: Ranks) -> str:
@@ -54,9 +67,7 @@ def layout_text(ranks: Ranks) -> str:
 
 @lru_cache(maxsize=8)
 def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
-    return tuple(
-        ranks for job in _jobs(space) for ranks in _capacities(job, space, keeps_weights=keeps_weights or job.pp > 1)
-    )
+    return tuple(ranks for job in _jobs(space) for ranks in _capacities(job, space, keeps_weights=keeps_weights))
 
 
 def _jobs(space: SearchSpace) -> Iterator[SimulatedJob]:
@@ -93,19 +104,22 @@ def _capacities(job: SimulatedJob, space: SearchSpace, *, keeps_weights: bool) -
         wanted = [int(most * part) for part in _FINER] if job.pp == 1 else [even // (r * job.pp) for r in _ROUNDS]
         for tokens in (most, *wanted):
             capacity = min(tokens, most, max(even, least))
-            if capacity >= least and capacity >= 2**_LEAST_TOKENS and capacity not in known:
+            if capacity >= least and capacity >= _LEAST_TOKENS and capacity not in known:
                 known.add(capacity)
                 yield Ranks(replace(job, activation_checkpointing=kind), capacity, keeps_weights)
 
 
 def _most_tokens(job: SimulatedJob, space: SearchSpace, keeps_weights: bool) -> int:
-    """The largest half power of two of tokens of a rank that fits, 0 if none does."""
+    """The most tokens of a rank that fit, 0 if fewer than are worth trying do.
+
+    Memory grows evenly with tokens, but for the pipeline rank that needs most; so the line through two token counts is
+    above it between them.
+    """
     limit = limit_of_gpu(space.hardware.memory_bytes).number_of_bytes
-    low, high = 2 * _LEAST_TOKENS - 1, 2 * _MOST_TOKENS
-    while low < high:
-        middle = (low + high + 1) // 2
-        tokens = int(2 ** (middle / 2))
-        group = min(job.dp, power_of_two(-(-space.context_window // tokens)))
-        fits = peak_memory(Ranks(job, tokens, keeps_weights), tokens, group) <= limit
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return int(2 ** (low / 2)) if low >= 2 * _LEAST_TOKENS else 0
+    low, high = (
+        peak_memory(Ranks(job, tokens, keeps_weights), tokens, power_of_two(-(-space.context_window // tokens)))
+        for tokens in _PROBED
+    )
+    most = _PROBED[0] + (limit - low) * (_PROBED[1] - _PROBED[0]) / (high - low)
+    tokens = int(most) // _LEAST_TOKENS * _LEAST_TOKENS
+    return max(0, min(tokens, _PROBED[1]))

@@ -44,9 +44,7 @@ def _pooled(lengths: Integers, capacity: int, beside: int) -> list[list[int]]:
     count = -(-int(lengths.sum()) // capacity)
     count = -(-count // beside) * beside
     while True:
-        members, left_over = lightest(
-            longest_first(lengths), lengths.astype(np.float64) ** 2, count, lengths, capacity
-        )
+        members, left_over = lightest(longest_first(lengths), lengths.astype(np.float64) ** 2, count, lengths, capacity)
         if not left_over:
             return members
         count += beside
@@ -91,4 +89,3 @@ def _tiles(home: Tasks, groups: int) -> Tasks:
     stop = np.minimum(start + BLOCK, home.stop[piece])
     columns = (np.repeat(column, groups) for column in (home.lane[piece], home.document[piece], start, stop))
     return Tasks(*columns, np.full(len(piece) * groups, 1 / groups))
-

@@ -178,28 +178,32 @@ def _packed_round(waiting: list[int], lengths: Integers, ranks: Ranks) -> tuple[
     rounds = max(1, -(-int(sizes.sum()) // (ranks.count * ranks.capacity)))
     share = float((sizes**2).sum()) / ranks.count / rounds  # of a rank in this round
     opened: list[_Open] = []
-    loads = np.full(ranks.count, np.inf)  # of each group
-    rooms = np.zeros(ranks.count)
-    free, left = ranks.count, []
-    for document in waiting:
-        length = float(lengths[document])
+    loads, rooms = np.full(ranks.count, np.inf), np.zeros(ranks.count)  # of each group
+    width = np.ones(ranks.count)
+    free, left, place = ranks.count, [], 0
+    while place < len(waiting):
+        document, length = waiting[place], float(sizes[place])
         size = power_of_two(ranks.needed(int(length)))
-        while length**2 / size > share and 2 * size <= min(free, ranks.count):
+        while length**2 / size > share and 2 * size <= free:
             size *= 2
         if size <= free:
             index = len(opened)
             opened.append(_Open(size))
-            loads[index], rooms[index] = 0.0, size * ranks.capacity
+            loads[index], rooms[index], width[index] = 0.0, size * ranks.capacity, size
             free -= size
         else:
-            fitting = np.where(rooms >= length, loads, np.inf)
-            index = int(fitting.argmin())
-            if fitting[index] == np.inf or fitting[index] + length**2 / opened[index].size > max(share, loads.min()):
-                left.append(document)
+            most = max(share, float(loads.min()))
+            fitting = np.minimum(rooms, np.sqrt(width * np.maximum(0.0, most - loads)))
+            if length > fitting.max():  # go on with the longest document that fits a group, or needs fewer ranks
+                longest = max(float(fitting.max()), float(free * ranks.capacity))
+                following = max(place + 1, int(np.searchsorted(-sizes, -longest)))
+                left += waiting[place:following]
+                place = following
                 continue
-        group = opened[index]
-        group.documents.append(document)
-        loads[index] += length**2 / group.size
+            index = int(np.where(fitting >= length, loads, np.inf).argmin())
+        opened[index].documents.append(document)
+        loads[index] += length**2 / width[index]
         rooms[index] -= length
+        place += 1
     _grow(opened, free, lengths, ranks.count)
     return opened, left

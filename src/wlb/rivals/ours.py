@@ -10,11 +10,13 @@ import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.memory.layers import Checkpointing
 from wlb.planning.memory import fits, predicted_memory
 from wlb.planning.planner import StepPlanner
 from wlb.rivals.exchange import kv_bytes
@@ -53,16 +55,26 @@ class SystemPolicy:
         return _outcome(name, result, lengths, len(jobs))
 
     def _candidates(self, screened: tuple[SimulatedJob, ...], lengths: NDArray[np.int64]) -> list[SimulatedJob]:
-        if self.preset != "elastic":
-            return [job for job in (fitted(packed_as(job, self.preset)) for job in screened[:_TRIED]) if job]
-        pairs = {(job.tp, job.pp, job.virtual_pp): job for job in reversed(screened)}
-        jobs = []
-        for job in [*reversed(pairs.values())][:_POOLED]:
-            try:
-                jobs.append(with_decided_pools(packed_as(job, self.preset), lengths))
-            except UserError:
-                continue  # no pools in this pipeline
-        return [job for job in jobs if fits(job, job.memory_limit)]
+        if self.preset == "elastic":
+            pairs = {(job.tp, job.pp, job.virtual_pp): job for job in reversed(screened)}
+            pooled = (_pooled(job, lengths) for job in [*reversed(pairs.values())][:_POOLED])
+            return [job for job in pooled if job is not None]
+        packed = (
+            packed_as(job, self.preset).with_length_factor(job.packing.length_factor) for job in screened[:_TRIED]
+        )
+        return [job for job in map(fitted, packed) if job is not None]
+
+
+def _pooled(job: SimulatedJob, lengths: NDArray[np.int64]) -> SimulatedJob | None:
+    """``job`` in elastic pools, with the cheapest activation checkpointing under which its decided pools fit."""
+    for kind in get_args(Checkpointing):
+        try:
+            pooled = with_decided_pools(replace(packed_as(job, "elastic"), activation_checkpointing=kind), lengths)
+        except UserError:
+            return None  # no pools in this pipeline
+        if fits(pooled, pooled.memory_limit):
+            return pooled
+    return None
 
 
 @lru_cache(maxsize=2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from wlb.config import DataConfig
 from wlb.documents.order import DocumentStream
-from wlb.rivals.layouts import candidate_ranks, layout_text
+from wlb.errors import UserError
+from wlb.planning.memory import limit_of_gpu
+from wlb.rivals.layouts import candidate_ranks, layout_text, other_capacities
 from wlb.rivals.plan import GroupPlan, Integers, MovedPlan, Ranks
 from wlb.rivals.pricing import StepPrice
 from wlb.simulate.search import SearchSpace
@@ -138,39 +140,54 @@ class RankPolicy:
             space, batches[0], pipelines=self.pipelines, interleaves=self.interleaves, keeps_weights=self.keeps_weights
         )
         trials = [RankTrial(ranks, self.plan, self.price) for ranks in choices]
-        return best_of(name, trials, batches, space, work_prices)
+        return best_of(name, trials, batches, space, work_prices, more=self._other_capacities(space))
 
+    def _other_capacities(self, space: SearchSpace) -> Callable[[Trial], list[Trial]]:
+        def more(trial: Trial) -> list[Trial]:
+            assert isinstance(trial, RankTrial)
+            return [replace(trial, ranks=ranks) for ranks in other_capacities(trial.ranks, space)]
 
-_FINALISTS = 2
+        return more
 
 
 def best_of(
-    name: str, trials: Sequence[Trial], batches: Sequence[Integers], space: SearchSpace, work_prices: DocumentPrices
+    name: str,
+    trials: Sequence[Trial],
+    batches: Sequence[Integers],
+    space: SearchSpace,
+    work_prices: DocumentPrices,
+    *,
+    more: Callable[[Trial], Sequence[Trial]] = lambda fastest: (),
 ) -> Outcome:
-    """Price the first step in all of ``trials``, all steps in the fastest. Raises ``UserError`` where none fits."""
-    from wlb.errors import UserError
+    """The trial that is fastest on the first step, of ``trials`` and of ``more`` like the fastest of them; all steps.
 
+    Raises ``UserError`` where none fits the memory.
+    """
     limit = memory_limit(space)
-    first = [(trial, _attempted(trial, batches[0])) for trial in trials]
-    fitting = [(trial, step) for trial, step in first if step is not None and step.price.memory_bytes <= limit]
-    if not fitting:
-        raise UserError(f"{name} finds no layout of {space.gpus} GPUs that fits their memory; give more GPUs")
-    fitting.sort(key=lambda pair: pair[1].price.seconds)
-    outcomes = [
-        _outcome(name, trial, [step, *(trial.step(batch) for batch in batches[1:])], batches, work_prices, len(trials))
-        for trial, step in fitting[:_FINALISTS]
-    ]
-    return max(outcomes, key=lambda outcome: outcome.work_rate)
+    priced: list[tuple[Trial, PricedStep]] = []
+
+    def fastest() -> tuple[Trial, PricedStep]:
+        fitting = [(trial, step) for trial, step in priced if step.price.memory_bytes <= limit]
+        if not fitting:
+            raise UserError(f"{name} finds no layout of {space.gpus} GPUs that fits their memory; give more GPUs")
+        return min(fitting, key=lambda pair: pair[1].price.seconds)
+
+    priced += _attempted(trials, batches[0])
+    priced += _attempted(more(fastest()[0]), batches[0])
+    trial, step = fastest()
+    steps = [step, *(trial.step(batch) for batch in batches[1:])]
+    return _outcome(name, trial, steps, batches, work_prices, len(priced))
 
 
-def _attempted(trial: Trial, lengths: Integers) -> PricedStep | None:
-    """The step, or None where the policy finds no plan."""
-    from wlb.errors import UserError
-
-    try:
-        return trial.step(lengths)
-    except UserError:
-        return None
+def _attempted(trials: Sequence[Trial], lengths: Integers) -> list[tuple[Trial, PricedStep]]:
+    """The step in every trial in which the policy finds a plan."""
+    priced = []
+    for trial in trials:
+        try:
+            priced.append((trial, trial.step(lengths)))
+        except UserError:
+            continue  # for instance a group that would need more ranks than there are
+    return priced
 
 
 def _outcome(
@@ -200,8 +217,6 @@ def _outcome(
 
 def memory_limit(space: SearchSpace) -> float:
     """Bytes that a process may hold on one of the GPUs."""
-    from wlb.planning.memory import limit_of_gpu
-
     return limit_of_gpu(space.hardware.memory_bytes).number_of_bytes
 
 

@@ -87,14 +87,14 @@ def price_moved(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool =
     return StepPrice(step_seconds(seconds, plan.pools, ranks), exchanged, memory)
 
 
-def moved_rank_seconds(
-    plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool
-) -> tuple[RankSeconds, float]:
+def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool) -> tuple[RankSeconds, float]:
     """Seconds of all ranks, once those of a pool have waited for each other, and bytes received by the mean GPU."""
     job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
     tokens = plan.by_lane((plan.home.stop - plan.home.start).astype(np.float64), plan.home)
     attention = {
-        direction: plan.by_lane(plan.work.share * costs.attention(plan.work.start, plan.work.stop, direction), plan.work)
+        direction: plan.by_lane(
+            plan.work.share * costs.attention(plan.work.start, plan.work.stop, direction), plan.work
+        )
         for direction in _DIRECTIONS
     }
     lanes = _alone(tokens.ravel(), attention["forward"].ravel(), attention["backward"].ravel())
@@ -162,13 +162,17 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
 def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
     """Bytes of a GPU where every micro-batch leaves ``tokens`` tokens on a rank, in groups of so many ranks."""
     job = ranks.job
-    members = min(group, ranks.count)
-    sharded = _with_groups(job, members, max(1, ranks.count // members), "per_document")
-    total = predict_even_step(sharded.memory_settings, max(1, round(tokens)) * members).total
+    total = _sharded_memory(job, max(1, round(tokens)), min(group, ranks.count))
     if job.pp == 1 and ranks.keeps_weights:
         weights = model_weights(job.shape) / job.tp
         total += round(weights * (job.hardware.bytes_per_value + _GRADIENT_BYTES))
     return float(total)
+
+
+@lru_cache(maxsize=4096)
+def _sharded_memory(job: SimulatedJob, tokens: int, members: int) -> int:
+    sharded = _with_groups(job, members, max(1, job.dp // members), "per_document")
+    return predict_even_step(sharded.memory_settings, tokens * members).total
 
 
 def model_weights(shape: ModelShape) -> float:

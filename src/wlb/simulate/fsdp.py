@@ -16,9 +16,7 @@ from wlb.simulate.costs import JobCosts
 Array = NDArray[np.float64]
 
 
-def with_gathers(
-    costs: JobCosts, forward: Array, backward: Array, *, kept: bool | None = None
-) -> tuple[Array, Array]:
+def with_gathers(costs: JobCosts, forward: Array, backward: Array, *, kept: bool | None = None) -> tuple[Array, Array]:
     """Seconds of stages in micro-batches, shape (..., stages, micro-batches), once weights have to be gathered.
 
     ``kept`` says whether they stay until the step ends; by default they do in a pipeline.
