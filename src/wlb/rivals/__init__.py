@@ -71,6 +71,7 @@ POLICIES: dict[str, Policy] = {
         flexsp.heterogeneous_groups,
         price_groups,
         pipelines=False,
+        layouts=2,
     ),
     "bytescale": RankPolicy(
         "ByteScale, arXiv 2502.21231",

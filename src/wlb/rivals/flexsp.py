@@ -25,6 +25,7 @@ NODES = 200  # of branch and bound, in each solve; the same on every machine
 _MORE_MICRO_BATCHES = 5
 _BISECTIONS = 8
 _GAP = 0.02
+_HOPELESS = 5.0  # times the seconds that even ranks would need
 
 
 def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
@@ -33,15 +34,18 @@ def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
     order = longest_first(lengths)
     least = max(1, -(-int(lengths.sum()) // (ranks.count * ranks.capacity)))
     best: tuple[float, list[list[Group]]] | None = None
-    for count in range(least, least + _MORE_MICRO_BATCHES):
-        solved = [_micro_batch(documents, lengths, ranks) for documents in split_evenly(order, lengths, count)]
-        groups = [one for one in solved if one is not None]
-        if len(groups) < len(solved):
-            continue
+    tried = 0
+    for count in range(least, 2 * least + _MORE_MICRO_BATCHES):
+        groups = _micro_batches(split_evenly(order, lengths, count), lengths, ranks)
+        if groups is None:
+            continue  # too few for the memory
+        tried += 1
         seconds = sum(of_one[0] for of_one in groups)
         if best is not None and seconds >= best[0]:
             break  # nor would more micro-batches be faster
         best = seconds, [of_one[1] for of_one in groups]
+        if tried == _MORE_MICRO_BATCHES:
+            break
     if best is None:
         raise UserError(
             f"FlexSP finds no groups of {ranks.count} ranks of {ranks.capacity} tokens for documents of up to "
@@ -58,11 +62,23 @@ def group_sizes(ranks: Ranks) -> list[int]:
     return [2**exponent for exponent in range(most.bit_length())]
 
 
+def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> list[tuple[float, list[Group]]] | None:
+    """Seconds and groups of all micro-batches; None where one of them does not fit."""
+    solved = []
+    for documents in runs:
+        one = _micro_batch(documents, lengths, ranks)
+        if one is None:
+            return None
+        solved.append(one)
+    return solved
+
+
 def _micro_batch(documents: list[int], lengths: Integers, ranks: Ranks) -> tuple[float, list[Group]] | None:
     """Seconds and groups of one micro-batch; None where none fit."""
     sizes = np.array(group_sizes(ranks))
     buckets = [part.tolist() for part in np.array_split(documents, min(BUCKETS, len(documents)))]
     longest = np.array([lengths[bucket].max() for bucket in buckets])
+    mean = np.array([lengths[bucket].mean() for bucket in buckets])
     seconds = _seconds(longest, sizes, ranks)
     counts = np.array([len(bucket) for bucket in buckets])
     low = max(float(((seconds * sizes).min(axis=1) * counts).sum()) / ranks.count, float(seconds.min(axis=1).max()))
@@ -72,12 +88,14 @@ def _micro_batch(documents: list[int], lengths: Integers, ranks: Ranks) -> tuple
     found, high = alone, 2 * low if alone is None else alone[0]
     for _ in range(_BISECTIONS):
         bound = high if found is None else (low + high) / 2
-        solution = _solve(seconds, sizes, counts, longest, bound, ranks)
+        solution = _solve(seconds, sizes, counts, longest, mean, bound, ranks)
         groups = None if solution is None else _dealt(solution, buckets, sizes, lengths, ranks)
         if groups is not None and (found is None or groups[0] < found[0]):
             found, high = groups, min(bound, groups[0])
         elif found is None:
-            low, high = bound, 2 * bound
+            if solution is None and bound > _HOPELESS * low:
+                return None  # memory, not seconds, stands against it
+            high = 2 * bound
         else:
             low = bound
         if found is not None and high <= (1 + 2 * _GAP) * low:
@@ -114,6 +132,7 @@ def _solve(
     sizes: NDArray[np.int64],
     counts: Integers,
     longest: Integers,
+    mean: NDArray[np.float64],
     bound: float,
     ranks: Ranks,
 ) -> tuple[Integers, Integers] | None:
@@ -132,7 +151,7 @@ def _solve(
         each[bucket, bucket * kinds : (bucket + 1) * kinds] = 1
     for kind in range(kinds):
         time[kind, kind:count:kinds] = seconds[:, kind] / bound
-        memory[kind, kind:count:kinds] = longest / ranks.capacity
+        memory[kind, kind:count:kinds] = mean / ranks.capacity
         time[kind, count + kind], memory[kind, count + kind] = -1, -sizes[kind]
     used = np.concatenate([np.zeros(count), sizes])[None]
     constraints = [
@@ -164,23 +183,23 @@ def _dealt(
     shares, of_size = solution
     groups: list[Group] = []
     slowest, first = 0.0, 0
+    left_over: list[int] = []  # of smaller groups, which larger ones may have room for
     cuts = np.concatenate([np.zeros((len(buckets), 1), np.int64), np.cumsum(shares, axis=1)], axis=1)
-    for kind in reversed(range(len(sizes))):
+    for kind in range(len(sizes)):
         size, count = int(sizes[kind]), int(of_size[kind])
-        mine = [
+        mine = left_over + [
             document
             for bucket, row in zip(buckets, cuts, strict=True)
             for document in bucket[row[kind] : row[kind + 1]]
         ]
-        if not mine:
+        left_over = mine
+        if not mine or not count:
             continue
         by_cost = np.zeros(len(lengths))
         by_cost[mine] = _seconds(lengths[mine], np.array([size]), ranks)[:, 0]
         members, left_over = lightest(mine, by_cost, count, lengths, size * ranks.capacity)
-        if left_over:
-            return None
         for documents in filter(None, members):
             slowest = max(slowest, float(by_cost[documents].sum()))
             groups.append(Group(0, tuple(range(first, first + size)), tuple(documents)))
             first += size
-    return slowest, groups
+    return None if left_over else (slowest, groups)

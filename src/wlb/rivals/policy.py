@@ -19,7 +19,7 @@ from wlb.config import DataConfig
 from wlb.documents.order import DocumentStream
 from wlb.errors import UserError
 from wlb.planning.memory import limit_of_gpu
-from wlb.rivals.layouts import candidate_ranks, layout_text, other_capacities
+from wlb.rivals.layouts import TRIED, candidate_ranks, layout_text, other_capacities
 from wlb.rivals.plan import GroupPlan, Integers, MovedPlan, Ranks
 from wlb.rivals.pricing import StepPrice
 from wlb.simulate.search import SearchSpace
@@ -133,13 +133,14 @@ class RankPolicy:
     pipelines: bool = True
     interleaves: bool = True
     keeps_weights: bool = False
+    layouts: int = TRIED  # that are tried first, fewer where planning takes long
 
     def best(self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> Outcome:
         batches = first_batches(lengths, space)
         choices = candidate_ranks(
             space, batches[0], pipelines=self.pipelines, interleaves=self.interleaves, keeps_weights=self.keeps_weights
         )
-        trials = [RankTrial(ranks, self.plan, self.price) for ranks in choices]
+        trials = [RankTrial(ranks, self.plan, self.price) for ranks in choices[: self.layouts]]
         return best_of(name, trials, batches, space, work_prices, more=self._other_capacities(space))
 
     def _other_capacities(self, space: SearchSpace) -> Callable[[Trial], list[Trial]]:
