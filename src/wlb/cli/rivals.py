@@ -105,7 +105,14 @@ def rivals_table(outcomes: Sequence[Outcome], title: str, space: SearchSpace) ->
         pad_edge=False,
     )
     table.add_column("policy", no_wrap=True)
-    headings = ("speed at\nequal work", "token\ndelay", "tokens/\nstep CV", "exchange\nGB/GPU", "peak\nGiB", "planning\ns/step")
+    headings = (
+        "speed at\nequal work",
+        "token\ndelay",
+        "tokens/\nstep CV",
+        "exchange\nGB/GPU",
+        "peak\nGiB",
+        "planning\ns/step",
+    )
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for outcome in outcomes:

@@ -19,9 +19,7 @@ _OURS = ("best", "elastic")
 
 def draw_speeds(path: Path, outcomes: Sequence[Outcome], title: str) -> None:
     """Bars of speed at equal work over the first outcome."""
-    figure, axis = pyplot_without_display().subplots(
-        figsize=(7, 1 + 0.32 * len(outcomes)), constrained_layout=True
-    )
+    figure, axis = pyplot_without_display().subplots(figsize=(7, 1 + 0.32 * len(outcomes)), constrained_layout=True)
     speeds = [outcome.work_rate / outcomes[0].work_rate for outcome in outcomes]
     names = [outcome.policy for outcome in outcomes]
     colours = ["#1b7f5c" if name in _OURS else "#6a7fb5" for name in names]
@@ -70,9 +68,9 @@ def rivals_section(found: dict[str, Any]) -> list[Markup]:
             "Speed at equal work of published policies",
             [(p["policy"], p["speed_at_equal_work"], f"{p['speed_at_equal_work']:.2f}x") for p in policies],
             "times plain-4D, each policy in its best layout",
-            f"Simulated, {policies[0]['steps']} steps of {found['model']} on {found['gpus']:,} {found['hardware']} GPUs, "
-            f"window {found['context_window']:,}; lengths {found['lengths']}.",
-            highlights=[name for name in _OURS],
+            f"Simulated, {policies[0]['steps']} steps of {found['model']} on {found['gpus']:,} {found['hardware']} GPUs "
+            f"with a window of {found['context_window']:,}; lengths {found['lengths']}.",
+            highlights=_OURS,
         ),
         table(headings, rows),
         paragraph(

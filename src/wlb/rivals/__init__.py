@@ -1,8 +1,8 @@
 """Rivals in one simulator: published balancing policies beside ours, on the same documents, model, GPUs and links.
 
-A policy is one small file that plans a step, and one line in ``POLICIES``. Plans are data (``plan``), priced in one place
-(``pricing``) by the simulator's own workload, links, FSDP and pipelines; ``compare`` finds each policy's best layout.
-docs/rivals.md has every policy's source and what was assumed.
+A policy is one small file that plans a step, and one line in ``POLICIES``. Plans are data (``plan``), priced in one
+place (``pricing``) by the simulator's own workload, links, FSDP and pipelines; ``compare`` finds each policy's best
+layout. docs/rivals.md has every policy's source and what was assumed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ POLICIES: dict[str, Policy] = {
         flexsp.heterogeneous_groups,
         price_groups,
         pipelines=False,
-        layouts=2,
+        layouts=1,
     ),
     "bytescale": RankPolicy(
         "ByteScale, arXiv 2502.21231",

@@ -5,8 +5,9 @@ Source: arXiv 2510.18121 (MLSys '26), sections 4 and 5, its authors' article at 
 attend an equal share each: those short of it by more than a tolerance take, from those over it, the items whose
 attention is largest for the bytes that move, as a head and a tail of a piece so that its depth stays what it is.
 
-In a pipeline all stages run in lockstep, forwards of several micro-batches and then backwards, and a tick's attention is
-shared among the ranks of all stages: with those that have no micro-batch while the pipeline fills and drains, or without.
+In a pipeline all stages run in lockstep, forwards of several micro-batches and then backwards, and a tick's attention
+is shared among the ranks of all stages: with those that have no micro-batch while the pipeline fills and drains, or
+without.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def _served(home: Tasks, serving: NDArray[np.int64], ranks: Ranks) -> Tasks:
     share = float(loads.sum()) / len(serving)
     surplus = loads - share
     of_query, of_key = 2 * query_bytes(ranks.job), kv_bytes(ranks.job)
+    within = TOLERANCE * share
     for server in np.argsort(surplus, kind="stable").tolist():
-        while -surplus[server] > TOLERANCE * share:
+        while -surplus[server] > within or (surplus[server] < 0 and surplus.max() > within):
             moved = items.give(server, -float(surplus[server]), surplus, serving, of_query, of_key)
             if moved is None:
                 break

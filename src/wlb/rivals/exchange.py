@@ -6,6 +6,7 @@ and an output have ``heads`` x ``head_dim`` values, a key with its value twice `
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ HEAD_CHUNKS = 4  # in which Libra's heads travel while others are attended; assu
 
 
 class Moved(NamedTuple):
-    """Bytes that each rank receives and sends in a layer, shape (ranks, slots); of them, keys and values attended later.
+    """Bytes that each rank receives and sends in a layer, and of these the keys and values; shape (ranks, slots).
 
     ``keys`` may travel beside attention even where the rest has to be there before it.
     """
@@ -47,8 +48,9 @@ def kv_bytes(job: SimulatedJob) -> float:
 def all_to_all_of_heads(job: SimulatedJob, tokens: ArrayLike, size: int) -> tuple[Array, Array]:
     """Sequence parallelism over heads in groups of ``size`` (DeepSpeed-Ulysses, arXiv 2309.14509, section 3).
 
-    Of micro-batches of ``tokens`` tokens: the seconds of all layers in one direction, which nothing hides, and the bytes
-    that a rank receives in a layer. Where heads of keys and values are fewer than ranks, several ranks get the same.
+    Of micro-batches of ``tokens`` tokens: the seconds of all layers in one direction, which nothing hides, and the
+    bytes that a rank receives in a layer. Where heads of keys and values are fewer than ranks, several ranks get the
+    same.
     """
     count = np.asarray(tokens, np.float64)
     heads = job.shape.heads / job.tp
@@ -163,7 +165,7 @@ def _by_document(tasks: Tasks, documents: int) -> list[Tasks]:
     order = np.argsort(tasks.document, kind="stable")
     bounds = np.searchsorted(tasks.document[order], np.arange(documents + 1))
     columns = [column[order] for column in tasks]
-    return [Tasks(*(c[start:stop] for c in columns)) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [Tasks(*(c[start:stop] for c in columns)) for start, stop in pairwise(bounds.tolist())]
 
 
 def _of_ranks(plan: MovedPlan, lanes: Array) -> Array:

@@ -1,8 +1,8 @@
 """FCP: attention in blocks of 4K tokens, each on any rank.
 
-Source: arXiv 2605.08524 (MLSys '26), known here at second hand; no code is published. Longest document first, its blocks
-go in pairs from both ends to the rank with the least attention that has room. Data are reshuffled where attention
-begins and ends, and keys and values travel point to point, ordered so that no adapter serves two at once.
+Source: arXiv 2605.08524 (MLSys '26), known here at second hand; no code is published. Longest document first, its
+blocks go in pairs from both ends to the rank with the least attention that has room. Data are reshuffled where
+attention begins and ends, and keys and values travel point to point, ordered so that no adapter serves two at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FlexSP: sequence-parallel groups of different sizes, chosen by an integer program for every micro-batch.
 
-Source: FlexSP (ASPLOS '25, arXiv 2412.01523), section 4, and the branch ``flexsp`` of PKU-DAIR/Hetu-Galvatron. Documents
-are sorted and cut into M micro-batches of like lengths and even tokens, M from the least that memory allows to four more.
-In each, lengths are rounded up to 16 buckets, and the program chooses how many groups of each power-of-two size there are
-and which bucket runs where, so that the slowest group is fastest.
+Source: FlexSP (ASPLOS '25, arXiv 2412.01523), section 4, and the branch ``flexsp`` of PKU-DAIR/Hetu-Galvatron.
+Documents are sorted and cut into M micro-batches of like lengths and even tokens, M from the least that memory allows
+to four more. In each, lengths are rounded up to 16 buckets, and the program chooses how many groups of each
+power-of-two size there are and which bucket runs where, so that the slowest group is fastest.
 
 The program is solved here for all groups of a size together, at a bound on the seconds that is bisected; documents are
 then dealt to the groups of their size. That leaves a few thousand variables of the published program out and keeps its
@@ -24,7 +24,7 @@ BUCKETS = 16
 NODES = 200  # of branch and bound, in each solve; the same on every machine
 _MORE_MICRO_BATCHES = 5
 _BISECTIONS = 8
-_GAP = 0.02
+_GAP = 0.05
 _HOPELESS = 5.0  # times the seconds that even ranks would need
 
 
@@ -81,7 +81,10 @@ def _micro_batch(documents: list[int], lengths: Integers, ranks: Ranks) -> tuple
     mean = np.array([lengths[bucket].mean() for bucket in buckets])
     seconds = _seconds(longest, sizes, ranks)
     counts = np.array([len(bucket) for bucket in buckets])
-    low = max(float(((seconds * sizes).min(axis=1) * counts).sum()) / ranks.count, float(seconds.min(axis=1).max()))
+    possible = np.where(longest[:, None] <= sizes * ranks.capacity, seconds, np.inf)
+    low = max(float(((possible * sizes).min(axis=1) * counts).sum()) / ranks.count, float(possible.min(axis=1).max()))
+    if low == np.inf:
+        return None
     alone = _alone(documents, lengths, ranks)
     if alone is not None and alone[0] <= (1 + _GAP) * low:
         return alone  # no program does better by more than its own gap

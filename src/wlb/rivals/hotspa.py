@@ -1,8 +1,8 @@
 """HotSPa: a parallel strategy for every bucket of lengths, switched inside a step.
 
-Source: HotSPa (SOSP '24), its abstract; the system is Hetu (PKU-DAIR/Hetu). Documents are divided into buckets by length;
-each bucket trains with the strategy that is fastest for it, on all GPUs, one bucket after another. Between two strategies
-weights move, and gradients, which are accumulated over all buckets.
+Source: HotSPa (SOSP '24), its abstract; the system is Hetu (PKU-DAIR/Hetu). Documents are divided into buckets by
+length; each bucket trains with the strategy that is fastest for it, on all GPUs, one bucket after another. Between two
+strategies weights move, and gradients, which are accumulated over all buckets.
 """
 
 from __future__ import annotations

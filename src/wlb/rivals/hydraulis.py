@@ -2,8 +2,8 @@
 
 Source: Hydraulis (arXiv 2412.07894) and PKU-DAIR/Hetu, ``examples/hydraulis/strategy``. The GPUs are divided among
 pipelines of different tp, pp and context-parallel size; a randomised greedy deals documents so that the largest of "sum
-of costs + (pp - 1) x largest cost" is least, and each pipeline packs what it got. Every pipeline accumulates gradients of
-all weights, which are summed at the end of the step.
+of costs + (pp - 1) x largest cost" is least, and each pipeline packs what it got. Every pipeline accumulates gradients
+of all weights, which are summed at the end of the step.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ were every rank busy alike and nothing exchanged; a policy's own losses then dec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -47,16 +47,32 @@ def candidate_ranks(
             f"no layout of {space.gpus} GPUs fits windows of {space.context_window} tokens; give more GPUs or a "
             "shorter window"
         )
-    largest: dict[SimulatedJob, Ranks] = {}
-    for ranks in fitting:
-        known = largest.get(ranks.job)
-        largest[ranks.job] = ranks if known is None or ranks.capacity > known.capacity else known
-    return sorted(largest.values(), key=lambda ranks: ideal_seconds(documents, ranks))[:TRIED]
+    return sorted(_largest(fitting), key=lambda ranks: ideal_seconds(documents, ranks))[:TRIED]
 
 
 def other_capacities(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
-    """The same layout with the other token caps that are worth trying."""
-    return [other for other in _fitting(space, ranks.keeps_weights) if other.job == ranks.job and other != ranks]
+    """The same layout with the other token caps that are worth trying, and with other kinds of checkpointing."""
+    same = [other for other in _fitting(space, ranks.keeps_weights) if other.job == ranks.job and other != ranks]
+    return same + [other for other in checkpointed(ranks, space) if other.job != ranks.job]
+
+
+def checkpointed(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
+    """The same layout with every kind of activation checkpointing under which it fits, the token cap the largest."""
+    kind = ranks.job.activation_checkpointing
+    return [
+        other
+        for other in _largest(_fitting(space, ranks.keeps_weights))
+        if replace(other.job, activation_checkpointing=kind) == ranks.job
+    ]
+
+
+def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
+    """Of the choices with the same job the one that holds most."""
+    largest: dict[SimulatedJob, Ranks] = {}
+    for ranks in choices:
+        known = largest.get(ranks.job)
+        largest[ranks.job] = ranks if known is None or ranks.capacity > known.capacity else known
+    return [*largest.values()]
 
 
 def layout_text(ranks: Ranks) -> str:

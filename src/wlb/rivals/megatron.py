@@ -1,4 +1,4 @@
-"""Megatron-Core: ``dp_balanced`` packing, and its dynamic context parallelism as shipped and as its ``dev`` branch has it.
+"""Megatron-Core: ``dp_balanced`` packing, and dynamic context parallelism as shipped and as its ``dev`` branch has it.
 
 Source: NVIDIA/Megatron-LM, ``core/datasets/data_schedule.py`` (``dp_balanced``, ``next_hdp_group_packing_aware``) and
 ``core/pipeline_parallel/hybrid_cp_schedule.py`` (``BalancedCPScheduler``), read for what they do.

@@ -7,25 +7,25 @@ Their steps come from the trainer's planner and are priced by ``wlb.simulate.sim
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.memory.layers import Checkpointing
 from wlb.planning.memory import fits, predicted_memory
 from wlb.planning.planner import StepPlanner
 from wlb.rivals.exchange import kv_bytes
+from wlb.rivals.filling import power_of_two
+from wlb.rivals.layouts import candidate_ranks, checkpointed
 from wlb.rivals.plan import Ranks
 from wlb.rivals.policy import Outcome, first_batches
 from wlb.rivals.pricing import ideal_seconds
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import SimulatedJob
-from wlb.simulate.pools import with_decided_pools
+from wlb.simulate.job import SimulatedJob, preset_sections, with_decided_length
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.simulate.search import SearchSpace, fitted, layout_of, layouts, packed_as
 from wlb.simulate.shards import price_shards
@@ -34,7 +34,8 @@ from wlb.workload.base import DocumentPrices
 
 _SCREENED = 16  # layouts of which one step is simulated under fixed-4d
 _TRIED = 5  # of them, under every system
-_POOLED = 2  # pairs of tp and pp that pools are decided for
+_POOLED = 3  # of the layouts that rivals try, in which pools are tried
+_ROOM = 2  # of a pool's longest micro-batch over its mean, as elastic packing has it
 _SCREEN = "fixed-4d"
 
 
@@ -47,34 +48,40 @@ class SystemPolicy:
     assumed: str = ""
 
     def best(self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> Outcome:
-        jobs = self._candidates(_fastest_layouts(space, lengths.tobytes()), lengths)
+        if self.preset == "elastic":
+            jobs = _pooled_jobs(space, lengths)
+        else:
+            jobs = _packed_jobs(self.preset, _fastest_layouts(space, lengths.tobytes())[:_TRIED])
         if not jobs:
             raise UserError(f"{name} finds no layout of {space.gpus} GPUs that fits their memory; give more GPUs")
         job = max(jobs, key=lambda job: _work_rate(job, lengths, 1, work_prices))
         result = simulate(job, lengths, space.steps, work_prices=work_prices)
         return _outcome(name, result, lengths, len(jobs))
 
-    def _candidates(self, screened: tuple[SimulatedJob, ...], lengths: NDArray[np.int64]) -> list[SimulatedJob]:
-        if self.preset == "elastic":
-            pairs = {(job.tp, job.pp, job.virtual_pp): job for job in reversed(screened)}
-            pooled = (_pooled(job, lengths) for job in [*reversed(pairs.values())][:_POOLED])
-            return [job for job in pooled if job is not None]
-        packed = (
-            packed_as(job, self.preset).with_length_factor(job.packing.length_factor) for job in screened[:_TRIED]
-        )
-        return [job for job in map(fitted, packed) if job is not None]
+
+def _packed_jobs(preset: str, screened: Sequence[SimulatedJob]) -> list[SimulatedJob]:
+    packed = (packed_as(job, preset).with_length_factor(job.packing.length_factor) for job in screened)
+    return [job for job in map(fitted, packed) if job is not None]
 
 
-def _pooled(job: SimulatedJob, lengths: NDArray[np.int64]) -> SimulatedJob | None:
-    """``job`` in elastic pools, with the cheapest activation checkpointing under which its decided pools fit."""
-    for kind in get_args(Checkpointing):
-        try:
-            pooled = with_decided_pools(replace(packed_as(job, "elastic"), activation_checkpointing=kind), lengths)
-        except UserError:
-            return None  # no pools in this pipeline
-        if fits(pooled, pooled.memory_limit):
-            return pooled
-    return None
+def _pooled_jobs(space: SearchSpace, lengths: NDArray[np.int64]) -> list[SimulatedJob]:
+    """Elastic pools of several sizes, with as many micro-batches as the memory of ``candidate_ranks`` asks for."""
+    documents = first_batches(lengths, replace(space, steps=1))[0]
+    tokens = space.micro_batches * space.context_window
+    jobs = []
+    choices = candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=False)[:_POOLED]
+    for ranks in (ranks for choice in choices for ranks in checkpointed(choice, space)):
+        packing, sharding = preset_sections("elastic", {"micro_batches": space.micro_batches})
+        job = replace(ranks.job, packing=packing, sharding=sharding)
+        least = -(-_ROOM * tokens // (ranks.count * ranks.capacity))
+        micro_batches = -(-least // job.pp) * job.pp
+        needed = power_of_two(ranks.needed(ranks.window))
+        for size in (needed, 2 * needed):
+            try:
+                jobs.append(with_decided_length(job.with_pools(size, micro_batches)))
+            except UserError:
+                continue  # more ranks than there are
+    return [job for job in jobs if fits(job, job.memory_limit)]
 
 
 @lru_cache(maxsize=2)

@@ -52,8 +52,8 @@ class Trial(Protocol):
 class Outcome:
     """What some steps of a policy come to, in its best layout. Seconds are simulated but for planning's, measured here.
 
-    ``exchanged_bytes`` are those of context parallelism, and of weights and gradients that change places, which the mean
-    GPU receives in a step. ``tried`` counts the layouts that were priced.
+    ``exchanged_bytes`` are those of context parallelism, and of weights and gradients that change places, which the
+    mean GPU receives in a step. ``tried`` counts the layouts that were priced.
     """
 
     policy: str
@@ -133,7 +133,7 @@ class RankPolicy:
     pipelines: bool = True
     interleaves: bool = True
     keeps_weights: bool = False
-    layouts: int = TRIED  # that are tried first, fewer where planning takes long
+    layouts: int = TRIED  # that are tried; of one, no other token caps are, as planning takes long
 
     def best(self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> Outcome:
         batches = first_batches(lengths, space)
@@ -141,7 +141,8 @@ class RankPolicy:
             space, batches[0], pipelines=self.pipelines, interleaves=self.interleaves, keeps_weights=self.keeps_weights
         )
         trials = [RankTrial(ranks, self.plan, self.price) for ranks in choices[: self.layouts]]
-        return best_of(name, trials, batches, space, work_prices, more=self._other_capacities(space))
+        more = self._other_capacities(space) if self.layouts > 1 else lambda fastest: []
+        return best_of(name, trials, batches, space, work_prices, more=more)
 
     def _other_capacities(self, space: SearchSpace) -> Callable[[Trial], list[Trial]]:
         def more(trial: Trial) -> list[Trial]:
@@ -228,7 +229,7 @@ def first_batches(lengths: NDArray[np.int64], space: SearchSpace) -> list[Intege
 
 
 def global_batches(lengths: NDArray[np.int64], data: DataConfig, space: SearchSpace) -> Iterator[Integers]:
-    """Documents of every step: those that begin in its global batch, of the stream cut into such (as ``elastic`` has it).
+    """Documents of every step, as ``elastic`` packing has it: those that begin in its global batch of the stream.
 
     In the trainer's order, epoch after epoch; longer ones than the window are cut as the trainer cuts them.
     """

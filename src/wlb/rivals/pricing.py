@@ -2,8 +2,8 @@
 
 Groups are sharded and priced by the simulator itself (``wlb.simulate``), as context-parallel groups of their size.
 Moved attention is priced piece by piece; what it exchanges, and what hides that, is in ``wlb.rivals.exchange``. From
-the seconds of every rank in every micro-batch follows the step: ranks that run a micro-batch together begin it together,
-pipelines run their schedule, and a step ends when the slowest has reduced gradients and updated weights.
+the seconds of every rank in every micro-batch follows the step: ranks that run a micro-batch together begin it
+together, pipelines run their schedule, and a step ends when the slowest has reduced gradients and updated weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class StepPrice:
-    """Seconds of a step; the bytes that the mean GPU receives in it (weights, gradients and tp left out); peak memory."""
+    """Seconds of a step, bytes that the mean GPU receives in it (FSDP's and tp's left out), and its peak memory."""
 
     seconds: float
     exchanged_bytes: float

@@ -1,7 +1,7 @@
 """verl, as slime and prime-rl: Karmarkar-Karp over data-parallel ranks, then over each rank's micro-batches.
 
-Source: verl-project/verl, ``verl/utils/seqlen_balancing.py``. A reinforcement-learning step must train what it sampled, so
-nothing waits. Groups are fixed; a micro-batch holds at most a group's token cap, and all ranks run equally many.
+Source: verl-project/verl, ``verl/utils/seqlen_balancing.py``. A reinforcement-learning step must train what it sampled,
+so nothing waits. Groups are fixed; a micro-batch holds at most a group's token cap, and all ranks run equally many.
 """
 
 from __future__ import annotations
