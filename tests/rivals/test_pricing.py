@@ -7,7 +7,6 @@ import pytest
 
 from tests.rivals.ranks import lengths_of, ranks
 from tests.simulate.jobs import SHAPE, documents, job
-from wlb.config import ShardingConfig
 from wlb.errors import UserError
 from wlb.planning.planner import StepPlanner
 from wlb.rivals import BASE, POLICIES, chosen, compare

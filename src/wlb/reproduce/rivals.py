@@ -88,9 +88,9 @@ def run(settings: Settings) -> Report:
         ),
         findings=[_finding(name, outcomes) for name, outcomes in found.items()],
         notes=[
-            f"{steps} steps of {BATCH_TOKENS:,} tokens of each policy in its best layout, H100 preset; over so few steps
-            " "systems that delay documents are favoured or disfavoured by which ones still wait", "every policy is this
-            project's reading of its publication; docs/rivals.md says what was assumed",
+            f"{steps} steps of {BATCH_TOKENS:,} tokens of each policy in its best layout, H100 preset; over so few "
+            "steps it matters to systems that delay documents which ones still wait",
+            "every policy is this project's reading of its publication; docs/rivals.md says what was assumed",
         ],
     )
 
