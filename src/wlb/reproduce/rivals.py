@@ -97,7 +97,12 @@ def run(settings: Settings) -> Report:
 
 def _of_job(job: RivalJob, settings: Settings, steps: int) -> list[Outcome]:
     """Outcomes of all policies, from the file of an earlier run where there is one of the same settings."""
-    asked = {"lengths": settings.lengths, "seed": settings.seed, "steps": steps, "policies": [*POLICIES]}
+    asked: dict[str, object] = {
+        "lengths": settings.lengths,
+        "seed": settings.seed,
+        "steps": steps,
+        "policies": [*POLICIES],
+    }
     path = settings.out / "rivals" / f"{job.name}.json"
     done = _read(path, asked)
     if done is not None:

@@ -92,9 +92,9 @@ def even_micro_batches(lengths: Integers, ranks: Ranks) -> list[list[int]]:
 def _served(home: Tasks, serving: NDArray[np.int64], ranks: Ranks) -> Tasks:
     """The tasks of every server, its lane one of ``serving``, within the tolerance of an equal share."""
     items = _Items(home)
-    loads = np.bincount(np.searchsorted(serving, home.lane), home.pairs, len(serving))
+    loads = np.bincount(np.searchsorted(serving, home.lane), home.pairs, len(serving)).astype(np.float64)
     share = float(loads.sum()) / len(serving)
-    surplus = loads - share
+    surplus: NDArray[np.float64] = loads - share
     of_query, of_key = 2 * query_bytes(ranks.job), kv_bytes(ranks.job)
     within = TOLERANCE * share
     for server in np.argsort(surplus, kind="stable").tolist():
@@ -160,4 +160,5 @@ class _Items:
     def tasks(self) -> Tasks:
         columns = self._columns[:, : self._count]
         columns = columns[:, columns[3] > columns[2]]
-        return Tasks(*columns, np.ones(columns.shape[1]))
+        lane, document, start, stop = columns
+        return Tasks(lane, document, start, stop, np.ones(len(lane)))

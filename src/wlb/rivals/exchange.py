@@ -164,8 +164,14 @@ def _moved_documents(plan: MovedPlan) -> list[tuple[Tasks, Tasks]]:
 def _by_document(tasks: Tasks, documents: int) -> list[Tasks]:
     order = np.argsort(tasks.document, kind="stable")
     bounds = np.searchsorted(tasks.document[order], np.arange(documents + 1))
-    columns = [column[order] for column in tasks]
-    return [Tasks(*(c[start:stop] for c in columns)) for start, stop in pairwise(bounds.tolist())]
+    lane, document, start, stop, share = tasks
+    ordered = Tasks(lane[order], document[order], start[order], stop[order], share[order])
+    return [_between(ordered, first, last) for first, last in pairwise(bounds.tolist())]
+
+
+def _between(tasks: Tasks, start: int, stop: int) -> Tasks:
+    lane, document, begin, end, share = tasks
+    return Tasks(lane[start:stop], document[start:stop], begin[start:stop], end[start:stop], share[start:stop])
 
 
 def _of_ranks(plan: MovedPlan, lanes: Array) -> Array:

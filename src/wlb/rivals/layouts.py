@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing
@@ -92,7 +92,7 @@ def _jobs(space: SearchSpace) -> Iterator[SimulatedJob]:
         count, rest = divmod(space.gpus, tp * pp)
         if rest or not count or tp > space.hardware.node_size or pp > _LARGEST_PP:
             continue
-        layouts = [{}] if pp == 1 else [{}, {"virtual_pp": 2, "schedule": "interleaved_1f1b"}]
+        layouts: list[dict[str, Any]] = [{}] if pp == 1 else [{}, {"virtual_pp": 2, "schedule": "interleaved_1f1b"}]
         for layout in layouts:
             try:
                 yield simulated_job(

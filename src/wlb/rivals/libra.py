@@ -87,5 +87,7 @@ def _tiles(home: Tasks, groups: int) -> Tasks:
     index = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
     start = home.start[piece] + index * BLOCK
     stop = np.minimum(start + BLOCK, home.stop[piece])
-    columns = (np.repeat(column, groups) for column in (home.lane[piece], home.document[piece], start, stop))
-    return Tasks(*columns, np.full(len(piece) * groups, 1 / groups))
+    lane, document, start, stop = (
+        np.repeat(column, groups) for column in (home.lane[piece], home.document[piece], start, stop)
+    )
+    return Tasks(lane, document, start, stop, np.full(len(lane), 1 / groups))

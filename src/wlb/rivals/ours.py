@@ -60,7 +60,7 @@ class SystemPolicy:
 
 
 def _packed_jobs(preset: str, screened: Sequence[SimulatedJob]) -> list[SimulatedJob]:
-    packed = (packed_as(job, preset).with_length_factor(job.packing.length_factor) for job in screened)
+    packed = (packed_as(job, preset).with_length_factor(float(job.packing.length_factor)) for job in screened)
     return [job for job in map(fitted, packed) if job is not None]
 
 

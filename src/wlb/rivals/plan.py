@@ -133,11 +133,11 @@ class MovedPlan:
 
     @property
     def ranks(self) -> int:
-        return self.pools.shape[0]
+        return len(self.pools)
 
     @property
     def slots(self) -> int:
-        return self.pools.shape[1]
+        return int(self.pools.shape[1])
 
     @property
     def tokens(self) -> int:

@@ -130,10 +130,11 @@ def step_seconds(
         began = np.zeros_like(began)  # weights are gathered from all in every micro-batch
     staged = with_gathers(costs, forward, backward, kept=kept)
     slots = -(-forward.shape[-1] // job.pp) * job.pp if job.virtual_pp > 1 else forward.shape[-1]
-    filled = [_filled(values, slots) for values in staged]
+    forwards, backwards = (_filled(values, slots) for values in staged)
     times = pipeline_times(
         job.schedule,
-        *filled,
+        forwards,
+        backwards,
         job.virtual_pp,
         transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.pp > 1 else 0.0,
         together=np.concatenate([began, np.zeros((len(began), slots - began.shape[1]), np.int64)], axis=1)[None],
@@ -247,7 +248,7 @@ def _slowest_of_pool(seconds: Array, pools: NDArray[np.int64]) -> Array:
     place = pools + len(pools) * np.arange(pools.shape[1])
     most = np.zeros(pools.size)
     np.maximum.at(most, place.ravel(), seconds.ravel())
-    return most[place]
+    return np.asarray(most[place], np.float64)
 
 
 def _pool_size(plan: MovedPlan) -> int:

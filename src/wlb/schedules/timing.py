@@ -146,7 +146,7 @@ def _latest(arrival: NDArray[np.float64], joined: NDArray[np.int64]) -> NDArray[
     place = joined + pipelines * np.arange(operations)[:, None]
     latest = np.zeros(arrival.size)
     np.maximum.at(latest, place.ravel(), arrival.ravel())
-    return latest[place]
+    return np.asarray(latest[place], np.float64)
 
 
 def _checked_times(forward: ArrayLike, backward: ArrayLike, virtual_stages: int) -> list[NDArray[np.float64]]:
