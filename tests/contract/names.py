@@ -108,10 +108,11 @@ COMMANDS = {
         "--lengths --steps --systems --hardware --profile --schedule --set --trace --search --gpus --model "
         "--context-window --batch-tokens --json"
     ),
+    "rivals": ("--gpus --context-window --model --hardware --batch-tokens --policies --steps --plot --json"),
     "reproduce": "--out --lengths --steps --seed --seeds --profile --json",
     "train": "--set --profile --json",
     "diagnose": "--json",
-    "report": ("--out --model --hardware --parallel --context-window --micro-batches --steps --before --json"),
+    "report": ("--out --model --hardware --parallel --context-window --micro-batches --steps --rivals --before --json"),
     "export": "--out --step --dtype --set --json",
 }
 
