@@ -18,7 +18,7 @@ from wlb.rivals.filling import Integers, best_fit, longest_first, power_of_two
 from wlb.rivals.layouts import candidate_ranks, layout_text
 from wlb.rivals.plan import Group, GroupPlan, Ranks
 from wlb.rivals.policy import Outcome, PricedStep, best_of, first_batches
-from wlb.rivals.pricing import StepPrice, group_seconds, model_weights, price_groups, step_seconds
+from wlb.rivals.pricing import StepPrice, begun_together, group_seconds, model_weights, price_groups, step_seconds
 from wlb.simulate.search import SearchSpace
 from wlb.workload.base import DocumentPrices
 from wlb.workload.links import group_link
@@ -130,7 +130,4 @@ def _seconds(lengths: Integers, ranks: Ranks) -> float:
 def _without_update(plan: GroupPlan, ranks: Ranks) -> float:
     """The bucket's own part of the step: reducing gradients and updating weights come once, after the last."""
     seconds, _ = group_seconds(plan, ranks)
-    began = np.tile(np.arange(ranks.count)[:, None], plan.slots)
-    for group in plan.groups:
-        began[list(group.ranks), group.slot] = group.ranks[0]
-    return step_seconds(seconds, began, ranks, updates_weights=False)
+    return step_seconds(seconds, begun_together(plan, ranks), ranks, updates_weights=False)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,30 +85,41 @@ class Heterogeneous:
 
 def greedy(lengths: Integers, kinds: tuple[Pipelines, ...]) -> list[list[int]]:
     """Documents of every pipeline, kind after kind: the best of some greedy deals in slightly different orders."""
-    cost = np.stack(
-        [
-            kind.ranks.job.sharding_workload.document_seconds(lengths) / kind.size / kind.ranks.job.pp
-            for kind in kinds
-            for _ in range(kind.count)
-        ]
-    )  # (pipelines, documents)
-    longest = np.array([kind.longest for kind in kinds for _ in range(kind.count)])
-    depth = np.array([kind.ranks.job.pp - 1 for kind in kinds for _ in range(kind.count)])
+    pipelines = _columns(lengths, kinds)
     random = np.random.default_rng(0)
     best: tuple[float, list[list[int]]] | None = None
     for restart in range(RESTARTS):
         keys = lengths if not restart else lengths * (1 + _NOISE * (2 * random.random(len(lengths)) - 1))
         order = np.argsort(-keys, kind="stable").tolist()
-        deal = _deal(order, cost, lengths, longest, depth)
+        deal = _deal(order, lengths, pipelines)
         if best is None or deal[0] < best[0]:
             best = deal
     assert best is not None
     return best[1]
 
 
-def _deal(
-    order: list[int], cost: NDArray[np.float64], lengths: Integers, longest: Integers, depth: Integers
-) -> tuple[float, list[list[int]]]:
+class _Columns(NamedTuple):
+    """Of every pipeline: seconds of each document in a stage, the longest micro-batch, and stages but one."""
+
+    cost: NDArray[np.float64]  # (pipelines, documents)
+    longest: Integers
+    depth: Integers
+
+
+def _columns(lengths: Integers, kinds: tuple[Pipelines, ...]) -> _Columns:
+    counts = [kind.count for kind in kinds]
+    cost = [
+        kind.ranks.job.sharding_workload.document_seconds(lengths) / kind.size / kind.ranks.job.pp for kind in kinds
+    ]
+    return _Columns(
+        np.repeat(cost, counts, axis=0),
+        np.repeat([kind.longest for kind in kinds], counts),
+        np.repeat([kind.ranks.job.pp - 1 for kind in kinds], counts),
+    )
+
+
+def _deal(order: list[int], lengths: Integers, pipelines: _Columns) -> tuple[float, list[list[int]]]:
+    cost, longest, depth = pipelines
     sums, largest = np.zeros(len(cost)), np.zeros(len(cost))
     members: list[list[int]] = [[] for _ in cost]
     for document in order:
@@ -157,13 +169,4 @@ def _mixtures(choices: list[Ranks], space: SearchSpace) -> Iterator[tuple[Pipeli
 
 def _bound(lengths: Integers, kinds: tuple[Pipelines, ...]) -> float:
     """Seconds of a plain deal, for a first choice."""
-    cost = np.stack(
-        [
-            kind.ranks.job.sharding_workload.document_seconds(lengths) / kind.size / kind.ranks.job.pp
-            for kind in kinds
-            for _ in range(kind.count)
-        ]
-    )
-    longest = np.array([kind.longest for kind in kinds for _ in range(kind.count)])
-    depth = np.array([kind.ranks.job.pp - 1 for kind in kinds for _ in range(kind.count)])
-    return _deal(longest_first(lengths), cost, lengths, longest, depth)[0]
+    return _deal(longest_first(lengths), lengths, _columns(lengths, kinds))[0]

@@ -78,7 +78,8 @@ def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
 def layout_text(ranks: Ranks) -> str:
     job = ranks.job
     interleaved = f" x {job.virtual_pp} stages" if job.virtual_pp > 1 else ""
-    return f"tp {job.tp} pp {job.pp}{interleaved}, {ranks.count} ranks of {ranks.capacity:,}"
+    kind = job.activation_checkpointing
+    return f"tp {job.tp} pp {job.pp}{interleaved}, {ranks.count} ranks of {ranks.capacity:,} tokens, {kind}"
 
 
 @lru_cache(maxsize=8)

@@ -52,13 +52,20 @@ class RankSeconds(NamedTuple):
 def price_groups(plan: GroupPlan, ranks: Ranks) -> StepPrice:
     """The step of ``plan``: groups of each size are priced together."""
     seconds, exchanged = group_seconds(plan, ranks)
-    began = np.tile(np.arange(ranks.count)[:, None], plan.slots)  # with whom a rank begins a slot
+    largest = max(len(group.ranks) for group in plan.groups)
+    memory = peak_memory(ranks, float(seconds.tokens.max()), largest)
+    return StepPrice(
+        step_seconds(seconds, begun_together(plan, ranks), ranks), exchanged / (ranks.count * ranks.job.pp), memory
+    )
+
+
+def begun_together(plan: GroupPlan, ranks: Ranks) -> NDArray[np.int64]:
+    """One number for ranks that begin a slot together, shape (ranks, slots): a group's, or all before a barrier."""
+    began = np.tile(np.arange(ranks.count)[:, None], plan.slots)
     for group in plan.groups:
         began[list(group.ranks), group.slot] = group.ranks[0]
     began[:, sorted(plan.barriers)] = 0
-    largest = max(len(group.ranks) for group in plan.groups)
-    memory = peak_memory(ranks, float(seconds.tokens.max()), largest)
-    return StepPrice(step_seconds(seconds, began, ranks), exchanged / (ranks.count * ranks.job.pp), memory)
+    return began
 
 
 def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[RankSeconds, float]:
