@@ -43,7 +43,7 @@ BASE = "plain-4d"
 POLICIES: dict[str, Policy] = {
     BASE: SystemPolicy("plain-4d", "WLB-LLM, arXiv 2503.17924, section 2.1"),
     "fixed-4d": SystemPolicy("fixed-4d", "WLB-LLM, section 2.3"),
-    "wlb-llm": SystemPolicy("wlb-llm", "WLB-LLM, sections 4 and 5"),
+    "wlb-llm": SystemPolicy("wlb-llm", "WLB-LLM, sections 4 and 5", delays=True),
     "wlb-no-delay": RankPolicy(
         "WLB-LLM as DistCA's paper runs it, arXiv 2510.18121", _RING, wlb_llm.without_delay, price_groups
     ),
@@ -111,7 +111,7 @@ POLICIES: dict[str, Policy] = {
         partial(price_moved, hidden_by="attention"),
     ),
     "verl": RankPolicy("verl, utils/seqlen_balancing.py", _RING, verl.karmarkar_karp_twice, price_groups),
-    "best": SystemPolicy("best", "this project, docs/planner.md"),
+    "best": SystemPolicy("best", "this project, docs/planner.md", delays=True),
     "elastic": SystemPolicy("elastic", "this project, docs/elastic.md"),
 }
 
