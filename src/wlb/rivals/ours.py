@@ -37,7 +37,7 @@ _TRIED = 4  # of them under every system, and as many of the most promising
 _POOLED = 3  # of the layouts that rivals try, in which pools are tried
 _ROOM = 2  # of a pool's longest micro-batch over its mean, as elastic packing has it
 _SCREEN = "fixed-4d"
-# Steps for one that is asked for, of systems in which documents wait: at first long ones wait for those that are as dear,
+# Steps for one that is asked for, of systems in which documents wait: at first long ones wait for others as dear,
 # and steps do less work than later ones.
 _LONGER = 4
 
