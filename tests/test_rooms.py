@@ -42,8 +42,9 @@ MAY_IMPORT = {
         "schedules",
     },
     "serving": {"sharding", "workload"},
-    "report": {"config", "documents", "memory", "packing", "planning", "sharding", "simulate", "workload"},
-    "reproduce": {"config", "documents", "packing", "planning", "report", "sharding", "simulate", "workload"},
+    "rivals": {"config", "documents", "memory", "planning", "schedules", "sharding", "simulate", "workload"},
+    "report": {"config", "documents", "memory", "packing", "planning", "rivals", "sharding", "simulate", "workload"},
+    "reproduce": {"config", "documents", "packing", "planning", "report", "rivals", "sharding", "simulate", "workload"},
     "attention": {"sharding"},
     "models": {"config", "documents", "planning", "workload"},
     "training": {

@@ -211,6 +211,33 @@ OUTPUTS: dict[str, Any] = {
         "plain": _FOUND,
         "saved": {"*": {"bubbles": float, "compute": float}},
     },
+    "rivals": {
+        "gpus": int,
+        "model": str,
+        "hardware": str,
+        "context_window": int,
+        "batch_tokens": int,
+        "lengths": str,
+        "policies": [
+            {
+                "policy": str,
+                "layout": str,
+                "steps": int,
+                "tokens": int,
+                "work_seconds": float,
+                "seconds": float,
+                "token_delay": float,
+                "tokens_cv": float,
+                "exchanged_bytes": float,
+                "memory_bytes": float,
+                "planning_seconds": float,
+                "tried": int,
+                "tokens_per_second": float,
+                "speed_at_equal_work": float,
+            }
+        ],
+        "without_layout": dict,
+    },
     "reproduce": {
         "experiments": [
             {

@@ -77,7 +77,9 @@ PUBLISHED: dict[str, str | None] = {
     ),
     "wlb.integrations.megatron.packed_sequences.packed_seq_params": "shard_plan, device=...",
     "wlb.integrations.megatron.packed_sequences.padded_lengths": "lengths, cp_size",
+    "wlb.integrations.megatron.scheduler.register": "model=..., hardware=...",
     "wlb.integrations.torch_context_parallel.torch_load_balancer": "shard_plan, device=...",
+    "wlb.integrations.verl.reroute_balancing": "",
     "wlb.serving.batching.Chunk": "prompt, start, stop",
     "wlb.serving.batching.Prompt": "number, tokens, done=..., rank=..., rounds=...",
     "wlb.serving.batching.PrefillPlanner": "workload, token_budget, method=..., chunked=...",
@@ -149,10 +151,11 @@ COMMANDS = {
         "--lengths --steps --systems --hardware --profile --schedule --set --trace --search --gpus --model "
         "--context-window --batch-tokens --json"
     ),
+    "rivals": ("--gpus --context-window --model --hardware --batch-tokens --policies --steps --plot --json"),
     "reproduce": "--out --lengths --steps --seed --seeds --profile --json",
     "train": "--set --profile --json",
     "diagnose": "--json",
-    "report": ("--out --model --hardware --parallel --context-window --micro-batches --steps --before --json"),
+    "report": ("--out --model --hardware --parallel --context-window --micro-batches --steps --rivals --before --json"),
     "export": "--out --step --dtype --set --json",
 }
 

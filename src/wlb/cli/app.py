@@ -21,6 +21,7 @@ from wlb.cli import (
     profile,
     report,
     reproduce,
+    rivals,
     shard,
     simulate,
     train,
@@ -68,6 +69,7 @@ app.command("compare", rich_help_panel="Planning")(compare.compare)
 app.command("tune", rich_help_panel="Planning")(tune.tune)
 app.command("shard", rich_help_panel="Planning")(shard.shard)
 app.command("simulate", rich_help_panel="Planning")(simulate.simulate)
+app.command("rivals", rich_help_panel="Planning")(rivals.rivals)
 app.command("reproduce", rich_help_panel="Planning")(reproduce.reproduce)
 app.command("prefill", rich_help_panel="Planning")(prefill.prefill)
 app.command("profile", rich_help_panel="Planning")(profile.profile)
