@@ -6,8 +6,9 @@ import pytest
 from hypothesis import settings
 
 # A deadline is an assertion about time, and fails on a busy machine.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+settings.register_profile("usual", deadline=None, max_examples=60)
+settings.register_profile("exhaustive", deadline=None, max_examples=300)
+settings.load_profile("usual")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

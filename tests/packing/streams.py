@@ -15,7 +15,7 @@ from wlb.packing import PACKERS, make_packer
 from wlb.packing.plan import StepPlan
 from wlb.workload import Phase, ProfileWorkload, make_workload
 
-SETTINGS = settings(deadline=None, max_examples=200)
+SETTINGS = settings()  # of the profile that the run was started with; see tests/conftest.py
 METHODS = tuple(PACKERS)
 POOLING = tuple(
     name for name in METHODS if name not in ("sequential", "makespan", "elastic")

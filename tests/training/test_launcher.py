@@ -34,10 +34,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def endless(folder: Path) -> Path:
+def endless(folder: Path, dp: int = 2) -> Path:
     return write_config(
         folder,
-        parallel=PARALLEL,
+        parallel={"dp": dp},
         training={"steps": 100_000},
         checkpoint={"dir": str(folder / "checkpoints"), "every": 5},
     )
@@ -249,7 +249,7 @@ def test_a_wrong_number_of_processes_is_refused(folder):
 
 
 def test_a_second_job_keeps_off_the_files_of_the_first(folder):
-    config = endless(folder)
+    config = endless(folder, dp=1)
     with started(config) as first:
         wait_until(lambda: steps_written(folder) >= 1)
         with started(config) as second:

@@ -29,7 +29,7 @@ def report(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
-    model: options.Model = "7b",
+    model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     parallel: Annotated[
         str, typer.Option(help="Sizes of the job, as dp=4,pp=4,cp=2,tp=8; also virtual_pp=N and schedule=NAME.")

@@ -79,7 +79,7 @@ def search_space(
 ) -> SearchSpace:
     """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
     if gpus < 1:
-        raise UserError(f"{gpus} GPUs train nothing; give at least 1")
+        raise UserError(f"gpus = {gpus} is below 1; raise it")
     micro_batches = batch_tokens // context_window
     if micro_batches < 1:
         raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")

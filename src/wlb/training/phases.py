@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from wlb.config import JobConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore
 from wlb.models.pretrained import load_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.planning.job import JobSpec
@@ -53,7 +53,7 @@ class RankData:
     share: RankShare
 
 
-def build_model(config: JobConfig, store: TokenStore, device: torch.device) -> RankModel:
+def build_model(config: JobConfig, store: TrainedStore, device: torch.device) -> RankModel:
     """Arrange the ranks, agree where the job starts from, and build this rank's stages and their optimizers."""
     model = trained_model(config, store)
     job = JobSpec.from_config(config, hardware_name(device), model=model)
@@ -96,7 +96,7 @@ def restore(config: JobConfig, model: RankModel) -> tuple[Checkpointer, Progress
     return checkpointer, None
 
 
-def build_data(config: JobConfig, store: TokenStore, model: RankModel, progress: Progress | None) -> RankData:
+def build_data(config: JobConfig, store: TrainedStore, model: RankModel, progress: Progress | None) -> RankData:
     """Begin to plan and read the steps after ``progress``; raises ``UserError`` if it was made on other data."""
     state = progress.loader if progress else None
     share = RankShare.in_job(model.job, model.mesh.rank("dp"), model.mesh.rank("cp"))
@@ -104,14 +104,14 @@ def build_data(config: JobConfig, store: TokenStore, model: RankModel, progress:
 
 
 def build_reporter(
-    config: JobConfig, store: TokenStore, model: RankModel, data: RankData, step: int
+    config: JobConfig, store: TrainedStore, model: RankModel, data: RankData, step: int
 ) -> Reporter | None:
     """Rank 0's account of the job that continues after ``step``; says where it starts."""
     names = rank_names(model.execution.device)
     if dist.get_rank() != 0:
         return None
-    reporter = Reporter(config, model.config.shape, names, model.execution, step)
-    reporter.begin(store, data.loader)
+    reporter = Reporter(config, store, model.config.shape, names, model.execution, step)
+    reporter.begin(data.loader)
     return reporter
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from wlb.config import JobConfig, ParallelConfig
-from wlb.documents.order import summarise_epoch
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.mixture import document_stream
+from wlb.documents.store.mixture import TrainedStore, document_lengths, open_stores
 from wlb.errors import UserError, require
 from wlb.models.pretrained import check_weights
 from wlb.planning.job import JobSpec
@@ -30,18 +30,19 @@ class CheckedJob:
     """A configuration in which nothing is left to decide, and its token store, whose index takes a pass to open."""
 
     config: JobConfig
-    store: TokenStore
+    store: TrainedStore
 
 
 def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
     """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine."""
     device = torch.device(device_type(config.training, local_processes))
-    store = TokenStore.open(config.data.store)
+    store = open_stores(config.data.stores)
+    lengths = document_lengths(store)
     model = trained_model(config, store)
     check_layout(model.shape, config.parallel)
     if config.packing.method == "fixed_solver":
         require("scipy.optimize", "solver")
-    summarise_epoch(store.lengths, config.data)
+    document_stream(lengths, config.data)  # refuses documents that leave nothing to train on
     check_evaluation(config, store, model.shape.vocab_size)
     if config.metrics.tensorboard:
         require("tensorboard", "train")
@@ -54,7 +55,7 @@ def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
         manifest = read_manifest(newest)
         check_model(newest, manifest.model, model)
         saved = manifest.progress.loader
-    job = with_decided_pools(JobSpec.from_config(config, hardware_name(device), model=model), store.lengths)
+    job = with_decided_pools(JobSpec.from_config(config, hardware_name(device), model=model), lengths)
     config = config.model_copy(update={"parallel": _arranged_as(config.parallel, job)})
     config = within_memory(config, job, local_processes, saved["identity"] if saved else None)
     if newest is None and config.model.pretrained is not None:
