@@ -52,7 +52,8 @@ class RankSeconds(NamedTuple):
 def price_groups(plan: GroupPlan, ranks: Ranks) -> StepPrice:
     """The step of ``plan``: groups of each size are priced together."""
     seconds, exchanged = group_seconds(plan, ranks)
-    largest = max(len(group.ranks) for group in plan.groups)
+    # Sequence parallelism over heads holds whole sequences of few heads in place of its own part of all.
+    largest = 1 if plan.exchange == "heads" else max(len(group.ranks) for group in plan.groups)
     memory = peak_memory(ranks, float(seconds.tokens.max()), largest)
     return StepPrice(
         step_seconds(seconds, begun_together(plan, ranks), ranks), exchanged / (ranks.count * ranks.job.pp), memory
