@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all slowest equivalence lint setup peers docs clean
+.PHONY: demo test test-all test-torch slowest equivalence lint setup peers docs site release-check clean
 
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -20,6 +20,17 @@ test: lint
 test-all: lint
 	$(BIN)/pytest -n 2 --dist worksteal -m "" --hypothesis-profile exhaustive
 
+# The suite on another torch: make test-torch VERSION=2.15.0 [TESTS='tests/attention tests/integrations'].
+# The environment is its own, with every other dependency as pinned; the registry's builds of torch bring CUDA along.
+TESTS ?= tests
+test-torch:
+	@test -n '$(VERSION)' || { echo 'name the torch: make test-torch VERSION=2.15.0'; exit 2; }
+	test -d .venv-torch-$(VERSION) || $(PYTHON) -m venv .venv-torch-$(VERSION)
+	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
+	.venv-torch-$(VERSION)/bin/pip install --quiet --disable-pip-version-check \
+	  --constraint .venv-torch-$(VERSION)/constraints.txt 'torch==$(VERSION)' --editable '.[all,test]'
+	.venv-torch-$(VERSION)/bin/pytest -n 2 --dist worksteal $(TESTS)
+
 # All tests, and at the end which took longest: calls, setups and teardowns, each for itself.
 slowest: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m "" --durations 20
@@ -30,6 +41,26 @@ equivalence: setup
 
 docs: setup
 	$(BIN)/python scripts/configuration_reference.py
+
+# The documentation as a site, in site/; a warning or a link that leads nowhere fails.
+site:
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+# Wheel and sdist in dist/: what they contain, how they look to an index, and that they work in an empty environment.
+release-check:
+	rm -rf dist dist-venv
+	$(PYTHON) -m venv dist-venv
+	dist-venv/bin/pip install --quiet --disable-pip-version-check build twine check-wheel-contents
+	dist-venv/bin/python -m build --quiet
+	dist-venv/bin/twine check --strict dist/*
+	dist-venv/bin/check-wheel-contents dist/*.whl
+	$(PYTHON) -m venv --clear dist-venv
+	dist-venv/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	cd dist && ../dist-venv/bin/wlb --help > /dev/null
+	cd dist && ../dist-venv/bin/wlb compare synthetic:5000:32K:0 --context-window 32K --micro-batches 4 --steps 4
+	cd dist && ../dist-venv/bin/python -c "import wlb; print(wlb.make_shard_plan([7, 3], 2, 'per_document').positions(0))"
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -46,4 +77,4 @@ peers:
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/parts/packing/requirements-peers.txt
 
 clean:
-	rm -rf $(VENV) .venv-peers runs results demo
+	rm -rf $(VENV) .venv-peers .venv-torch-* .venv-docs dist dist-venv site runs results demo

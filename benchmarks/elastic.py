@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from statistics import mean, median
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +31,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
 from wlb.planning.planner import StepPlanner
 from wlb.sharding import make_shard_plan
+from wlb.sharding.pieces import Locality, locality
 from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job
 from wlb.simulate.job import PAPER_JOBS, named_job
 from wlb.simulate.pools import with_decided_pools
@@ -38,6 +41,7 @@ INTERLEAVED: Row = {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
 MESHES = {131_072: (4, 2), 262_144: (4, 4), 524_288: (4, 8)}  # dp and cp by window; tp 8, pp 4
 SYSTEMS = ("plain-4d", "wlb-llm", "best", "elastic")
 WAITING = {"max_delay": 8, "lookahead": 0.5}  # elastic, where documents may wait
+_MANY = 8192  # tokens, at which the seconds of one are taken
 IDLE = ("micro-batches", "dp ranks", "cp ranks", "cp exchange")
 
 console = Console(width=160)
@@ -52,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args(arguments)
     sections: dict[str, Callable[[], list[Row]]] = {
-        "meshes": lambda: [row for window in MESHES for row in mesh(window, options.steps)],
-        "ingredients": lambda: ingredients(131_072, options.steps),
+        "meshes": lambda: [row for name in JOBS for row in of_systems(name, options.steps)],
+        "ingredients": lambda: [row for window in MESHES for row in ingredients(window, options.steps)],
         "paper": lambda: [paper_job(name, options.steps) for name in PAPER_JOBS],
         "planning": lambda: planning(options.turns),
     }
@@ -73,39 +77,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def mesh_job(window: int, system: str, **settings: Any) -> SimulatedJob:
-    """Llama 3 8B on tp 8, pp 4 and the dp x cp of the window, 4 micro-batches a rank."""
+def mesh_job(window: int, system: str, model: str = "llama3-8b", **settings: Any) -> SimulatedJob:
+    """A model on tp 8, pp 4 and the dp x cp of the window, 4 micro-batches a rank."""
     dp, cp = MESHES[window]
     sizes: Row = {"tp": 8, "pp": 4, "dp": dp, "cp": cp, "micro_batches": 4} | INTERLEAVED
-    return simulated_job("llama3-8b", window, system, **sizes, **settings)
+    return simulated_job(model, window, system, **(sizes | settings))
 
 
-def mesh(window: int, steps: int) -> list[Row]:
-    """Every system on the mesh of ``window``."""
-    base = _simulated(mesh_job(window, "plain-4d"), steps)
-    return [
-        {"window": window, "system": system} | _row(_simulated(mesh_job(window, system), steps, base), base)
-        for system in SYSTEMS
-    ]
+JOBS: dict[str, Callable[[str], SimulatedJob]] = {
+    **{f"llama3-8b, {window // 1024}K": partial(mesh_job, window) for window in MESHES},
+    "7b, 128K": partial(mesh_job, 131_072, model="7b"),  # whose key and value heads are not grouped
+    "405b-128k": partial(named_job, "405b-128k", **INTERLEAVED),
+}
+
+
+def of_systems(name: str, steps: int) -> list[Row]:
+    """Every system on one of ``JOBS``."""
+    job = JOBS[name]
+    base = _simulated(job("plain-4d"), steps)
+    return [{"job": name, "system": system} | _row(_simulated(job(system), steps, base), base) for system in SYSTEMS]
 
 
 def ingredients(window: int, steps: int) -> list[Row]:
-    """Elastic with one of its ingredients left out at a time."""
+    """Elastic with one of its ingredients left out at a time; its pools stay, where they are not what is left out."""
     base = _simulated(mesh_job(window, "plain-4d"), steps)
-    whole = _simulated(mesh_job(window, "elastic"), steps, base)
-    pool, count = whole.job.cp, whole.job.micro_batches_per_rank
-    variants = {
-        "elastic": mesh_job(window, "elastic"),
-        "hybrid sharding": mesh_job(
-            window, "elastic", sharding="hybrid", pool=pool, packing={"pool_micro_batches": count}
+    whole = _simulated(mesh_job(window, "elastic"), steps, base).job
+    pool, count = whole.cp, whole.micro_batches_per_rank
+    hybrid = mesh_job(window, "elastic", sharding="hybrid", pool=pool, packing={"pool_micro_batches": count})
+    variants: dict[str, tuple[SimulatedJob, AbstractContextManager[Any]]] = {
+        "elastic": (whole, nullcontext()),
+        "hybrid in place of uneven slices": (hybrid, nullcontext()),
+        "slices of equal seconds, forward and backward uneven": (
+            whole,
+            mock.patch("wlb.sharding.elastic._Slicing._take", _of_equal_seconds),
         ),
-        "half the pool": mesh_job(window, "elastic", pool=pool // 2),
-        "as few micro-batches as best": mesh_job(window, "elastic", packing={"pool_micro_batches": 4}),
+        "every rank waits for the busiest": (whole, mock.patch("wlb.simulate.shards.locality", _one_collective)),
+        "keys and values in one part": (whole, mock.patch("wlb.sharding.plan.MOST_PARTS", 1)),
+        "nothing sent again in the backward": (whole, mock.patch("wlb.sharding.pieces.keeps_received", _all_kept)),
+        "as few micro-batches as best": (
+            mesh_job(window, "elastic", packing={"pool_micro_batches": 4}),
+            nullcontext(),
+        ),
+        "half the pool": (mesh_job(window, "elastic", pool=pool // 2), nullcontext()),
+        "best with the pool for a cp group, documents wait": (
+            mesh_job(window, "best", dp=whole.dp, cp=pool, micro_batches=whole.global_batch // whole.dp),
+            nullcontext(),
+        ),
     }
-    rows = [{"variant": name} | _row(_simulated(job, steps, base), base) for name, job in variants.items()]
-    with mock.patch("wlb.sharding.plan.MOST_PARTS", 1):
-        rows.append({"variant": "keys and values in one part"} | _row(_simulated(whole.job, steps, base), base))
+    rows = []
+    for name, (job, left_out) in variants.items():
+        with left_out:
+            rows.append({"window": window, "variant": name} | _row(_simulated(job, steps, base), base))
     return rows
+
+
+def _of_equal_seconds(
+    slicing: Any, row: Any, first: int, last: int, tokens: float, attention: float
+) -> tuple[int, int]:
+    """In place of ``_Slicing._take``: one contiguous slice, level in the sum of attention and all else alone."""
+    per_token = float(slicing._workload.linear_seconds(_MANY)) / _MANY
+    seconds = row.tokens * per_token + row.attention
+    wanted = seconds[last] - (tokens * per_token + attention)
+    return first, max(first, int(np.searchsorted(seconds[: last + 1], wanted)))
+
+
+def _all_kept(received: Any, *_: Any) -> Any:
+    """In place of ``keeps_received``: as if memory allowed that."""
+    return np.ones(np.shape(received), np.bool_)
+
+
+def _one_collective(*arguments: Any) -> Locality:
+    """In place of ``locality``: nobody has its keys before the busiest rank of the group has moved all of its own."""
+    where = locality(*arguments)
+    busiest = where.waits_for.max(axis=1, keepdims=True)
+    return where._replace(waits_for=np.broadcast_to(busiest, where.waits_for.shape))
 
 
 def paper_job(name: str, steps: int) -> Row:

@@ -1,6 +1,7 @@
 """Benchmark of the simulator: predicted against measured seconds of real steps on two processes.
 
-    .venv/bin/python benchmarks/fidelity.py [--layouts pp,dp,cp] [--repetitions N] [--steps N] [--out FILE]
+    .venv/bin/python benchmarks/fidelity.py [--layouts pp,dp,cp] [--presets NAMES] [--repetitions N] [--steps N]
+        [--out FILE]
 
 Trains every preset with pp = 2, dp = 2 and cp = 2 as ``training.py`` does, on the same documents, and simulates the
 same plans from a profile measured at the start. A step's error is predicted over measured less one; what is reported is
@@ -23,19 +24,16 @@ from rich.table import Table
 
 from parts.measurement import machine, versions
 from parts.training.turns import (
-    CONFIG,
     PROCESSES,
+    job_config,
     make_parser,
     measure_profile,
     measured_rows,
-    overrides,
     plan_steps,
     predicted_seconds,
     prepare,
     train_in_turns,
 )
-from wlb.config import PRESETS
-from wlb.config_file import load_config
 from wlb.workload.profile import WorkloadProfile
 
 TARGET = 0.05  # median absolute error that the simulator is held to
@@ -65,14 +63,14 @@ def main() -> None:
     for layout in arguments.layouts.split(","):
         for repetition in range(arguments.repetitions):
             train_in_turns(layout, repetition, arguments, store)
-        rows += [fidelity_of(layout, preset, arguments, store, profile) for preset in PRESETS]
+        rows += [fidelity_of(layout, preset, arguments, store, profile) for preset in arguments.presets]
     report(rows, arguments)
 
 
 def fidelity_of(
     layout: str, preset: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile
 ) -> Fidelity:
-    config = load_config(CONFIG, overrides(layout, preset, 0, arguments, store))
+    config = job_config(layout, preset, arguments, store)
     plans = plan_steps(config, arguments.steps + 1)[1:]
     repetitions = measured_rows(layout, preset, arguments, plans)
     measured = [min(row["step_seconds"] for row in rows) for rows in zip(*repetitions, strict=True)]

@@ -1,15 +1,18 @@
 """Benchmark of whole training steps: the paper's systems and ours, on two real processes with one thread each.
 
-    .venv/bin/python benchmarks/training.py [--layouts pp,dp,cp] [--repetitions N] [--steps N] [--peer] [--out FILE]
+    .venv/bin/python benchmarks/training.py [--layouts pp,dp,cp] [--presets NAMES] [--repetitions N] [--steps N]
+        [--peer] [--out FILE]
 
 The documents are the source code of Python's standard library. Every preset trains them with pp = 2, dp = 2 and cp = 2
-at hidden size 128 and a 4,096-token window, about the ratio of attention to everything else of a 7B model at 128K. In a
-repetition the presets take turns, a step each, in the same processes; the first step is not counted. A step's seconds
-are the median over repetitions, and tokens/s is the tokens of all steps over their seconds.
+(or two of these at once on four processes: ``--layouts dp+cp,dp+pp``) at hidden size 128 and a 4,096-token window,
+about the ratio of attention to everything else of a 7B model at 128K. In a repetition the presets take turns, a step
+each, in the same processes; the first step is not counted. A step's seconds are the median over repetitions, and
+tokens/s is the tokens of all steps over their seconds.
 
 Speeds are over plain-4d. Sequential packing cuts documents and leaves out part of their attention, so "equal work" is
 the speed in predicted seconds of work; "in tokens" is that of tokens/s. "predicted" is the same for the same plans by
-the simulator, from times measured on this machine at the start (``wlb profile``).
+the simulator, from times measured on this machine at the start (``wlb profile``), and "error" what it predicts for a
+step's seconds over those measured, less one, the median; it holds where every process has a core of its own.
 
 ``--peer`` adds a Hugging Face Trainer with padding-free packing for dp = 2, on the same documents with the same model.
 """
@@ -30,21 +33,18 @@ from rich.table import Table
 
 from parts.measurement import machine, versions
 from parts.training.turns import (
-    CONFIG,
     PROCESSES,
     counted_rows,
+    job_config,
     make_parser,
     measure_profile,
     measured_rows,
-    overrides,
     plan_steps,
     predicted_seconds,
     prepare,
     run,
     train_in_turns,
 )
-from wlb.config import PRESETS
-from wlb.config_file import load_config
 from wlb.packing.pipeline_order import micro_batch_seconds
 from wlb.workload.profile import WorkloadProfile
 
@@ -65,6 +65,7 @@ class Result:
     predicted_speed: float | None
     measured_speed_at_equal_work: float | None
     predicted_speed_at_equal_work: float | None
+    prediction_error: float | None  # predicted over measured seconds of a step less one, median
 
 
 @dataclass(frozen=True)
@@ -114,16 +115,16 @@ def train_peer(repetition: int, arguments: argparse.Namespace, store: Path) -> N
 
 
 def compare(layout: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile) -> list[Result]:
-    jobs = {preset: _job_of(layout, preset, arguments, store, profile) for preset in PRESETS}
+    jobs = {preset: _job_of(layout, preset, arguments, store, profile) for preset in arguments.presets}
     if arguments.peer and layout == "dp":
         rows = counted_rows(layout, PEER, arguments)
         jobs[PEER] = Job([row["tokens"] for row in rows[0]], _median_seconds(rows), None, None, 1.0)
-    base = jobs["plain-4d"]
+    base = jobs.get("plain-4d", jobs[arguments.presets[0]])
     return [_result(layout, preset, job, base) for preset, job in jobs.items()]
 
 
 def _job_of(layout: str, preset: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile) -> Job:
-    config = load_config(CONFIG, overrides(layout, preset, 0, arguments, store))
+    config = job_config(layout, preset, arguments, store)
     plans = plan_steps(config, arguments.steps + 1)[1:]
     rows = measured_rows(layout, preset, arguments, plans)
     tokens = [plan.tokens for plan in plans]
@@ -141,11 +142,12 @@ def _median_seconds(repetitions: Sequence[Sequence[dict[str, Any]]]) -> list[flo
 
 
 def _result(layout: str, preset: str, job: Job, base: Job) -> Result:
-    predicted = equal_work = predicted_equal_work = None
+    predicted = equal_work = predicted_equal_work = error = None
     if job.predicted and base.predicted and job.work and base.work:
         predicted = sum(job.tokens) / sum(job.predicted) / (sum(base.tokens) / sum(base.predicted))
         equal_work = job.work / sum(job.seconds) / (base.work / sum(base.seconds))
         predicted_equal_work = job.work / sum(job.predicted) / (base.work / sum(base.predicted))
+        error = median(p / m - 1 for p, m in zip(job.predicted, job.seconds, strict=True))
     return Result(
         layout,
         preset,
@@ -156,16 +158,18 @@ def _result(layout: str, preset: str, job: Job, base: Job) -> Result:
         predicted_speed=predicted,
         measured_speed_at_equal_work=equal_work,
         predicted_speed_at_equal_work=predicted_equal_work,
+        prediction_error=error,
     )
 
 
 def report(results: Sequence[Result], arguments: argparse.Namespace) -> None:
     here = machine() | versions("torch", "transformers")
     table = Table(
-        title=f"measured on {PROCESSES} processes with one thread each, {here['cpu']}, torch {here['torch']}; "
+        title=f"measured, a thread for each process, {here['cores']} cores, {here['cpu']}, torch {here['torch']}; "
         f"medians of {arguments.repetitions} repetitions of {arguments.steps} steps"
     )
-    for heading in ("= 2", "preset", "equal work", "predicted", "imbalance", "tokens/s", "in tokens", "predicted"):
+    headings = ("= 2", "preset", "equal work", "predicted", "imbalance", "tokens/s", "in tokens", "predicted", "error")
+    for heading in headings:
         table.add_column(heading, justify="left" if heading in ("= 2", "preset") else "right")
     for result in results:
         table.add_row(
@@ -177,6 +181,7 @@ def report(results: Sequence[Result], arguments: argparse.Namespace) -> None:
             f"{result.tokens_per_second:,.0f}",
             _times(result.measured_speed),
             _times(result.predicted_speed),
+            "" if result.prediction_error is None else f"{result.prediction_error:+.0%}",
         )
     Console(width=110).print(table)
     if arguments.out:

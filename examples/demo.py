@@ -114,7 +114,7 @@ def measure(name: str, config: JobConfig) -> Measured:
     """Read the job's ``steps.jsonl`` and plan its steps once more to know the work they did."""
     lines = (config.metrics.dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    store = TokenStore.open(config.data.store)
+    store = TokenStore.open(config.data.stores[0])
     job = JobSpec.from_config(config, "cpu", vocab_size=store.vocab_size)
     plans = [*islice(StepPlanner(job, store.lengths).plans(), len(rows))]  # from the configuration and lengths alone
     counted = range(1, len(rows))  # the first step warms up

@@ -22,8 +22,9 @@ HEADER = """# Configuration reference
 Generated from the schema in `src/wlb/config.py` by `scripts/configuration_reference.py`; do not edit.
 
 A job is a TOML file; `wlb train CONFIG --set section.key=value` changes a setting for one run, `--set preset=NAME` the
-preset. Unknown sections and keys are refused, relative paths are relative to the working directory. Only `data.store`
-has no default. Numbers of tokens are integers, or text with a binary unit: `"128K"` is 131,072 and `"1M"` is 1,048,576.
+preset. Unknown sections and keys are refused, relative paths are relative to the working directory. Only `data.store`,
+or `[[data.mixture]]` in its place, has no default. Numbers of tokens are integers, or text with a binary unit: `"128K"`
+is 131,072 and `"1M"` is 1,048,576.
 """
 
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -73,7 +74,7 @@ def _section(name: str, definition: dict[str, Any], schema: dict[str, Any]) -> s
     nested = [
         _section(f"{name}.{key}", _definition(option, schema), schema)
         for key, entry in definition["properties"].items()
-        for option in entry.get("anyOf", ())
+        for option in (*entry.get("anyOf", ()), entry.get("items", {}))
         if "$ref" in option
     ]
     return "\n".join(["\n".join(lines) + "\n", *nested])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
@@ -80,7 +80,7 @@ def _numbers(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """The names of all settings that are a number with a fraction."""
     for name, field in section.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and get_origin(field.annotation) is not tuple:
                 yield from _numbers(kind, f"{prefix}{name}.")
             elif kind is float:
                 yield prefix + name
@@ -90,7 +90,16 @@ def _numbers(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def test_true_is_no_number(config, name):
     with pytest.raises(UserError, match=rf"{name}: Input should be a valid number.* \(got True\)"):
         load_config(config, [f"{name}=true"])
-    assert load_config(config, [f"{name}={2 if name.endswith(('high_freq_factor', 'straggler_factor')) else 1}"])
+    yarn = (
+        ["model.rope_scaling.rope_type=yarn"] if name.endswith(("beta_fast", "beta_slow", "attention_factor")) else []
+    )
+    over_one = ("high_freq_factor", "straggler_factor", "beta_fast")
+    assert load_config(config, [*yarn, f"{name}={2 if name.endswith(over_one) else 1}"])
+
+
+def test_a_scaling_takes_no_setting_of_another(config):
+    with pytest.raises(UserError, match=r"model\.rope_scaling: low_freq_factor means nothing with rope_type = 'yarn'"):
+        load_config(config, ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.low_freq_factor=2"])
 
 
 @pytest.mark.parametrize("method", ["fixed_greedy", "fixed_solver", "variable_length"])

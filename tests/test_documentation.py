@@ -25,6 +25,7 @@ from wlb.cli.app import app
 from wlb.config import JobConfig
 from wlb.config_file import load_config
 from wlb.documents.synthetic import sample_lengths
+from wlb.errors import UserError
 from wlb.workload import ModelShape, make_workload
 from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
 
@@ -96,7 +97,7 @@ def _run(command: str, where: str) -> None:
 def _smaller(arguments: Sequence[str]) -> list[str]:
     """The same command on fewer documents and for fewer steps."""
     command = arguments[0]
-    most = 200 if "--prefill" in arguments else 4000
+    most = 200 if command == "prefill" or "--prefill" in arguments else 4000
     small = [re.sub(r"^synthetic:(\d+)", lambda m: f"synthetic:{min(int(m[1]), most)}", word) for word in arguments]
     if command == "compare" and "--prefill" not in arguments:
         small += ["--steps", "2"] + ([] if "--methods" in arguments else ["--methods", "sequential,makespan"])
@@ -161,7 +162,9 @@ def _check_script(where: str, words: Sequence[str]) -> None:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=str)
 def test_configurations_load(block: Block, tmp_path: Path):
     settings = tomllib.loads(block.text)
-    settings["data"] = {"store": "corpus"} | settings.get("data", {})
+    settings.setdefault("data", {})
+    if "mixture" not in settings["data"]:
+        settings["data"].setdefault("store", "corpus")
     JobConfig.model_validate(settings)
 
 
@@ -179,5 +182,8 @@ def test_settings_on_the_command_line_are_settings(where: str, command: str, tmp
 def test_python_that_is_not_run_imports_what_exists(block: Block):
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.ImportFrom):
-            module = importlib.import_module(node.module or "")
+            try:
+                module = importlib.import_module(node.module or "")
+            except UserError as error:
+                pytest.skip(str(error))  # an integration whose framework is not installed
             assert all(hasattr(module, name.name) for name in node.names), f"{block}: {ast.unparse(node)}"

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "schedules": {"workload"},
     "packing": {"documents", "workload", "schedules"},
     "sharding": {"workload"},
-    "config": {"documents", "packing", "workload"},
+    "config": {"documents", "packing", "schedules", "workload"},
     "config_file": {"config"},
     "memory": {"config", "workload", "schedules"},
     "planning": {"config", "config_file", "documents", "memory", "packing", "sharding", "workload", "schedules"},
@@ -41,9 +41,10 @@ MAY_IMPORT = {
         "workload",
         "schedules",
     },
-    "serving": {"workload"},
-    "report": {"config", "documents", "memory", "packing", "planning", "sharding", "simulate", "workload"},
-    "reproduce": {"config", "documents", "packing", "planning", "report", "sharding", "simulate", "workload"},
+    "serving": {"sharding", "workload"},
+    "rivals": {"config", "documents", "memory", "planning", "schedules", "sharding", "simulate", "workload"},
+    "report": {"config", "documents", "memory", "packing", "planning", "rivals", "sharding", "simulate", "workload"},
+    "reproduce": {"config", "documents", "packing", "planning", "report", "rivals", "sharding", "simulate", "workload"},
     "attention": {"sharding"},
     "models": {"config", "documents", "planning", "workload"},
     "training": {
@@ -51,7 +52,8 @@ MAY_IMPORT = {
         *("sharding", "simulate", "workload"),
     },
     "profiling": {"attention", "documents", "models", "training", "workload"},
-    "integrations": {"sharding"},
+    "batches": {"documents", "packing", "planning", "simulate", "workload"},
+    "integrations": {"attention", "batches", "documents", "packing", "sharding", "simulate", "training", "workload"},
 }
 TORCH = {"attention", "models", "training", "profiling"}  # and commands and integrations that use them
 ANYTHING = {"cli", "__main__", "__init__"}

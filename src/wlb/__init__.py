@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from wlb.documents.segments import Segment
     from wlb.packing import make_packer
     from wlb.packing.arrange import arrange
+    from wlb.packing.balance import balance
     from wlb.packing.plan import MicroBatch, StepPlan
     from wlb.sharding import ShardPlan, make_shard_plan
     from wlb.workload import make_workload
@@ -26,6 +27,7 @@ __all__ = [
     "StepPlan",
     "__version__",
     "arrange",
+    "balance",
     "make_packer",
     "make_shard_plan",
     "make_workload",
@@ -37,6 +39,7 @@ _MODULES = {
     "ShardPlan": "wlb.sharding",
     "StepPlan": "wlb.packing.plan",
     "arrange": "wlb.packing.arrange",
+    "balance": "wlb.packing.balance",
     "make_packer": "wlb.packing",
     "make_shard_plan": "wlb.sharding",
     "make_workload": "wlb.workload",

@@ -9,7 +9,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 
 class _Terminated(SystemExit):
-    """SIGTERM in the main thread; worker processes that inherit the handler end without a word."""
+    """SIGTERM in the main thread; worker processes that inherit the handler exit without a message."""
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from wlb.packing import PACKERS, checked_name
 from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions, PackerOptions
 from wlb.packing.packer import Packer, PackingTask
+from wlb.schedules.operations import round_size
 from wlb.settings import (
     MOST_MICRO_BATCHES,
     MicroBatches,
@@ -53,16 +54,45 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 DecayRate = Annotated[Number, Field(ge=0, lt=1)]
 
 
-class RopeScalingConfig(Section):
-    """Rotary positions stretched to a longer context as in Llama 3.1, with the names of its config.json."""
+_SCALINGS_WITH = {
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "truncate"), ("yarn",)),
+    "original_max_position_embeddings": ("llama3", "yarn"),
+}
 
-    factor: Number = Field(8.0, ge=1, description="Low frequencies are divided by this")
-    low_freq_factor: Number = Field(1.0, gt=0, description="Turns over the original context below which they are")
-    high_freq_factor: Number = Field(4.0, gt=0, description="Turns over the original context above which they are kept")
-    original_max_position_embeddings: Tokens = Field(8192, description="The original context, in tokens")
+
+class RopeScalingConfig(Section):
+    """Rotary positions stretched to a longer context, with the names of Hugging Face's config.json."""
+
+    rope_type: Literal["llama3", "linear", "yarn"] = Field(
+        "llama3", description="Llama 3.1's scaling, position interpolation, or YaRN"
+    )
+    factor: Number = Field(8.0, ge=1, description="Low frequencies are divided by this; with linear, all")
+    low_freq_factor: Number = Field(
+        1.0, gt=0, description="llama3: turns over the original context below which they are"
+    )
+    high_freq_factor: Number = Field(
+        4.0, gt=0, description="llama3: turns over the original context above which they are kept"
+    )
+    original_max_position_embeddings: Tokens = Field(
+        8192, description="The original context, in tokens; not for linear"
+    )
+    beta_fast: Number = Field(32.0, gt=0, description="yarn: turns over the original context from which they are kept")
+    beta_slow: Number = Field(
+        1.0, gt=0, description="yarn: turns over the original context up to which they are divided"
+    )
+    attention_factor: Number | None = Field(
+        None, gt=0, description="yarn: length of cosine and sine; default: 0.1 ln(factor) + 1"
+    )
+    truncate: bool = Field(True, description="yarn: the ramp between them begins and ends at whole pairs of dimensions")
 
     @model_validator(mode="after")
     def _check(self) -> RopeScalingConfig:
+        for name in sorted(self.model_fields_set):
+            if self.rope_type not in _SCALINGS_WITH.get(name, (self.rope_type,)):
+                raise ValueError(f"{name} means nothing with rope_type = {self.rope_type!r}; leave it out")
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast = {self.beta_fast} must be over beta_slow = {self.beta_slow}")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor = {self.high_freq_factor} must be over low_freq_factor = {self.low_freq_factor}"
@@ -73,7 +103,7 @@ class RopeScalingConfig(Section):
 class ModelConfig(Section):
     """Which model: a preset name, with any dimension overridden, or the directory of a pretrained one."""
 
-    name: str = Field("tiny", description="Preset: tiny, 550m, 7b, 30b, 70b, llama3-8b, ...")
+    name: str = Field("tiny", description="Preset: tiny, llama3-8b, ...; or a Hugging Face directory, for its shape")
     pretrained: NonEmptyPath | None = Field(
         None, description="Hugging Face directory that gives the shape (config.json) and the initial weights"
     )
@@ -85,9 +115,16 @@ class ModelConfig(Section):
     ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
     vocab_size: PositiveInt | None = Field(None, description="Token ids are below this; default: the store's")
     rope_theta: Number = Field(500_000.0, ge=1, description="Base of the rotary position frequencies")
-    rope_scaling: RopeScalingConfig | None = Field(None, description="Llama 3.1's scaling of rotary positions")
+    rope_scaling: RopeScalingConfig | None = Field(None, description="Scaling of rotary positions to a longer context")
     norm_eps: Number = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
     qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2)")
+    o_bias: bool = Field(False, description="Bias in the output projection of attention (Llama's attention_bias: both)")
+    sliding_window: Tokens | None = Field(
+        None, description="Tokens that attention spans up to each token (Mistral); default: all of its document"
+    )
+    full_attention_layers: PositiveInt | None = Field(
+        None, description="With sliding_window: the first so many layers attend all of the document (Qwen2)"
+    )
     qk_norm: bool = Field(False, description="RMSNorm of each head's query and key (Qwen3)")
     tied_embeddings: bool = Field(False, description="Output head with the embedding's matrix")
 
@@ -104,7 +141,9 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """How many processes, along which dimensions; the product is the world size."""
 
-    dp: PositiveInt = Field(1, description="Data-parallel size (FSDP2)")
+    dp: PositiveInt = Field(
+        1, description='Data-parallel size (FSDP2); "auto" in a file: as many as the started processes make'
+    )
     pp: PositiveInt = Field(1, description="Pipeline-parallel size")
     cp: PositiveInt = Field(1, description="Context-parallel size")
     pool: PositiveInt | Literal["auto"] = Field(
@@ -123,6 +162,11 @@ class ParallelConfig(Section):
     @property
     def stages(self) -> int:
         return self.pp * self.virtual_pp
+
+    @property
+    def pooled(self) -> bool:
+        """Whether context-parallel groups are elastic pools; so after pre-flight has decided those."""
+        return self.pool == self.cp
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
@@ -388,9 +432,10 @@ class JobConfig(Section):
                 f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
                 "pipeline stages; raise packing.micro_batches"
             )
-        if self.parallel.virtual_pp > 1 and per_rank % self.parallel.pp:
+        if self.parallel.virtual_pp > 1 and per_rank % round_size(self.parallel.pp, per_rank):
             raise ValueError(
-                f"interleaved 1F1B runs micro-batches in rounds of parallel.pp = {self.parallel.pp}; "
-                f"packing.micro_batches / parallel.dp = {per_rank} must be a multiple of it"
+                f"interleaved 1F1B runs micro-batches in equal rounds of at least parallel.pp = {self.parallel.pp}; "
+                f"packing.micro_batches / parallel.dp = {per_rank} cannot be divided into "
+                f"{per_rank // self.parallel.pp}"
             )
         return self

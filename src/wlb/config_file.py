@@ -6,24 +6,25 @@ Every mistake becomes a ``UserError`` that names the key, the value and what is 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
-from wlb.config import JobConfig
+from wlb.config import JobConfig, ParallelConfig
 from wlb.errors import UserError
 from wlb.settings import Section, main_problem
 
 S = TypeVar("S", bound=Section)
 
 
-def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
+def load_config(path: Path, overrides: Iterable[str] = (), *, auto_dp: Callable[[int], int] | None = None) -> JobConfig:
     """Read a TOML file, apply ``section.key=value`` overrides and validate.
 
-    Override values are TOML (``[1, 2]``, ``true``, ``1e-3``); anything that is not is taken as a string.
+    ``auto_dp`` says what ``parallel.dp = "auto"`` is, given the processes of one data-parallel rank; without it, "auto"
+    is refused. Override values are TOML (``[1, 2]``, ``true``, ``1e-3``); anything that is not is taken as a string.
     Relative paths stay relative to the working directory. Raises ``UserError`` for every mistake.
     """
     try:
@@ -37,9 +38,37 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> JobConfig:
     for override in overrides:
         _apply_override(document, override)
     try:
-        return JobConfig.model_validate(document)
+        return JobConfig.model_validate(_with_decided_dp(document, auto_dp))
     except ValidationError as error:
         raise UserError(f"config {path}: {_first_problem(error)}") from None
+
+
+def dp_of(processes: int) -> Callable[[int], int]:
+    """What ``parallel.dp = "auto"`` is where ``processes`` were started, for ``load_config``."""
+
+    def dp(of_one_rank: int) -> int:
+        if processes % of_one_rank:
+            raise UserError(
+                f"parallel.dp = 'auto': {processes} processes were started, no multiple of pp x cp x tp = "
+                f"{of_one_rank}; start a multiple"
+            )
+        return processes // of_one_rank
+
+    return dp
+
+
+def _with_decided_dp(document: dict[str, Any], auto_dp: Callable[[int], int] | None) -> dict[str, Any]:
+    """``document`` with a number for ``parallel.dp``."""
+    given = document.get("parallel")
+    if not isinstance(given, dict) or given.get("dp") != "auto":
+        return document
+    if auto_dp is None:
+        raise UserError(
+            "parallel.dp = 'auto' is as many as the started processes make, and here none are; give a number: "
+            "--set parallel.dp=N"
+        )
+    alone = validated(ParallelConfig, given | {"dp": 1}, "parallel")
+    return document | {"parallel": given | {"dp": auto_dp(alone.world_size)}}
 
 
 def validated(section: type[S], settings: dict[str, Any], name: str) -> S:

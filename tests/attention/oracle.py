@@ -9,11 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, segment_lengths: Sequence[int]) -> Tensor:
-    """PyTorch's own attention under a block-diagonal causal mask; shapes as in ``segment_attention``."""
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, segment_lengths: Sequence[int], window: int | None = None
+) -> Tensor:
+    """PyTorch's own attention under a block-diagonal causal mask; arguments as in ``segment_attention``."""
     tokens = len(query)
     segment = torch.repeat_interleave(torch.arange(len(segment_lengths)), torch.tensor(segment_lengths))
     allowed = (segment[:, None] == segment[None]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if window is not None:
+        allowed &= torch.arange(tokens)[:, None] - torch.arange(tokens) < window
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
     return out.transpose(0, 1)
@@ -31,9 +35,11 @@ def random_inputs(
     return random(heads), random(kv_heads), random(kv_heads), random(heads)
 
 
-def output_and_gradients(inputs: Sequence[Tensor], segment_lengths: Sequence[int]) -> list[Tensor]:
+def output_and_gradients(
+    inputs: Sequence[Tensor], segment_lengths: Sequence[int], window: int | None = None
+) -> list[Tensor]:
     """The oracle's output and gradients of query, key and value, in float64."""
     *tensors, grad_out = inputs
     query, key, value = (tensor.double().requires_grad_() for tensor in tensors)
-    out = dense_attention(query, key, value, segment_lengths)
+    out = dense_attention(query, key, value, segment_lengths, window)
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out.double())]

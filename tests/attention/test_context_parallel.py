@@ -36,6 +36,7 @@ class Case:
     head_dim: int = 16
     dtype: torch.dtype = torch.float64
     backend: str = "cpu"
+    window: int | None = None
 
 
 MIXES = {
@@ -71,8 +72,23 @@ def _cases(cp_size: int) -> list[Case]:
     cases += [Case(f"{heads} heads", plan, heads=heads) for heads in ((4, 4), (4, 1), (6, 3))]
     cases += [Case(f"head_dim {head_dim}", plan, head_dim=head_dim) for head_dim in (64, 128)]
     cases += [Case(f"reference, {dtype}", plan, backend="reference", dtype=dtype) for dtype in TOLERANCES]
+    cases += _windowed_cases(cp_size)
     cases.append(Case("auto, bfloat16", plan, backend="auto", dtype=torch.bfloat16))
     return cases
+
+
+def _windowed_cases(cp_size: int) -> list[Case]:
+    """Windows of one token, within a piece, over several pieces, and longer than every segment."""
+    lengths = [1, 17, 150, 3, 1, 29, 64]
+    plans = [make_shard_plan(lengths, cp_size, strategy) for strategy in STRATEGIES]
+    plans += [random_plan(lengths, cp_size, owners, seed=owners) for owners in range(1, cp_size + 1)]
+    cases = [
+        Case(f"window {window}, {plan.strategy}, {backend}", plan.to_json(), backend=backend, window=window)
+        for plan in plans
+        for window, backend in ((1, "cpu"), (9, "cpu"), (40, "reference"), (1000, "cpu"))
+    ]
+    narrow = Case("window 9, bfloat16", plans[0].to_json(), dtype=torch.bfloat16, window=9)
+    return [*cases, narrow]
 
 
 def _largest_error(case: Case, seed: int, group: dist.ProcessGroup | None, rank: int | None = None) -> float:
@@ -80,11 +96,11 @@ def _largest_error(case: Case, seed: int, group: dist.ProcessGroup | None, rank:
     plan = ShardPlan.from_json(case.plan)
     # Rounded first, so that a narrow type is charged for its arithmetic and not for its inputs.
     inputs = [tensor.to(case.dtype) for tensor in random_inputs(plan.tokens, *case.heads, case.head_dim, seed)]
-    expected = output_and_gradients(inputs, plan.segment_lengths)
+    expected = output_and_gradients(inputs, plan.segment_lengths, case.window)
     mine = torch.from_numpy(plan.positions(dist.get_rank(group) if rank is None else rank))
     *tensors, grad_out = (tensor[mine] for tensor in inputs)
     query, key, value = (tensor.requires_grad_() for tensor in tensors)
-    out = context_parallel_attention(query, key, value, plan, group, case.backend)
+    out = context_parallel_attention(query, key, value, plan, group, case.backend, window=case.window)
     assert out.shape == query.shape
     assert out.dtype == case.dtype
     actual = [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
@@ -124,6 +140,8 @@ def test_what_does_not_fit_the_plan_is_refused() -> None:
         context_parallel_attention(query, key, value, plan, None)
     with pytest.raises(ValueError, match="do not fit together"):
         context_parallel_attention(query, key[:13], value, plan, None)
+    with pytest.raises(ValueError, match="window = 0 holds no token"):
+        context_parallel_attention(*random_inputs(15, 4, 4, 8, seed=0)[:3], plan, None, window=0)
     with pytest.raises(UserError, match="does not exist"):
         context_parallel_attention(*random_inputs(15, 4, 4, 8, seed=0)[:3], plan, None, "flash")
 

@@ -49,6 +49,25 @@ def test_a_configuration_is_simulated_beside_plain_4d(config: Path, tmp_path: Pa
     assert len(json.loads(trace.read_text())["traceEvents"]) > 8 * 2 * 2
 
 
+def test_a_mixture_is_simulated_on_the_lengths_of_its_stores(tmp_path: Path):
+    for name, length in (("short", 100), ("long", 4000)):
+        with TokenStoreWriter(tmp_path / name, vocab_size=50) as writer:
+            for _ in range(300):
+                writer.add(np.zeros(length, np.int64))
+    path = tmp_path / "job.toml"
+    tables = [
+        f'[[data.mixture]]\nstore = "{tmp_path / name}"\nweight = {weight}\n'
+        for name, weight in (("short", 1), ("long", 3))
+    ]
+    path.write_text("".join(tables))
+    result = CliRunner().invoke(app, ["simulate", str(path), "--steps", "10", "--hardware", "cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    assert shown["lengths"] == f"{tmp_path / 'short'} + {tmp_path / 'long'}"
+    plain = shown["systems"][1]
+    assert plain["tokens"] == 10 * 4 * 4096
+
+
 def test_a_named_job_prints_where_the_time_goes():
     result = wlb("simulate", "7b-64k", "--lengths", "synthetic:3000:65536:0", "--steps", "2", "--systems", "wlb-llm")
     assert result.returncode == 0, result.stderr

@@ -94,6 +94,49 @@ _GAIN = {"factor": float, "low": float, "high": float, "steps": int}
 
 _FACTOR = {"max_length_factor": float, "speed": float, "token_delay": float, "memory_bytes": int}
 
+_PREFILL: Any = {
+    "methods": [
+        {
+            "method": str,
+            "p50_seconds": float,
+            "p95_seconds": float,
+            "p99_seconds": float,
+            "mean_seconds": float,
+            "longest_seconds": float,
+            "tokens_per_second": float,
+            "passes": int,
+            "longest_pass_seconds": float,
+            "busy": float,
+            "gpu_seconds": float,
+            "energy_joules?": float,
+            "groups": [
+                {
+                    "prompts": str,
+                    "tp": int,
+                    "cp": int,
+                    "clock": float,
+                    "count": int,
+                    "passes": int,
+                    "tokens": int,
+                }
+            ],
+        }
+    ],
+    "prompts": int,
+    "tokens": int,
+    "token_budget": int,
+    "prompts_per_batch": int,
+    "chunked": bool,
+    "load": float,
+    "arrivals_per_second?": float,
+    "lock_step": bool,
+    "gpus": int,
+    "dp": int,
+    "pp": int,
+    "seed": int,
+    "workload": _WORKLOAD,
+}
+
 OUTPUTS: dict[str, Any] = {
     "prepare": {
         "documents_in": int,
@@ -115,34 +158,8 @@ OUTPUTS: dict[str, Any] = {
         "pp": int,
         "overlong": {"policy": str, "documents": int, "pieces": int, "tokens_dropped": int},
     },
-    "compare --prefill": {
-        "methods": [
-            {
-                "method": str,
-                "p50_seconds": float,
-                "p95_seconds": float,
-                "p99_seconds": float,
-                "mean_seconds": float,
-                "longest_seconds": float,
-                "tokens_per_second": float,
-                "passes": int,
-                "longest_pass_seconds": float,
-                "busy": float,
-            }
-        ],
-        "prompts": int,
-        "tokens": int,
-        "token_budget": int,
-        "prompts_per_batch": int,
-        "chunked": bool,
-        "load": float,
-        "arrivals_per_second?": float,
-        "lock_step": bool,
-        "dp": int,
-        "pp": int,
-        "seed": int,
-        "workload": _WORKLOAD,
-    },
+    "compare --prefill": _PREFILL,
+    "prefill": _PREFILL,
     "tune": {
         "best": _TRIAL,
         "trade_off": [_TRIAL],
@@ -193,6 +210,33 @@ OUTPUTS: dict[str, Any] = {
         "ranking": [_FOUND],
         "plain": _FOUND,
         "saved": {"*": {"bubbles": float, "compute": float}},
+    },
+    "rivals": {
+        "gpus": int,
+        "model": str,
+        "hardware": str,
+        "context_window": int,
+        "batch_tokens": int,
+        "lengths": str,
+        "policies": [
+            {
+                "policy": str,
+                "layout": str,
+                "steps": int,
+                "tokens": int,
+                "work_seconds": float,
+                "seconds": float,
+                "token_delay": float,
+                "tokens_cv": float,
+                "exchanged_bytes": float,
+                "memory_bytes": float,
+                "planning_seconds": float,
+                "tried": int,
+                "tokens_per_second": float,
+                "speed_at_equal_work": float,
+            }
+        ],
+        "without_layout": dict,
     },
     "reproduce": {
         "experiments": [
@@ -273,6 +317,7 @@ OUTPUTS: dict[str, Any] = {
         "step_seconds": float,
         "mean_compute_seconds": float,
         "slowest_over_mean": float,
+        "pool?": int,
         "imbalance": _BY_DIMENSION,
         "causes?": [{"what": str, "cost": float, "text": str}],
         "ranks": [

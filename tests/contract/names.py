@@ -8,6 +8,7 @@ PUBLISHED: dict[str, str | None] = {
     # docs/reference.md: these change only with a major version.
     "wlb.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
+    "wlb.balance": "lengths, parts, max_tokens=..., equal_size=..., multiple_of=..., *, workload=...",
     "wlb.Segment": "document, start, length",
     "wlb.MicroBatch": "segments, workload",
     "wlb.MicroBatch.tokens": None,
@@ -35,6 +36,29 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.simulate.pipeline_makespan": "schedule, forward, backward, virtual_stages=...",
     "wlb.workload.make_workload": "model=..., hardware=..., tp=..., cp=...",
     # What other pages of docs/ show: where one of these moves, its page moves with it.
+    "wlb.batches.PlannedBatchSampler": (
+        "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., workload=..., **settings"
+    ),
+    "wlb.batches.PlannedBatchSampler.load_state_dict": "state",
+    "wlb.batches.PlannedBatchSampler.set_epoch": "epoch",
+    "wlb.batches.PlannedBatchSampler.state_dict": "",
+    "wlb.batches.PlannedBatchSampler.steps": "",
+    "wlb.integrations.checks.BalanceMonitor": "dp=..., cp=..., device=...",
+    "wlb.integrations.checks.check_packing": "model, packed, singles",
+    "wlb.integrations.huggingface.balanced": (
+        "trainer_class, *, context_window, cp=..., sharding=..., monitor=..., **settings"
+    ),
+    "wlb.integrations.huggingface.check_batch": "model, batch",
+    "wlb.integrations.huggingface.context_parallel_group": "cp",
+    "wlb.integrations.huggingface.context_parallel_share": "batch, cp, rank, sharding=..., workload=...",
+    "wlb.integrations.huggingface.register_attention": "model=..., *, name=..., group=...",
+    "wlb.integrations.lightning.LightningLoss": "sampler, accumulate_grad_batches",
+    "wlb.integrations.packed.FlatteningCollator": "",
+    "wlb.integrations.packed.packed_batches": (
+        "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., state=..., "
+        "**settings"
+    ),
+    "wlb.integrations.packed.packed_loss": "logits, labels, loss_tokens, averaged_over=...",
     "wlb.attention.segment_attention": "query, key, value, segment_lengths",
     "wlb.config.ParallelConfig": "*, dp=..., pp=..., cp=..., tp=..., virtual_pp=..., schedule=...",
     "wlb.documents.lengths.read_lengths": "source",
@@ -48,7 +72,14 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.documents.store.reader.TokenStoreWriter": "prefix, *, vocab_size",
     "wlb.documents.store.reader.TokenStoreWriter.add": "tokens",
     "wlb.documents.synthetic.sample_lengths": "documents, context_window, seed=...",
+    "wlb.integrations.megatron.packed_parquet.write_packed_parquet": (
+        "path, documents, plans, *, trained=..., multiple_of=..., end_token=..."
+    ),
+    "wlb.integrations.megatron.packed_sequences.packed_seq_params": "shard_plan, device=...",
+    "wlb.integrations.megatron.packed_sequences.padded_lengths": "lengths, cp_size",
+    "wlb.integrations.megatron.scheduler.register": "model=..., hardware=...",
     "wlb.integrations.torch_context_parallel.torch_load_balancer": "shard_plan, device=...",
+    "wlb.integrations.verl.reroute_balancing": "",
     "wlb.serving.batching.Chunk": "prompt, start, stop",
     "wlb.serving.batching.Prompt": "number, tokens, done=..., rank=..., rounds=...",
     "wlb.serving.batching.PrefillPlanner": "workload, token_budget, method=..., chunked=...",
@@ -71,7 +102,10 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.training.data.sharded_batch.shard_batch": "batch, shard_plan, rank, multiple_of=...",
     "wlb.workload.load_profile": "path",
     "wlb.workload.model_shape": "name",
-    "wlb.workload.ModelShape": "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size",
+    "wlb.workload.ModelShape": (
+        "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size, sliding_window=..., "
+        "full_attention_layers=..., full_attention_every=..., experts=..., latent=..., delta_net=..."
+    ),
     "wlb.workload.Workload.attention_seconds": "lengths, phase=...",
     "wlb.workload.Workload.document_seconds": "lengths",
     "wlb.workload.Workload.linear_seconds": "tokens, phase=...",
@@ -88,15 +122,24 @@ PACKER_METHODS = {"plan": "arrivals", "drain": "", "state_dict": "", "load_state
 PACKERS = ("sequential", "fixed_greedy", "fixed_solver", "variable_length", "makespan")
 STRATEGIES = ("per_sequence", "per_document", "adaptive", "hybrid", "elastic")
 PRESETS = ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic")
-MODELS = ("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-7b", "qwen3-8b")
+MODELS = (
+    *("tiny", "550m", "7b", "30b", "70b", "llama3-8b", "llama3-70b", "llama3-405b", "qwen2.5-7b", "qwen3-8b"),
+    *("mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "gemma3-12b"),
+    *("gemma3-27b", "gpt-oss-20b", "gpt-oss-120b", "qwen3-next-80b-a3b"),
+)
 HARDWARE = ("a100", "h100", "h200", "cpu")
 
 COMMANDS = {
-    "prepare": "--stdlib --out --tokenizer --train-bpe --end-token --text-field --unit --workers --overwrite --json",
+    "prepare": "--stdlib --out --tokenizer --train-bpe --end-token --text-field --chat --unit --workers "
+    "--overwrite --json",
     "compare": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --methods "
         "--max-length-factor --max-delay --steps --overlong --solver-seconds --plot --prefill --token-budget --chunked "
         "--whole --load --lock-step --independent --seed --json"
+    ),
+    "prefill": (
+        "--token-budget --dp --pp --tp --cp --model --hardware --profile --methods --chunked --whole --load "
+        "--lock-step --independent --seed --json"
     ),
     "tune": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --max-length-factor "
@@ -108,10 +151,11 @@ COMMANDS = {
         "--lengths --steps --systems --hardware --profile --schedule --set --trace --search --gpus --model "
         "--context-window --batch-tokens --json"
     ),
+    "rivals": ("--gpus --context-window --model --hardware --batch-tokens --policies --steps --plot --json"),
     "reproduce": "--out --lengths --steps --seed --seeds --profile --json",
     "train": "--set --profile --json --dry-run --rank --device --hardware",
     "diagnose": "--json",
-    "report": ("--out --model --hardware --parallel --context-window --micro-batches --steps --before --json"),
+    "report": ("--out --model --hardware --parallel --context-window --micro-batches --steps --rivals --before --json"),
     "export": "--out --step --dtype --set --json",
 }
 

@@ -49,6 +49,9 @@ class Documents:
     identity: str = "documents"
     tokenizer_identity: str = "none"
 
+    def loss_mask(self, document: int, start: int, length: int) -> None:
+        """Every token is a label."""
+
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[np.uint16]:
         return np.zeros(int(self.lengths[document]) - start if length is None else length, np.uint16)
 

@@ -90,9 +90,11 @@ def test_prepare(tmp_path: Path):
     [
         ("compare", (LENGTHS, *STEP, "--methods", "sequential,fixed_solver,makespan", "--solver-seconds", 0.05)),
         ("compare --prefill", (LENGTHS, "--token-budget", 1024, "--model", "tiny", "--load", 0.5)),
+        ("prefill", (LENGTHS, "--token-budget", 1024, "--model", "tiny")),
         ("tune", (LENGTHS, *STEP)),
         ("shard", (LENGTHS, "--context-window", WINDOW, "--cp", 2, "--model", "tiny", "--samples", 2)),
         ("simulate", ("550m-64k", "--lengths", "synthetic:300:65536:0", "--steps", 1, "--systems", "plain-4d,best")),
+        ("rivals", (LENGTHS, "--gpus", 2, *SEARCHED, "--steps", 1, "--policies", "plain-4d,bytescale,distca")),
         ("simulate --search", ("--gpus", 2, *SEARCHED, "--lengths", LENGTHS, "--steps", 1)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -31,6 +31,7 @@ from tests.contract.names import (
 from wlb import StepPlan, make_packer, make_shard_plan, make_workload
 from wlb.cli.app import app
 from wlb.config import JobConfig
+from wlb.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 _MORE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -76,7 +77,12 @@ def broken_promises(promised: str, function: Callable[..., Any]) -> list[str]:
 
 @pytest.mark.parametrize("path", PUBLISHED)
 def test_a_published_name_is_called_as_documented(path: str):
-    found, promised = resolve(path), PUBLISHED[path]
+    try:
+        found, promised = resolve(path), PUBLISHED[path]
+    except (ImportError, UserError) as missing:
+        if not path.startswith("wlb.integrations."):
+            raise
+        pytest.skip(str(missing))  # the framework is not installed, or too old
     assert promised is None or not broken_promises(promised, found)
 
 

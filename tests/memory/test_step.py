@@ -109,9 +109,10 @@ def test_more_ranks_never_need_more(settings_, tokens, dimension):
 
 
 @settings(max_examples=60, deadline=None)
-@given(jobs(), st.integers(1, 10_000), st.integers(1, 10))
-def test_equal_micro_batches_are_walked_through_until_they_repeat(settings_, tokens, rounds):
-    longer = replace(settings_, micro_batches=rounds * settings_.parallel.pp)
+@given(jobs(), st.integers(1, 10_000), st.integers(1, 10), st.booleans())
+def test_equal_micro_batches_are_walked_through_until_they_repeat(settings_, tokens, rounds, more):
+    size = settings_.parallel.pp + (more and rounds < settings_.parallel.pp)  # of a round
+    longer = replace(settings_, micro_batches=rounds * size)
     assert predict_even_step(longer, tokens) == predict_memory(longer, [tokens] * longer.micro_batches)
 
 

@@ -25,7 +25,7 @@ from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.planning.model import RotaryScaling
+from wlb.planning.rotary import RotaryScaling, YarnScaling
 from wlb.training.data.batch import labelled_tokens, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.optimizer import build_optimizer, clip_gradients
@@ -39,7 +39,13 @@ SHAPE = ModelShape(hidden=14, layers=4, heads=4, kv_heads=2, head_dim=6, ffn_hid
 TIED = TransformerConfig(
     SHAPE, qkv_bias=True, qk_norm=True, tied_embeddings=True, rope_scaling=RotaryScaling(4.0, 1.0, 4.0, 16)
 )
-UNTIED = replace(TIED, tied_embeddings=False)
+UNTIED = replace(
+    TIED,
+    tied_embeddings=False,
+    o_bias=True,
+    shape=replace(SHAPE, sliding_window=4, full_attention_layers=1),
+    rope_scaling=YarnScaling(4.0, 16),
+)
 DOCUMENTS = RandomDocuments(np.array([9, 1, 17, 4, 12, 2, 8, 5]), SHAPE.vocab_size)
 PLAN = StepPlan(0, (tuple(MicroBatch((Segment(d, 0, int(DOCUMENTS.lengths[d])),), 1.0) for d in range(8)),))
 STEPS = 3
@@ -55,7 +61,7 @@ def _alone(config: TransformerConfig) -> tuple[list[float], dict[str, Tensor]]:
     model = Transformer(config).double()
     initialise_weights(model, layers=SHAPE.layers, seed=0)
     optimizer = build_optimizer(model, OPTIMISATION)
-    loss_tokens, found = labelled_tokens(PLAN, DOCUMENTS.lengths), []
+    loss_tokens, found = labelled_tokens(PLAN, DOCUMENTS), []
     for _ in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -94,7 +100,7 @@ def _in_layout(config: TransformerConfig, parallel: ParallelConfig) -> tuple[lis
     for _ in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = runner.run_step(batches, labelled_tokens(plan, DOCUMENTS.lengths))
+        loss = runner.run_step(batches, labelled_tokens(plan, DOCUMENTS))
         dist.all_reduce(loss)
         found += [loss.item(), clip_gradients(stages, OPTIMISATION.gradient_clip)]
         for optimizer in optimizers:

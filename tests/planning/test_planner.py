@@ -40,7 +40,7 @@ def planner_of(
         {"method": method, "micro_batches": 4, "outlier_thresholds": [8, 16], **packing}
     )
     job = JobSpec(model_shape("tiny"), hardware_preset("h100"), config, data=data, dp=dp, pp=2)
-    return StepPlanner(job, np.array(lengths, dtype=np.int64), one_epoch=one_epoch)
+    return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1 if one_epoch else None)
 
 
 def tokens_of(steps: list[PlannedStep]) -> Counter[tuple[int, int]]:

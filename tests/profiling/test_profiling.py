@@ -1,7 +1,7 @@
 """Profiles measured on this machine: complete, consistent, and of the work they claim; nothing about speed."""
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from wlb.profiling.timing import Case, Effort, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.workload import make_workload, model_shape
 from wlb.workload.profile import load_profile, write_profile
+from wlb.workload.shapes import Experts
 
 TINY = model_shape("tiny")
 CPU = torch.device("cpu")
@@ -192,11 +193,13 @@ def test_short_calls_are_timed_after_getting_ready():
 
 def test_a_shape_is_divided_by_tp_or_refused():
     assert tensor_parallel_shard(TINY, 2) == replace(TINY, heads=2, kv_heads=1, ffn_hidden=176, vocab_size=256)
-    for change, message in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({}, "does not divide the model's kv_heads = 2"),
         ({"kv_heads": 4, "ffn_hidden": 350}, "ffn_hidden = 350"),
         ({"kv_heads": 4, "vocab_size": 511}, "vocab_size = 511"),
-    ):
+        ({"experts": Experts(4, 2, 64)}, "the model has a mixture of experts"),
+    ]
+    for change, message in refused:
         with pytest.raises(UserError, match=message):
             tensor_parallel_shard(replace(TINY, **change), 4)
 

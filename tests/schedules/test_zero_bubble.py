@@ -102,7 +102,7 @@ def pipelines(draw: st.DrawFn) -> tuple[str, int, int, int]:
     name = draw(st.sampled_from(sorted(CLASSES)))
     pp = draw(st.integers(1, 5))
     rounds = draw(st.integers(1, 3))
-    extra = draw(st.integers(0, 1)) * rounds if name == "interleaved_zero_bubble" and pp > 1 and rounds < pp else 0
+    extra = draw(st.integers(0, 1)) * rounds if name != "zbv_zero_bubble" and pp > 1 and rounds < pp else 0
     micro_batches = draw(st.integers(1, 12)) if name == "zbv_zero_bubble" else pp * rounds + extra
     several = name == "interleaved_1f1b"  # of one stage it is 1F1B
     return name, pp, micro_batches, 2 if name == "zbv_zero_bubble" else draw(st.integers(1 + several, 3))

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.serving.batching import METHODS, Chunk, PrefillPlanner, Prompt, poisson_arrivals
-from wlb.serving.prefill import PrefillRun, capacity, compare_prefill, simulate_prefill
+from wlb.serving.job import PrefillJob
+from wlb.serving.policies import batched
+from wlb.serving.prefill import PrefillRun, capacity, simulate_prefill
+from wlb.serving.result import prefill_result
 from wlb.workload import make_workload
 
 WORKLOAD = make_workload("tiny", "cpu")
@@ -128,12 +131,8 @@ def test_a_single_rank_that_never_idles_gains_no_throughput():
 def test_ranks_in_lock_step_gain_where_lengths_differ(chunked):
     random = np.random.default_rng(0)
     lengths = np.clip(random.pareto(1.0, 300) * 100, 10, 16 * BUDGET if chunked else BUDGET).astype(np.int64)
-    rows = {
-        method: compare_prefill(
-            lengths, np.zeros(len(lengths)), PrefillPlanner(WORKLOAD, BUDGET, method, chunked), dp=8
-        )
-        for method in METHODS
-    }
+    job = PrefillJob(lengths, np.zeros(len(lengths)), WORKLOAD, BUDGET, dp=8, chunked=chunked)
+    rows = {method: prefill_result(method, batched(method, job), job) for method in METHODS}
     assert rows["workload"].busy > rows["tokens"].busy
     assert rows["workload"].tokens_per_second > rows["tokens"].tokens_per_second
     assert rows["workload:shortest"].mean_seconds < rows["tokens"].mean_seconds

@@ -1,4 +1,4 @@
-"""Elastic sharding levels tokens and attention at once, and cuts what it must."""
+"""Elastic sharding levels tokens and attention at once, cuts what it must, and moves no more than that is worth."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from wlb.documents.lengths import read_lengths
-from wlb.sharding import ShardPlan, make_shard_plan, shard_latency
+from wlb.sharding import MicroBatches, ShardPlan, make_shard_plan, shard_latency
+from wlb.sharding.elastic import uneven_slices
+from wlb.sharding.pieces import rank_tables
 from wlb.workload import make_workload
 
 WINDOW = 131_072
@@ -15,6 +17,11 @@ WORKLOAD = make_workload("llama3-8b", "h100", tp=8)
 
 def _slice(lengths: list[int], ranks: int) -> ShardPlan:
     return make_shard_plan(lengths, ranks, "elastic", workload=WORKLOAD)
+
+
+def _uneven_slices(lengths: list[int], ranks: int) -> ShardPlan:
+    pieces = uneven_slices(MicroBatches(np.array(lengths), np.array([len(lengths)])), ranks, WORKLOAD)
+    return ShardPlan("elastic", tuple(lengths), rank_tables(pieces, ranks))
 
 
 def _unevenness(plan: ShardPlan) -> tuple[float, float]:
@@ -32,7 +39,7 @@ def test_a_document_alone_is_cut_into_pairs_of_head_and_tail(ranks):
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_among_short_documents_a_long_one_is_cut_into_contiguous_slices(ranks):
-    plan = _slice([WINDOW, *[512] * 512], ranks)
+    plan = _uneven_slices([WINDOW, *[512] * 512], ranks)
     assert max(_unevenness(plan)) < 1.01
     slices = [table[table[:, 0] == 0] for table in plan.pieces]
     assert all(len(table) <= 2 for table in slices)  # its head lies where there is room
@@ -63,6 +70,20 @@ def test_sampled_micro_batches_are_level_in_tokens_in_forward_and_in_backward(wi
         seconds.append(computing.max() / computing.mean())
     assert max(tokens) < 1.01
     assert np.mean(seconds) < 1.03
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "7b"])  # which has more keys and values to move
+@pytest.mark.parametrize(
+    "lengths", [[WINDOW, *[512] * 512], [WINDOW, WINDOW // 2, *[4096] * 40], [WINDOW, *[8192] * 48]]
+)
+def test_no_plan_of_even_tokens_is_much_faster(model, lengths):
+    workload = make_workload(model, "h100", tp=8)
+    elastic, hybrid = (make_shard_plan(lengths, 8, name, workload=workload) for name in ("elastic", "hybrid"))
+    assert _unevenness(elastic)[0] < 1.01
+    slices = shard_latency(_uneven_slices(lengths, 8), workload).slowest
+    assert shard_latency(elastic, workload).slowest <= slices
+    if _unevenness(hybrid)[0] < 1.01:
+        assert shard_latency(elastic, workload).slowest <= 1.011 * shard_latency(hybrid, workload).slowest
 
 
 @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [3, 2], [100, 1], [128] * 5])

@@ -61,7 +61,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((SHAPE, 0, WINDOW), "0 GPUs"), ((SHAPE, 8, 2**25), "holds no window of 33554432")],
+    [((SHAPE, 0, WINDOW), "gpus = 0"), ((SHAPE, 8, 2**25), "holds no window of 33554432")],
 )
 def test_mistakes_are_named_in_one_line(arguments, message):
     with pytest.raises(UserError, match=message):

@@ -78,7 +78,7 @@ def _collect(receivers: list[Connection], deadline: float) -> list[Any]:
             try:
                 failure, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
-                raise RankFailure(f"rank {rank} died without a word") from None
+                raise RankFailure(f"rank {rank} died without a message") from None
             if failure:
                 raise RankFailure(f"rank {rank} failed:\n{failure}")
             results[rank] = value

@@ -43,13 +43,13 @@ def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any
     return sections
 
 
-def job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
-    return JobConfig.model_validate(settings(folder, **changes))
+def job(folder: Path, preset: str = "best", /, **changes: dict[str, Any]) -> JobConfig:
+    return JobConfig.model_validate({"preset": preset, **settings(folder, **changes)})
 
 
-def write_config(folder: Path, **changes: dict[str, Any]) -> Path:
+def write_config(folder: Path, preset: str = "best", /, **changes: dict[str, Any]) -> Path:
     """The same as a TOML file; its path."""
-    lines = []
+    lines = [f'preset = "{preset}"']
     for name, section in settings(folder, **changes).items():
         lines.append(f"[{name}]")
         given = {key: value for key, value in section.items() if value is not None}  # TOML has no null

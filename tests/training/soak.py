@@ -1,6 +1,6 @@
 """Kill ranks of a job at random moments, again and again, and hold what it trained against a job left in peace.
 
-    .venv/bin/python -m tests.training.soak --kills 30 [--seed 0] [--launcher torchrun]
+    .venv/bin/python -m tests.training.soak --kills 30 [--seed 0] [--launcher torchrun] [--preset elastic]
 
 Both train one epoch of the same documents on two processes. Kills (SIGKILL, a rank drawn at random) fall between any
 two steps, into the writing of a checkpoint, and into the seconds in which ranks start. In the end the losses and
@@ -28,6 +28,7 @@ import numpy as np
 
 from tests.training.jobs import VOCABULARY, read_steps, write_config
 from tests.training.processes import ranks_of, steps_written
+from wlb.config import PRESETS
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.training.checkpoint.files import HIDDEN
 
@@ -58,18 +59,20 @@ class Report:
         )
 
 
-def soak(folder: Path, kills: int, seed: int, launcher: str = "wlb", documents: int = 200) -> Report:
+def soak(
+    folder: Path, kills: int, seed: int, launcher: str = "wlb", documents: int = 200, preset: str = "best"
+) -> Report:
     """Train an epoch of ``documents`` twice in ``folder``, the second time with ``kills`` kills drawn from ``seed``."""
     peaceful, disturbed = folder / "peaceful", folder / "disturbed"
     for place in (peaceful, disturbed):
         place.mkdir(parents=True)
         _write_store(place / "store", documents)
-    with running(peaceful, launcher, restarts=0) as process:
+    with running(peaceful, launcher, preset, restarts=0) as process:
         process.wait(timeout=60 + documents)
     expected = read_steps(peaceful)
     report = Report(steps=len(expected), documents=documents)
     began = time.monotonic()
-    with running(disturbed, launcher, restarts=kills) as process:
+    with running(disturbed, launcher, preset, restarts=kills) as process:
         _disturb(process, disturbed, kills, len(expected), random.Random(seed), report)
         process.wait(timeout=60 + documents)
     report.seconds = time.monotonic() - began
@@ -85,10 +88,11 @@ def _write_store(prefix: Path, documents: int) -> None:
 
 
 @contextmanager
-def running(folder: Path, launcher: str, restarts: int) -> Iterator[subprocess.Popen[bytes]]:
+def running(folder: Path, launcher: str, preset: str, restarts: int) -> Iterator[subprocess.Popen[bytes]]:
     """A job in ``folder``, of which nothing is left afterwards; it writes to the file ``stderr``."""
     config = write_config(
         folder,
+        preset,
         parallel={"dp": 2},
         packing={"micro_batches": 2},  # small steps, so many of them
         training={"steps": None, "max_restarts": restarts},
@@ -166,10 +170,18 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--launcher", choices=["wlb", "torchrun"], default="wlb")
+    parser.add_argument("--preset", choices=list(PRESETS), default="best")
     parser.add_argument("--documents", type=int, default=1000)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        report = soak(Path(folder), arguments.kills, arguments.seed, arguments.launcher, arguments.documents)
+        report = soak(
+            Path(folder),
+            arguments.kills,
+            arguments.seed,
+            arguments.launcher,
+            arguments.documents,
+            arguments.preset,
+        )
     print(report)
     sys.exit(bool(report.differences))
 

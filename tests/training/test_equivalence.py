@@ -12,7 +12,7 @@ every dimension meets the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from unittest import mock
@@ -35,7 +35,7 @@ from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.data.batch import labelled_tokens, make_batch
+from wlb.training.data.batch import IGNORE_LABEL, labelled_tokens, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
@@ -73,9 +73,10 @@ SELECTED = [  # dp, pp, cp, tp, virtual_pp
 
 @dataclass(frozen=True)
 class Step:
-    """A planned step, the strategy that shards it and what the oracle makes of it."""
+    """A planned step, its documents, the strategy that shards it and what the oracle makes of it."""
 
     plan: StepPlan
+    documents: RandomDocuments
     strategy: str
     loss: float
     gradients: dict[str, Tensor]
@@ -89,12 +90,18 @@ def documents() -> RandomDocuments:
 
 @pytest.fixture(scope="module")
 def steps(documents: RandomDocuments) -> list[Step]:
-    """A step of every preset and the solver, and one with a single document, whose other micro-batches are empty."""
+    """A step of every preset and the solver, and one with a single document, whose other micro-batches are empty.
+
+    Two more are steps of documents in which only some tokens are labels.
+    """
     jobs = [_job(preset) for preset in PRESETS] + [_job("fixed-4d", method="fixed_solver", solver_nodes=10)]
     planned = [(_largest_step(job, documents), job.sharding.strategy) for job in jobs]
     alone = MicroBatch((Segment(0, 0, int(documents.lengths[0])),), 1.0)
     planned.append((StepPlan(0, ((alone, *[MicroBatch((), 0.0)] * (MICRO_BATCHES - 1)),)), "hybrid"))
-    return [Step(plan, strategy, *_one_segment_at_a_time(plan, documents)) for plan, strategy in planned]
+    masked = replace(documents, labelled=0.3)
+    steps = [(plan, documents, strategy) for plan, strategy in planned]
+    steps += [(plan, masked, strategy) for plan, strategy in planned if strategy in ("per_sequence", "hybrid")][:2]
+    return [Step(*step, *_one_segment_at_a_time(step[0], step[1])) for step in steps]
 
 
 def _job(preset: str, **packing: object) -> JobConfig:
@@ -112,27 +119,34 @@ def _largest_step(job: JobConfig, documents: RandomDocuments) -> StepPlan:
 def _one_segment_at_a_time(plan: StepPlan, documents: RandomDocuments) -> tuple[float, dict[str, Tensor]]:
     model = Transformer(CONFIG).double()
     initialise_weights(model, layers=SHAPE.layers, seed=SEED)
-    loss_tokens = labelled_tokens(plan, documents.lengths)
+    labels = [_labels(segment, documents) for segment in plan.segments]
+    loss_tokens = sum(int((of_segment != IGNORE_LABEL).sum()) for of_segment in labels)
     total = 0.0
     with mock.patch.dict(BACKENDS, {"reference": BACKENDS["reference"]}, clear=True):
-        for segment in plan.segments:
-            batch = make_batch(MicroBatch((segment,), 0.0), documents)
-            attend = partial(segment_attention, segment_lengths=batch.segment_lengths)
-            scores = model(batch.tokens, torch.arange(segment.length), attend)
-            loss = F.cross_entropy(scores, batch.labels, reduction="sum") / loss_tokens
+        for segment, of_segment in zip(plan.segments, labels, strict=True):
+            tokens = torch.from_numpy(documents.read(*segment).astype(np.int64))
+            attend = partial(segment_attention, segment_lengths=(segment.length,))
+            scores = model(tokens, torch.arange(segment.length), attend)
+            loss = F.cross_entropy(scores, of_segment, reduction="sum") / loss_tokens
             loss.backward()
             total += loss.item()
     return total, {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def _errors_of_all_layouts(
-    layouts: list[ParallelConfig], steps: list[Step], documents: RandomDocuments
-) -> list[dict[str, float]]:
+def _labels(segment: Segment, documents: RandomDocuments) -> Tensor:
+    """The next token of every token, where there is one and it is a label."""
+    whole = documents.read(segment.document).astype(np.int64)
+    mask = documents.loss_mask(segment.document, 0, len(whole))
+    followers = np.append(whole if mask is None else np.where(mask, whole, IGNORE_LABEL), IGNORE_LABEL)
+    return torch.from_numpy(followers[segment.start + 1 :][: segment.length])
+
+
+def _errors_of_all_layouts(layouts: list[ParallelConfig], steps: list[Step]) -> list[dict[str, float]]:
     """In every process: the largest relative error of the loss and of each gradient this rank holds, by layout."""
-    return [_errors(parallel, steps, documents) for parallel in layouts]
+    return [_errors(parallel, steps) for parallel in layouts]
 
 
-def _errors(parallel: ParallelConfig, steps: list[Step], documents: RandomDocuments) -> dict[str, float]:
+def _errors(parallel: ParallelConfig, steps: list[Step]) -> dict[str, float]:
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, torch.float64), seed=SEED)
     runner = PipelineRunner(stages, parallel, mesh, MICRO_BATCHES // parallel.dp, Execution(device, torch.float64))
@@ -142,8 +156,8 @@ def _errors(parallel: ParallelConfig, steps: list[Step], documents: RandomDocume
             stage.zero_grad()
         share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel.cp, parallel.tp, step.strategy)
         plan = arrange(step.plan, parallel.dp)
-        batches = [share.of(make_batch(micro_batch, documents)) for micro_batch in plan.ranks[share.dp_rank]]
-        loss = runner.run_step(batches, labelled_tokens(plan, documents.lengths))
+        batches = [share.of(make_batch(micro_batch, step.documents)) for micro_batch in plan.ranks[share.dp_rank]]
+        loss = runner.run_step(batches, labelled_tokens(plan, step.documents))
         dist.all_reduce(loss)
         found = {"loss": loss} | {
             name: weight.grad.full_tensor()
@@ -171,7 +185,7 @@ def test_the_steps_cover_the_hard_cases(steps: list[Step]) -> None:
 # Eight processes repeat, in layouts of three groups, what four prove of every two of them.
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_loss_and_gradients_equal_one_document_at_a_time(
-    world_size: int, steps: list[Step], documents: RandomDocuments, request: pytest.FixtureRequest
+    world_size: int, steps: list[Step], request: pytest.FixtureRequest
 ) -> None:
     layouts = [
         layout
@@ -182,7 +196,7 @@ def test_loss_and_gradients_equal_one_document_at_a_time(
             or (layout.dp, layout.pp, layout.cp, layout.tp, layout.virtual_pp) in SELECTED
         )
     ]
-    by_rank = run_ranks(world_size, _errors_of_all_layouts, layouts, steps, documents, seconds=1700.0)
+    by_rank = run_ranks(world_size, _errors_of_all_layouts, layouts, steps, seconds=1700.0)
     for layout, errors_of_ranks in zip(layouts, zip(*by_rank, strict=True), strict=True):
         checked = {name for errors in errors_of_ranks for name in errors}
         assert checked == {"loss", *steps[0].gradients}, layout

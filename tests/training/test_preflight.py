@@ -16,6 +16,7 @@ from wlb.training.preflight import check_job
     [
         ({"model": {"head_dim": 3}}, r"head_dim = 3 is odd"),
         ({"model": {"layers": 2**31 - 1}}, r"layers = 2147483647; it must be at most 10000"),
+        ({"model": {"name": "mixtral-8x7b"}}, r"the model has a mixture of experts .* simulated but not trained"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_refused(tmp_path, changes, said):

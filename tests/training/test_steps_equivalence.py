@@ -36,7 +36,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fixed-4d": {"dp": 2, "tp": 2},
     "wlb-llm": {"pp": 2, "cp": 2},
     "best": {"pp": 2, "cp": 2, "tp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
-    "elastic": {"dp": 2, "cp": 2, "pp": 2},  # whose ranks make one pool
+    # The four ranks of a stage make one pool; its three micro-batches are one round over two pipeline ranks.
+    "elastic": {"dp": 2, "cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 4},
 }
 # Every preset runs through the same trainer, and each of these parts of it in the others too.
 EXHAUSTIVE = ("plain-4d", "fixed-4d", "wlb-llm")
@@ -55,7 +56,7 @@ def configure(folder: Path, preset: str) -> JobConfig:
         model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68},
         data={"context_window": WINDOW},
         parallel=LAYOUTS[preset],
-        packing={"outlier_thresholds": [16, 40]},
+        packing={"outlier_thresholds": [16, 40], "pool_micro_batches": 3},
         training={"steps": STEPS, "dtype": "float64", "learning_rate": 0.02, "gradient_clip": 0.5},
         metrics={"dir": str(folder / preset / "metrics")},
     )
@@ -77,7 +78,7 @@ def _train(config: JobConfig) -> list[StepPlan]:
 
 
 def _oracle(config: JobConfig, plans: list[StepPlan]) -> list[float]:
-    store = TokenStore.open(config.data.store)
+    store = TokenStore.open(config.data.stores[0])
     model_config = trained_model(config, store)
     model = Transformer(model_config).double()
     initialise_weights(model, layers=model_config.shape.layers, seed=config.training.seed)
@@ -85,7 +86,7 @@ def _oracle(config: JobConfig, plans: list[StepPlan]) -> list[float]:
     losses = []
     for step, plan in enumerate(plans, start=1):
         optimizer.zero_grad()
-        loss_tokens, total = labelled_tokens(plan, store.lengths), 0.0
+        loss_tokens, total = labelled_tokens(plan, store), 0.0
         for segment in plan.segments:
             batch = make_batch(MicroBatch((segment,), 0.0), store)
             attend = partial(segment_attention, segment_lengths=batch.segment_lengths, backend="reference")

@@ -1,8 +1,9 @@
 """Every preset trained in turns on real processes, and the same steps simulated: what two benchmarks share.
 
-Presets take turns, a step each, in the same processes (``examples/side_by_side.py``). Each repetition leaves a
-``steps.jsonl`` per preset, whose first step is not counted. The plans of those steps, and their predicted seconds, come
-from the configuration, the document lengths and a profile measured on this machine.
+A layout names the parallel sizes that are 2: ``dp``, or ``dp+cp`` on four processes. Presets take turns, a step each,
+in the same processes (``examples/side_by_side.py``). Each repetition leaves a ``steps.jsonl`` per preset, whose first
+step is not counted. The plans of those steps, and their predicted seconds, come from the configuration, the document
+lengths and a profile measured on this machine.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from wlb.config import PRESETS, JobConfig
+from wlb.config_file import load_config
 from wlb.documents.store.reader import TokenStore
 from wlb.packing.plan import StepPlan
 from wlb.planning.planner import StepPlanner
 from wlb.simulate import SimulatedJob, simulate_steps
+from wlb.training.preflight import check_job
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,13 +37,21 @@ PROCESSES = 2
 def make_parser(description: str | None, directory: str) -> argparse.ArgumentParser:
     """The options of a benchmark that trains every preset in turns; working files go to ``directory``."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp is 2")
+    parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp are 2, as in dp,dp+cp")
+    parser.add_argument("--presets", type=_presets, default=list(PRESETS), help="which to train; default: all")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="counted steps of every preset in a repetition")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step, over all ranks")
     parser.add_argument("--directory", type=Path, default=Path(directory), help="working files")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     return parser
+
+
+def _presets(names: str) -> list[str]:
+    unknown = set(names.split(",")) - set(PRESETS)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{min(unknown)} is no preset; choose from {', '.join(PRESETS)}")
+    return names.split(",")
 
 
 def prepare(directory: Path) -> Path:
@@ -68,8 +79,7 @@ def overrides(layout: str, preset: str, repetition: int, arguments: argparse.Nam
     directory = arguments.directory / layout / preset / str(repetition)
     return [
         f"preset={preset}",
-        "parallel.pp=1",
-        f"parallel.{layout}={PROCESSES}",
+        *(f"parallel.{name}={2 if name in layout.split('+') else 1}" for name in ("pp", "dp", "cp")),
         f"data.store={store}",
         f"packing.micro_batches={arguments.micro_batches}",
         f"training.steps={arguments.steps + 1}",
@@ -80,12 +90,18 @@ def overrides(layout: str, preset: str, repetition: int, arguments: argparse.Nam
     ]
 
 
+def job_config(layout: str, preset: str, arguments: argparse.Namespace, store: Path) -> JobConfig:
+    """The job that is trained, in which nothing is left to decide."""
+    config = load_config(CONFIG, overrides(layout, preset, 0, arguments, store))
+    return check_job(config, config.parallel.world_size).config
+
+
 def train_in_turns(layout: str, repetition: int, arguments: argparse.Namespace, store: Path) -> None:
     words: list[str] = []
-    for preset in PRESETS:
+    for preset in arguments.presets:
         shutil.rmtree(arguments.directory / layout / preset / str(repetition), ignore_errors=True)
         words += ["--job", str(CONFIG), *overrides(layout, preset, repetition, arguments, store)]
-    run(ROOT / "examples" / "side_by_side.py", *words, processes=PROCESSES)
+    run(ROOT / "examples" / "side_by_side.py", *words, processes=2 ** len(layout.split("+")))
 
 
 def measured_rows(
@@ -107,13 +123,13 @@ def counted_rows(layout: str, name: str, arguments: argparse.Namespace) -> list[
 
 def simulated_job(config: JobConfig, profile: WorkloadProfile | None = None) -> SimulatedJob:
     """The job of ``config`` on this machine's cores, computing as measured in ``profile``."""
-    vocab_size = TokenStore.open(config.data.store).vocab_size
+    vocab_size = TokenStore.open(config.data.stores[0]).vocab_size
     return SimulatedJob.from_config(config, "cpu", vocab_size=vocab_size, profile=profile)
 
 
 def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
     """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
-    lengths = TokenStore.open(config.data.store).lengths
+    lengths = TokenStore.open(config.data.stores[0]).lengths
     return [*islice(StepPlanner(simulated_job(config), lengths).plans(), steps)]
 
 

@@ -3,7 +3,7 @@
 Each rank holds query, key and value of its own tokens. Forward, the keys and values that others need set out, in parts
 where they are many; while they travel, the rank attends its own tokens, segment by segment; then its pieces attend each
 part that arrives while the next is under way, and the results are merged by their log-sum-exp, exactly. Backward, what
-was received comes first, part by part, and its gradients travel home behind the next part and the own one.
+was received comes first, part by part, and returning its gradients overlaps with the next part and the own one.
 
 Received keys and values are kept for this where no rank receives more than its even share of the micro-batch
 (``ShardPlan.keeps_received``), so that what a layer holds does not grow with the group. Where one does, they are sent
@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from wlb.attention.backends import AttentionBackend, check_shapes, pick_backend
+from wlb.attention.backends import AttentionBackend, check_shapes, check_window, pick_backend
 from wlb.attention.exchange import Arrival, add_returned, add_rows, return_gradients, send_keys
 from wlb.attention.profiler_regions import region
 from wlb.attention.saved_attention import AttentionResults, KeptAttention
 from wlb.attention.shard_layout import ExchangePart, ShardLayout, shard_layout
+from wlb.attention.window_layout import window_layout
+from wlb.attention.windowed import windowed_attention
 from wlb.sharding.plan import ShardPlan
 
 _OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
@@ -38,6 +40,7 @@ def context_parallel_attention(
     backend: str = "auto",
     kept: KeptAttention | None = None,
     resends: Resends | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal softmax attention inside each segment of a micro-batch, over a group of ranks that share it.
 
@@ -57,6 +60,7 @@ def context_parallel_attention(
             exchanges nothing.
         resends: The same object in all layers of a stage that run this micro-batch, so that keys and values that have
             to be sent again are there in time. Not looked at with ``kept``.
+        window: Tokens that each token attends up to its own, of its segment; all of them without it.
 
     Returns:
         (local tokens, heads, head_dim), of the query's type.
@@ -73,6 +77,10 @@ def context_parallel_attention(
     expected = int(shard_plan.tokens_per_rank[rank])
     if len(query) != expected:
         raise ValueError(f"rank {rank} holds {expected} tokens under the plan, the query has {len(query)}")
+    if window is not None:
+        check_window(window)
+        of_window = window_layout(shard_plan, rank, window, query.device)
+        return windowed_attention(query, key, value, of_window, group, pick_backend(query, backend), kept)
     layout = shard_layout(shard_plan, rank, query.device)
     out: Tensor = _ContextParallelAttention.apply(
         query, key, value, layout, group, pick_backend(query, backend), kept, resends

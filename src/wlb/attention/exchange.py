@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.attention.profiler_regions import region
-from wlb.attention.shard_layout import ExchangePart
+from wlb.attention.shard_layout import Message
 
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
@@ -36,18 +36,18 @@ class Arrival:
         return self.received
 
 
-def send_keys(key: Tensor, value: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+def send_keys(key: Tensor, value: Tensor, part: Message, group: dist.ProcessGroup | None) -> Arrival:
     """Start sending a part of local keys and values; what arrives is (received tokens, 2, kv_heads, head_dim)."""
     sent = torch.stack([tensor.index_select(0, part.send_rows) for tensor in (key, value)], dim=1)
     return _all_to_all(sent, part.send_counts, part.receive_counts, group)
 
 
-def return_gradients(grad_received: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+def return_gradients(grad_received: Tensor, part: Message, group: dist.ProcessGroup | None) -> Arrival:
     """Start sending the gradients of a part's received keys and values back to their owners."""
     return _all_to_all(grad_received, part.receive_counts, part.send_counts, group)
 
 
-def add_returned(grad: Tensor, returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> Tensor:
+def add_returned(grad: Tensor, returned: Sequence[Tensor], parts: Sequence[Message]) -> Tensor:
     """Local gradients (tokens, kv_heads, head_dim) plus those ``returned`` for each part, in ``grad``'s type."""
     total = grad.to(torch.promote_types(grad.dtype, torch.float32))
     for part, shares in zip(parts, returned, strict=True):

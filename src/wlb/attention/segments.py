@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from wlb.attention.backends import AttentionBackend, check_shapes, pick_backend
+from wlb.attention.backends import AttentionBackend, check_shapes, check_window, pick_backend
 from wlb.attention.runs import Runs
 
 
 def segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, segment_lengths: Sequence[int], backend: str = "auto"
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    backend: str = "auto",
+    window: int | None = None,
 ) -> Tensor:
     """Causal softmax attention inside each segment of a packed micro-batch, scaled by 1/sqrt(head_dim).
 
@@ -25,6 +30,7 @@ def segment_attention(
         value: Same shape as ``key``.
         segment_lengths: Tokens of each segment, in packed order; they add up to ``tokens``.
         backend: A name in ``BACKENDS``, or ``auto`` for the fastest that supports the query.
+        window: Tokens that each token attends up to its own; all of them without it.
 
     Returns:
         (tokens, heads, head_dim), of the query's type.
@@ -39,7 +45,9 @@ def segment_attention(
             f"segment_lengths must be positive and add up to the {len(query)} tokens of the query, "
             f"got {len(segment_lengths)} segments with {sum(segment_lengths)} tokens"
         )
-    runs = Runs.of_segments(tuple(segment_lengths))
+    if window is not None:
+        check_window(window)
+    runs = Runs.of_segments(tuple(segment_lengths), window)
     out: Tensor = _SegmentAttention.apply(query, key, value, runs, pick_backend(query, backend))
     return out
 

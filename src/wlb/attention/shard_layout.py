@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,15 +23,22 @@ from wlb.attention.runs import Runs
 from wlb.sharding.plan import ShardPlan, Table, owners, ranges, receivers
 
 Indices = NDArray[np.int64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class ExchangePart:
-    """One message to and from every rank, and who attends it; tensors are int64 on the rank's device."""
+class Message:
+    """Keys and values to and from every rank; the tensor is int64 on the rank's device."""
 
     send_rows: Tensor  # local tokens to send, destination after destination
     send_counts: list[int]  # tokens for each rank
     receive_counts: list[int]  # tokens from each rank
+
+
+@dataclass(frozen=True)
+class ExchangePart(Message):
+    """One message, and who attends what arrives; tensors are int64 on the rank's device."""
+
     runs: Runs | None  # local pieces against the keys before them on other ranks; None where there are none
     query_rows: Tensor  # local tokens that attend received keys, run after run
     key_rows: Tensor  # received tokens that they attend, run after run
@@ -50,12 +58,12 @@ def shard_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayou
 
     Raises ``ValueError`` for a plan whose pieces are not in packed order.
     """
-    return _once_per_plan(plan, (rank, device), lambda: _make_layout(plan, rank, device))
+    return once_per_plan(plan, (rank, device), lambda: _make_layout(plan, rank, device))
 
 
 def _make_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
     own = plan.pieces[rank]
-    _check_order(own, rank)
+    check_order(own, rank)
     parts = range(plan.exchange_parts) if plan.kv_traffic.any() else range(0)
     owner, attends = owners(plan.pieces), receivers(plan.pieces)
     return ShardLayout(
@@ -78,7 +86,7 @@ def _make_part(
     np.add.at(counts, (owner[piece], receiver), lengths[piece])
 
     own_lengths = own[:, 2] - own[:, 1]
-    own_rows = _starts(own_lengths)
+    own_rows = starts(own_lengths)
     mine = owner == rank
     _, sent = np.nonzero(attends[:, mine])  # by destination
     arriving = np.flatnonzero(attends[rank] & (lengths > 0))  # by source
@@ -98,7 +106,7 @@ def _make_part(
             else None
         ),
         query_rows=on_device(ranges(own_rows[attending], own_lengths[attending])),
-        key_rows=on_device(ranges(_starts(lengths[arriving])[key_pieces], lengths[arriving][key_pieces])),
+        key_rows=on_device(ranges(starts(lengths[arriving])[key_pieces], lengths[arriving][key_pieces])),
     )
 
 
@@ -121,12 +129,13 @@ def _tokens_per_segment(table: Table) -> tuple[int, ...]:
     return tuple(np.add.reduceat(table[:, 2] - table[:, 1], first).tolist())
 
 
-def _starts(lengths: Indices) -> Indices:
+def starts(lengths: Indices) -> Indices:
     """Where runs of these lengths begin when they follow each other."""
     return np.cumsum(lengths) - lengths
 
 
-def _check_order(table: Table, rank: int) -> None:
+def check_order(table: Table, rank: int) -> None:
+    """Raise ``ValueError`` unless the pieces of ``rank`` are in packed order."""
     segment, start, stop = table.T
     same = segment[1:] == segment[:-1]
     in_order = np.where(same, start[1:] >= stop[:-1], segment[1:] > segment[:-1])
@@ -134,10 +143,10 @@ def _check_order(table: Table, rank: int) -> None:
         raise ValueError(f"the pieces of rank {rank} must be in packed order and hold at least one token each")
 
 
-_layouts: dict[int, dict[object, ShardLayout]] = {}
+_layouts: dict[int, dict[object, Any]] = {}
 
 
-def _once_per_plan(plan: ShardPlan, key: object, make: Callable[[], ShardLayout]) -> ShardLayout:
+def once_per_plan(plan: ShardPlan, key: object, make: Callable[[], T]) -> T:
     """Plans hold arrays and cannot be hashed, so they are told apart by identity for as long as they live."""
     if id(plan) not in _layouts:
         _layouts[id(plan)] = {}
@@ -145,4 +154,5 @@ def _once_per_plan(plan: ShardPlan, key: object, make: Callable[[], ShardLayout]
     layouts = _layouts[id(plan)]
     if key not in layouts:
         layouts[key] = make()
-    return layouts[key]
+    made: T = layouts[key]
+    return made

@@ -12,7 +12,21 @@ from typing import cast
 import typer
 
 from wlb import __version__
-from wlb.cli import compare, diagnose, export, prepare, profile, report, reproduce, shard, simulate, train, tune
+from wlb.cli import (
+    compare,
+    diagnose,
+    export,
+    prefill,
+    prepare,
+    profile,
+    report,
+    reproduce,
+    rivals,
+    shard,
+    simulate,
+    train,
+    tune,
+)
 from wlb.errors import UserError
 
 app = typer.Typer(
@@ -55,7 +69,9 @@ app.command("compare", rich_help_panel="Planning")(compare.compare)
 app.command("tune", rich_help_panel="Planning")(tune.tune)
 app.command("shard", rich_help_panel="Planning")(shard.shard)
 app.command("simulate", rich_help_panel="Planning")(simulate.simulate)
+app.command("rivals", rich_help_panel="Planning")(rivals.rivals)
 app.command("reproduce", rich_help_panel="Planning")(reproduce.reproduce)
+app.command("prefill", rich_help_panel="Planning")(prefill.prefill)
 app.command("profile", rich_help_panel="Planning")(profile.profile)
 app.command("report", rich_help_panel="Planning")(report.report)
 app.command("train", rich_help_panel="Training")(train.train)

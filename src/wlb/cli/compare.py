@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.compare_prefill import PrefillOptions, checked_budget, compare_prefill
 from wlb.cli.console import emit_json, print_table, progress_bar, stdout
+from wlb.cli.prefill import prefill as simulate_prefill
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def compare(
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel size; default: 4, with --prefill 1.")] = None,
     tp: options.Tp = None,
     cp: options.Cp = None,
-    model: options.Model = "7b",
+    model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
     methods: options.Methods = None,
@@ -84,7 +84,7 @@ def compare(
     fixed_greedy:4 packs 4 global batches together, variable_length:1 has one outlier queue, variable_length:auto tunes
     thresholds as documents arrive, variable_length:paper is Algorithm 1 without early release.
 
-    With --prefill the lengths are prompts, batched by count, tokens, workload or workload:shortest.
+    With --prefill the lengths are prompts: the same as wlb prefill, which explains its options.
 
     Example: wlb compare synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
@@ -94,10 +94,26 @@ def compare(
 
     if prefill:
         options.refuse_unused(context, _PACKING_ONLY, "has no effect with --prefill, which packs no steps")
-        # Prompts are priced one by one, so that the default is no context parallelism.
-        prices = partial(options.workload_from, context, model, hardware, tp, cp or 1, profile=profile, pp=pp or 1)
-        prefill_options = PrefillOptions(checked_budget(token_budget), chunked, load, lock_step, seed)
-        compare_prefill(lengths, prefill_options, prices, dp=dp, pp=pp or 1, methods=methods, json=json)
+        if token_budget is None:
+            raise UserError("--prefill needs --token-budget: the most tokens a rank prefills in one pass")
+        simulate_prefill(
+            context,
+            lengths,
+            token_budget,
+            dp=dp,
+            pp=pp or 1,
+            tp=tp,
+            cp=cp or 1,
+            model=model,
+            hardware=hardware,
+            profile=profile,
+            methods=methods,
+            chunked=chunked,
+            load=load,
+            lock_step=lock_step,
+            seed=seed,
+            json=json,
+        )
         return
     options.refuse_unused(context, _PREFILL_ONLY, "has no effect without --prefill")
     context_window = _given("--context-window", context_window)

@@ -42,7 +42,10 @@ def export(
     from wlb.training.checkpoint.export import export_checkpoint
 
     exported = export_checkpoint(
-        load_config(config, overrides or ()), out, step=step, dtype=getattr(torch, dtype.value)
+        load_config(config, overrides or (), auto_dp=lambda of_one_rank: 1),
+        out,
+        step=step,
+        dtype=getattr(torch, dtype.value),
     )
     tokenizer = list(exported.tokenizer)
     if json:

@@ -53,7 +53,13 @@ Cp = Annotated[
     int | None,
     typer.Option("--cp", min=1, help="Context-parallel size; default: one rank for every 65,536 tokens of the window."),
 ]
-Model = Annotated[str, typer.Option("--model", help="Model preset: tiny, 550m, 7b, 30b, 70b, llama3-8b, ...")]
+DEFAULT_MODEL = "llama3-8b"
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", help="Model preset (llama3-8b, 7b, ...), or a Hugging Face model: its directory or its config.json."
+    ),
+]
 Hardware = Annotated[str, typer.Option("--hardware", help="Hardware preset: a100, h100, h200, cpu.")]
 Profile = Annotated[
     Path | None, typer.Option("--profile", help="Measured workload profile, instead of --model and --hardware.")
@@ -145,7 +151,7 @@ def workload_from(
     from wlb.sharding import MOST_RANKS, check_group_size
     from wlb.workload import make_workload
     from wlb.workload.profile import read_profile
-    from wlb.workload.shapes import model_shape
+    from wlb.workload.published import model_shape
 
     if profile is not None:
         priced = {"model", "hardware", "tp", "cp"} - used_with_profile

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +54,15 @@ def prepare(
     end_token: str | None = typer.Option(
         None, metavar="TOKEN", help="Token that ends a document, where the tokenizer does not say."
     ),
-    text_field: str = typer.Option("text", metavar="NAME", help="Field of JSON Lines, or column of Parquet, to read."),
+    text_field: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="Field of JSON Lines, or column of Parquet, to read: text, or messages with --chat.",
+        show_default=False,
+    ),
+    chat: bool = typer.Option(
+        False, "--chat", help="Read conversations (messages with roles); only what the assistant says becomes labels."
+    ),
     unit: Unit = typer.Option(Unit.DEFINITION, help="With --stdlib: one document per top-level definition or module."),
     workers: int | None = typer.Option(
         None, metavar="N", min=1, max=1024, help="Tokenising processes (default: one for bytes, else one per core)."
@@ -72,41 +79,50 @@ def prepare(
     Example: wlb prepare corpus/ more.jsonl.zst --out data/corpus --train-bpe 32000
     """
     from wlb.documents.prepare import prepare_store
+    from wlb.documents.prepare.chat import ChatFormat
     from wlb.documents.store.writer import check_target
 
     check_target(out, overwrite)
     if stdlib:
-        options.refuse_unused(context, ["text_field"], "has no effect with --stdlib")
+        options.refuse_unused(context, ["text_field", "chat"], "has no effect with --stdlib")
     else:
         options.refuse_unused(context, ["unit"], "has no effect without --stdlib")
-    corpus = _corpus(sources or [], stdlib, text_field, unit)
+    if chat:
+        options.refuse_unused(context, ["bpe_size"], "learns from text, not from conversations")
+    corpus = _corpus(sources or [], stdlib, text_field, unit, chat)
     _keep_sources(corpus, out)
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
     if workers is None:
         # Bytes cost less to tokenise than to send to another process.
         workers = 1 if chosen.identity["kind"] == "bytes" else usable_cores()
+    chat_format = ChatFormat.of_tokenizer(tokenizer, chosen.special_tokens) if chat else None
     with _progress("tokenising", corpus) as on_progress:
         report = prepare_store(
             corpus,
             out,
             chosen,
+            chat=chat_format,
             save_tokenizer=bpe_size is not None,
             workers=workers,
             overwrite=overwrite,
             on_progress=on_progress,
         )
     if as_json:
-        console.emit_json(asdict(report))
-    else:
-        _print_table(report)
+        console.emit_json(report.to_json())
+        return
+    _print_table(report)
+    if chat_format is not None and chat_format.is_chatml:
+        console.stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
 
 
-def _corpus(sources: list[Path], stdlib: bool, text_field: str, unit: Unit) -> Corpus:
+def _corpus(sources: list[Path], stdlib: bool, text_field: str | None, unit: Unit, chat: bool) -> Corpus:
     from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 
     if stdlib == bool(sources):
         raise UserError("name files or directories to prepare, or else --stdlib" + ", not both" * stdlib)
-    return StdlibCorpus(unit.value) if stdlib else FileCorpus(sources, text_field)
+    if stdlib:
+        return StdlibCorpus(unit.value)
+    return FileCorpus(sources, text_field or ("messages" if chat else "text"), chat=chat)
 
 
 def _keep_sources(corpus: Corpus, out: Path) -> None:
@@ -146,6 +162,8 @@ def _print_table(report: PrepareReport) -> None:
     for reason, count in report.rejects.items():
         table.add_row(f"rejected: {reason.replace('_', ' ')}", f"{count:,}", "")
     table.add_row("out", f"{report.documents_out:,}", f"{report.tokens:,}")
+    if report.labelled_tokens is not None:
+        table.add_row("labels", "", f"{report.labelled_tokens:,}")
     for column in table.columns[1:]:
         column.justify = "right"
     console.print_table(table)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from wlb.profiling import Accuracy, ProfileSettings
     from wlb.workload.base import Workload
 
-_DEFAULT_MODEL = {"cpu": "tiny", "cuda": "7b"}
+_DEFAULT_MODEL = {"cpu": "tiny", "cuda": options.DEFAULT_MODEL}
 _DEFAULT_MAX_LENGTH = {"cpu": 4096, "cuda": 131_072}
 _DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
@@ -43,7 +43,7 @@ def profile(
     out: Annotated[Path, typer.Option(help="Profile to write (JSON).", show_default=False)],
     device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.CPU,
     model: Annotated[
-        str | None, typer.Option(help="Model preset: tiny (default on cpu), 7b (default on cuda), llama3-8b, ...")
+        str | None, typer.Option(help="As for wlb compare; default tiny on cpu, llama3-8b on cuda.")
     ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Measure one of so many tensor-parallel ranks.")] = 1,
     max_length: Annotated[

@@ -14,7 +14,7 @@ from wlb.errors import UserError
 if TYPE_CHECKING:
     from wlb.report.evidence import Evidence
 
-_SIMULATED_ONLY = ("model", "hardware", "parallel", "context_window", "micro_batches", "steps")
+_SIMULATED_ONLY = ("model", "hardware", "parallel", "context_window", "micro_batches", "steps", "rivals")
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp")
 _SCHEDULES = ("1f1b", "interleaved_1f1b")  # what wlb train runs, and so what can be recommended
 
@@ -29,7 +29,7 @@ def report(
         ),
     ],
     out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
-    model: options.Model = "7b",
+    model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     parallel: Annotated[
         str, typer.Option(help="Sizes of the job, as dp=4,pp=4,cp=2,tp=8; also virtual_pp=N and schedule=NAME.")
@@ -43,6 +43,9 @@ def report(
     steps: Annotated[
         int, typer.Option(min=1, max=options.MOST_STEPS, help="Steps to simulate, as far as the documents go.")
     ] = 64,
+    rivals: Annotated[
+        Path | None, typer.Option(help="What wlb rivals --json printed, for a section on published policies.")
+    ] = None,
     before: Annotated[Path | None, typer.Option(help="metrics.dir of an earlier job to compare RUN_DIR with.")] = None,
     json: options.Json = False,
 ) -> None:
@@ -66,7 +69,7 @@ def report(
         text, summary = _measured(path, before)
     else:
         sizes = parallel_sizes(parallel)
-        text, summary = _predicted(source, model, hardware, sizes, context_window, micro_batches, steps)
+        text, summary = _predicted(source, model, hardware, sizes, context_window, micro_batches, steps, rivals)
     write_page(out, text)
     if json:
         emit_json({"out": str(out), **summary})
@@ -113,11 +116,13 @@ def _predicted(
     context_window: int,
     micro_batches: int | None,
     steps: int,
+    rivals: Path | None,
 ) -> tuple[str, dict[str, Any]]:
     from wlb.documents.lengths import read_lengths
     from wlb.documents.store.index import index_path
     from wlb.report.evidence import gather_evidence
     from wlb.report.predicted import predicted_report
+    from wlb.report.rivals import read_rivals
     from wlb.simulate import SimulatedJob, simulated_job
 
     packing = None if micro_batches is None else {"micro_batches": micro_batches}
@@ -125,12 +130,14 @@ def _predicted(
     def job(preset: str) -> SimulatedJob:
         return simulated_job(model, context_window, preset, hardware=hardware, packing=packing, **sizes)
 
+    compared = None if rivals is None else read_rivals(rivals)
     lengths = read_lengths(source)
     with progress_bar() as bar:
         task = bar.add_task("reading", total=None)
         evidence = gather_evidence(lengths, job, steps, on_progress=lambda what: bar.update(task, description=what))
     store = source if index_path(Path(source)).exists() else None
-    return predicted_report(evidence, source=source, model=model, hardware=hardware, store=store), _summary(evidence)
+    text = predicted_report(evidence, source=source, model=model, hardware=hardware, store=store, rivals=compared)
+    return text, _summary(evidence)
 
 
 def _summary(evidence: Evidence) -> dict[str, Any]:

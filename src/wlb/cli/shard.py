@@ -22,7 +22,7 @@ def shard(
     context_window: options.ContextWindow,
     cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size: ranks that share a micro-batch.")],
     tp: options.Tp = None,
-    model: options.Model = "7b",
+    model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
     strategies: Annotated[

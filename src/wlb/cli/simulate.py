@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from wlb.documents.mixture import DocumentLengths
     from wlb.simulate import SimulatedJob, SimulationResult
     from wlb.simulate.search import SearchResult
 
@@ -77,7 +78,7 @@ def simulate(
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Look for the fastest layout and packing.")] = False,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs, for --search.")] = None,
-    model: options.Model = "7b",
+    model: options.Model = options.DEFAULT_MODEL,
     context_window: Annotated[
         int,
         typer.Option("--context-window", metavar="TOKENS", parser=options.tokens, help="For --search, such as 128K."),
@@ -111,8 +112,8 @@ def simulate(
         options.check_writable(trace)
     steps = steps or _STEPS
     jobs, own_lengths = _jobs(job, systems, settings or [], hardware, _changes(profile, schedule))
-    source = own_lengths if lengths is None else lengths
-    documents = _lengths(source)
+    source = " + ".join(own_lengths) if lengths is None else lengths
+    documents = _lengths(lengths) if lengths is not None else _own_lengths(own_lengths)
     results = _simulate_all(jobs, documents, steps)
     jobs = {system: result.job for system, result in results.items()}
     _warn_of_memory(jobs)
@@ -141,8 +142,11 @@ def _changes(profile: Path | None, schedule: str | None) -> dict[str, Any]:
 
 def _jobs(
     name: str, systems: str | None, settings: Sequence[str], hardware: str, changes: dict[str, Any]
-) -> tuple[dict[str, SimulatedJob], str]:
-    """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from."""
+) -> tuple[dict[str, SimulatedJob], list[str]]:
+    """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from.
+
+    That is one source, or each store of a mixture.
+    """
     from wlb.config import PRESETS
     from wlb.config_file import load_config
     from wlb.documents.store.reader import stored_vocab_size
@@ -154,22 +158,22 @@ def _jobs(
             raise UserError("--set overrides a configuration file; a named job has none")
         chosen = options.method_names(systems, list(PRESETS))
         jobs = {preset: named_job(name, preset, hardware=hardware) for preset in chosen}
-        source = f"synthetic:{_DOCUMENTS}:{NAMED_JOBS[name].context_window}:0"
+        sources = [f"synthetic:{_DOCUMENTS}:{NAMED_JOBS[name].context_window}:0"]
     elif Path(name).suffix == ".toml":
         path, chosen = Path(name), options.method_names(systems, ["plain-4d"])
         config = load_config(path, settings)
         configs = {_CONFIGURED: config} | {
             preset: load_config(path, [*settings, f"preset={preset}", *_without_pools(preset)]) for preset in chosen
         }
-        vocab_size = stored_vocab_size(config.data.store)
+        vocab_size = max(stored_vocab_size(prefix) or 0 for prefix in config.data.stores) or None
         jobs = {
             system: SimulatedJob.from_config(configured, hardware, vocab_size=vocab_size)
             for system, configured in configs.items()
         }
-        source = str(config.data.store)
+        sources = [str(prefix) for prefix in config.data.stores]
     else:
         raise UserError(f"{name!r} is no .toml file and no named job; those are {', '.join(NAMED_JOBS)}")
-    return {system: replace(job, **changes) for system, job in jobs.items()}, source
+    return {system: replace(job, **changes) for system, job in jobs.items()}, sources
 
 
 def _without_pools(preset: str) -> list[str]:
@@ -196,7 +200,11 @@ def _lengths(source: str) -> NDArray[np.int64]:
     return read_lengths(source, keep_empty=True)
 
 
-def _simulate_all(jobs: dict[str, SimulatedJob], lengths: NDArray[np.int64], steps: int) -> dict[str, SimulationResult]:
+def _own_lengths(sources: list[str]) -> DocumentLengths:
+    return _lengths(sources[0]) if len(sources) == 1 else [_lengths(source) for source in sources]
+
+
+def _simulate_all(jobs: dict[str, SimulatedJob], lengths: DocumentLengths, steps: int) -> dict[str, SimulationResult]:
     from wlb.simulate import simulate as run
 
     results = {}
@@ -207,7 +215,7 @@ def _simulate_all(jobs: dict[str, SimulatedJob], lengths: NDArray[np.int64], ste
     return results
 
 
-def _write_trace(path: Path, job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> None:
+def _write_trace(path: Path, job: SimulatedJob, lengths: DocumentLengths, steps: int) -> None:
     from itertools import islice
 
     from wlb.planning.planner import StepPlanner

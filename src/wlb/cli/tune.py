@@ -34,7 +34,7 @@ def tune(
     pp: options.Pp = 4,
     tp: options.Tp = None,
     cp: options.Cp = None,
-    model: options.Model = "7b",
+    model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
     max_length_factor: Annotated[

@@ -2,34 +2,65 @@
 
 Every epoch visits every document once, in an order that follows from ``[seed, epoch]`` alone, so a position
 in the order is (epoch, cursor) and any rank can go there directly. Document ids count up over the
-whole history, ``epoch * documents in the store + index in the store``; an id is never used twice.
+whole history, ``epoch * documents in the store + index in the store``; an id is never used twice. In a mixture of
+stores (``wlb.documents.mixture``) documents are counted through all of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.settings import NonEmptyPath, NonNegativeInt, Section, Tokens
+from wlb.settings import NonEmptyPath, NonNegativeInt, Number, Section, Tokens
+
+
+class MixtureStore(Section):
+    """One store of a mixture and its share of the trained tokens. In a file each is a [[data.mixture]]."""
+
+    store: NonEmptyPath = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
+    weight: Number = Field(gt=0, le=1e9, description="Its share of the tokens, over the sum of all weights")
 
 
 class DataConfig(Section):
     """Which documents, and what happens to those longer than the context window."""
 
-    store: NonEmptyPath = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
+    store: NonEmptyPath | None = Field(
+        None, description="Prefix of the token store (PREFIX.bin and PREFIX.idx); required without a mixture"
+    )
+    mixture: tuple[MixtureStore, ...] = Field((), description="Several stores with weights, instead of store")
     context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")
     overlong: Literal["split", "truncate", "drop", "error"] = Field(
         "split", description="What happens to documents longer than the context window"
     )
     seed: NonNegativeInt = Field(0, description="Seed of the document order")
     shuffle: bool = Field(True, description="Shuffle documents anew in every epoch")
+
+    @property
+    def stores(self) -> tuple[Path, ...]:
+        """Prefixes of all stores, in the order in which their documents are counted."""
+        return tuple(part.store for part in self.mixture) if self.store is None else (self.store,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(part.weight for part in self.mixture)
+
+    @model_validator(mode="after")
+    def _check(self) -> DataConfig:
+        if self.store is None and not self.mixture:
+            raise ValueError("data.store is missing and has no default; set it, or [[data.mixture]]")
+        if self.store is not None and self.mixture:
+            raise ValueError("data.store and data.mixture both say what to train on; leave one out")
+        if len(set(self.stores)) < len(self.stores):
+            raise ValueError("data.mixture names a store twice; add up its weights")
+        return self
 
 
 @dataclass(frozen=True)
@@ -41,22 +72,37 @@ class EpochSummary:
     overlong: int
 
 
+class Place(NamedTuple):
+    """Of a store in a mixture: its number, the index of its first document, and the documents of all stores."""
+
+    number: int
+    first: int
+    documents: int
+
+
 class DocumentStream:
     """An endless stream of documents, taken a few at a time and never across the end of an epoch.
 
     ``lengths`` are tokens per document of the store. Empty documents are passed over; those longer than the
-    context window meet ``data.overlong``. Raises ``UserError`` if that leaves nothing to train on.
+    context window meet ``data.overlong``. In a mixture, ``among`` is the place of the store. Raises ``UserError`` if
+    nothing is left to train on.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], config: DataConfig) -> None:
+    def __init__(self, lengths: NDArray[np.int64], config: DataConfig, among: Place | None = None) -> None:
         self._lengths = lengths
         self._config = config
-        self.summary = summarise_epoch(lengths, config)
+        self._place = among or Place(0, 0, len(lengths))
+        self.summary = summarise_epoch(lengths, config, config.stores[self._place.number])
         self._epoch = 0
         self._cursor = 0
         self._overlong = OverlongReport()  # of all documents taken, over all epochs
         self._seed, self._shuffle = config.seed, config.shuffle  # of this epoch
         self._order: NDArray[np.int64] | None = None  # of this epoch, once it is asked for
+
+    @property
+    def epoch(self) -> int:
+        """That the next documents are of, or the last ones were where it is over."""
+        return self._epoch
 
     @property
     def epoch_is_over(self) -> bool:
@@ -66,11 +112,12 @@ class DocumentStream:
         """The segments of the next ``documents`` documents of this epoch, or of as many as remain."""
         if self._order is None:
             count = len(self._lengths)
-            self._order = shuffled(count, self._seed, self._epoch) if self._shuffle else np.arange(count)
+            number = self._place.number
+            self._order = shuffled(count, self._seed, self._epoch, number) if self._shuffle else np.arange(count)
         chosen = self._order[self._cursor : self._cursor + documents]
         self._cursor += len(chosen)
         lengths = self._lengths[chosen]
-        ids = chosen[lengths > 0] + self._epoch * len(self._lengths)
+        ids = chosen[lengths > 0] + self._place.first + self._epoch * self._place.documents
         segments = [
             Segment(document, 0, length)
             for document, length in zip(ids.tolist(), lengths[lengths > 0].tolist(), strict=True)
@@ -80,11 +127,11 @@ class DocumentStream:
         return segments
 
     def next_epoch(self) -> None:
-        self._begin(self._epoch + 1)
+        self.begin(self._epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "documents": len(self._lengths),
+            "documents": self._place.documents,
             "epoch": self._epoch,
             "cursor": self._cursor,
             "seed": self._seed,
@@ -100,17 +147,28 @@ class DocumentStream:
 
     def begin_after(self, state: dict[str, Any]) -> None:
         """Begin the first epoch of these documents with ids above all that the documents of ``state`` can have had."""
-        used = (state["epoch"] + 1) * state["documents"]
-        self._begin(-(-used // len(self._lengths)))
+        self.begin(-(-ids_used(state) // self._place.documents))
         self._overlong = OverlongReport(**state["overlong"])
 
-    def _begin(self, epoch: int) -> None:
+    def begin(self, epoch: int) -> None:
+        """Go to the first document of ``epoch``, in the order that the configuration asks for."""
         self._epoch, self._cursor, self._order = epoch, 0, None
         self._seed, self._shuffle = self._config.seed, self._config.shuffle
 
 
-def summarise_epoch(lengths: NDArray[np.int64], config: DataConfig) -> EpochSummary:
-    """What an epoch does with documents of ``lengths``. Raises ``UserError`` if it leaves nothing to train on."""
+def ids_used(state: dict[str, Any]) -> int:
+    """Document ids from this one on were not used up to the ``state`` of a stream."""
+    epochs: int = 1 + max(part["epoch"] for part in state.get("stores", [state]))
+    documents: int = state["documents"]
+    return epochs * documents
+
+
+def summarise_epoch(lengths: NDArray[np.int64], config: DataConfig, store: Path | None = None) -> EpochSummary:
+    """What an epoch does with documents of ``lengths`` of ``store``, by default the first of ``config``.
+
+    Raises ``UserError`` if it leaves nothing to train on.
+    """
+    store = store or config.stores[0]
     summary = EpochSummary(
         documents=len(lengths),
         empty=int(np.count_nonzero(lengths == 0)),
@@ -118,24 +176,26 @@ def summarise_epoch(lengths: NDArray[np.int64], config: DataConfig) -> EpochSumm
     )
     if summary.overlong and config.overlong == "error":
         document = int(np.argmax(lengths > config.context_window))
+        where = f" of {store}" if config.mixture else ""
         raise UserError(
-            f"document {document} has {lengths[document]} tokens, over data.context_window = "
+            f"document {document}{where} has {lengths[document]} tokens, over data.context_window = "
             f"{config.context_window} ({summary.overlong} documents are); raise it or set data.overlong = 'split'"
         )
     dropped = summary.overlong if config.overlong == "drop" else 0
     if summary.documents - summary.empty - dropped <= 0:
         raise UserError(
-            f"nothing to train on in token store {config.store}: of {summary.documents} documents {summary.empty} "
+            f"nothing to train on in token store {store}: of {summary.documents} documents {summary.empty} "
             f"are empty and {dropped} dropped as longer than data.context_window = {config.context_window}"
         )
     return summary
 
 
-def shuffled(documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of ``documents`` documents in ``epoch``: the same on every version of NumPy.
+def shuffled(documents: int, seed: int, epoch: int, store: int = 0) -> NDArray[np.int64]:
+    """The order of ``documents`` documents of a mixture's ``store`` in ``epoch``: the same on every version of NumPy.
 
     NumPy promises the stream of its bit generators but not what ``permutation`` makes of it, and a job may be
     continued on another version; so each document draws a number, and they are sorted by it.
     """
-    drawn = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(documents)
+    entropy = [seed, epoch, store] if store else [seed, epoch]
+    drawn = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(documents)
     return np.argsort(drawn, kind="stable")

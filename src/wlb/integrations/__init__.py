@@ -1,1 +1,1 @@
-"""One small file per foreign framework; each imports its framework, and none imports another."""
+"""One file, or a small room, for each foreign framework; what they share is in packed.py and checks.py."""

@@ -2,7 +2,8 @@
 
 Counted tensor by tensor for the model that ``wlb.training`` trains, after the method of Korthikanti et al., arXiv
 2205.05198, section 4; ``docs/memory.md`` lists the tensors. ``tests/memory/test_layers.py`` compares them with
-what PyTorch allocates.
+what PyTorch allocates. What experts, latent attention and linear attention hold beside that is counted in the same way,
+but nothing here runs them to compare with.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from wlb.config import ParallelConfig
-from wlb.workload.shapes import ModelShape
+from wlb.workload.flops import DELTA_NET_CHUNK
+from wlb.workload.shapes import DENSE, BlockKind, ModelShape
+from wlb.workload.weights import block_weights, feed_forward_width
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -91,8 +94,10 @@ class LayerMemory:
         self.compute, self.master = settings.compute_bytes, settings.master_bytes
         tp = parallel.tp
         self.query = shape.heads * shape.head_dim // tp
-        self.key_value = 2 * shape.kv_heads * shape.head_dim // tp
-        self.feed_forward = shape.ffn_hidden // tp
+        self.key_value = shape.kv_heads * (shape.head_dim + shape.value_dim) // tp
+        self.out = shape.heads * shape.value_dim // tp
+        latent = shape.latent  # which travels in place of keys and values, whole to every tensor-parallel rank
+        self.exchanged = self.key_value if latent is None else latent.kv_rank + latent.rope_dim
         self.log_sum_exp = rows * shape.heads // tp * self.master
         self.stream = -(-rows // tp) * shape.hidden * self.compute
         self.gathered = rows * shape.hidden * self.compute
@@ -106,49 +111,95 @@ class LayerMemory:
             return rows * (hidden * self.compute + self.master)
         return rows * (2 * hidden * self.master + self.master)  # a half-precision input is kept as float32
 
-    def block(self) -> Unit:
-        shape, settings, rows = self.settings.shape, self.settings, self.rows
-        attention_out = rows * self.query * self.compute
-        kept_attention = attention_out + self.log_sum_exp + self._kept_received()
-        projected = rows * (self.query + self.key_value) * self.compute
-        wide = rows * self.feed_forward * self.compute
-        everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide
-        last_half = self.norm + self.gathered + 4 * wide  # released before attention's backward begins
+    def blocks(self, layers: range) -> list[Unit]:
+        """The blocks of these numbers, in order."""
+        kinds = [self.settings.shape.block_kind(layer) for layer in layers]
+        of_kind = {kind: self.block(kind) for kind in set(kinds)}
+        return [of_kind[kind] for kind in kinds]
 
-        work_forward, work_backward = self._attention_work()
+    def block(self, kind: BlockKind = DENSE) -> Unit:
+        """One block; one with a window counts as one without."""
+        shape, settings, rows = self.settings.shape, self.settings, self.rows
+        linear = kind.attention == "linear"
+        attention_out = rows * (self._linear_out() if linear else self.out) * self.compute
+        received = 0 if linear else self._kept_received()
+        kept_attention = attention_out + (0 if linear else self.log_sum_exp) + received
+        projected = self._projected(kind)
+        wide = rows * (feed_forward_width(shape, kind) // settings.parallel.tp) * self.compute
+        routed = self._routed() if kind.routed else 0
+        everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide + routed
+        last_half = self.norm + self.gathered + 4 * wide + routed  # released before attention's backward begins
+
+        work_forward, work_backward = self._attention_work(kind)
         attending = self.norm + self.gathered + projected + kept_attention + work_forward
         backward = max(
             2 * wide + self.stream + 2 * self.partial_sums,
             2 * self.stream + 2 * attention_out + projected + work_backward - last_half,
         )
-        weights = (
-            shape.hidden * (2 * self.query + self.key_value) + 3 * shape.hidden * self.feed_forward + 2 * shape.hidden
-        )
+        weights = -(-block_weights(shape, kind) // settings.parallel.tp) + 2 * shape.hidden
         if settings.activation_checkpointing == "none":
             forward = max(everything + 3 * self.stream + self.partial_sums, attending)
-            return Unit(weights, everything, forward, backward, received=self._kept_received())
+            return Unit(weights, everything, forward, backward, received=received)
         selective = settings.activation_checkpointing == "selective"
         held = self.stream + (kept_attention if selective else 0)
         feeding_forward = self.stream + self.partial_sums + self.gathered + 3 * wide
         again = everything + backward if selective else max(everything + backward, attending)
-        received = self._kept_received() if selective else 0
-        return Unit(weights, held, held + max(feeding_forward, attending - self.norm), again - held, received=received)
+        return Unit(
+            weights,
+            held,
+            held + max(feeding_forward, attending - self.norm),
+            again - held,
+            received=received if selective else 0,
+        )
+
+    def _projected(self, kind: BlockKind) -> int:
+        """What attention's projections leave for its backward."""
+        shape, tp = self.settings.shape, self.settings.parallel.tp
+        net, latent = shape.delta_net, shape.latent
+        width = self.query + self.key_value
+        if kind.attention == "linear" and net is not None:
+            # Queries, keys and values before and after the convolution, the gate, and the triangle of every chunk.
+            width = (2 * net.mixed + net.value_heads * (net.value_dim + DELTA_NET_CHUNK)) // tp
+        elif net is not None:
+            width += 2 * self.query  # the gate, and the output that it has passed
+        elif latent is not None:
+            width += 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim  # before and after their norms
+        return self.rows * width * self.compute
+
+    def _linear_out(self) -> int:
+        net = self.settings.shape.delta_net
+        assert net is not None
+        return net.value_heads * net.value_dim // self.settings.parallel.tp
+
+    def _routed(self) -> int:
+        """A token as each of its experts gets it, and what they return, and its scores for all of them.
+
+        Experts are divided over tensor-parallel ranks, and tokens over experts.
+        """
+        shape, experts = self.settings.shape, self.settings.shape.experts
+        assert experts is not None
+        rows = -(-self.rows // self.settings.parallel.tp)
+        return rows * (2 * experts.active * shape.hidden * self.compute + experts.count * self.master)
 
     def _kept_received(self) -> int:
-        return self.exchange.kept * self.key_value * self.compute
+        return self.exchange.kept * self.exchanged * self.compute
 
-    def _attention_work(self) -> tuple[int, int]:
+    def _attention_work(self, kind: BlockKind) -> tuple[int, int]:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
 
         A run's result lies beside its place for a moment. Under context parallelism a rank sends, receives and lines up
-        keys and values.
+        keys and values; where these are latents, it expands them too.
         """
-        own = self.rows * self.query * self.compute + self.log_sum_exp
+        if kind.attention == "linear":
+            return self.rows * self._linear_out() * self.compute, self._projected(kind)
+        own = self.rows * self.out * self.compute + self.log_sum_exp
         own_grads = self.rows * (self.query + self.key_value) * self.compute
         if self.settings.parallel.cp == 1:
             return own, own_grads
-        exchanged = 3 * self.exchange.moved * self.key_value * self.compute
-        return own + 2 * own + exchanged, own_grads + 4 * own + 2 * exchanged
+        moved = self.exchange.moved * self.compute
+        exchanged = 3 * moved * self.exchanged
+        expanded = moved * self.key_value if self.settings.shape.latent is not None else 0
+        return own + 2 * own + exchanged + expanded, own_grads + 4 * own + 2 * (exchanged + expanded)
 
     def embedding(self) -> Unit:
         """The lookup keeps token ids only.

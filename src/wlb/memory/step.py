@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from wlb.memory.layers import Exchange, LayerMemory, MemorySettings, Unit
-from wlb.schedules.operations import Operation, rank_operations
+from wlb.schedules.operations import Operation, rank_operations, round_size
 
 _FACTOR_STEP = 1 / 64
 _BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
@@ -74,7 +74,7 @@ def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
     A full pipeline of equal micro-batches holds the same round after round, but for their token ids; GPipe alone holds
     all of them.
     """
-    walked = min(settings.micro_batches, _EVEN_ROUNDS * settings.parallel.pp)
+    walked = min(settings.micro_batches, _EVEN_ROUNDS * round_size(settings.parallel.pp, settings.micro_batches))
     if settings.parallel.schedule not in ("1f1b", "interleaved_1f1b"):
         walked = settings.micro_batches
     estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked)
@@ -158,7 +158,8 @@ class _Walk:
 
     def _units(self, stage: int, layers: LayerMemory) -> list[Unit]:
         settings = self.settings
-        units = [layers.block()] * settings.stage_blocks[stage]
+        start = sum(settings.stage_blocks[:stage])
+        units = layers.blocks(range(start, start + settings.stage_blocks[stage]))
         first = [layers.embedding()] if stage == 0 else []
         last = [layers.head()] if stage == len(settings.stage_blocks) - 1 else []
         return [*first, *units, *last]

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from wlb.config import ModelConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.planning.model import TransformerConfig
 
@@ -22,7 +22,7 @@ def check_weights(directory: Path, config: TransformerConfig) -> None:
     PretrainedWeights.open(directory).check(config)
 
 
-def tokenizer_warning(model: ModelConfig, store: TokenStore) -> str | None:
+def tokenizer_warning(model: ModelConfig, store: TrainedStore) -> str | None:
     """What to tell the user where ``store`` was not prepared with the tokenizer of the pretrained model, or None."""
     file = model.pretrained / "tokenizer.json" if model.pretrained is not None else None
     if store.tokenizer is None or file is None or not file.is_file():

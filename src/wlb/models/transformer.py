@@ -23,12 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wlb.planning.model import RotaryScaling
 from wlb.planning.model import TransformerConfig as TransformerConfig
-from wlb.workload.shapes import ModelShape
+from wlb.planning.rotary import LinearScaling, RotaryScaling, Scaling, YarnScaling
+from wlb.workload.shapes import ModelShape, check_built
 
-# Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments.
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments. Layers with a sliding
+# window give the keyword ``window``: the tokens that are attended up to each one.
+Attend = Callable[..., Tensor]
 
 
 class Transformer(nn.Module):
@@ -37,12 +38,13 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
         super().__init__()
         shape = config.shape
+        check_built(shape)
         layers = range(shape.layers) if layers is None else layers
         self.config = config
         self.is_first, self.is_last = layers.start == 0, layers.stop == shape.layers
         holds_embedding = self.is_first or (self.is_last and config.tied_embeddings)
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden) if holds_embedding else None
-        self.layers = nn.ModuleDict({str(layer): Block(config) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): Block(config, config.window_of(layer)) for layer in layers})
         self.head = Head(config) if self.is_last else None
 
     def forward(self, x: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
@@ -71,13 +73,13 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block; ``window`` are the tokens that its attention spans, all of them without it."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, window: int | None = None) -> None:
         super().__init__()
         shape = config.shape
         self.attention_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, window)
         self.feed_forward_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
         self.feed_forward = FeedForward(shape)
 
@@ -90,20 +92,21 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions, inside segments; with ``qk_norm``, of normalised q and k."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, window: int | None = None) -> None:
         super().__init__()
         shape, bias = config.shape, config.qkv_bias
-        self.head_dim = shape.head_dim
+        self.head_dim, self.window = shape.head_dim, window
         self.wq = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
         self.wk = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
         self.wv = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
         self.q_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.wo = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.wo = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=config.o_bias)
 
     def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         q_THE, k_TGE, v_TGE = self.project(x_TD, rotation)
-        out: Tensor = self.wo(attend(q_THE, k_TGE, v_TGE).flatten(-2))
+        window = {} if self.window is None else {"window": self.window}
+        out: Tensor = self.wo(attend(q_THE, k_TGE, v_TGE, **window).flatten(-2))
         return out
 
     def project(self, x_TD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,18 +164,26 @@ class Rotation:
 
 
 def rotary_angles(
-    positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype, *, scaling: RotaryScaling | None = None
+    positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype, *, scaling: Scaling | None = None
 ) -> Rotation:
     """Rotary position angles (RoFormer, arXiv 2104.09864, section 3.2.2), pairing dimension e with e + E/2.
 
-    Computed in float64 for every ``dtype``: at position 100,000 a float32 angle is off by about 0.004.
+    Computed in float64 for every ``dtype``: at position 100,000 a float32 angle is off by about 0.004. YaRN makes
+    cosine and sine longer than 1, which scales the scores of attention.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_T.device) / head_dim
     frequencies = theta**-exponents
-    if scaling is not None:
-        frequencies = _scaled(frequencies, scaling)
+    length = 1.0
+    match scaling:
+        case RotaryScaling():
+            frequencies = _stretched(frequencies, scaling)
+        case LinearScaling():
+            frequencies = frequencies / scaling.factor
+        case YarnScaling():
+            frequencies, length = _yarn(frequencies, scaling, theta), scaling.length
     angles_TE = (positions_T[:, None] * frequencies).repeat(1, 2)
-    return Rotation(angles_TE.cos().to(dtype)[:, None], angles_TE.sin().to(dtype)[:, None])
+    cos_TE, sin_TE = angles_TE.cos() * length, angles_TE.sin() * length
+    return Rotation(cos_TE.to(dtype)[:, None], sin_TE.to(dtype)[:, None])
 
 
 def rotate(x_THE: Tensor, rotation: Rotation) -> Tensor:
@@ -181,7 +192,24 @@ def rotate(x_THE: Tensor, rotation: Rotation) -> Tensor:
     return x_THE * rotation.cos_T1E + torch.cat((-second, first), dim=-1) * rotation.sin_T1E
 
 
-def _scaled(frequencies: Tensor, scaling: RotaryScaling) -> Tensor:
+def _stretched(frequencies: Tensor, scaling: RotaryScaling) -> Tensor:
     turns = frequencies * scaling.original_max_position_embeddings / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0))
+
+
+def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): a ramp over the pairs of dimensions, from those kept to those divided."""
+
+    def pair_that_turns(times: float) -> float:
+        """The pair of dimensions, as a fraction, that turns so many times over the original context."""
+        context = scaling.original_max_position_embeddings
+        return len(frequencies) * math.log(context / (times * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(frequencies) - 1)
+    pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+    divided = ((pairs - first) / (last - first or 1e-3)).clamp(0.0, 1.0)
+    return torch.lerp(frequencies, frequencies / scaling.factor, divided)

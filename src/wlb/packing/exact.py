@@ -100,7 +100,7 @@ def _branch_and_bound(
     rows = sparse.bmat([[of_document, None], [tokens_of, None], [load_of, -np.ones((micro_batches, 1))]])
     least = np.concatenate([np.ones(documents), np.full(2 * micro_batches, -np.inf)])
     most = np.concatenate([np.ones(documents), np.full(micro_batches, capacity), np.zeros(micro_batches)])
-    # Micro-batches are interchangeable: the k-th dearest document may use only the first k of them.
+    # Micro-batches are interchangeable: the k-th most expensive document may use only the first k of them.
     allowed = np.ones((documents, micro_batches))
     dearest = np.argsort(-price, kind="stable")[: micro_batches - 1]
     allowed[dearest] = np.tri(len(dearest), micro_batches)

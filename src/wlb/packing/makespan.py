@@ -53,7 +53,7 @@ class MakespanOptions(LengthFactorOptions):
 
 
 class _Candidates(NamedTuple):
-    """What a step may train: outliers, dearest first, and short documents, those due by this step and those not."""
+    """What a step may train: outliers, most expensive first, and short documents, due by this step and not."""
 
     outliers: list[Outlier]
     due: list[Pending]

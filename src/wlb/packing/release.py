@@ -9,8 +9,8 @@ in a few microseconds instead of a whole packing. The price of a set is
     + ``Prices.delay``   x tokens that wait another step, in global batches
     + ``Prices.outlook`` x how uneven the next step would be if it had to train all outliers left, with short documents
 
-The search starts from the sets that hold the dearest outliers back, all but one, all but two, ..., and then lets single
-outliers change sides as long as that pays. It ends at once where training all that is due is even already.
+The search starts from the sets that hold the most expensive outliers back, all but one, all but two, ..., and then
+swaps single outliers while the cost falls. It ends at once where training all that is due is even already.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import NamedTuple
 from wlb.packing.packer import Pending
 
 _EVEN = 1.0005  # price from which nothing is searched
-_THRESHOLDS = 16  # sets that hold the dearest outliers back
+_THRESHOLDS = 16  # sets that hold the most expensive outliers back
 _OUT_OF_BOUNDS = 100.0  # price of a global batch of tokens over the most, or under the least, of a step
-_MOVED = 24  # outliers, the dearest, that change sides one by one
+_MOVED = 24  # outliers, the most expensive, that are swapped one by one
 
 Released = tuple[bool, ...]  # of every outlier
 
@@ -69,7 +69,7 @@ class Choice:
 class StepPool:
     """What a step may train.
 
-    ``outliers`` come dearest first. ``due_fluid`` is to be trained now, ``early_fluid`` may be; both together are
+    ``outliers`` come most expensive first. ``due_fluid`` is due now, ``early_fluid`` may be trained; both together are
     ``short_documents``. A step trains ``least`` to ``most`` tokens, and at least ``aim`` if ``early_fluid`` suffices,
     in ``micro_batches`` of at most ``capacity``; ``batch`` is a global batch in tokens. Where ``fluid_may_wait``, a
     part of ``due_fluid`` may be left for the next step.
@@ -108,12 +108,12 @@ def choose(pool: StepPool, prices: Prices) -> Choice:
     best = attempt(tuple([outlier.due for outlier in pool.outliers]))
     if best.price <= _EVEN:
         return best
-    best = min((attempt(released) for released in _without_the_dearest(pool)), key=_price)
+    best = min((attempt(released) for released in _without_the_most_expensive(pool)), key=_price)
     return _improved(best, attempt, pool)
 
 
-def _without_the_dearest(pool: StepPool) -> Iterator[Released]:
-    """Sets without the k dearest outliers; of the others those that are due, or all."""
+def _without_the_most_expensive(pool: StepPool) -> Iterator[Released]:
+    """Sets without the k most expensive outliers; of the others those that are due, or all."""
     count = len(pool.outliers)
     steps = min(count, _THRESHOLDS)
     for held in sorted({round(count * (step / steps) ** 2) if steps < count else step for step in range(steps + 1)}):
@@ -210,7 +210,7 @@ def _outlook(outliers: Sequence[Outlier], pool: StepPool) -> float:
 
 
 def _placed(outliers: Sequence[Outlier], micro_batches: int, capacity: int) -> tuple[list[float], list[int], int]:
-    """Outliers, dearest first, into the lightest micro-batches with room: seconds, room left, and tokens unplaced."""
+    """Outliers, longest first, into the lightest micro-batches with room: seconds, room left, and tokens unplaced."""
     first = outliers[:micro_batches]
     empty = micro_batches - len(first)
     loads = [outlier.seconds for outlier in first] + [0.0] * empty

@@ -1,28 +1,42 @@
 """``config.json`` of a Hugging Face directory, to and from a ``TransformerConfig``.
 
-Read are the families whose mathematics ``wlb.models.transformer`` has: Llama, Qwen2 (biases in the q, k and v
-projections) and Qwen3 (normalised queries and keys). Types and bounds are strict, and whatever would make the model
-compute something else is refused by name, never ignored; what the family's class in ``transformers`` does not read
-means nothing here either. Keys that are absent have the defaults of those classes. Written are the keys that every
-version of ``transformers`` reads (``rope_theta`` and ``rope_scaling`` rather than ``rope_parameters``)."""
+Read are the families whose mathematics ``wlb.models.transformer`` has: Llama, Mistral (a sliding window), Qwen2 (biases
+in the q, k and v projections) and Qwen3 (normalised queries and keys). Types and bounds are strict, and whatever would
+make the model compute something else is refused by name, never ignored; what the family's class in ``transformers``
+does not read means nothing here either. Keys that are absent have the defaults of those classes. Written are the keys
+that every version of ``transformers`` reads (``rope_theta`` and ``rope_scaling`` rather than ``rope_parameters``)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wlb.config import Number, PositiveInt, RopeScalingConfig
+from wlb.config import NonNegativeInt, Number, PositiveInt, RopeScalingConfig
 from wlb.errors import UserError
-from wlb.planning.model import RotaryScaling, TransformerConfig
+from wlb.planning.model import TransformerConfig
+from wlb.planning.rotary import Scaling, scaling_json, scaling_of, yarn_length
+from wlb.workload.model_json import read_config_json
 from wlb.workload.shapes import ModelShape
 
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_BIASED = ("llama", "qwen3")  # families that read attention_bias
+_WINDOW, _FIRST_WINDOWED = 4096, 28  # defaults of Mistral and Qwen for sliding_window and max_window_layers
 _QWEN3_HEAD_DIM = 128  # where config.json does not say
+_REQUIRED = {
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_YARN = ("beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim")
+_SCALING_KEYS = _REQUIRED | {"yarn": (*_REQUIRED["yarn"], *_YARN)}
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # beside the others, or in one object with the scaling
 
 
@@ -48,13 +62,15 @@ class _ConfigJson(_Strict):
     tie_word_embeddings: bool = False
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: PositiveInt | None = None
+    max_window_layers: NonNegativeInt = _FIRST_WINDOWED
+    layer_types: list[str] | None = None
     # What follows is refused where it says anything else; see _check_supported.
     hidden_act: str = "silu"
-    attention_bias: bool = False
     attention_dropout: Number | None = None
     mlp_bias: bool = False
-    use_sliding_window: bool = False
-    layer_types: list[str] | None = None
     quantization_config: Any = None
 
 
@@ -69,20 +85,8 @@ class _Rope(_Strict):
     partial_rotary_factor: Number = 1.0
 
 
-def read_config_json(directory: Path) -> dict[str, Any]:
-    """The contents of ``config.json``. Raises ``UserError`` if it is missing or no JSON object."""
-    path = directory / "config.json"
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{directory} holds no config.json; name the directory of a Hugging Face model") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise UserError(f"{path} is no JSON object; name the directory of a Hugging Face model")
-    return document
+class _Scale(_Strict):
+    scale: Number
 
 
 def read_config(directory: Path) -> TransformerConfig:
@@ -100,14 +104,14 @@ def to_config_json(config: TransformerConfig, *, longest: int, dtype: str) -> di
     """``config.json`` of the first family that computes the same as ``config``.
 
     ``longest`` is the context in tokens and ``dtype`` the type of the weights, by its name in torch. Raises
-    ``UserError`` for a model with both biases and q/k norms: no family has them.
+    ``UserError`` for biases, q/k norms and windows that no family has together.
     """
     shape = config.shape
-    if config.qkv_bias and config.qk_norm:
-        raise UserError("no Hugging Face family has both model.qkv_bias and model.qk_norm; train with one of them")
-    family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    family = _family(config)
     scaling = config.rope_scaling
     return {
+        **_window_keys(config, family),
+        **({"attention_bias": config.o_bias} if family in _BIASED else {}),
         "architectures": [_CLASSES[family]],
         "model_type": family,
         "hidden_size": shape.hidden,
@@ -121,10 +125,37 @@ def to_config_json(config: TransformerConfig, *, longest: int, dtype: str) -> di
         "max_position_embeddings": longest,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": {"rope_type": "llama3", **asdict(scaling)} if scaling else None,
+        "rope_scaling": scaling_json(scaling) if scaling else None,
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": dtype,
     }
+
+
+def _family(config: TransformerConfig) -> str:
+    """The first family with the parts of ``config``."""
+    biases, shape = (config.qkv_bias, config.o_bias), config.shape
+    both_or_none = config.qkv_bias == config.o_bias
+    if config.qk_norm and both_or_none:
+        return "qwen3"
+    if not config.qk_norm and both_or_none and shape.sliding_window is None:
+        return "llama"
+    if not config.qk_norm and biases == (False, False) and shape.full_attention_layers is None:
+        return "mistral"
+    if not config.qk_norm and biases == (True, False):
+        return "qwen2"
+    parts = [name for name in ("qkv_bias", "o_bias", "qk_norm") if getattr(config, name)]
+    parts += [name for name in ("sliding_window", "full_attention_layers") if getattr(shape, name)]
+    has = ", ".join(f"model.{name}" for name in parts)
+    raise UserError(f"no Hugging Face family has together {has}; train with less of it")
+
+
+def _window_keys(config: TransformerConfig, family: str) -> dict[str, Any]:
+    window, first = config.shape.sliding_window, config.shape.full_attention_layers or 0
+    if family == "mistral":
+        return {"sliding_window": window}
+    if family == "llama" or window is None:
+        return {}
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
 
 
 def _mistake(error: ValidationError) -> str:
@@ -142,12 +173,15 @@ def _mistake(error: ValidationError) -> str:
 def _from_json(document: Mapping[str, Any]) -> TransformerConfig:
     if (family := document.get("model_type", "llama")) not in list(_CLASSES):  # other families have other keys
         raise UserError(f"model_type {family!r} is not supported; choose a model of {', '.join(_CLASSES)}")
+    windowless = family == "mistral" and "sliding_window" in document and document["sliding_window"] is None
     document = {name: value for name, value in document.items() if value is not None}  # null is the default
     described = _ConfigJson.model_validate(document)
     _check_supported(described)
     if family != "llama" and "num_key_value_heads" not in document:  # its default is that of one size of the family
         raise UserError("num_key_value_heads is missing; complete it")
     theta, scaling = _rotary(document, described)
+    window, full_layers = (None, 0) if windowless else _sliding_window(described, family)
+    biased = described.attention_bias and family in _BIASED
     return TransformerConfig(
         ModelShape(
             hidden=described.hidden_size,
@@ -157,14 +191,37 @@ def _from_json(document: Mapping[str, Any]) -> TransformerConfig:
             head_dim=described.head_dim or (_QWEN3_HEAD_DIM if family == "qwen3" else _even_share(described)),
             ffn_hidden=described.intermediate_size,
             vocab_size=described.vocab_size,
+            sliding_window=window,
+            full_attention_layers=full_layers or None,
         ),
         rope_theta=theta,
         norm_eps=described.rms_norm_eps,
         rope_scaling=scaling,
-        qkv_bias=family == "qwen2",
+        qkv_bias=family == "qwen2" or biased,
+        o_bias=biased,
         qk_norm=family == "qwen3",
         tied_embeddings=described.tie_word_embeddings,
     )
+
+
+def _sliding_window(described: _ConfigJson, family: str) -> tuple[int | None, int]:
+    """Tokens that windowed layers attend, and how many layers come before them; None and 0 without windows."""
+    layers, types = described.num_hidden_layers, described.layer_types
+    if family == "mistral":
+        return described.sliding_window or _WINDOW, 0
+    if family == "llama":
+        return None, 0
+    first = min(described.max_window_layers, layers) if described.use_sliding_window else layers
+    if types is not None:
+        first = types.index("sliding_attention") if "sliding_attention" in types else layers
+        if types != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+            raise UserError(
+                "layer_types is supported where full_attention comes first and sliding_attention follows, one for each "
+                "layer; choose another model"
+            )
+        if first < layers and not described.use_sliding_window:
+            raise UserError("layer_types has sliding_attention, but use_sliding_window is false; correct one of them")
+    return (described.sliding_window or _WINDOW, first) if first < layers else (None, 0)
 
 
 def _even_share(described: _ConfigJson) -> int:
@@ -185,10 +242,8 @@ def _check_supported(described: _ConfigJson) -> None:
         )
     refused = {
         "hidden_act": described.hidden_act != "silu",
-        "attention_bias": described.attention_bias,
         "mlp_bias": described.mlp_bias,
-        "use_sliding_window": described.use_sliding_window,
-        "layer_types": bool(set(described.layer_types or ()) - {"full_attention"}),
+        "layer_types": bool(set(described.layer_types or ()) - {"full_attention", "sliding_attention"}),
         "quantization_config": described.quantization_config is not None,
     }
     for key, is_refused in refused.items():
@@ -197,7 +252,7 @@ def _check_supported(described: _ConfigJson) -> None:
             raise UserError(f"{key}{shown} is not supported; choose another model")
 
 
-def _rotary(document: Mapping[str, Any], described: _ConfigJson) -> tuple[float, RotaryScaling | None]:
+def _rotary(document: Mapping[str, Any], described: _ConfigJson) -> tuple[float, Scaling | None]:
     """Base and scaling, whether all of it stands in one object (transformers 5) or some of it beside the others."""
     old, new = described.rope_scaling or {}, described.rope_parameters or {}
     beside = {key: document[key] for key in _ROPE_KEYS if document.get(key) is not None}
@@ -207,16 +262,27 @@ def _rotary(document: Mapping[str, Any], described: _ConfigJson) -> tuple[float,
             if rope[key] != value:
                 raise UserError(f"{key} is given twice, as {value!r} and as {rope[key]!r}; keep one of them")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(f"rope_type {kind!r} is not supported; choose a model with 'default' or 'llama3'")
+    if kind not in ("default", *_REQUIRED):
+        raise UserError(
+            f"rope_type {kind!r} is not supported; choose a model with {', '.join(['default', *_REQUIRED])}"
+        )
     if rope.get("type", kind) != kind:
         raise UserError(f"rope_type {kind!r} and type {rope['type']!r} differ; keep one of them")
-    stretch = {key: rope.pop(key) for key in RopeScalingConfig.model_fields if kind == "llama3" and key in rope}
+    stretch = {key: rope.pop(key) for key in _SCALING_KEYS.get(kind, ()) if key in rope}
     plain = _Rope.model_validate(rope)
     if plain.partial_rotary_factor != 1:
         raise UserError(f"partial_rotary_factor = {plain.partial_rotary_factor} is not supported; choose another model")
     if kind == "default":
         return plain.rope_theta, None
-    if missing := [key for key in RopeScalingConfig.model_fields if key not in stretch]:
-        raise UserError(f"rope_type 'llama3' has no {missing[0]}; complete it")
-    return plain.rope_theta, RotaryScaling(**RopeScalingConfig.model_validate(stretch).model_dump())
+    if missing := [key for key in _REQUIRED[kind] if stretch.get(key) is None]:
+        raise UserError(f"rope_type {kind!r} has no {missing[0]}; complete it")
+    return plain.rope_theta, _scaling(kind, {key: value for key, value in stretch.items() if value is not None})
+
+
+def _scaling(kind: str, stretch: dict[str, Any]) -> Scaling:
+    scales = [stretch.pop(key, None) for key in ("mscale", "mscale_all_dim")]
+    section = RopeScalingConfig.model_validate({"rope_type": kind} | stretch)
+    if all(scales) and section.attention_factor is None:  # DeepSeek's way to say it
+        above, below = (yarn_length(section.factor, _Scale(scale=scale).scale) for scale in scales)
+        section = section.model_copy(update={"attention_factor": above / below})
+    return scaling_of(section)

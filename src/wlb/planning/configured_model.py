@@ -12,11 +12,15 @@ from typing import Any
 from wlb.config import ModelConfig
 from wlb.errors import UserError
 from wlb.planning.config_json import read_config
-from wlb.planning.model import RotaryScaling, TransformerConfig
+from wlb.planning.model import TransformerConfig
+from wlb.planning.rotary import Scaling, scaling_of
 from wlb.workload import ModelShape, model_shape
 
-_DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size")
-_VARIANTS = ("qkv_bias", "qk_norm")
+_DIMENSIONS = (
+    *("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size"),
+    *("sliding_window", "full_attention_layers"),
+)
+_VARIANTS = ("qkv_bias", "o_bias", "qk_norm")
 
 
 def configured_model(model: ModelConfig, vocab_size: int | None = None) -> TransformerConfig:
@@ -33,9 +37,8 @@ def configured_model(model: ModelConfig, vocab_size: int | None = None) -> Trans
         rope_theta=model.rope_theta,
         norm_eps=model.norm_eps,
         rope_scaling=_rotary_scaling(model),
-        qkv_bias=model.qkv_bias,
-        qk_norm=model.qk_norm,
         tied_embeddings=model.tied_embeddings,
+        **{name: getattr(model, name) for name in _VARIANTS},
     )
 
 
@@ -81,5 +84,5 @@ def _pretrained(directory: Path, model: ModelConfig, vocab_size: int | None) -> 
     return replace(config, **changes)
 
 
-def _rotary_scaling(model: ModelConfig) -> RotaryScaling | None:
-    return RotaryScaling(**model.rope_scaling.model_dump()) if model.rope_scaling else None
+def _rotary_scaling(model: ModelConfig) -> Scaling | None:
+    return scaling_of(model.rope_scaling) if model.rope_scaling else None

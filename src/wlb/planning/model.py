@@ -5,22 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wlb.errors import UserError
+from wlb.planning.rotary import RotaryScaling as RotaryScaling
+from wlb.planning.rotary import Scaling
 from wlb.workload.shapes import ModelShape
-
-
-@dataclass(frozen=True)
-class RotaryScaling:
-    """Llama 3.1's stretching of positions to a longer context (``rope_type = "llama3"`` of Hugging Face's config).
-
-    Frequencies that turn less than ``low_freq_factor`` times over ``original_max_position_embeddings`` tokens are
-    divided by ``factor``, those that turn more than ``high_freq_factor`` times are kept, and those between are
-    interpolated by how often they turn.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
 
 
 @dataclass(frozen=True)
@@ -33,10 +20,15 @@ class TransformerConfig:
     shape: ModelShape
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
-    rope_scaling: RotaryScaling | None = None
+    rope_scaling: Scaling | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     tied_embeddings: bool = False
+    o_bias: bool = False
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that ``layer`` attends up to each token; None where that is all of its segment."""
+        return self.shape.sliding_window if self.shape.block_kind(layer).attention == "sliding" else None
 
     def __post_init__(self) -> None:
         if self.shape.head_dim % 2:

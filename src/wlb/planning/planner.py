@@ -15,10 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from wlb.documents.order import DocumentStream, EpochSummary
+from wlb.documents.mixture import DocumentLengths, document_stream
+from wlb.documents.order import EpochSummary
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.packing.arrange import arrange
@@ -46,21 +44,25 @@ class PlannedStep:
 
 
 class StepPlanner(Iterator[PlannedStep]):
-    """Plans the steps of ``job`` on documents of ``lengths`` tokens.
+    """Plans the steps of ``job`` on documents of ``lengths`` tokens, of one store or of each store of a mixture.
 
-    Ends after one epoch, drained, if ``one_epoch``, and never otherwise: documents of the next epoch follow those of
-    this one into the same steps. ``epoch_summary`` says what an epoch does with the documents. Raises ``UserError``
-    where they leave nothing to train on.
+    Ends after ``epochs`` epochs, the last one drained, and never for None: documents of the next epoch follow those of
+    this one into the same steps. An epoch of a mixture is over when every store has finished one. The order of
+    documents begins with that of ``first_epoch``. ``epoch_summary`` says what an epoch does with the documents. Raises
+    ``UserError`` where they leave nothing to train on.
     """
 
-    def __init__(self, job: JobSpec, lengths: NDArray[np.int64], *, one_epoch: bool = False) -> None:
-        self._stream = DocumentStream(lengths, job.data)
+    def __init__(
+        self, job: JobSpec, lengths: DocumentLengths, *, epochs: int | None = None, first_epoch: int = 0
+    ) -> None:
+        self._stream = document_stream(lengths, job.data)
+        self._stream.begin(first_epoch)
         self.epoch_summary: EpochSummary = self._stream.summary
         self._packer = job.packer()
         self._packing = job.packing
         self._dp = job.dp
         self._pipeline = job.pipeline
-        self._one_epoch = one_epoch
+        self._last_epoch = None if epochs is None else first_epoch + epochs - 1
         self._emitted: deque[StepPlan] = deque()
         self._drained = False
         self._held: _Held | None = None
@@ -131,7 +133,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def _next_plan(self) -> StepPlan | None:
         while not self._emitted:
-            if self._one_epoch and self._drained:
+            if self._drained and self._last_epoch is not None:
                 return None
             self._feed()
         return self._emitted.popleft()
@@ -140,7 +142,7 @@ class StepPlanner(Iterator[PlannedStep]):
         self._held = None
         if not self._stream.epoch_is_over:
             self._emitted += self._packer.plan(self._stream.take(_DOCUMENTS_AT_ONCE))
-        elif self._one_epoch:
+        elif self._last_epoch is not None and self._stream.epoch >= self._last_epoch:
             self._emitted += self._packer.drain()
             self._drained = True
         else:

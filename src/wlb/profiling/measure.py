@@ -24,7 +24,7 @@ from wlb.errors import UserError
 from wlb.profiling.timing import Case, Clock, CudaClock, Effort, ProcessClock, Timing, WallClock, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
-from wlb.workload.shapes import ModelShape
+from wlb.workload.shapes import ModelShape, check_built
 
 _EFFORT, _QUICK_EFFORT = Effort(60.0, fewest_rounds=3), Effort(6.0, fewest_rounds=2)
 _SMALLEST_DOCUMENT = 16
@@ -117,8 +117,14 @@ def measure_profile(
 def tensor_parallel_shard(shape: ModelShape, tp: int) -> ModelShape:
     """What one of ``tp`` ranks holds: its heads, and its columns of the feed-forward layer and output head.
 
-    Raises ``UserError`` if ``tp`` does not divide them.
+    Raises ``UserError`` if ``tp`` does not divide them, and for a model that is only priced.
     """
+    check_built(shape)
+    if shape.sliding_window is not None:
+        raise UserError(
+            f"the model has sliding_window = {shape.sliding_window}, and profiles measure full attention; profile the "
+            "model without it, or simulate it by its hardware preset"
+        )
     names = ("heads", "kv_heads", "ffn_hidden", "vocab_size")
     for name in names:
         if getattr(shape, name) % tp:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from wlb.memory.step import gib
 from wlb.report.evidence import AS_FAST, BASELINE, BEST, Evidence
 from wlb.report.gain import Gain
@@ -11,6 +13,7 @@ from wlb.report.html.markup import Markup, table, tag
 from wlb.report.html.page import code, facts, page, paragraph, section
 from wlb.report.plots import is_baseline
 from wlb.report.recommended import recommended_config
+from wlb.report.rivals import rivals_section
 
 TITLE = "What workload balancing gives this job"
 
@@ -18,8 +21,19 @@ _FEW_STEPS = 16
 _THE_STEP = "Of each system the step whose seconds for its work are closest to the mean"
 
 
-def predicted_report(evidence: Evidence, *, source: str, model: str, hardware: str, store: str | None = None) -> str:
-    """The HTML of a report on ``evidence``; ``source`` names the lengths, ``store`` the token store they are of."""
+def predicted_report(
+    evidence: Evidence,
+    *,
+    source: str,
+    model: str,
+    hardware: str,
+    store: str | None = None,
+    rivals: dict[str, Any] | None = None,
+) -> str:
+    """The HTML of a report on ``evidence``; ``source`` names the lengths, ``store`` the token store they are of.
+
+    ``rivals`` is what ``wlb rivals --json`` printed, for a section of its own.
+    """
     job = evidence.job
     best = evidence.gains[BEST]
     before, after = evidence.systems[BASELINE], evidence.systems[BEST]
@@ -54,6 +68,7 @@ def predicted_report(evidence: Evidence, *, source: str, model: str, hardware: s
             section("ranks", "Ranks", _ranks(evidence)),
             section("pipeline", "Pipeline", _pipeline(evidence)),
             section("sharding", "Sharding", _sharding(evidence)),
+            *([] if rivals is None else [section("rivals", "Published policies", *rivals_section(rivals))]),
             section("config", "Recommended configuration", *_config(evidence, model, source, store)),
         ],
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from wlb.simulate.job import SimulatedJob
+from wlb.workload import MODEL_SHAPES
 
 _PLACEHOLDER = "data/corpus"
 
@@ -14,7 +16,7 @@ def recommended_config(job: SimulatedJob, model: str, source: str, store: str | 
     """The sections that ``job`` settles, under preset ``best``; without ``store`` a placeholder stands for it."""
     packing = job.packing
     sections: dict[str, dict[str, Any]] = {
-        "model": {"name": model},
+        "model": {"name" if model in MODEL_SHAPES or not Path(model).is_dir() else "pretrained": model},
         "data": {"store": store or _PLACEHOLDER, "context_window": job.context_window},
         "parallel": {"dp": job.dp, "pp": job.pp, "cp": job.cp, "tp": job.tp},
         "packing": {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from wlb.reproduce import breakdown, context_windows, convergence, imbalance, kernel, sharding, speedups, table2
+from wlb.reproduce import breakdown, context_windows, convergence, imbalance, kernel, rivals, sharding, speedups, table2
 from wlb.reproduce.experiment import Report, Settings
 
 EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
@@ -20,7 +20,8 @@ EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "context-windows": context_windows.run,  # Figure 14: 7B, 32K to 1M
     "sharding": sharding.run,  # Figure 15: strategies on one layer
     "kernel": kernel.run,  # Figures 7 and 10: attention by length
+    "rivals": rivals.run,  # published policies since, beside ours
     "convergence": convergence.run,  # Figure 16: what a small model learns
 }
 # What ``wlb reproduce all`` runs: minutes, no training.
-SIMULATED = tuple(name for name in EXPERIMENTS if name != "convergence")
+SIMULATED = tuple(name for name in EXPERIMENTS if name not in ("rivals", "convergence"))

@@ -72,23 +72,26 @@ def _check(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> N
         raise UserError(f"unknown pipeline schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
         if value < 1:
-            raise UserError(f"a pipeline with {name} = {value} does not exist; {name} must be at least 1")
+            raise UserError(f"{name} = {value} is below 1; raise it")
     if virtual_stages > 1 and schedule not in _SEVERAL_STAGES:
         raise UserError(
             f"schedule {schedule!r} runs one stage on each rank, not {virtual_stages}; use 'interleaved_1f1b'"
         )
     if schedule == "zbv_zero_bubble" and virtual_stages != 2:
         raise UserError(f"schedule 'zbv_zero_bubble' runs two stages on each rank, not {virtual_stages}")
-    if schedule == "interleaved_1f1b" and micro_batches % pp:
+    if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and micro_batches % round_size(pp, micro_batches):
         raise UserError(
-            f"interleaved 1F1B runs micro-batches in rounds of pp = {pp}; {micro_batches} micro-batches are "
-            "not a multiple of it"
+            f"interleaved schedules run micro-batches in equal rounds of at least pp = {pp}; {micro_batches} "
+            f"micro-batches cannot be divided into {micro_batches // pp}"
         )
-    if schedule == "interleaved_zero_bubble" and micro_batches % max(1, micro_batches // pp):
-        raise UserError(
-            f"the interleaved zero-bubble schedule runs micro-batches in equal rounds of at least pp = {pp}; "
-            f"{micro_batches} micro-batches cannot be divided into {micro_batches // pp}"
-        )
+
+
+def round_size(pp: int, micro_batches: int) -> int:
+    """Micro-batches that interleaved schedules take through a stage before the rank's next stage has its turn.
+
+    There are ``micro_batches // pp`` rounds of this size, or a single smaller one; what is left over cannot be run.
+    """
+    return micro_batches // max(1, micro_batches // pp)
 
 
 def _gpipe(rank: int, micro_batches: int) -> tuple[Operation, ...]:
@@ -104,18 +107,17 @@ def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> tuple[O
 
 
 def _interleaved(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> tuple[Operation, ...]:
-    forwards, backwards = _in_rounds(rank, pp, micro_batches, virtual_stages, round_size=pp)
+    forwards, backwards = _in_rounds(rank, pp, micro_batches, virtual_stages)
     # One round through every stage of this rank but its last, and two operations for each rank after it.
-    warm_up = (virtual_stages - 1) * pp + 2 * (pp - 1 - rank)
+    warm_up = (virtual_stages - 1) * round_size(pp, micro_batches) + 2 * (pp - 1 - rank)
     return _warm_up_then_alternate(forwards, backwards, warm_up)
 
 
-def _in_rounds(
-    rank: int, pp: int, micro_batches: int, virtual_stages: int, round_size: int
-) -> tuple[list[Operation], list[Operation]]:
+def _in_rounds(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> tuple[list[Operation], list[Operation]]:
     """Forwards and backwards, round after round of micro-batches, each through all stages of the rank."""
     local_stages = range(rank, pp * virtual_stages, pp)
-    rounds = [range(start, start + round_size) for start in range(0, micro_batches, round_size)]
+    size = round_size(pp, micro_batches)
+    rounds = [range(start, start + size) for start in range(0, micro_batches, size)]
     forwards = [Operation(s, i, False) for round_ in rounds for s in local_stages for i in round_]
     backwards = [Operation(s, i, True) for round_ in rounds for s in reversed(local_stages) for i in round_]
     return forwards, backwards
@@ -133,9 +135,8 @@ def _warm_up_then_alternate(
 
 def _interleaved_zero_bubble(rank: int, pp: int, micro_batches: int, virtual_stages: int) -> tuple[Operation, ...]:
     """1F1B whose weight parts follow their input parts at a distance of ``rank`` (ZB-H1 of the paper)."""
-    round_size = micro_batches // max(1, micro_batches // pp)
-    forwards, backwards = _in_rounds(rank, pp, micro_batches, virtual_stages, round_size)
-    warm_up = min((virtual_stages - 1) * round_size + pp - 1 - rank, len(forwards))
+    forwards, backwards = _in_rounds(rank, pp, micro_batches, virtual_stages)
+    warm_up = min((virtual_stages - 1) * round_size(pp, micro_batches) + pp - 1 - rank, len(forwards))
     operations = forwards[:warm_up]
     for index, backward in enumerate(backwards):
         operations += forwards[warm_up + index : warm_up + index + 1]

@@ -89,9 +89,14 @@ def pipeline_times(
     *,
     weight: ArrayLike | None = None,
     transfer: ArrayLike = 0.0,
+    together: ArrayLike | None = None,
 ) -> PipelineTimes:
-    """When each operation of the pipelines runs; arguments as for ``pipeline_makespans``."""
-    waves, seconds, ends, rank_ends = _run(schedule, forward, backward, virtual_stages, weight, transfer)
+    """When each operation of the pipelines runs; arguments as for ``pipeline_makespans``.
+
+    ``together``, shape (..., micro_batches), joins pipelines: those that have the same number in a micro-batch, from 0
+    to the number of pipelines, begin each of its operations when all of them can.
+    """
+    waves, seconds, ends, rank_ends = _run(schedule, forward, backward, virtual_stages, weight, transfer, together)
     batch = rank_ends.shape[1:]
     return PipelineTimes(
         waves.in_order,
@@ -108,6 +113,7 @@ def _run(
     virtual_stages: int,
     weight: ArrayLike | None,
     transfer: ArrayLike,
+    together: ArrayLike | None = None,
 ) -> tuple[_Waves, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """Waves, seconds and ends of all operations, shapes (operations, pipelines), ends with a row 0 of zeros before
     them; and ends of ranks, (pp, ...)."""
@@ -119,6 +125,8 @@ def _run(
     by_operation = np.concatenate([times.reshape(-1, stages * micro_batches) for times in phases], axis=1)
     seconds = by_operation.T[waves.operations]
     delays = _delays(transfer, batch, micro_batches)
+    joined = None if together is None else np.asarray(together, np.int64).reshape(-1, micro_batches).T
+    micro_batch = waves.operations % micro_batches
     # Row 0 is the start of the step; row k + 1 is when the k-th operation ends.
     ends = np.zeros((len(seconds) + 1, seconds.shape[1]))
     for start, stop in waves.bounds:
@@ -126,8 +134,19 @@ def _run(
         if delays is not None:
             arrival += delays[waves.travelling[start:stop]]
         np.maximum(arrival, ends[waves.previous_on_rank[start:stop]], out=arrival)
+        if joined is not None:
+            arrival = _latest(arrival, joined[micro_batch[start:stop]])
         np.add(arrival, seconds[start:stop], out=ends[start + 1 : stop + 1])
     return waves, seconds, ends, ends[waves.last_of_rank].reshape(-1, *batch)
+
+
+def _latest(arrival: NDArray[np.float64], joined: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The latest arrival among joined pipelines, for each of them; shapes (operations, pipelines)."""
+    operations, pipelines = arrival.shape
+    place = joined + pipelines * np.arange(operations)[:, None]
+    latest = np.zeros(arrival.size)
+    np.maximum.at(latest, place.ravel(), arrival.ravel())
+    return np.asarray(latest[place], np.float64)
 
 
 def _checked_times(forward: ArrayLike, backward: ArrayLike, virtual_stages: int) -> list[NDArray[np.float64]]:

@@ -99,7 +99,7 @@ class PrefillPlanner:
         Without chunked prefill raises ``UserError`` for a prompt over the budget.
         """
         if not self.chunked and (longest := max(waiting, key=lambda p: p.tokens, default=None)) is not None:
-            self._check(longest)
+            self.check(longest)
         order = self._shortest_first(waiting) if self.method == "workload:shortest" else list(waiting)
         batches = [_OpenBatch() for _ in range(ranks)]
         if self._by_seconds and not self.chunked:
@@ -125,8 +125,9 @@ class PrefillPlanner:
         """What a prompt takes that is as long as the token budget."""
         return self.batch_seconds([Chunk(0, 0, self.token_budget)])
 
-    def _check(self, prompt: Prompt) -> None:
-        if prompt.tokens > self.token_budget:
+    def check(self, prompt: Prompt) -> None:
+        """Raise ``UserError`` for a prompt that cannot be prefilled."""
+        if not self.chunked and prompt.tokens > self.token_budget:
             raise UserError(
                 f"prompt {prompt.number} has {prompt.tokens} tokens, over the token budget {self.token_budget}; "
                 "raise the budget or turn chunked prefill on"

@@ -12,9 +12,9 @@ head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,21 @@ from wlb.serving.batching import Batch, PrefillPlanner, Prompt
 LOOK_AHEAD = 1024  # prompts, from the oldest on, that are shown to the planner
 
 
+@dataclass(frozen=True)
+class Group:
+    """GPUs that compute one rank's part of a pass together, and which prompts they are for."""
+
+    tp: int = 1
+    cp: int = 1
+    clock: float = 1.0  # share of the full clock
+    count: int = 1  # of such groups
+    prompts: str = "all prompts"
+
+    @property
+    def gpus(self) -> int:
+        return self.tp * self.cp
+
+
 class Pass(NamedTuple):
     """One forward pass of the ranks of an engine: ``seconds`` each rank computes, ``batches`` what it runs."""
 
@@ -33,6 +48,7 @@ class Pass(NamedTuple):
     end: float
     seconds: NDArray[np.float64]
     batches: list[Batch]
+    group: Group = Group()  # of each rank
 
 
 @dataclass(frozen=True)
@@ -42,25 +58,6 @@ class PrefillRun:
     passes: list[Pass]
     first_token_seconds: NDArray[np.float64]  # (prompts,)
     seconds: float  # from the first arrival to the last first token
-
-
-@dataclass(frozen=True)
-class PrefillResult:
-    """One row of the comparison. Seconds are simulated, to the first token; ``busy`` is mean over slowest rank."""
-
-    method: str
-    p50_seconds: float
-    p95_seconds: float
-    p99_seconds: float
-    mean_seconds: float
-    longest_seconds: float
-    tokens_per_second: float
-    passes: int
-    longest_pass_seconds: float
-    busy: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass
@@ -98,11 +95,13 @@ def simulate_prefill(
     dp: int = 1,
     pp: int = 1,
     lock_step: bool = True,
+    group: Group = Group(),
     on_progress: Callable[[int], None] = lambda prompts: None,
 ) -> PrefillRun:
     """Serve prompts of ``lengths`` tokens that arrive at ``arrivals`` seconds (ascending) with ``dp`` ranks.
 
-    ``on_progress`` is called with the number of prompts just finished.
+    Every rank is a ``group`` in each of ``pp`` stages. ``on_progress`` is called with the number of prompts just
+    finished.
     Raises ``UserError`` for no prompts, and as ``planner.plan`` does.
     """
     if not len(lengths):
@@ -126,7 +125,7 @@ def simulate_prefill(
         batches = planner.plan(shown, engine.ranks)
         seconds = np.array([planner.batch_seconds(batch) for batch in batches])
         end = engine.run(now, float(seconds.max()))
-        passes.append(Pass(engine.number, now, end, seconds, batches))
+        passes.append(Pass(engine.number, now, end, seconds, batches, group))
         waiting = len(queue)
         for rank, chunk in ((rank, chunk) for rank, batch in enumerate(batches) for chunk in batch):
             queue[chunk.prompt].done, queue[chunk.prompt].place = chunk.stop, (engine.number, rank)
@@ -137,33 +136,12 @@ def simulate_prefill(
     return PrefillRun(passes, first_token - arrivals, float(first_token.max() - arrivals[0]))
 
 
-def compare_prefill(
-    lengths: NDArray[np.int64], arrivals: NDArray[np.float64], planner: PrefillPlanner, **ranks: Any
-) -> PrefillResult:
-    """``simulate_prefill`` in figures."""
-    run = simulate_prefill(lengths, arrivals, planner, **ranks)
-    p50, p95, p99 = np.percentile(run.first_token_seconds, (50, 95, 99)).tolist()
-    return PrefillResult(
-        method=planner.method,
-        p50_seconds=p50,
-        p95_seconds=p95,
-        p99_seconds=p99,
-        mean_seconds=float(run.first_token_seconds.mean()),
-        longest_seconds=float(run.first_token_seconds.max()),
-        tokens_per_second=float(lengths.sum() / run.seconds),
-        passes=len(run.passes),
-        longest_pass_seconds=max(float(each.seconds.max()) for each in run.passes),
-        busy=sum(float(each.seconds.mean()) for each in run.passes)
-        / sum(float(each.seconds.max()) for each in run.passes),
-    )
-
-
-def capacity(lengths: NDArray[np.int64], planner: PrefillPlanner, dp: int) -> float:
-    """Prompts of these lengths that ``dp`` ranks could prefill in a second, each in full passes and none ever idle."""
+def capacity(lengths: NDArray[np.int64], planner: PrefillPlanner, ranks: int) -> float:
+    """Prompts of these lengths that ``ranks`` could prefill in a second, each in full passes and none ever idle."""
     attention = planner.workload.attention_seconds(lengths, "forward").sum()
     full_passes = lengths.sum() / planner.token_budget
     linear = full_passes * planner.workload.linear_seconds(planner.token_budget, "forward")
-    return float(dp * len(lengths) / (attention + linear))
+    return float(ranks * len(lengths) / (attention + linear))
 
 
 def _shown(queue: dict[int, _Waiting], lengths: NDArray[np.int64], engine: _Engine) -> list[Prompt]:

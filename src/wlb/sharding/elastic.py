@@ -15,6 +15,9 @@ in the forward, in the backward and in memory. A micro-batch is shared out in th
 
 A document of a micro-batch of its own is thus cut into pairs of a head and a tail slice. Among short documents, which
 are the cheap tokens, it is cut into contiguous slices, shorter the deeper they lie.
+
+``hybrid`` has a plan of even tokens, too, which levels attention less and may move fewer keys and values. A micro-batch
+gets that plan where it is predicted to be over one per cent faster.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from wlb.sharding.adaptive import Candidates, joined, pieces_of_plans, price
+from wlb.sharding.hybrid import EVEN_TOKENS, TOLERANCE, levelled_candidates
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged
 from wlb.workload.base import Seconds, Workload
 
@@ -34,6 +39,18 @@ _SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
 
 
 def elastic(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
+    """Level tokens and attention of all ranks, moving keys and values only as far as that makes the group faster."""
+    slices = Candidates(np.arange(len(micro_batches.counts)), uneven_slices(micro_batches, cp_size, workload))
+    levelled = levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)
+    candidates = joined([slices, levelled], micro_batches, cp_size)
+    seconds = price(candidates, micro_batches, cp_size, workload).seconds
+    seconds[: len(micro_batches.counts)] *= 1 - TOLERANCE  # of the slices, which come first
+    fastest_first = np.lexsort((seconds, candidates.micro_batch))
+    _, first = np.unique(candidates.micro_batch[fastest_first], return_index=True)
+    return pieces_of_plans(fastest_first[first], candidates, micro_batches, cp_size)
+
+
+def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
     """Level tokens and attention of all ranks, within a cell of about a hundredth of a rank's share."""
     lanes, tables = [], []
     for index, lengths in enumerate(np.split(micro_batches.sizes, micro_batches.first[1:])):
@@ -93,7 +110,7 @@ class _Slicing:
 
     def _room(self, long: Integers) -> tuple[Seconds, Seconds]:
         """Tokens and attention that each rank has room for, once the dear parts of ``long`` documents are shared."""
-        dear = self._row([(document, self._depth, None) for document in long[::-1]])
+        dear = self._row((long[::-1], self._depth, None))
         cheap_tokens = self._even_tokens * self._ranks - dear.tokens[-1]
         price = max(0.0, self._even_attention * self._ranks - dear.attention[-1]) / max(cheap_tokens, 1.0)
         excess = dear.attention - price * dear.tokens
@@ -130,14 +147,10 @@ class _Slicing:
         self, cut: Integers, short: Integers, tokens: Seconds, attention: Seconds, *, in_order: bool
     ) -> tuple[Integers, Integers]:
         """Ranks and cells of what is to be cut, for ranks that hold so many tokens and seconds already."""
-        row = self._row(
-            [(document, 0, self._depth) for document in cut]
-            + [(document, 0, None) for document in short]
-            + [(document, self._depth, None) for document in cut[::-1]]
-        )
+        row = self._row((cut, 0, self._depth), (short, 0, None), (cut[::-1], self._depth, None))
         lacks_tokens, lacks_attention = self._even_tokens - tokens, self._even_attention - attention
         ranks = np.arange(self._ranks)
-        if not in_order:  # who lacks the dearest tokens takes the deepest
+        if not in_order:  # the rank short of the most expensive tokens takes the deepest
             ranks = np.argsort(-lacks_attention / np.maximum(lacks_tokens, 1.0), kind="stable")
         owner = np.empty(row.size, np.int64)
         first, last = 0, row.size
@@ -175,18 +188,21 @@ class _Slicing:
         best = int(off.argmin())
         return int(front[best]), int(back[best])
 
-    def _row(self, parts: list[tuple[int, int, int | None]]) -> _Row:
-        """Cells of parts (document, start, stop), in order; to the document's end where stop is None."""
-        cells = [np.empty((0, 3), np.int64)]
-        for document, start, stop in parts:
-            length = int(self._lengths[document])
-            cuts = np.arange(start, min(length, length if stop is None else stop), self._cell)
-            stops = np.append(cuts[1:], min(length, length if stop is None else stop))
-            cells.append(np.stack([np.full_like(cuts, document), cuts, stops[: len(cuts)]], axis=1))
-        together = np.concatenate(cells)
-        _, starts, ends = together.T
-        seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(starts)
-        return _Row(together, np.append(0, np.cumsum(ends - starts)), np.append(0.0, np.cumsum(seconds)))
+    def _row(self, *parts: tuple[Integers, int, int | None]) -> _Row:
+        """Cells of parts (documents, start, stop), in order; to the documents' ends where stop is None."""
+        documents = np.concatenate([of_part for of_part, _, _ in parts])
+        start = np.repeat([start for _, start, _ in parts], [len(of_part) for of_part, _, _ in parts])
+        most = np.iinfo(np.int64).max
+        stops = [np.minimum(self._lengths[of_part], most if stop is None else stop) for of_part, _, stop in parts]
+        stop = np.concatenate(stops)
+        counts = np.maximum(0, -(-(stop - start) // self._cell))
+        of_cell = np.repeat(np.arange(len(documents)), counts)
+        within = np.arange(len(of_cell)) - (np.cumsum(counts) - counts)[of_cell]
+        begins = start[of_cell] + self._cell * within
+        ends = np.minimum(begins + self._cell, stop[of_cell])
+        seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(begins)
+        cells = np.stack([documents[of_cell], begins, ends], axis=1)
+        return _Row(cells, np.append(0, np.cumsum(ends - begins)), np.append(0.0, np.cumsum(seconds)))
 
     def _mean_depth(self) -> int:
         """How deep in a document a token costs what the mean token does; a multiple of the cell."""

@@ -1,9 +1,9 @@
 """Hybrid sharding: documents stay whole on one rank where they fit, and only the others are cut.
 
 Cutting a document balances the ranks but moves its keys and values between them; a whole document moves nothing.
-For a permitted level of seconds per rank, documents are dealt whole, dearest first, to the rank with the least work.
-One that would lift its rank above the level is cut: the longest because they are more than a rank's share, and towards
-the end a few short ones that no longer fit. A higher level cuts less and balances less; several are tried.
+For a permitted level of seconds per rank, documents are assigned whole, most expensive first, to the rank with the
+least work. One that would lift its rank above the level is cut: the longest because they are more than a rank's share,
+and towards the end a few short ones that no longer fit. A higher level cuts less and balances less; several are tried.
 
 Cut documents flow into what the whole ones left of the ranks, one document after another, until all ranks stand at one
 level. Of the ranks that share a document
@@ -45,7 +45,7 @@ def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pie
 
     No rank holds more than ``MEMORY_FACTOR`` times its even share of the tokens, rounded up.
     """
-    levelled = _levelled_candidates(micro_batches, cp_size, workload)
+    levelled = levelled_candidates(micro_batches, cp_size, workload)
     candidates = joined([*static_candidates(micro_batches, cp_size), levelled], micro_batches, cp_size)
     prices = price(candidates, micro_batches, cp_size, workload)
     chosen = _choose(faster_static(prices, micro_batches), levelled.micro_batch, prices)
@@ -69,12 +69,14 @@ def _choose(adaptive: Integers, of_levelled: Integers, prices: Prices) -> Intege
     return plans[best_first][first]
 
 
-def _levelled_candidates(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Candidates:
-    """The levelled plans of every micro-batch."""
+def levelled_candidates(
+    micro_batches: MicroBatches, cp_size: int, workload: Workload, memory_factor: float = MEMORY_FACTOR
+) -> Candidates:
+    """The levelled plans of every micro-batch, with up to ``memory_factor`` even shares of the tokens on a rank."""
     of_plans: list[int] = []
     lanes, tables, segments = [], [], 0
     for index, lengths in enumerate(np.split(micro_batches.sizes, micro_batches.first[1:])):
-        for ranks, table in _levelled(lengths, cp_size, workload):
+        for ranks, table in _levelled(lengths, cp_size, workload, memory_factor):
             lanes.append(ranks + len(of_plans) * cp_size)
             tables.append(table + np.array([segments, 0, 0]))
             of_plans.append(index)
@@ -87,17 +89,20 @@ def _levelled_candidates(micro_batches: MicroBatches, cp_size: int, workload: Wo
     return Candidates(np.array(of_plans), merged(lane[order], segment[order], start[order], stop[order]))
 
 
-def _levelled(lengths: Integers, cp_size: int, workload: Workload) -> Iterator[tuple[Integers, Table]]:
+def _levelled(
+    lengths: Integers, cp_size: int, workload: Workload, memory_factor: float
+) -> Iterator[tuple[Integers, Table]]:
     """Ranks and pieces (segment, start, stop), empty ones among them, for every level that makes another plan.
 
-    With uneven tokens; and for the lowest level with even ones.
+    With uneven tokens, where these are allowed; and for the lowest level with even ones.
     """
     total = int(lengths.sum())
     token_seconds = float(workload.linear_seconds(total)) / total
     seconds = workload.attention_seconds(lengths) + token_seconds * lengths
     even = float(seconds.sum()) / cp_size
-    most_tokens = max(int(MEMORY_FACTOR * total / cp_size), -(-total // cp_size))
-    for most_aimed_at, levels in ((int(EVEN_TOKENS * total / cp_size), LEVELS[:1]), (most_tokens, LEVELS)):
+    most_tokens = max(int(memory_factor * total / cp_size), -(-total // cp_size))
+    aims = [(int(EVEN_TOKENS * total / cp_size), LEVELS[:1]), (most_tokens, LEVELS)]
+    for most_aimed_at, levels in aims if memory_factor > EVEN_TOKENS else aims[:1]:
         makes_a_difference = 0.0
         for level in levels:
             if level * even < makes_a_difference:
@@ -120,7 +125,7 @@ def _levelled(lengths: Integers, cp_size: int, workload: Workload) -> Iterator[t
 def _deal(
     lengths: Integers, seconds: Seconds, cp_size: int, level: float, room: int
 ) -> tuple[Integers, Seconds, Integers, float]:
-    """Deal segments whole, dearest first, to the rank with the least seconds that has room for their tokens.
+    """Assign segments whole, most expensive first, to the rank with the least seconds that has room for their tokens.
 
     Returns each segment's rank, -1 where it fits nowhere under ``level`` seconds, each rank's seconds and tokens, and
     the lowest level that gives another result.
@@ -184,7 +189,7 @@ def _pour(
 ) -> list[list[Share]]:
     """The shares of every document, longest first, each spanning as few ranks as it can."""
     gaps = _gaps(float(seconds.sum()), load_seconds, space * (seconds.sum() / sizes.sum()))
-    # The longest documents have the dearest tokens: they go to ranks that have more seconds left than space.
+    # The longest documents have the most expensive tokens: they go to ranks that have more seconds left than space.
     tightness = gaps / np.maximum(space, 1)
     filled = np.flatnonzero((gaps > 0) | (gaps == gaps.max()))
     ranks = filled[np.argsort(-tightness[filled], kind="stable")].tolist()

@@ -21,6 +21,7 @@ from wlb.simulate.job import SimulatedJob
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import EXCHANGES, Seconds
 from wlb.workload.links import group_link, shard_bytes
+from wlb.workload.weights import mean_block_weights
 
 Direction = Literal["forward", "backward"]
 
@@ -142,10 +143,8 @@ class JobCosts:
 
     @cached_property
     def _block_weights(self) -> float:
-        """Weights of a block on one tensor-parallel rank."""
-        shape = self.job.shape
-        attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
-        return (attention + 3 * shape.hidden * shape.ffn_hidden) / self.job.tp
+        """Weights of a block on one tensor-parallel rank, all experts included; the mean of blocks that differ."""
+        return mean_block_weights(self.job.shape) / self.job.tp
 
     @cached_property
     def _root_weights(self) -> NDArray[np.float64]:

@@ -16,9 +16,12 @@ from wlb.simulate.costs import JobCosts
 Array = NDArray[np.float64]
 
 
-def with_gathers(costs: JobCosts, forward: Array, backward: Array) -> tuple[Array, Array]:
-    """Seconds of stages in micro-batches, shape (..., stages, micro-batches), once weights have to be gathered."""
-    if costs.job.pp > 1:
+def with_gathers(costs: JobCosts, forward: Array, backward: Array, *, kept: bool | None = None) -> tuple[Array, Array]:
+    """Seconds of stages in micro-batches, shape (..., stages, micro-batches), once weights have to be gathered.
+
+    ``kept`` says whether they stay until the step ends; by default they do in a pipeline.
+    """
+    if costs.job.pp > 1 if kept is None else kept:
         first = _waiting_for_weights(costs, forward[..., 0])[..., None]
     else:
         first = _gathered_a_block_ahead(costs, forward[..., :1])

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb.documents.mixture import DocumentLengths
 from wlb.errors import UserError
 from wlb.packing.elastic import ElasticOptions
 from wlb.planning.job import JobSpec
@@ -29,7 +29,7 @@ J = TypeVar("J", bound=JobSpec)
 
 _STEPS = 4  # that are simulated for a choice, fewer where they are of many micro-batches
 _MICRO_BATCHES = 48
-_FILLINGS = (1, 1.5, 2, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
+_FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 
 
@@ -40,7 +40,7 @@ class _Pools(NamedTuple):
     micro_batches: int
 
 
-def with_decided_pools(job: J, lengths: NDArray[np.int64]) -> J:
+def with_decided_pools(job: J, lengths: DocumentLengths) -> J:
     """``job`` with context-parallel groups that are its pools: those given, or the fastest on documents of ``lengths``.
 
     The same job and documents give the same pools. Raises ``UserError`` for pools that are given and cannot run, and
@@ -92,7 +92,7 @@ def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
             continue  # a pipeline that runs in rounds
 
 
-def _priced(job: SimulatedJob, lengths: NDArray[np.int64], prices: DocumentPrices) -> _Pools:
+def _priced(job: SimulatedJob, lengths: DocumentLengths, prices: DocumentPrices) -> _Pools:
     steps = min(_STEPS, max(1, _MICRO_BATCHES // job.packing.micro_batches))
     plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
     table = np.concatenate([plan.table for plan in plans])

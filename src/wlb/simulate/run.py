@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.mixture import DocumentLengths, joined_lengths
 from wlb.packing.plan import StepPlan
 from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
@@ -89,7 +90,7 @@ class SimulationResult:
 
 def simulate(
     job: SimulatedJob,
-    lengths: NDArray[np.int64],
+    lengths: DocumentLengths,
     steps: int,
     *,
     work_prices: DocumentPrices | None = None,
@@ -106,9 +107,10 @@ def simulate(
     totals = _Totals(job, work_prices)
     plans = islice(StepPlanner(job, lengths).plans(), steps)
     at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
+    of_documents = joined_lengths(lengths)
     while group := list(islice(plans, at_once)):
         totals.add(simulate_steps(group, costs))
-        totals.add_documents(group, lengths)
+        totals.add_documents(group, of_documents)
         on_progress(len(group))
     return totals.result()
 

@@ -79,7 +79,7 @@ def search_space(
 ) -> SearchSpace:
     """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
     if gpus < 1:
-        raise UserError(f"{gpus} GPUs train nothing; give at least 1")
+        raise UserError(f"gpus = {gpus} is below 1; raise it")
     micro_batches = batch_tokens // context_window
     if micro_batches < 1:
         raise UserError(f"a global batch of {batch_tokens} tokens holds no window of {context_window}; raise it")
@@ -105,7 +105,7 @@ def search(
 
     Raises ``UserError`` where no layout fits the memory.
     """
-    jobs, too_large = _layouts(space)
+    jobs, too_large = layouts(space)
     if not jobs and not too_large:
         raise UserError(
             f"no layout of {space.gpus} GPUs divides a global batch of {space.micro_batches} windows of "
@@ -134,9 +134,9 @@ def search(
     first = sorted((run(job, _FIRST_STEPS, single) for job in jobs), key=_speed, reverse=True)
     work_prices = first[0].job.work_prices
     ways = [way for result in first[:finals] for way in _ways_of_packing(result.job)]
-    candidates = [candidate for way in ways if (candidate := _fitted(way)) is not None]
+    candidates = [candidate for way in ways if (candidate := fitted(way)) is not None]
     ranking = sorted((run(job, space.steps, work_prices) for job in candidates), key=_speed, reverse=True)
-    plain = run(_packed_as(ranking[0].job, "plain-4d"), space.steps, work_prices)
+    plain = run(packed_as(ranking[0].job, "plain-4d"), space.steps, work_prices)
     return SearchResult(ranking, plain, len(jobs), len(too_large))
 
 
@@ -168,7 +168,7 @@ def _speed(result: SimulationResult) -> float:
     return result.work_rate
 
 
-def _layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
+def layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
     """Jobs that fit the memory, one a layout, and the bytes that the others would need."""
     fitting: list[SimulatedJob] = []
     too_large: list[int] = []
@@ -177,9 +177,9 @@ def _layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
             job = _job(space, **sizes)
         except UserError:
             continue  # the model cannot be cut or split that way
-        fitted = _fitted(job) or _fitted(job.with_length_factor(_SHORTEST))
-        if fitted is not None:
-            fitting.append(fitted)
+        fits_so = fitted(job) or fitted(job.with_length_factor(_SHORTEST))
+        if fits_so is not None:
+            fitting.append(fits_so)
         else:
             least = replace(job.with_length_factor(_SHORTEST), activation_checkpointing="full")
             too_large.append(predicted_memory(least).total)
@@ -214,7 +214,7 @@ def _job(space: SearchSpace, *, tp: int, dp: int, **sizes: Any) -> SimulatedJob:
     )
 
 
-def _fitted(job: SimulatedJob) -> SimulatedJob | None:
+def fitted(job: SimulatedJob) -> SimulatedJob | None:
     """``job`` with the cheapest activation checkpointing that fits, or None."""
     for kind in get_args(Checkpointing):  # cheapest first
         candidate = replace(job, activation_checkpointing=kind)
@@ -225,7 +225,7 @@ def _fitted(job: SimulatedJob) -> SimulatedJob | None:
 
 def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
     for system in _SYSTEMS:
-        packed = _packed_as(job, system)
+        packed = packed_as(job, system)
         if not packed.packing.has_length_factor:
             yield packed
             continue
@@ -233,6 +233,7 @@ def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
             yield packed.with_length_factor(factor)
 
 
-def _packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
+def packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
+    """``job`` under another system of ``wlb.config.PRESETS``, with as many micro-batches."""
     packing, sharding = preset_sections(system, {"micro_batches": job.packing.micro_batches})
     return replace(job, packing=packing, sharding=sharding)

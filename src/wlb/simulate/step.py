@@ -100,7 +100,12 @@ class Steps:
     def of(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
         """The steps of ``plans``, dealt to data-parallel ranks already."""
         lengths = [micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches]
-        shards = price_shards(lengths, costs).reshaped(len(plans), costs.job.dp, costs.job.micro_batches_per_rank)
+        shards = price_shards(lengths, costs)
+        return cls.of_shards(shards.reshaped(len(plans), costs.job.dp, costs.job.micro_batches_per_rank), costs)
+
+    @classmethod
+    def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
+        """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
         blocks, head = (_priced(shards.tokens, price) for price in (costs.blocks, costs.head))
         return cls(costs, shards, blocks, head)
 

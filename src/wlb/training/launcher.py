@@ -50,7 +50,7 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     before the processes start, and ``KeyboardInterrupt`` on Ctrl-C once they have ended.
     """
     with _EndRequest() as request:
-        config = load_config(config_path, overrides)
+        config = load_config(config_path, overrides, auto_dp=_dp_of_this_machine)
         require("torch", "train")
         from wlb.training.preflight import check_job
 
@@ -71,6 +71,12 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
                 return ending.status
             say(f"wlb: {ending.cause}; restarting from {origin}, restarts left: {restarts.left}")
     return 0
+
+
+def _dp_of_this_machine(of_one_rank: int) -> int:
+    """As many data-parallel ranks as there are GPUs for; one on a machine without GPUs."""
+    gpus: int = require("torch", "train").cuda.device_count()
+    return max(1, gpus // of_one_rank)
 
 
 class _EndRequest:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from wlb.config import JobConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore
 from wlb.models.pretrained import load_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.planning.job import JobSpec
@@ -65,7 +65,7 @@ class RankData:
 
 def take_place(
     config: JobConfig,
-    store: TokenStore,
+    store: TrainedStore,
     device: torch.device,
     hardware: str | None = None,
     allocating: Allocating = nullcontext,
@@ -119,7 +119,7 @@ def restore(config: JobConfig, model: RankModel) -> tuple[Checkpointer, Progress
     return checkpointer, None
 
 
-def build_data(config: JobConfig, store: TokenStore, model: RankModel, progress: Progress | None) -> RankData:
+def build_data(config: JobConfig, store: TrainedStore, model: RankModel, progress: Progress | None) -> RankData:
     """Begin to plan and read the steps after ``progress``; raises ``UserError`` if it was made on other data."""
     state = progress.loader if progress else None
     share = RankShare.in_job(model.job, model.mesh.rank("dp"), model.mesh.rank("cp"))
@@ -127,14 +127,14 @@ def build_data(config: JobConfig, store: TokenStore, model: RankModel, progress:
 
 
 def build_reporter(
-    config: JobConfig, store: TokenStore, model: RankModel, data: RankData, step: int
+    config: JobConfig, store: TrainedStore, model: RankModel, data: RankData, step: int
 ) -> Reporter | None:
     """Rank 0's account of the job that continues after ``step``; says where it starts."""
     names = rank_names(model.execution.device)
     if dist.get_rank() != 0:
         return None
-    reporter = Reporter(config, model.config.shape, names, model.execution, step)
-    reporter.begin(store, data.loader)
+    reporter = Reporter(config, store, model.config.shape, names, model.execution, step)
+    reporter.begin(data.loader)
     return reporter
 
 

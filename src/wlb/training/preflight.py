@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from wlb.config import JobConfig
-from wlb.documents.order import summarise_epoch
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.mixture import document_stream
+from wlb.documents.store.mixture import TrainedStore, document_lengths, open_stores
 from wlb.errors import UserError, require
 from wlb.models.pretrained import check_weights
 from wlb.planning.job import JobSpec
@@ -36,18 +36,19 @@ class CheckedJob:
     """A configuration in which nothing is left to decide, and its token store, whose index takes a pass to open."""
 
     config: JobConfig
-    store: TokenStore
+    store: TrainedStore
 
 
 def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
     """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine."""
     device = torch.device(device_type(config.training, local_processes))
-    store = TokenStore.open(config.data.store)
+    store = open_stores(config.data.stores)
+    lengths = document_lengths(store)
     model = trained_model(config, store)
     for check in (*settings_checks(config, store, model), *directory_checks(config, _check_writable)):
         check()
     saved = saved_loader_state(config, model)
-    job = with_decided_pools(JobSpec.from_config(config, hardware_name(device), model=model), store.lengths)
+    job = with_decided_pools(JobSpec.from_config(config, hardware_name(device), model=model), lengths)
     config = arranged_as(config, job)
     config = within_memory(config, job, local_processes, saved["identity"] if saved else None)
     if saved is not None:
@@ -55,11 +56,11 @@ def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
     return CheckedJob(config, store)
 
 
-def settings_checks(config: JobConfig, store: TokenStore, model: TransformerConfig) -> list[Check]:
+def settings_checks(config: JobConfig, store: TrainedStore, model: TransformerConfig) -> list[Check]:
     """What can be said of settings and data before anything is decided; each raises ``UserError``."""
     checks: list[Check] = [
         lambda: check_layout(model.shape, config.parallel),
-        lambda: summarise_epoch(store.lengths, config.data),
+        lambda: document_stream(document_lengths(store), config.data),  # refuses what leaves nothing to train on
         lambda: check_evaluation(config, store, model.shape.vocab_size),
     ]
     if config.packing.method == "fixed_solver":

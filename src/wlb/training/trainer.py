@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from wlb.attention.profiler_regions import region
 from wlb.config import JobConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore, open_stores
 from wlb.training.checkpoint.checkpointer import Progress
 from wlb.training.data.loader import LoadedStep
 from wlb.training.memory_budget import with_agreed_factor
@@ -69,14 +69,14 @@ class Trainer:
         self,
         config: JobConfig,
         device: torch.device,
-        store: TokenStore | None = None,
+        store: TrainedStore | None = None,
         termination: Termination | None = None,
         pulse: Pulse | None = None,
     ) -> None:
         self.config = config
         self.termination = termination or Termination()
         self.pulse = pulse or Pulse()
-        store = store if store is not None else TokenStore.open(config.data.store)
+        store = store if store is not None else open_stores(config.data.stores)
 
         self.model = build_model(config, take_place(config, store, device))
         self.runner, self.monitor = build_pipeline(config, self.model)

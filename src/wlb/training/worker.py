@@ -35,9 +35,9 @@ def main() -> None:
         _end_with_launcher(termination)
     try:
         arguments = _parse()
-        from wlb.config_file import load_config
+        from wlb.config_file import dp_of, load_config
 
-        config = load_config(arguments.config, arguments.set)
+        config = load_config(arguments.config, arguments.set, auto_dp=dp_of(int(os.environ.get("WORLD_SIZE", "1"))))
         from wlb.training.trainer import train
 
         gc.freeze()  # or every full collection while planning walks all that torch has imported

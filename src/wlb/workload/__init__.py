@@ -10,7 +10,8 @@ from wlb.workload.base import Phase, Seconds, Workload
 from wlb.workload.flops import attention_flops, linear_flops
 from wlb.workload.hardware import HARDWARE, Hardware, hardware_preset
 from wlb.workload.profile import ProfileWorkload, load_profile
-from wlb.workload.shapes import MODEL_SHAPES, ModelShape, model_shape
+from wlb.workload.published import MODEL_SHAPES, model_shape
+from wlb.workload.shapes import ModelShape
 
 __all__ = [
     "HARDWARE",

@@ -5,6 +5,7 @@ Both come out as polynomials with two coefficients each, so that pricing a docum
     W_a(d) = pair_seconds * d (d + 1) / 2 + padding_seconds * d         a document of d tokens
     W_l(T) = fixed_seconds + token_seconds * T                          a micro-batch of T tokens
 
+Blocks with a sliding window add window_pair_seconds for each pair inside it, which beyond the window grows with d.
 ``analytic_workload`` derives the coefficients (docs/workload.md has the formulas); ``AnalyticWorkload`` holds
 and evaluates them.
 """
@@ -21,16 +22,20 @@ from wlb.workload.base import EXCHANGES, Phase, Seconds
 from wlb.workload.flops import (
     ATTENTION_BACKWARD_FACTOR,
     LINEAR_BACKWARD_FACTOR,
+    delta_net_flops_per_token,
     elementwise_values_per_token,
     gemm_flops_per_token,
+    pair_flops,
+    windowed_pairs,
 )
 from wlb.workload.hardware import Hardware
 from wlb.workload.links import group_link, shard_bytes
 from wlb.workload.shapes import ModelShape
+from wlb.workload.weights import latent_expansion
 
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
 # Values read and written in a rank's memory, by counting the operations of ``wlb.attention``, each a kernel of its own.
-# For each value of K and V that it sends: picking and stacking it, 4; its gradient, when it comes home, is added in
+# For each value of K and V that it sends: picking and stacking it, 4; its gradient, when it returns, is added in
 # float32, which counts twice where values are half as wide, 13.
 _SENT = {"forward": 4.0, "backward": 13.0, "both": 17.0}
 # For each that it receives: lining it up, 2; backward again, and clearing the gradients and putting them in place, 3.
@@ -38,6 +43,8 @@ _RECEIVED = {"forward": 2.0, "backward": 5.0, "both": 7.0}
 # For each value of a query that attends a part of what was received: picking it, 2, and merging two outputs in float32,
 # 19; backward, picking query, output and its gradient, 6, and adding the query's, 7.
 _MERGED = {"forward": 21.0, "backward": 13.0, "both": 34.0}
+_PIECES = 2  # of documents that are cut: a head and a tail on each rank
+_STATE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class PhaseCost:
     padding_seconds: float  # for each token of a document, in attention
     fixed_seconds: float  # for each micro-batch
     token_seconds: float  # for each token outside attention
+    window_pair_seconds: float = 0.0  # for each query-key pair inside the window, of blocks that have one
 
     def __add__(self, other: PhaseCost) -> PhaseCost:
         return PhaseCost(
@@ -55,6 +63,7 @@ class PhaseCost:
             self.padding_seconds + other.padding_seconds,
             self.fixed_seconds + other.fixed_seconds,
             self.token_seconds + other.token_seconds,
+            self.window_pair_seconds + other.window_pair_seconds,
         )
 
 
@@ -74,19 +83,29 @@ class KvGather:
     @property
     def _token_bytes(self) -> float:
         """Of the K and V of a token in one layer."""
-        return 2 * self.shape.kv_heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
+        return _exchanged_values(self.shape, self.tp) * self.hardware.bytes_per_value
 
     def seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
         """Forward and backward, all layers, of receiving (or sending) ``tokens`` tokens in a group of ``cp_size``."""
         link = group_link(self.hardware, "all_to_all", cp_size, stride=self.tp)
-        return EXCHANGES * self.shape.layers * link.seconds(np.asarray(tokens) * self._token_bytes)
+        layers = self.shape.layers_of("full", "sliding")
+        seconds: Seconds = EXCHANGES * layers * link.seconds(np.asarray(tokens) * self._token_bytes)
+        if linear := self.shape.layers_of("linear"):
+            states = np.where(np.asarray(tokens) > 0, _state_bytes(self.shape, self.tp, cp_size), 0.0)
+            seconds = seconds + EXCHANGES * linear * link.seconds(states)
+        return seconds
 
     def copy_seconds(self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both") -> Seconds:
         """All layers, of ranks that send and receive so many tokens, and ``merged`` of which attend part by part."""
         moved = _SENT[phase] * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
         query_bytes = self.shape.heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
         touched = self._token_bytes * moved + query_bytes * _MERGED[phase] * np.asarray(merged)
-        seconds: Seconds = self.shape.layers / self.hardware.memory_bandwidth * touched
+        layers = self.shape.layers_of("full", "sliding")
+        seconds: Seconds = layers / self.hardware.memory_bandwidth * touched
+        if expansion := latent_expansion(self.shape):
+            factor = {"forward": 1.0, "backward": LINEAR_BACKWARD_FACTOR, "both": 1.0 + LINEAR_BACKWARD_FACTOR}[phase]
+            rate = self.hardware.peak_flops * self.hardware.gemm_efficiency * self.tp
+            seconds = seconds + layers * factor * 2.0 * expansion / rate * np.asarray(received)
         return seconds
 
 
@@ -98,11 +117,12 @@ class AnalyticWorkload:
     backward: PhaseCost
     both: PhaseCost
     kv_gather: KvGather
+    window: int | None = None  # of blocks that have one, in tokens
 
     def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_a of each document alone; shape of ``lengths`` (tokens)."""
         cost = self._cost(phase)
-        return _quadratic(lengths, cost.pair_seconds / 2, cost.pair_seconds / 2 + cost.padding_seconds)
+        return self._over_documents(lengths, cost, cost.pair_seconds / 2 + cost.padding_seconds)
 
     def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """Attention of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens).
@@ -125,8 +145,7 @@ class AnalyticWorkload:
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
         """W_a plus the part of W_l that grows with tokens, forward and backward; shape of ``lengths``."""
         cost = self.both
-        linear = cost.pair_seconds / 2 + cost.padding_seconds + cost.token_seconds
-        return _quadratic(lengths, cost.pair_seconds / 2, linear)
+        return self._over_documents(lengths, cost, cost.pair_seconds / 2 + cost.padding_seconds + cost.token_seconds)
 
     def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
         """Receiving K and V of ``tokens`` tokens from other ranks, returning their gradients; shape of ``tokens``."""
@@ -137,6 +156,14 @@ class AnalyticWorkload:
     ) -> Seconds:
         """What a rank spends in memory on its part of an exchange, as ``Workload`` says."""
         return self.kv_gather.copy_seconds(sent, received, merged, phase)
+
+    def _over_documents(self, lengths: ArrayLike, cost: PhaseCost, linear: float) -> Seconds:
+        """Attention of full blocks, with ``linear`` seconds a token, and that of blocks with a window."""
+        d = np.asarray(lengths, dtype=np.float64)
+        seconds: Seconds = d * (cost.pair_seconds / 2 * d + linear)
+        if self.window is not None:
+            seconds = seconds + cost.window_pair_seconds * windowed_pairs(d, self.window)
+        return seconds
 
     def _cost(self, phase: Phase) -> PhaseCost:
         return {"forward": self.forward, "backward": self.backward, "both": self.both}[phase]
@@ -150,27 +177,30 @@ def analytic_workload(shape: ModelShape, hardware: Hardware, tp: int = 1, cp: in
     _check(shape, tp, cp)
     forward = _phase_cost(shape, hardware, tp, cp, backward=False)
     backward = _phase_cost(shape, hardware, tp, cp, backward=True)
-    return AnalyticWorkload(forward, backward, forward + backward, KvGather(shape, hardware, tp))
+    gather = KvGather(shape, hardware, tp)
+    return AnalyticWorkload(forward, backward, forward + backward, gather, shape.sliding_window)
 
 
 def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, backward: bool) -> PhaseCost:
     share = 1.0 / (tp * cp)
-    pair_flops = shape.layers * 4.0 * shape.heads * shape.head_dim
-    token_flops = gemm_flops_per_token(shape)
+    of_pair, token_flops, state_flops = pair_flops(shape), gemm_flops_per_token(shape), delta_net_flops_per_token(shape)
     rate = hardware.attention_backward_flops if backward else hardware.attention_forward_flops
     if backward:
-        pair_flops *= ATTENTION_BACKWARD_FACTOR
+        of_pair *= ATTENTION_BACKWARD_FACTOR
         token_flops *= LINEAR_BACKWARD_FACTOR
-    pair_seconds = share * pair_flops / rate
+        state_flops *= LINEAR_BACKWARD_FACTOR
+    pair_seconds = share * (shape.layers_of("full") * of_pair) / rate
+    window_pair_seconds = share * (shape.layers_of("sliding") * of_pair) / rate
     gemm_rate = hardware.peak_flops * hardware.gemm_efficiency
     element_bytes = elementwise_values_per_token(shape)[backward] * hardware.bytes_per_value
     collective_seconds, fixed_seconds = _collectives(shape, hardware, tp, cp)
     return PhaseCost(
         pair_seconds=pair_seconds,
-        padding_seconds=pair_seconds * hardware.attention_half_length / 2,
+        padding_seconds=(pair_seconds + window_pair_seconds) * hardware.attention_half_length / 2,
         fixed_seconds=fixed_seconds,
-        token_seconds=share * (token_flops / gemm_rate + element_bytes / hardware.memory_bandwidth)
+        token_seconds=share * (token_flops / gemm_rate + element_bytes / hardware.memory_bandwidth + state_flops / rate)
         + collective_seconds,
+        window_pair_seconds=window_pair_seconds,
     )
 
 
@@ -183,21 +213,39 @@ def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tup
     """
     tp_link = group_link(hardware, "all_gather", tp, stride=1)
     cp_link = group_link(hardware, "all_to_all", cp, stride=tp)
-    tp_values = 4.0 * shape.hidden / cp
-    cp_values = 2.0 * shape.kv_heads * shape.head_dim / tp
+    tp_values, cp_values = 4.0 * shape.hidden / cp, _exchanged_values(shape, tp)
+    exchanging = shape.layers_of("full", "sliding")
     per_token = fixed = 0.0
-    for values, calls, size, link in ((tp_values, 4, tp, tp_link), (cp_values, 1, cp, cp_link)):
+    for values, layers, calls, size, link in (
+        (tp_values, shape.layers, 4, tp, tp_link),
+        (cp_values, exchanging, 1, cp, cp_link),
+    ):
         if size == 1:
             continue
-        per_token += shard_bytes(shape.layers * values * hardware.bytes_per_value, size) / link.bandwidth
-        fixed += shape.layers * calls * link.latency
+        per_token += shard_bytes(layers * values * hardware.bytes_per_value, size) / link.bandwidth
+        fixed += layers * calls * link.latency
+    if cp > 1 and exchanging < shape.layers:
+        fixed += (shape.layers - exchanging) * float(cp_link.seconds(_state_bytes(shape, tp, cp)))
     return per_token, fixed
 
 
-def _quadratic(lengths: ArrayLike, square: float, linear: float) -> Seconds:
-    d = np.asarray(lengths, dtype=np.float64)
-    seconds: Seconds = d * (square * d + linear)
-    return seconds
+def _exchanged_values(shape: ModelShape, tp: int) -> float:
+    """What a tensor-parallel rank receives of a token of another context-parallel rank, in one layer with softmax."""
+    if shape.latent is not None:
+        return float(shape.latent.kv_rank + shape.latent.rope_dim)
+    return 2.0 * shape.kv_heads * shape.head_dim / tp
+
+
+def _state_bytes(shape: ModelShape, tp: int, cp: int) -> float:
+    """What a rank receives of the others in one layer of linear attention, for two pieces of documents on each.
+
+    Of every piece and head, what it adds to the state and the matrix by which it changes what came before it, in
+    float32; all ranks gather them at once and combine them (as LASP-2, arXiv 2502.07563, section 3).
+    """
+    net = shape.delta_net
+    assert net is not None
+    one = net.value_heads * net.key_dim * (net.value_dim + net.key_dim) / tp
+    return (cp - 1) * _PIECES * one * _STATE_BYTES
 
 
 def _check(shape: ModelShape, tp: int, cp: int) -> None:

@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes of one transformer block, per document and per token.
+"""Floating-point operations and bytes of a model's blocks, per document and per token.
 
 Everything here is counting, for the whole model on one GPU; how fast a GPU gets through it is the business of
 ``wlb.workload.analytic``. One multiply-add is two operations.
@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.workload.base import Phase
-from wlb.workload.shapes import ModelShape
+from wlb.workload.shapes import BlockKind, ModelShape
+from wlb.workload.weights import feed_forward_width, parameters
 
 # A backward multiplies once for the gradient of the input and once for that of the weight.
 LINEAR_BACKWARD_FACTOR = 2.0
 # Flash attention's backward has five matrix products (it recomputes the scores), the forward two.
 ATTENTION_BACKWARD_FACTOR = 2.5
+# Tokens that linear attention computes together, the default of flash-linear-attention's kernels.
+DELTA_NET_CHUNK = 64
 
 
 def attended_pairs(lengths: ArrayLike) -> NDArray[np.float64]:
@@ -25,39 +28,93 @@ def attended_pairs(lengths: ArrayLike) -> NDArray[np.float64]:
     return pairs
 
 
+def windowed_pairs(lengths: ArrayLike, window: int | None) -> NDArray[np.float64]:
+    """Query-key pairs where a token attends the last ``window`` tokens, itself among them; shape of ``lengths``."""
+    if window is None:
+        return attended_pairs(lengths)
+    d = np.asarray(lengths, dtype=np.float64)
+    pairs: NDArray[np.float64] = attended_pairs(np.minimum(d, window)) + window * np.maximum(d - window, 0.0)
+    return pairs
+
+
 def attention_flops(shape: ModelShape, lengths: ArrayLike, phase: Phase = "both") -> NDArray[np.float64]:
     """Operations of attention over each document, all layers; shape of ``lengths`` (tokens).
 
-    Two products (scores, weighted values) of 2 * heads * head_dim operations for each attended pair, times
-    2.5 for the backward (FlashAttention-2, arXiv 2307.08691, section 4.1).
+    ``pair_flops`` for each attended pair, times 2.5 for the backward (FlashAttention-2, arXiv 2307.08691, section 4.1).
+    Linear attention is not counted here: it grows with tokens.
     """
-    forward = shape.layers * 4.0 * shape.heads * shape.head_dim * attended_pairs(lengths)
+    forward = shape.layers_of("full") * pair_flops(shape) * attended_pairs(lengths)
+    if sliding := shape.layers_of("sliding"):
+        forward = forward + sliding * pair_flops(shape) * windowed_pairs(lengths, shape.sliding_window)
     return _in_phase(forward, ATTENTION_BACKWARD_FACTOR, phase)
 
 
+def pair_flops(shape: ModelShape) -> float:
+    """Forward operations of one layer for each attended pair: two products, of scores and of weighted values."""
+    return 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
+
+
 def linear_flops(shape: ModelShape, tokens: ArrayLike, phase: Phase = "both") -> NDArray[np.float64]:
-    """Operations of all matrix products outside attention, output head included; shape of ``tokens``."""
-    forward = gemm_flops_per_token(shape) * np.asarray(tokens, dtype=np.float64)
+    """Operations of all that grows with tokens, output head and linear attention included; shape of ``tokens``."""
+    forward = (gemm_flops_per_token(shape) + delta_net_flops_per_token(shape)) * np.asarray(tokens, dtype=np.float64)
     return _in_phase(forward, LINEAR_BACKWARD_FACTOR, phase)
 
 
 def gemm_flops_per_token(shape: ModelShape) -> float:
-    """Forward operations for one token: projections, feed-forward and output head."""
-    projections = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    feed_forward = 3 * shape.hidden * shape.ffn_hidden
-    return 2.0 * (shape.layers * (projections + feed_forward) + shape.hidden * shape.vocab_size)
+    """Forward operations for one token: projections, feed-forward or chosen experts, and output head."""
+    return 2.0 * parameters(shape, active=True, tied_embeddings=True)  # the embedding is a lookup; the head is none
+
+
+def delta_net_flops_per_token(shape: ModelShape) -> float:
+    """Forward operations of linear attention for one token, all layers; 0 without it.
+
+    In chunks of C tokens (gated delta net, arXiv 2412.06464, section 3.3), for each value head: three products with the
+    state, of key_dim x value_dim; among the tokens of a chunk, scores of keys with keys and with queries, and the
+    products of the solved triangle with keys and values and of scores with values.
+    """
+    net = shape.delta_net
+    if net is None:
+        return 0.0
+    in_chunk = DELTA_NET_CHUNK * (3 * net.key_dim + 2 * net.value_dim)
+    return 2.0 * shape.layers_of("linear") * net.value_heads * (3 * net.key_dim * net.value_dim + in_chunk)
 
 
 def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
     """Values read and written for one token by element-wise kernels, all layers: (forward, backward).
 
     Each block has two RMS norms, two residual additions, rotary embedding of q and k, and SwiGLU, every one a
-    kernel of its own that reads its inputs and writes its output once.
+    kernel of its own that reads its inputs and writes its output once. Variants have others beside them, or in place
+    of rotary embedding.
     """
-    rotary = shape.head_dim * (shape.heads + shape.kv_heads)
-    forward = 2 * (2 + 3) * shape.hidden + 2 * rotary + 3 * shape.ffn_hidden
-    backward = 2 * (3 + 3) * shape.hidden + 2 * rotary + 5 * shape.ffn_hidden
-    return float(shape.layers * forward), float(shape.layers * backward)
+    forward = backward = 0
+    for kind, count in shape.blocks.items():
+        width = feed_forward_width(shape, kind)
+        more_forward, more_backward = _attention_values(shape, kind)
+        moved = _dispatched_values(shape) if kind.routed else 0
+        forward += count * (2 * (2 + 3) * shape.hidden + more_forward + moved + 3 * width)
+        backward += count * (2 * (3 + 3) * shape.hidden + more_backward + moved + 5 * width)
+    return float(forward), float(backward)
+
+
+def _attention_values(shape: ModelShape, kind: BlockKind) -> tuple[int, int]:
+    """Of element-wise kernels around attention, forward and backward."""
+    net, latent, query = shape.delta_net, shape.latent, shape.heads * shape.head_dim
+    if kind.attention == "linear" and net is not None:
+        # Convolution with its activation, norms of queries and keys, and the gated norm of the output.
+        normed, gated = 2 * net.key_heads * net.key_dim, net.value_heads * net.value_dim
+        return 2 * net.mixed + 2 * normed + 3 * gated, 3 * net.mixed + 3 * normed + 5 * gated
+    if latent is not None:
+        # Rotary embedding, putting keys together of both their parts, and the norms of both latents.
+        kept = 2 * latent.rope_dim * (shape.heads + 1) + 2 * query
+        return kept + 2 * (latent.q_rank + latent.kv_rank), kept + 3 * (latent.q_rank + latent.kv_rank)
+    rotary = 2 * shape.head_dim * (shape.heads + shape.kv_heads)
+    return (rotary, rotary) if net is None else (rotary + 3 * query, rotary + 5 * query)  # with a gate
+
+
+def _dispatched_values(shape: ModelShape) -> int:
+    """Copying a token for each of its experts, and adding up what they return; backward the same, mirrored."""
+    assert shape.experts is not None
+    return (3 * shape.experts.active + 1) * shape.hidden
 
 
 def _in_phase(forward: NDArray[np.float64], backward_factor: float, phase: Phase) -> NDArray[np.float64]:

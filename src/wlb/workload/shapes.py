@@ -1,21 +1,108 @@
-"""Shapes of the language models that the workload model prices and the trainer builds."""
+"""Shapes of the language models that the workload model prices, and which of them the trainer builds.
+
+A model is a row of blocks, each of attention and a feed-forward layer. Blocks of one model may differ: in whether
+attention is full, confined to a window or linear, and in whether the feed-forward layer is one of experts.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from wlb.errors import UserError
 
 _MOST_LAYERS = 10_000  # ten times the deepest transformer that was trained (DeepNet, arXiv 2203.00555)
 
 
+class BlockKind(NamedTuple):
+    """What a block is made of; ``routed`` says that its feed-forward layer is a mixture of experts."""
+
+    attention: Literal["full", "sliding", "linear"]
+    routed: bool
+
+
+DENSE = BlockKind("full", False)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward layer (Mixtral, arXiv 2401.04088, section 2.1).
+
+    A router sends every token to ``active`` of ``count`` SwiGLU experts of width ``ffn_hidden``. Every token also
+    passes through shared experts, of ``shared_hidden`` columns together (DeepSeekMoE, arXiv 2401.06066). The first
+    ``dense_layers`` blocks keep their feed-forward layer.
+    """
+
+    count: int
+    active: int
+    ffn_hidden: int
+    shared_hidden: int = 0
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        _check_sizes("experts", vars(self), may_be_zero=("shared_hidden", "dense_layers"))
+        if self.active > self.count:
+            raise UserError(f"model shape has experts.active = {self.active} of {self.count} experts; lower it")
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values come from a latent (DeepSeek-V2, arXiv 2405.04434).
+
+    A token's latent has ``kv_rank`` values, and ``rope_dim`` more that turn with the position and serve all heads as
+    the rest of their key. A head attends with queries and keys of ``head_dim``, those ``rope_dim`` among them, and
+    values of ``value_dim``. Queries have a latent of ``q_rank`` values, or none with 0.
+    """
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        _check_sizes("latent", vars(self), may_be_zero=("q_rank",))
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Linear attention by the gated delta rule (arXiv 2412.06464), as in Qwen3-Next.
+
+    Every value head has a state of ``key_dim`` x ``value_dim``, and a token costs the same wherever it stands. Queries,
+    keys and values first pass a depthwise convolution over ``conv_width`` tokens. The full attention in the blocks
+    between is gated: its output is multiplied by one more projection as wide as the queries.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+
+    def __post_init__(self) -> None:
+        _check_sizes("delta_net", vars(self))
+
+    @property
+    def mixed(self) -> int:
+        """Columns of queries, keys and values together."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer with grouped-query attention and a SwiGLU feed-forward layer.
+    """A decoder-only transformer with grouped-query attention and a SwiGLU feed-forward layer, or a variant of it.
 
-    ``layers`` counts all blocks of the model, ``head_dim`` is the width of one attention head. Raises
-    ``UserError`` for a size below 1, for more than 10,000 layers, and for query heads that do not share the key/value
-    heads evenly.
+    ``layers`` counts all blocks of the model, ``head_dim`` is the width of one attention head's query and key.
+
+    With ``sliding_window`` w, a token attends the w tokens that end with it. With ``delta_net`` attention is linear. Of
+    either kind are all blocks but the first ``full_attention_layers`` and every ``full_attention_every``-th, where
+    these are given: they have full attention. ``experts`` take the place of the feed-forward layer, whose width
+    ``ffn_hidden`` is then that of dense blocks.
+
+    Raises ``UserError`` for a size below 1, for more than 10,000 layers, for query heads that do not share the
+    key/value heads evenly, and for variants that do not go together.
     """
 
     hidden: int
@@ -25,11 +112,15 @@ class ModelShape:
     head_dim: int
     ffn_hidden: int
     vocab_size: int
+    sliding_window: int | None = None
+    full_attention_layers: int | None = None
+    full_attention_every: int | None = None
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    delta_net: DeltaNet | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise UserError(f"model shape has {name} = {value}; it must be at least 1")
+        _check_sizes("", vars(self))
         if self.layers > _MOST_LAYERS:
             raise UserError(f"model shape has layers = {self.layers}; it must be at most {_MOST_LAYERS}")
         if self.heads % self.kv_heads:
@@ -37,44 +128,97 @@ class ModelShape:
                 f"model shape has heads = {self.heads}, not a multiple of kv_heads = {self.kv_heads}; "
                 "every key/value head serves the same number of query heads"
             )
+        if self.latent is not None and (self.kv_heads != self.heads or self.latent.rope_dim > self.head_dim):
+            raise UserError(
+                f"model shape has latent attention with kv_heads = {self.kv_heads} for heads = {self.heads} and "
+                f"rope_dim = {self.latent.rope_dim} for head_dim = {self.head_dim}; give every head a key/value head, "
+                "and a head_dim of at least rope_dim"
+            )
+        if self.delta_net is not None and (self.sliding_window is not None or self.full_attention_every is None):
+            raise UserError(
+                "model shape has delta_net; it needs full_attention_every, and there can be no sliding_window"
+            )
+        for name in ("full_attention_layers", "full_attention_every"):
+            if getattr(self, name) is not None and self.sliding_window is None and self.delta_net is None:
+                raise UserError(
+                    f"model shape has {name} = {getattr(self, name)} and no blocks of another kind; give "
+                    "sliding_window or delta_net too"
+                )
+
+    def block_kind(self, layer: int) -> BlockKind:
+        """What block ``layer`` is made of, counted from 0."""
+        every = self.full_attention_every
+        routed = self.experts is not None and layer >= self.experts.dense_layers
+        if layer < (self.full_attention_layers or 0) or (every is not None and (layer + 1) % every == 0):
+            return BlockKind("full", routed)
+        if self.delta_net is not None:
+            return BlockKind("linear", routed)
+        return BlockKind("full" if self.sliding_window is None else "sliding", routed)
+
+    @property
+    def blocks(self) -> Mapping[BlockKind, int]:
+        """How many blocks there are of each kind."""
+        return _count_blocks(self)
+
+    def layers_of(self, *attention: str) -> int:
+        """How many blocks have one of these kinds of attention."""
+        return sum(count for kind, count in self.blocks.items() if kind.attention in attention)
+
+    @property
+    def value_dim(self) -> int:
+        """The width of one attention head's value and output."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
 
-# hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size
-MODEL_SHAPES: dict[str, ModelShape] = {
-    # Small enough for a CPU; a 4,096-token window has the attention:linear ratio of a 7B model at 128K.
-    "tiny": ModelShape(128, 4, 4, 2, 32, 352, 512),
-    # The sizes that WLB-LLM trains, whose widths are assumed: those of Llama 2 7B and 70B, and for 550M and 30B
-    # shapes of that many parameters (30B with the layers and heads of OPT-30B, arXiv 2205.01068).
-    "550m": ModelShape(1536, 16, 12, 12, 128, 4096, 32_000),
-    "7b": ModelShape(4096, 32, 32, 32, 128, 11_008, 32_000),
-    "30b": ModelShape(7168, 48, 56, 56, 128, 19_200, 32_000),
-    "70b": ModelShape(8192, 80, 64, 8, 128, 28_672, 32_000),
-    # Llama 3 (arXiv 2407.21783, Table 3).
-    "llama3-8b": ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256),
-    "llama3-70b": ModelShape(8192, 80, 64, 8, 128, 28_672, 128_256),
-    "llama3-405b": ModelShape(16_384, 126, 128, 8, 128, 53_248, 128_256),
-    # The published config.json of each model (biases and q/k norms are not modelled).
-    "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18_944, 152_064),
-    "qwen2.5-72b": ModelShape(8192, 80, 64, 8, 128, 29_568, 152_064),
-    "qwen3-8b": ModelShape(4096, 36, 32, 8, 128, 12_288, 151_936),
-    "qwen3-32b": ModelShape(5120, 64, 64, 8, 128, 25_600, 151_936),
-}
+def _check_sizes(part: str, sizes: Mapping[str, object], may_be_zero: tuple[str, ...] = ()) -> None:
+    for name, value in sizes.items():
+        least = 0 if name in may_be_zero else 1
+        if isinstance(value, int) and value < least:
+            shown = f"{part}.{name}" if part else name
+            raise UserError(f"model shape has {shown} = {value}; it must be at least {least}")
 
 
-def model_shape(name: str) -> ModelShape:
-    """Return the preset ``name``; raises ``UserError`` that lists the presets."""
-    try:
-        return MODEL_SHAPES[name]
-    except KeyError:
-        raise UserError(f"unknown model {name!r}; choose one of {', '.join(MODEL_SHAPES)}") from None
+@lru_cache(maxsize=256)
+def _count_blocks(shape: ModelShape) -> Mapping[BlockKind, int]:
+    return Counter(map(shape.block_kind, range(shape.layers)))
 
 
 def check_divisible(shape: ModelShape, tp: int) -> None:
-    """Raise ``UserError`` unless ``tp`` ranks can share the model's heads, feed-forward columns and vocabulary."""
-    for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size"):
-        size = getattr(shape, name)
+    """Raise ``UserError`` unless ``tp`` ranks can share the model's heads, feed-forward, experts and vocabulary."""
+    for name, size in _divided_sizes(shape).items():
         if size % tp:
             more = f" or a vocab_size of {size + tp - size % tp}" if name == "vocab_size" else ""
             raise UserError(
                 f"model {name} = {size} cannot be split over tp = {tp} ranks; choose a divisor of {size}{more}"
             )
+
+
+def _divided_sizes(shape: ModelShape) -> dict[str, int]:
+    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size")}
+    if shape.experts is not None:
+        sizes |= {f"experts.{name}": getattr(shape.experts, name) for name in ("count", "shared_hidden")}
+    if shape.delta_net is not None:
+        sizes |= {f"delta_net.{name}": getattr(shape.delta_net, name) for name in ("key_heads", "value_heads")}
+    return sizes
+
+
+def check_built(shape: ModelShape) -> None:
+    """Raise ``UserError`` for a variant that is priced and that nothing here builds.
+
+    Windows are built where the blocks with full attention come first. Models in which they alternate (Gemma, gpt-oss)
+    differ in more than that.
+    """
+    for name in ("full_attention_every", "experts", "latent", "delta_net"):
+        if getattr(shape, name) is not None:
+            raise UserError(
+                f"the model has {_VARIANTS[name]}, which can be priced and simulated but not trained or profiled; "
+                "choose a dense model with full or windowed attention, such as llama3-8b"
+            )
+
+
+_VARIANTS = {
+    "full_attention_every": "full attention in every few blocks (full_attention_every)",
+    "experts": "a mixture of experts (experts)",
+    "latent": "multi-head latent attention (latent)",
+    "delta_net": "linear attention (delta_net)",
+}

@@ -412,3 +412,31 @@ def test_nothing_is_left_of_a_directory_made_for_a_store_that_failed(tmp_path):
     with pytest.raises(UserError, match="no documents to write"), writer:
         assert prefix.parent.is_dir()
     assert not (tmp_path / "new").exists()
+
+
+def test_a_mask_belongs_to_its_store(tmp_path):
+    def write(mask: list[bool]) -> TokenStore:
+        with TokenStoreWriter(tmp_path / "s", vocab_size=50, masked=True, overwrite=True) as writer:
+            writer.add([1, 2, 3], mask)
+            writer.add([4, 5])  # all labels
+        return TokenStore.open(tmp_path / "s")
+
+    store = write([False, True, False])
+    for place, expected in {(0, 0, 3): [False, True, False], (1, 0, 2): [True] * 2, (0, 1, 1): [True]}.items():
+        np.testing.assert_array_equal(store.loss_mask(*place), expected)
+    assert store.sidecar["labelled_tokens"] == 3
+    assert write([True, True, False]).identity != store.identity
+    (tmp_path / "s.mask").write_bytes(b"\1" * 4)
+    with pytest.raises(UserError, match=r"s\.mask has 4 bytes for 5 tokens"):
+        TokenStore.open(tmp_path / "s")
+    (tmp_path / "s.mask").unlink()
+    with pytest.raises(UserError, match=r"s\.mask does not exist, and the store was written with one"):
+        TokenStore.open(tmp_path / "s")
+
+
+def test_a_store_without_a_mask_leaves_none_of_the_one_it_replaces(tmp_path):
+    for masked in (True, False):
+        with TokenStoreWriter(tmp_path / "s", vocab_size=50, masked=masked, overwrite=True) as writer:
+            writer.add([1, 2])
+    assert not (tmp_path / "s.mask").exists()
+    assert TokenStore.open(tmp_path / "s").loss_mask(0, 0, 2) is None

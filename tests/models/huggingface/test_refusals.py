@@ -39,15 +39,20 @@ def _change(model: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; choose a model of llama, qwen2, qwen3"),
+        (
+            {"model_type": "mixtral"},
+            "model_type 'mixtral' is not supported; choose a model of llama, mistral, qwen2, qwen3",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"mlp_bias": True}, "mlp_bias = True"),
-        ({"use_sliding_window": True}, "use_sliding_window = True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is not supported"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types is not supported"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types is supported where full_attention comes first",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' has no original_max_position_embeddings"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "has no factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "full_attention is not supported"),
@@ -153,6 +158,12 @@ def test_files_that_are_damaged_missing_or_elsewhere_are_named(model: Path) -> N
 
 
 def test_a_model_that_no_family_computes_is_not_exported(model: Path) -> None:
-    config = replace(read_config(model), qkv_bias=True, qk_norm=True)
-    with pytest.raises(UserError, match="no Hugging Face family"):
-        to_config_json(config, longest=1, dtype="float32")
+    config = read_config(model)
+    windowed = replace(config.shape, sliding_window=8, full_attention_layers=1)
+    for parts, named in (
+        ({"qkv_bias": True, "qk_norm": True}, "qkv_bias, model.qk_norm"),
+        ({"o_bias": True}, "o_bias"),
+        ({"shape": windowed}, "sliding_window, model.full_attention_layers"),
+    ):
+        with pytest.raises(UserError, match=f"no Hugging Face family has together model.{named}"):
+            to_config_json(replace(config, **parts), longest=1, dtype="float32")

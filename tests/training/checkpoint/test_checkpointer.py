@@ -46,6 +46,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
     "tp": {"tp": 2},
     "cp-tp": {"cp": 2, "tp": 2},
+    "pool": {"dp": 2, "pool": 2},
+    "pools": {"dp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 1},
 }
 
 
@@ -59,16 +61,24 @@ def _train_aloud(config: JobConfig, said: Path) -> None:
 
 
 def configure(
-    folder: Path, parallel: dict[str, Any], micro_batches: int = 4, method: str = "makespan", **model: Any
+    folder: Path,
+    parallel: dict[str, Any],
+    micro_batches: int = 4,
+    method: str = "makespan",
+    *,
+    allow_changed_data: bool = False,
+    **model: Any,
 ) -> JobConfig:
-    return job(
+    config = job(
         folder,
+        "elastic" if method == "elastic" else "best",
         model={"layers": 4, "kv_heads": 2, "vocab_size": 68, **model},
         packing={"micro_batches": micro_batches, "method": method},
         parallel=parallel,
         training={"dtype": "float64"},
-        checkpoint={"dir": str(folder / "checkpoints"), "every": 3},
+        checkpoint={"dir": str(folder / "checkpoints"), "every": 3, "allow_changed_data": allow_changed_data},
     )
+    return check_job(config, 1).config if method == "elastic" else config  # the launcher decides pools
 
 
 def train(config: JobConfig) -> None:
@@ -78,7 +88,7 @@ def train(config: JobConfig) -> None:
 class StraightJobs(dict[str, Path]):
     """Folders of uninterrupted jobs of six steps with checkpoints after 3 and 6, made when asked for.
 
-    The key is a layout, and after a space a packing method, where that is not the default.
+    The key is a layout, and after a space a packing method, where that is not the default; ``elastic`` is the preset.
     """
 
     def __init__(self, make_folder: Callable[[str], Path]) -> None:
@@ -107,11 +117,12 @@ def stopped_after_three(folder: Path, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("layout", ["dp", "pp", "interleaved", "tp"])
-def test_resuming_changes_nothing(straight, layout, tmp_path):
-    folder = stopped_after_three(straight[layout], tmp_path)
-    train(configure(folder, LAYOUTS[layout]))
-    expected, actual = read_steps(straight[layout]), read_steps(folder)
+@pytest.mark.parametrize("job_name", ["dp", "pp", "interleaved", "tp", "pool elastic"])
+def test_resuming_changes_nothing(straight, job_name, tmp_path):
+    folder = stopped_after_three(straight[job_name], tmp_path)
+    layout, *method = job_name.split()
+    train(configure(folder, LAYOUTS[layout], 4, *method))
+    expected, actual = read_steps(straight[job_name]), read_steps(folder)
     assert [row["step"] for row in actual] == [1, 2, 3, 4, 5, 6]
     for key in ("document_ids", "loss", "grad_norm", "learning_rate", "tokens", "imbalance_degree"):
         assert [row[key] for row in actual] == [row[key] for row in expected], key
@@ -119,10 +130,18 @@ def test_resuming_changes_nothing(straight, layout, tmp_path):
 
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [("pp", "dp"), ("dp", "interleaved"), ("interleaved", "pp"), ("tp sequential", "dp"), ("pp sequential", "cp-tp")],
+    [
+        ("pp", "dp"),
+        ("dp", "interleaved"),
+        ("interleaved", "pp"),
+        ("tp sequential", "dp"),
+        ("pp sequential", "cp-tp"),
+        ("pool elastic", "tp"),
+        ("pool elastic", "pools"),
+    ],
 )
 def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tmp_path):
-    """With other tp or cp documents have other prices, by which sequential packing does not go."""
+    """With other tp or cp documents have other prices; no document changes its step under these packers for that."""
     folder = stopped_after_three(straight[saved], tmp_path)
     _, *method = saved.split()
     train(configure(folder, LAYOUTS[resumed], 4, *method))
@@ -238,6 +257,24 @@ def test_resuming_with_other_micro_batches_trains_every_document_once(straight, 
     trained = [document for row in rows for document in row["document_ids"]]
     assert len(trained) == len(set(trained))
     assert {document for document in trained if document < 400} == set(range(400))
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("dp", "pool elastic"), ("pool elastic", "dp")])
+def test_resuming_under_another_preset_trains_every_document_once(straight, saved, resumed, tmp_path):
+    folder = stopped_after_three(straight[saved], tmp_path)
+    layout, *method = resumed.split()
+    (method,) = method or ("makespan",)
+    with pytest.raises(UserError, match=r"was written with packing\.method = '\w+', this job has '\w+'"):
+        check_job(configure(folder, LAYOUTS[layout], 4, method), 1)
+    config = configure(folder, LAYOUTS[layout], 4, method, allow_changed_data=True)
+    training = config.training.model_copy(update={"steps": None})  # to the end of the epoch
+    train(config.model_copy(update={"training": training}))
+    rows = read_steps(folder)
+    assert rows[:3] == read_steps(straight[saved])[:3]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    trained = [document for row in rows for document in row["document_ids"]]
+    assert sorted(document for document in trained if document < 400) == list(range(400))
+    assert len(trained) == len(set(trained))
 
 
 def fake_checkpoint(directory: Path, step: int, complete: bool = True) -> None:

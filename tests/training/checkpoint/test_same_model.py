@@ -43,7 +43,14 @@ def test_every_setting_counts(name):
         check_model(PATH, saved(MODEL), other)
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(ModelShape)])
+def test_what_an_older_manifest_lacks_is_off():
+    older = {name: value for name, value in saved(MODEL).items() if name != "o_bias"}
+    check_model(PATH, older, MODEL)
+    with pytest.raises(UserError, match="o_bias null -> true"):
+        check_model(PATH, older, replace(MODEL, o_bias=True))
+
+
+@pytest.mark.parametrize("name", [name for name, size in vars(SHAPE).items() if size is not None])
 def test_every_dimension_counts(name):
     value = getattr(SHAPE, name)
     other = replace(MODEL, shape=replace(SHAPE, **{name: value * 2}))

@@ -13,6 +13,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import IGNORE_LABEL, labelled_tokens, make_batch
 
 STORE = RandomDocuments(np.array([1, 9, 2, 30, 17]), vocab_size=50_000)
+MASKED = RandomDocuments(STORE.lengths, STORE.vocab_size, labelled=0.4)
 
 
 @st.composite
@@ -27,14 +28,17 @@ MICRO_BATCHES = st.lists(segments(), max_size=6).map(lambda chosen: MicroBatch(t
 
 
 @settings(deadline=None)
-@given(MICRO_BATCHES)
-def test_every_token_has_its_document_position_and_successor(micro_batch: MicroBatch) -> None:
+@given(MICRO_BATCHES, st.sampled_from([STORE, MASKED]))
+def test_every_token_has_its_document_position_and_successor(micro_batch: MicroBatch, store: RandomDocuments) -> None:
     expected = []
     for document, start, length in micro_batch.segments:
-        whole = STORE.read(document % len(STORE.lengths)).tolist()
-        labels = [*whole[1:], IGNORE_LABEL]
+        index = document % len(STORE.lengths)
+        whole = STORE.read(index).tolist()
+        mask = store.loss_mask(index, 0, len(whole))
+        labels = [token if mask is None or mask[i] else IGNORE_LABEL for i, token in enumerate(whole)]
+        labels = [*labels[1:], IGNORE_LABEL]
         expected += [(whole[start + i], labels[start + i], i) for i in range(length)]
-    batch = make_batch(micro_batch, STORE)
+    batch = make_batch(micro_batch, store)
     if expected:
         columns = (batch.tokens.tolist(), batch.labels.tolist(), batch.positions.tolist())
         assert list(zip(*columns, strict=True)) == expected
@@ -50,9 +54,11 @@ def test_a_micro_batch_without_segments_is_one_unlabelled_token() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(MICRO_BATCHES, min_size=2, max_size=2), min_size=1, max_size=3))
-def test_labelled_tokens_are_known_from_the_plan_alone(ranks: list[list[MicroBatch]]) -> None:
+@given(
+    st.lists(st.lists(MICRO_BATCHES, min_size=2, max_size=2), min_size=1, max_size=3), st.sampled_from([STORE, MASKED])
+)
+def test_labelled_tokens_are_known_before_the_tokens(ranks: list[list[MicroBatch]], store: RandomDocuments) -> None:
     plan = StepPlan(0, tuple(tuple(rank) for rank in ranks))
-    batches = [make_batch(micro_batch, STORE) for micro_batch in plan.micro_batches]
+    batches = [make_batch(micro_batch, store) for micro_batch in plan.micro_batches]
     counted = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in batches)
-    assert labelled_tokens(plan, STORE.lengths) == counted
+    assert labelled_tokens(plan, store) == counted

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.training.jobs import VOCABULARY, job, write_store
+from wlb.documents.store.mixture import open_stores
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.planning.job import JobSpec
@@ -37,7 +38,7 @@ def open_loader(
     state: dict[str, Any] | None = None,
 ) -> StepLoader:
     config = job(folder, **(changes or {}))
-    store = TokenStore.open(config.data.store)
+    store = open_stores(config.data.stores)
     spec = JobSpec.from_config(config, "h100", vocab_size=config.model.vocab_size or VOCABULARY)
     return StepLoader(store, config, spec, share=share, state=state)
 
@@ -236,3 +237,21 @@ def test_a_token_outside_the_models_vocabulary_is_named(folder):
         pytest.raises(UserError, match=rf"token {VOCABULARY - 1} is outside .*model\.vocab_size = {VOCABULARY - 1}"),
     ):
         next(loader)
+
+
+def test_a_mixture_continues_on_other_ranks_with_the_same_documents(folder):
+    write_store(folder / "other", documents=60)
+    mixture = [{"store": str(folder / "store"), "weight": 3}, {"store": str(folder / "other"), "weight": 1}]
+    one: dict[str, dict[str, Any]] = {"data": {"store": None, "mixture": mixture}}
+    with open_loader(folder, one) as straight:
+        list(islice(straight, 3))
+        state = json.loads(json.dumps(straight.state_dict()))
+        rest = list(islice(straight, 4))
+    with open_loader(folder, one | {"parallel": {"dp": 2}}, state=state) as resharded:
+        again = list(islice(resharded, 4))
+    assert [sorted(step.plan.segments) for step in again] == [sorted(step.plan.segments) for step in rest]
+    with open_loader(folder, one, state=state) as resumed:
+        assert all(map(same_step, rest, islice(resumed, 4)))
+    mixture[1]["weight"] = 2
+    with pytest.raises(UserError, match=r"data\.weights = \[3\.0, 1\.0\], this job has \[3\.0, 2\.0\]"):
+        open_loader(folder, one, state=state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ NOWHERE = Path("/nowhere")
 def calls_of(
     preset: str, hardware: str, checkpointing: str, layout: tuple[tuple[str, int], ...]
 ) -> dict[int, list[Call]]:
-    parallel = dict(layout)
+    parallel: dict[str, Any] = dict(layout)
     if parallel.get("virtual_pp", 1) > 1:
         parallel["schedule"] = "interleaved_1f1b"
     stages = parallel.get("pp", 1) * parallel.get("virtual_pp", 1)

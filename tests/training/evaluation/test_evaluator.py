@@ -260,6 +260,6 @@ def test_a_store_without_a_vocabulary_is_checked_token_by_token(folder: Path, tm
     (tmp_path / "held_out.json").unlink()
     config = _job(folder, evaluation={"store": str(tmp_path / "held_out")}, metrics={"dir": str(tmp_path / "metrics")})
     check_job(config, 1)
-    assert trained_model(config, TokenStore.open(config.data.store)).shape.vocab_size == VOCABULARY
+    assert trained_model(config, TokenStore.open(config.data.stores[0])).shape.vocab_size == VOCABULARY
     with pytest.raises(AssertionError, match=r"is outside the vocabulary of model\.vocab_size = 67"):
         run_ranks(1, _train, config)

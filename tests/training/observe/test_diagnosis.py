@@ -19,9 +19,16 @@ NAMES = [RankName("node0", 200 + rank, f"cuda:{rank}") for rank in range(8)]
 EVEN = np.ones((*SHAPE, MICRO_BATCHES))
 
 
-def diagnosis_of(rows: RankSteps, step_seconds: float = 5.0) -> dict[str, Any]:
+def diagnosis_of(rows: RankSteps, step_seconds: float = 5.0, *, pooled: bool = False) -> dict[str, Any]:
     diagnosis = diagnose(
-        [rows] * 3, NAMES, SHAPE, MICRO_BATCHES, last_step=30, step_seconds=step_seconds, straggler_factor=1.5
+        [rows] * 3,
+        NAMES,
+        SHAPE,
+        MICRO_BATCHES,
+        last_step=30,
+        step_seconds=step_seconds,
+        straggler_factor=1.5,
+        pooled=pooled,
     )
     assert json.loads(json.dumps(diagnosis, allow_nan=False)) == diagnosis
     return diagnosis
@@ -38,13 +45,20 @@ def test_an_even_job_has_no_causes():
 
 
 @pytest.mark.parametrize(
-    ("axis", "what", "setting"),
-    [(0, "pp", "virtual_pp"), (1, "dp", "packing.assignment"), (2, "cp", "sharding.strategy")],
+    ("axis", "what", "setting", "pooled"),
+    [
+        (0, "pp", "virtual_pp", False),
+        (1, "dp", "packing.assignment", False),
+        (2, "cp", "sharding.strategy", False),
+        (0, "pp", "virtual_pp", True),
+        (1, "dp", "pools differ (1.17): raise parallel.pool", True),
+        (2, "cp", "ranks of a pool differ (1.17): lower packing.pool_micro_batches", True),
+    ],
 )
-def test_an_uneven_plan_names_its_setting(axis, what, setting):
+def test_an_uneven_plan_names_its_setting(axis, what, setting, pooled):
     uneven = EVEN.copy()
     np.moveaxis(uneven, axis, 0)[1] = 1.4
-    (cause,) = diagnosis_of(rows_of(uneven))["causes"]
+    (cause,) = diagnosis_of(rows_of(uneven), pooled=pooled)["causes"]
     assert (cause["what"], cause["cost"]) == (what, pytest.approx(1.4 / 1.2 - 1))
     assert setting in cause["text"]
 
@@ -89,3 +103,6 @@ def test_the_table_shows_ranks_and_dimensions():
     assert lines["fastest"][1:5] == ["4", "0.800", "rank", "0"]
     assert lines["dp"][1:] == ["1.200", "1.200"]
     assert lines["cp"][1:] == ["1.000", "1.000"]
+    of_pools = render(diagnosis_of(rows_of(uneven), pooled=True))
+    assert "pools              1.200       1.200\n" in of_pools
+    assert "in a pool          1.000       1.000\n" in of_pools

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -57,7 +58,7 @@ LAYOUT = ParallelConfig(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f
         ({"layers": 3}, "model has 3 layers, fewer than the 4 pipeline stages"),
     ],
 )
-def test_a_model_that_cannot_be_divided_is_refused(changes: dict[str, int], message: str) -> None:
+def test_a_model_that_cannot_be_divided_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_layout(replace(CONFIG.shape, **changes), LAYOUT)
 

@@ -81,7 +81,7 @@ def test_the_earliest_error_is_told_with_its_rank():
 
 
 def test_a_silent_exit_is_not_passed_over():
-    assert "rank 0 ended with exit status 7" in explain_failures({0: failure(7)}).text
+    assert "rank 0 exited with status 7" in explain_failures({0: failure(7)}).text
 
 
 def test_a_record_that_is_missing_or_half_written_is_none(tmp_path):

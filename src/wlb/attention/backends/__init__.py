@@ -70,8 +70,21 @@ def pick_backend(query: Tensor, backend: str = "auto") -> AttentionBackend:
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise ``ValueError`` unless the three hold the same tokens and heads that can be grouped."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 3:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, and packed attention takes (tokens, heads, head_dim); lay "
+                f"the rows of a batch (b, s, heads, head_dim) one after another with {name}.flatten(0, 1), and give "
+                "the lengths of the segments of all rows"
+            )
     tokens, heads, head_dim = query.shape
     if key.shape != value.shape or key.shape[0] != tokens or key.shape[2] != head_dim or heads % key.shape[1]:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"
         )
+
+
+def check_window(window: int) -> None:
+    """Raise ``ValueError`` for a window that does not hold the token itself."""
+    if window < 1:
+        raise ValueError(f"window = {window} holds no token; it must be at least 1")

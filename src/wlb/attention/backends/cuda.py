@@ -54,7 +54,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tens
         value,
         *_extents(runs, query.device),
         return_aux=AuxRequest(lse=True),
-        window_size=_CAUSAL if runs.causal else _ANY,
+        window_size=_window_size(runs),
         **_options(query.shape[1] != key.shape[1]),
     )
     return out, log_sum_exp
@@ -76,8 +76,21 @@ def backward(
         runs.causal,
         torch.zeros(_NO_RANDOM_STATE, dtype=torch.uint64, device=query.device),
         torch.empty(0, device=query.device),
+        **_window_options(runs),
     )
     return grad_query, grad_key, grad_value
+
+
+def _window_size(runs: Runs) -> tuple[int, int]:
+    if runs.window is not None:  # aligned at the last query and the last key, as the runs are
+        return runs.window - 1, 0
+    return _CAUSAL if runs.causal else _ANY
+
+
+def _window_options(runs: Runs) -> dict[str, int]:
+    """For the operator beneath, which takes a window beside ``causal``."""
+    left, right = _window_size(runs)
+    return {} if runs.window is None else {"window_size_left": left, "window_size_right": right}
 
 
 @lru_cache(maxsize=64)  # every layer of a micro-batch asks for the same

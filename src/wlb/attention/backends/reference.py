@@ -23,7 +23,7 @@ def unsupported(query: Tensor) -> str | None:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, as ``AttentionBackend.forward``."""
-    outs, log_sum_exps = zip(*(_forward_one(*run, runs.causal) for run in _cut(query, key, value, runs)), strict=True)
+    outs, log_sum_exps = zip(*(_forward_one(*run, runs) for run in _cut(query, key, value, runs)), strict=True)
     return torch.cat(outs).to(query.dtype), torch.cat(log_sum_exps, dim=-1)
 
 
@@ -37,7 +37,7 @@ def backward(
     lengths = runs.query_lengths
     per_query = zip(grad_out.to(exact).split(lengths), log_sum_exp.T.split(lengths), delta.split(lengths), strict=True)
     cut = zip(_cut(query, key, value, runs), per_query, strict=True)
-    grads = zip(*(_backward_one(*tensors, *rest, runs.causal) for tensors, rest in cut), strict=True)
+    grads = zip(*(_backward_one(*tensors, *rest, runs) for tensors, rest in cut), strict=True)
     grad_query, grad_key, grad_value = (torch.cat(pieces).to(query.dtype) for pieces in grads)
     return grad_query, grad_key, grad_value
 
@@ -56,26 +56,30 @@ def _cut(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> list[tuple[Te
     )
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+def _scores(query: Tensor, key: Tensor, runs: Runs) -> Tensor:
     scores = torch.einsum("qgrd,kgd->grqk", query, key) / math.sqrt(query.shape[-1])
-    if not causal:
+    if not runs.causal:
         return scores
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(diagonal=1)
-    return scores.masked_fill(future, float("-inf"))
+    before = len(key) - len(query)  # keys before the first query's own; none without a window
+    everything = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
+    hidden = everything.triu(diagonal=before + 1)
+    if runs.window is not None:
+        hidden |= everything.tril(diagonal=before - runs.window)
+    return scores.masked_fill(hidden, float("-inf"))
 
 
-def _forward_one(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, causal)
+def _forward_one(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    scores = _scores(query, key, runs)
     out = torch.einsum("grqk,kgd->qgrd", scores.softmax(dim=-1), value)
     return out.flatten(1, 2), scores.logsumexp(dim=-1).flatten(0, 1)
 
 
 def _backward_one(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, log_sum_exp: Tensor, delta: Tensor, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, log_sum_exp: Tensor, delta: Tensor, runs: Runs
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = (key.shape[1], -1)
     grad_out = grad_out.unflatten(1, groups)
-    weights = (_scores(query, key, causal) - log_sum_exp.T.unflatten(0, groups)[..., None]).exp()
+    weights = (_scores(query, key, runs) - log_sum_exp.T.unflatten(0, groups)[..., None]).exp()
     grad_weights = torch.einsum("qgrd,kgd->grqk", grad_out, value)
     grad_scores = weights * (grad_weights - delta.T.unflatten(0, groups)[..., None]) / math.sqrt(query.shape[-1])
     return (

@@ -13,8 +13,10 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from wlb.documents.prepare.batches import Reject, documents_of, map_in_order, tokenize_batch
+from wlb.documents.prepare.chat import ChatFormat, tokenize_chats
 from wlb.documents.prepare.sources import Corpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
 from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
@@ -34,6 +36,10 @@ class PrepareReport:
     vocab_size: int
     end_token: int
     files: list[str]
+    labelled_tokens: int | None = None  # of conversations
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 OnProgress = Callable[[int], None]
@@ -59,6 +65,7 @@ def prepare_store(
     prefix: Path,
     tokenizer: Tokenizer,
     *,
+    chat: ChatFormat | None = None,
     save_tokenizer: bool = False,
     workers: int = 1,
     overwrite: bool = False,
@@ -66,6 +73,7 @@ def prepare_store(
 ) -> PrepareReport:
     """Write the documents of ``corpus`` to the token store ``prefix``, each followed by the end token.
 
+    With ``chat``, they are conversations, and the store has a mask in which only the assistant's tokens are labels.
     ``save_tokenizer`` keeps a trained tokenizer beside the store; ``on_progress`` is called with the bytes of source
     used up by each batch. The store appears at the end, whole, or not at all. Raises ``UserError`` when the store
     exists (without ``overwrite``), cannot be written, a source is damaged, or no document is left.
@@ -74,17 +82,24 @@ def prepare_store(
         raise UserError(f"--workers {workers} is not possible; at least 1 is needed")
     check_target(prefix, overwrite)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
-    tokenize = partial(tokenize_batch, tokenizer=tokenizer, dtype=token_type(tokenizer.vocab_size))
+    dtype = token_type(tokenizer.vocab_size)
+    tokenize = partial(tokenize_batch, tokenizer=tokenizer, dtype=dtype)
+    if chat is not None:
+        tokenize = partial(tokenize_chats, tokenizer=tokenizer, chat=chat, dtype=dtype)
     rejects: Counter[str] = Counter()
     text_bytes = 0
     with (
         TokenStoreWriter(
-            prefix, vocab_size=tokenizer.vocab_size, tokenizer_json=definition, overwrite=overwrite
+            prefix,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer_json=definition,
+            masked=chat is not None,
+            overwrite=overwrite,
         ) as writer,
         closing(map_in_order(tokenize, corpus.batches(), workers)) as batches,
     ):
         for batch in batches:
-            writer.add_documents(batch.tokens, batch.lengths)
+            writer.add_documents(batch.tokens, batch.lengths, batch.mask)
             rejects.update(batch.rejects)
             text_bytes += batch.text_bytes
             on_progress(batch.progress)
@@ -101,9 +116,10 @@ def prepare_store(
             text_bytes=text_bytes,
             vocab_size=tokenizer.vocab_size,
             end_token=tokenizer.end_token,
-            files=[str(path) for path in store_files(prefix, with_tokenizer=definition is not None)],
+            files=[str(path) for path in store_files(prefix, definition is not None, chat is not None)],
+            labelled_tokens=None if chat is None else writer.labelled_tokens,
         )
-        counts = {key: value for key, value in asdict(report).items() if key != "files"}
+        counts = {key: value for key, value in report.to_json().items() if key != "files"}
         writer.details = counts | {"tokenizer": tokenizer.identity, "source": corpus.description}
     return report
 

@@ -42,26 +42,38 @@ class Reject(StrEnum):
     BAD_JSON = "bad_json"
     NO_FIELD = "missing_field"
     NOT_TEXT = "not_text"
+    NOT_MESSAGES = "not_messages"
+    NO_ASSISTANT = "no_assistant_message"
+    SPECIAL_TOKEN = "special_token_in_message"
+    TEMPLATE = "refused_by_chat_template"
+    REWRITTEN = "rewritten_by_chat_template"
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Raw items, ``texts`` which gives the documents of one item, and ``progress``: their bytes of source."""
+    """Raw items, ``texts`` which gives the documents of one item, and ``progress``: their bytes of source.
+
+    A document is a ``str``, a list of messages in a corpus of conversations, or a ``Reject``.
+    """
 
     items: list[Any]
-    texts: Callable[[Any], Iterable[str | Reject]]
+    texts: Callable[[Any], Iterable[Any]]
     progress: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedBatch:
-    """Documents one after another in ``tokens``, each with its end token; ``lengths`` has one entry for each."""
+    """Documents one after another in ``tokens``, each with its end token; ``lengths`` has one entry for each.
+
+    ``mask`` says of every token whether it is a label; None where all are.
+    """
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int64]
     rejects: Counter[str]
     text_bytes: int
     progress: int
+    mask: NDArray[np.bool_] | None = None
 
 
 def documents_of(batch: Batch) -> Iterator[str | Reject]:
@@ -72,7 +84,7 @@ def documents_of(batch: Batch) -> Iterator[str | Reject]:
                 yield text
             elif not text:
                 yield Reject.EMPTY
-            elif not _is_unicode(text):
+            elif not is_unicode(text):
                 yield Reject.UNDECODABLE
             else:
                 yield text
@@ -149,7 +161,8 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether ``text`` can be written in UTF-8."""
     # JSON may escape half of a surrogate pair, which no encoding can write.
     try:
         text.encode()

@@ -19,7 +19,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from wlb.documents.prepare.batches import Batch, Reject
+from wlb.documents.prepare.batches import Batch
+from wlb.documents.prepare.chat import json_line_chat
 from wlb.documents.prepare.raw_files import (
     Item,
     file_kind,
@@ -83,19 +84,23 @@ class StdlibCorpus:
 
 
 class FileCorpus:
-    """Text files, JSON Lines and Parquet, named one by one or found in directories.
+    """Text files, JSON Lines and Parquet, named one by one or found in directories; with ``chat``, conversations.
 
-    Raises ``UserError`` when a source does not exist or cannot be read, and when nothing is found.
+    Conversations are read from JSON Lines. Raises ``UserError`` when a source does not exist or cannot be read, and
+    when nothing is found.
     """
 
-    def __init__(self, sources: Sequence[Path], text_field: str = "text") -> None:
+    def __init__(self, sources: Sequence[Path], text_field: str = "text", *, chat: bool = False) -> None:
         self._sources = sources
         self._field = text_field
+        self._read_line = json_line_chat if chat else json_line_text
         self.total_bytes = self.skipped_files = 0
         files = 0
         for path in self.files(count_skipped=True):
             files += 1
             self.total_bytes += path.stat().st_size
+            if chat and file_kind(path) != "jsonl":
+                raise UserError(f"--chat reads conversations from JSON Lines, and {path} is none; leave it out")
             if file_kind(path) == "parquet":
                 require("pyarrow", "data")
         if not files:
@@ -135,7 +140,7 @@ class FileCorpus:
                 continue
             for path in paths:
                 if kind == "jsonl":
-                    yield from _batches(json_lines(path), partial(json_line_text, field=self._field))
+                    yield from _batches(json_lines(path), partial(self._read_line, field=self._field))
                 else:
                     yield from _batches(parquet_cells(path, self._field), utf8_text)
 
@@ -212,7 +217,7 @@ def _sized(paths: Iterable[Path]) -> Iterator[Item]:
         yield Item(path, size, size)
 
 
-def _batches(items: Iterable[Item], texts: Callable[[Any], Iterable[str | Reject]]) -> Iterator[Batch]:
+def _batches(items: Iterable[Item], texts: Callable[[Any], Iterable[Any]]) -> Iterator[Batch]:
     batch: list[Any] = []
     size = progress = 0
     for item in items:

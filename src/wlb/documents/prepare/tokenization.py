@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,12 +58,25 @@ class Tokenizer(Protocol):
         """Token ids of ``text``, shape (tokens,). Raises ``UnicodeEncodeError`` for text that is no Unicode."""
         ...
 
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The tokens that are no text, by their names."""
+        ...
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Token ids of ``text``, in which special tokens are tokens, and which of them begin inside ``spans``.
+
+        ``spans`` are characters, from the first up to the second, in ascending order. Both results: shape (tokens,).
+        """
+        ...
+
 
 class BytesTokenizer:
     """UTF-8 bytes as tokens 0 to 255; 256 ends a document. Needs no vocabulary file."""
 
     vocab_size = 257
     end_token = 256
+    special_tokens: tuple[str, ...] = ()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -71,6 +84,11 @@ class BytesTokenizer:
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        tokens = self.encode(text)
+        starts_character = (tokens & 0xC0) != 0x80  # bytes 10xxxxxx go on with a character of UTF-8
+        return tokens, _inside(np.cumsum(starts_character) - 1, spans)
 
 
 class HuggingFaceTokenizer:
@@ -117,6 +135,33 @@ class HuggingFaceTokenizer:
         except Exception as error:  # tokenizers raises bare Exception, for a word without an id and no unknown token
             raise UserError(f"tokenizer {self.name} cannot encode a document: {error}") from None
         return np.array(encoding.ids, np.int64)
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        added = json.loads(self.definition).get("added_tokens") or []
+        return tuple(token["content"] for token in added if token.get("special"))
+
+    @cached_property
+    def _with_special_tokens(self) -> Any:
+        backend = _parse(self.definition, self.name)
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        try:
+            encoding = self._with_special_tokens.encode(text, add_special_tokens=False)
+        except Exception as error:  # as above
+            raise UserError(f"tokenizer {self.name} cannot encode a document: {error}") from None
+        starts = np.array([start for start, _ in encoding.offsets], np.int64)
+        return np.array(encoding.ids, np.int64), _inside(starts, spans)
+
+
+def _inside(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """Which of ``positions`` lie in one of ``spans``, in ascending order."""
+    edges = np.array(spans, np.int64).reshape(-1)
+    inside: NDArray[np.bool_] = np.searchsorted(edges, positions, side="right") % 2 == 1
+    return inside
 
 
 def load_tokenizer(source: str, end_token: str | None = None) -> Tokenizer:

@@ -70,6 +70,11 @@ def bin_path(prefix: Path) -> Path:
     return store_path(prefix, ".bin")
 
 
+def mask_path(prefix: Path) -> Path:
+    """``PREFIX.mask``: one byte for each token of ``PREFIX.bin``, which is not zero where the token is a label."""
+    return store_path(prefix, ".mask")
+
+
 def sidecar_path(prefix: Path) -> Path:
     """``PREFIX.json``."""
     return store_path(prefix, ".json")

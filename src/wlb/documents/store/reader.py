@@ -1,9 +1,9 @@
 """Token stores: tokenised documents on disk, read without loading them.
 
-A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format,
-so that existing Megatron corpora open as they are. ``wlb prepare`` adds a sidecar ``PREFIX.json`` that names
-the tokenizer. ``TokenStore`` maps the tokens into memory: any slice of any document is an array view, O(1).
-``TokenStoreWriter`` (in ``store_writer``) makes stores.
+A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format, so that
+existing Megatron corpora open as they are. ``wlb prepare`` adds a sidecar ``PREFIX.json`` that names the tokenizer, and
+where only some tokens are labels, ``PREFIX.mask`` says which. ``TokenStore`` maps the tokens into memory: any slice of
+any document is an array view, O(1). ``TokenStoreWriter`` (in ``store_writer``) makes stores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.store.index import TokenIndex, bin_path, index_path, read_index, sidecar_path
+from wlb.documents.store.index import TokenIndex, bin_path, index_path, mask_path, read_index, sidecar_path
 from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
 from wlb.errors import UserError
 
@@ -30,22 +30,31 @@ _LARGEST_SIDECAR = 1 << 20
 class TokenStore:
     """A read-only token store; safe to share between threads and to pickle (a copy re-opens the files)."""
 
-    def __init__(self, prefix: Path, index: TokenIndex, data: NDArray[Any], sidecar: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        index: TokenIndex,
+        data: NDArray[Any],
+        sidecar: dict[str, Any],
+        mask: NDArray[np.uint8] | None = None,
+    ) -> None:
         self.prefix = prefix
         self.sidecar = sidecar
         self._index = index
         self._data = data
+        self._mask = mask
         self._vocab_size: int | None = sidecar.get("vocab_size")
 
     @classmethod
     def open(cls, prefix: str | Path) -> TokenStore:
-        """Open ``PREFIX.idx``, ``PREFIX.bin`` and, if it is there, ``PREFIX.json``.
+        """Open ``PREFIX.idx``, ``PREFIX.bin`` and, if they are there, ``PREFIX.json`` and ``PREFIX.mask``.
 
         Raises ``UserError`` when a file is missing, truncated, corrupt or does not belong to the others.
         """
         prefix = Path(prefix)
         index = read_index(index_path(prefix))
-        return cls(prefix, index, _map_tokens(bin_path(prefix), index), _read_sidecar(prefix, index))
+        sidecar = _read_sidecar(prefix, index)
+        return cls(prefix, index, _map_tokens(bin_path(prefix), index), sidecar, _map_mask(prefix, index, sidecar))
 
     def __reduce__(self) -> tuple[Any, tuple[Path]]:
         return TokenStore.open, (self.prefix,)
@@ -87,12 +96,14 @@ class TokenStore:
     def identity(self) -> str:
         """sha256 in hex over the index, the size of the token file and, where the sidecar has it, its own sha256.
 
-        The tokens are not read: the writer of the store hashed them. A store without that, such as one made by
-        Megatron-Core, keeps its identity when tokens change and lengths do not.
+        The tokens are not read: the writer of the store hashed them, and their mask, if there is one. A store without
+        that, such as one made by Megatron-Core, keeps its identity when tokens change and lengths do not.
         """
         digest = hashlib.sha256(index_path(self.prefix).read_bytes())
         digest.update(str(self._data.nbytes).encode())
         digest.update(self.sidecar.get("content_sha256", "").encode())
+        if self._mask is not None:
+            digest.update(b"mask" + self.sidecar.get("mask_sha256", "").encode())
         return digest.hexdigest()
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
@@ -113,6 +124,14 @@ class TokenStore:
         view = self._data[first + start : first + start + length]
         self._check_ids(view, document)
         return view
+
+    def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None:
+        """Which of ``length`` tokens of a document from token ``start`` on are labels; None where all tokens are."""
+        if self._mask is None:
+            return None
+        first = int(self._index.offsets[document]) + start
+        labels: NDArray[np.bool_] = self._mask[first : first + length] != 0
+        return labels
 
     def _check_ids(self, view: NDArray[Any], document: int) -> None:
         if not view.size:
@@ -138,6 +157,22 @@ def _map_tokens(path: Path, index: TokenIndex) -> NDArray[Any]:
     except OSError as error:
         raise UserError(f"token file {path} cannot be read: {error.strerror}") from error
     raise UserError(f"{path} has {size} bytes where its index asks for {expected}: truncated or of another store")
+
+
+def _map_mask(prefix: Path, index: TokenIndex, sidecar: dict[str, Any]) -> NDArray[np.uint8] | None:
+    path = mask_path(prefix)
+    try:
+        size = path.stat().st_size
+        mask = np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)
+    except FileNotFoundError:
+        if "mask_sha256" in sidecar:
+            raise UserError(f"{path} does not exist, and the store was written with one; prepare it again") from None
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    if size != index.tokens:
+        raise UserError(f"{path} has {size} bytes for {index.tokens} tokens; it needs one for each")
+    return mask
 
 
 def stored_vocab_size(prefix: Path) -> int | None:

@@ -20,7 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, IndexWriter, bin_path, index_path, sidecar_path, store_path
+from wlb.documents.store.index import (
+    MAX_DOCUMENT_TOKENS,
+    IndexWriter,
+    bin_path,
+    index_path,
+    mask_path,
+    sidecar_path,
+    store_path,
+)
 from wlb.errors import UserError
 from wlb.files import flush, move, open_locked, sync, write_synced
 
@@ -39,10 +47,11 @@ def tokenizer_path(prefix: Path) -> Path:
     return store_path(prefix, ".tokenizer.json")
 
 
-def store_files(prefix: Path, with_tokenizer: bool = True) -> list[Path]:
+def store_files(prefix: Path, with_tokenizer: bool = True, with_mask: bool = True) -> list[Path]:
     """The files of a store, in the order in which they appear: the index last."""
     tokenizer = [tokenizer_path(prefix)] if with_tokenizer else []
-    return [bin_path(prefix), sidecar_path(prefix), *tokenizer, index_path(prefix)]
+    mask = [mask_path(prefix)] if with_mask else []
+    return [bin_path(prefix), *mask, sidecar_path(prefix), *tokenizer, index_path(prefix)]
 
 
 def check_target(prefix: Path, overwrite: bool) -> None:
@@ -65,8 +74,9 @@ class TokenStoreWriter:
 
     Entering makes the directory of ``prefix``; leaving with an exception removes it again, if it was not there before.
     ``details`` is merged into the sidecar and may be filled until the end; ``tokenizer_json`` becomes
-    ``PREFIX.tokenizer.json``. Raises ``UserError`` when the store exists (and ``overwrite`` is off), when
-    another process is writing it, and when the disk refuses.
+    ``PREFIX.tokenizer.json``. With ``masked``, documents come with a mask that says which tokens are labels, and the
+    store has a ``PREFIX.mask``. Raises ``UserError`` when the store exists (and ``overwrite`` is off), when another
+    process is writing it, and when the disk refuses.
     """
 
     def __init__(
@@ -76,6 +86,7 @@ class TokenStoreWriter:
         vocab_size: int,
         details: dict[str, Any] | None = None,
         tokenizer_json: str | None = None,
+        masked: bool = False,
         overwrite: bool = False,
     ) -> None:
         if vocab_size < 1:
@@ -87,18 +98,22 @@ class TokenStoreWriter:
         self.tokens = 0
         self._dtype = token_type(vocab_size)
         self._tokenizer_json = tokenizer_json
+        self._masked = masked
         self._content = hashlib.sha256()
+        self._mask_content = hashlib.sha256()
+        self.labelled_tokens = 0
         self._targets = store_files(self.prefix)
         check_target(self.prefix, overwrite)
         self._new_directories = [path for path in _upwards(self.prefix.parent) if not os.path.exists(path)]
 
     def __enter__(self) -> TokenStoreWriter:
-        data, sidecar, tokenizer, index = self._targets
+        data, mask, sidecar, tokenizer, index = self._targets
         try:
             with _disk_errors(self.prefix), ExitStack() as opened:
                 self.prefix.parent.mkdir(parents=True, exist_ok=True)
                 self._bin = opened.enter_context(_open_part(data))
                 self._idx = opened.enter_context(_open_part(index))
+                self._mask = opened.enter_context(_open_part(mask)) if self._masked else None
                 for stale in (sidecar, tokenizer):  # of a run that was killed, as the locks say that none is writing
                     _part(stale).unlink(missing_ok=True)
                 self._index = IndexWriter(self._idx, self._dtype)
@@ -122,15 +137,23 @@ class TokenStoreWriter:
             if not committed:
                 self._remove_new_directories()
 
-    def add(self, tokens: ArrayLike) -> None:
-        """Append one document."""
+    def add(self, tokens: ArrayLike, mask: ArrayLike | None = None) -> None:
+        """Append one document; ``mask`` as in ``add_documents``."""
         array = np.asarray(tokens)
-        self.add_documents(array, np.array([array.size]))
+        self.add_documents(array, np.array([array.size]), None if mask is None else np.asarray(mask, np.bool_))
 
-    def add_documents(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
-        """Append documents whose tokens stand one after another in ``tokens``, of ``lengths`` each."""
+    def add_documents(
+        self, tokens: NDArray[Any], lengths: NDArray[np.int64], mask: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Append documents whose tokens stand one after another in ``tokens``, of ``lengths`` each.
+
+        ``mask`` has the shape of ``tokens`` and is True for labels; without it, all tokens of these documents are
+        labels.
+        """
         if lengths.sum() != tokens.size or (lengths < 0).any():
             raise ValueError(f"lengths sum to {lengths.sum()}, tokens are {tokens.size}")
+        if mask is not None and (mask.shape != tokens.shape or not self._masked):
+            raise ValueError(f"a mask of shape {mask.shape} for {tokens.size} tokens, masked = {self._masked}")
         if lengths.size and lengths.max() > MAX_DOCUMENT_TOKENS:
             raise UserError(
                 f"document {self.documents + int(lengths.argmax())} has {lengths.max()} tokens; "
@@ -143,24 +166,33 @@ class TokenStoreWriter:
         with _disk_errors(self.prefix):
             self._bin.write(stored)
             self._index.add(lengths)
+            if self._mask is not None:
+                labels = np.ones(tokens.size, np.uint8) if mask is None else mask.astype(np.uint8)
+                self._mask.write(labels.data)
+                self._mask_content.update(labels.data)
+                self.labelled_tokens += int(np.count_nonzero(labels))
         self._content.update(stored)
         self.documents += lengths.size
         self.tokens += tokens.size
 
     def _commit(self) -> None:
-        data, sidecar, tokenizer, index = self._targets
+        data, mask, sidecar, tokenizer, index = self._targets
         if not self.documents:
             raise UserError(f"no documents to write to {self.prefix}")
         self._index.finish()
+        complete = [data, sidecar]
         for file in (self._bin, self._idx):
             flush(file)
+        if self._mask is not None:
+            flush(self._mask)
+            complete.append(mask)
         write_synced(_part(sidecar), self._sidecar_text())
-        complete = [data, sidecar]
         if self._tokenizer_json is not None:
             write_synced(_part(tokenizer), self._tokenizer_json)
             complete.append(tokenizer)
         index.unlink(missing_ok=True)
-        tokenizer.unlink(missing_ok=True)
+        for optional in (tokenizer, mask):  # of the store that is replaced
+            optional.unlink(missing_ok=True)
         sync(index.parent)
         for target in complete:
             os.replace(_part(target), target)
@@ -176,13 +208,15 @@ class TokenStoreWriter:
             "token_type": self._dtype.name,
             "content_sha256": self._content.hexdigest(),
         }
+        if self._masked:
+            sidecar |= {"mask_sha256": self._mask_content.hexdigest(), "labelled_tokens": self.labelled_tokens}
         return json.dumps(sidecar | self.details, indent=2, sort_keys=True) + "\n"
 
     def _discard_parts(self) -> None:
         # Parts go while their locks are held. Closing flushes, which fails again on a full disk.
         for target in self._targets:
             _part(target).unlink(missing_ok=True)
-        for file in (self._bin, self._idx):
+        for file in (self._bin, self._idx, *([self._mask] if self._mask is not None else [])):
             with suppress(OSError):
                 file.close()
 

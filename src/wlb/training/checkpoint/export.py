@@ -26,7 +26,6 @@ from wlb.documents.store.writer import tokenizer_path
 from wlb.errors import UserError
 from wlb.models.huggingface.export import Companions, export_model, refuse_existing
 from wlb.models.transformer import Transformer
-from wlb.planning.config_json import read_config_json
 from wlb.planning.configured_model import configured_model
 from wlb.training.checkpoint.files import (
     DamagedCheckpoint,
@@ -38,6 +37,7 @@ from wlb.training.checkpoint.files import (
 )
 from wlb.training.checkpoint.same_model import check_model, check_tensors
 from wlb.training.checkpoint.storage import ConfinedReader
+from wlb.workload.model_json import read_config_json
 
 # What lies beside the weights of a published model and stays true of a trained one.
 _KEPT_FILES = (
@@ -126,10 +126,10 @@ def _companions(config: JobConfig) -> Companions:
     if (directory := config.model.pretrained) is not None:
         copies = {name: directory / name for name in _KEPT_FILES if (directory / name).is_file()}
         return Companions(copies, {}, read_config_json(directory))
-    definition = tokenizer_path(config.data.store)
-    if not definition.is_file():
+    prefix = next((prefix for prefix in config.data.stores if tokenizer_path(prefix).is_file()), None)
+    if prefix is None:
         return Companions({}, {}, {})
-    store = TokenStore.open(config.data.store)
+    definition, store = tokenizer_path(prefix), TokenStore.open(prefix)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {"eos_token": store.tokenizer["end_token"]} if store.tokenizer else {}
     ids = {"eos_token_id": store.sidecar["end_token"]} if "end_token" in store.sidecar else {}

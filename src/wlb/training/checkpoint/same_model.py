@@ -23,9 +23,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, beside the number of its steps
 
 
 def model_record(model: TransformerConfig) -> dict[str, Any]:
-    """``model`` as JSON-serialisable data, flat, under the names of ``[model]``."""
+    """``model`` as JSON-serialisable data, flat, under the names of ``[model]``; without the variants it has not."""
     record = asdict(model)
-    shape: dict[str, Any] = record.pop("shape")
+    shape = {name: value for name, value in record.pop("shape").items() if value is not None}
     return shape | record
 
 
@@ -35,7 +35,7 @@ def check_model(checkpoint: Path, saved: Mapping[str, Any], model: TransformerCo
     differences = [
         f"{name} {json.dumps(saved.get(name))} -> {json.dumps(record.get(name))}"
         for name in {**record, **saved}
-        if saved.get(name) != record.get(name)
+        if (saved.get(name) or None) != (record.get(name) or None)  # what a manifest is too old to have is off
     ]
     if differences:
         raise UserError(

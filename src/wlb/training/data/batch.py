@@ -2,8 +2,8 @@
 
 The plan names segments; the token store holds the tokens. ``make_batch`` copies each segment's tokens once
 into the packed run, sets labels and positions, and touches no token in Python. The number of labelled
-tokens of a whole step follows from the plan and the document lengths, so every rank knows it without
-reading or asking.
+tokens of a whole step follows from the plan and the document lengths, and from the loss mask of a store that
+has one, so every rank knows it without reading a token or asking.
 
 Documents in a plan are numbered ``epoch * documents_in_store + index_in_store``; both functions take the
 index modulo the size of the store.
@@ -11,6 +11,7 @@ index modulo the size of the store.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 
@@ -32,6 +34,8 @@ class TokenSource(Protocol):
     def lengths(self) -> NDArray[np.int64]: ...
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]: ...
+
+    def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None: ...
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,10 @@ class TokenBatch:
 def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     """Read a micro-batch's tokens.
 
-    The label of a token is the next token of its document, also where the segment ends before the document
-    does; the last token of a document has none. A micro-batch without segments becomes one token without a
-    label, which runs through the model with loss and gradient zero, so that all ranks run equally many
-    micro-batches.
+    The label of a token is the next token of its document, also where the segment ends before the document does; the
+    last token of a document has none, nor has one whose next token the loss mask leaves out. A micro-batch without
+    segments becomes one token without a label, which runs through the model with loss and gradient zero, so that all
+    ranks run equally many micro-batches.
     """
     if not micro_batch.segments:
         return TokenBatch(
@@ -72,7 +76,10 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
         follows = start + length < store.lengths[index]
         run = store.read(index, start, length + 1 if follows else length)
         tokens[end - length : end] = run[:length]
-        labels[end - length : end - length + len(run) - 1] = run[1:]
+        following = labels[end - length : end - length + len(run) - 1]
+        following[:] = run[1:]
+        if (mask := store.loss_mask(index, start + 1, len(following))) is not None:
+            following[~mask] = IGNORE_LABEL
         if not follows:
             labels[end - 1] = IGNORE_LABEL
     positions = np.arange(ends[-1]) - np.repeat(ends - segment_lengths, segment_lengths)
@@ -95,11 +102,18 @@ def check_vocabulary(batch: TokenBatch, micro_batch: MicroBatch, vocab_size: int
         )
 
 
-def labelled_tokens(step_plan: StepPlan, document_lengths: NDArray[np.int64]) -> int:
-    """Tokens of a step that have a label: all but the last of each document.
+def labelled_tokens(step_plan: StepPlan, store: TokenSource) -> int:
+    """Tokens of a step that have a label: all but the last of each document, less what a loss mask leaves out."""
+    return int(labels_of_segments(list(step_plan.segments), store).sum())
 
-    ``document_lengths`` are those of the store, in tokens.
-    """
-    documents, starts, lengths = np.array(list(step_plan.segments), dtype=np.int64).reshape(-1, 3).T
-    ends_its_document = starts + lengths >= document_lengths[documents % len(document_lengths)]
-    return int(lengths.sum() - ends_its_document.sum())
+
+def labels_of_segments(segments: Sequence[Segment], store: TokenSource) -> NDArray[np.int64]:
+    """Tokens with a label of each of ``segments``."""
+    documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
+    indices = documents % len(store.lengths)
+    labelled = lengths - (starts + lengths >= store.lengths[indices])
+    places = zip(indices.tolist(), (starts + 1).tolist(), labelled.tolist(), strict=True)
+    for number, place in enumerate(places):
+        if (mask := store.loss_mask(*place)) is not None:
+            labelled[number] = np.count_nonzero(mask)
+    return labelled

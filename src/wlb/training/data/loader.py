@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb.config import JobConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore, document_lengths
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.planning.job import JobSpec
@@ -89,7 +89,7 @@ class StepLoader(Iterator[LoadedStep]):
 
     def __init__(
         self,
-        store: TokenStore,
+        store: TrainedStore,
         config: JobConfig,
         job: JobSpec,
         *,
@@ -100,7 +100,8 @@ class StepLoader(Iterator[LoadedStep]):
         self._vocab_size = job.shape.vocab_size
         self._share = share or RankShare()
         self._identity = data_identity(store, config)
-        planner = StepPlanner(job, store.lengths, one_epoch=config.training.steps is None)
+        epochs = 1 if config.training.steps is None else None
+        planner = StepPlanner(job, document_lengths(store), epochs=epochs)
         self.epoch_summary = planner.epoch_summary
         self.changed_data: str | None = None
         if state is not None:
@@ -156,19 +157,21 @@ class StepLoader(Iterator[LoadedStep]):
         return LoadedStep(
             planned=planned,
             batches=batches,
-            loss_tokens=labelled_tokens(plan, self._store.lengths),
+            loss_tokens=labelled_tokens(plan, self._store),
             fingerprint=_fingerprint((plan.step, [[part.segments for part in rank] for rank in plan.ranks])),
             shard_fingerprint=_fingerprint([[table.tolist() for table in b.shard_plan.pieces] for b in batches]),
         )
 
 
-def data_identity(store: TokenStore, config: JobConfig) -> dict[str, Any]:
+def data_identity(store: TrainedStore, config: JobConfig) -> dict[str, Any]:
     """What a loader state is valid for: the data, and every setting that decides which document trains when.
 
     Parallel sizes, micro-batches, the model, the dealing of micro-batches to ranks and settings that the packing method
     has no use for are absent: they may change.
     """
-    data = config.data.model_dump(mode="json", exclude={"store"})
+    data = config.data.model_dump(mode="json", exclude={"store", "mixture"})
+    if config.data.mixture:
+        data["weights"] = list(config.data.weights)
     packing = {"method": config.packing.method, **config.packing.options.identity(config.data.context_window)}
     return {
         _STORE: store.identity,

@@ -91,15 +91,22 @@ class ShardedAttention:
         """The same for the layers of another stage."""
         return replace(self, resends=Resends())
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, kept: KeptAttention | None = None) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kept: KeptAttention | None = None,
+        window: int | None = None,
+    ) -> Tensor:
         """Query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to output, shaped as the query.
 
-        ``kept`` is for activation checkpointing, as in ``context_parallel_attention``.
+        ``kept``, for activation checkpointing, and ``window`` are those of ``context_parallel_attention``.
         """
         padding = len(query) - self.local_tokens
         if padding:
             query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
         out = context_parallel_attention(
-            query, key, value, self.shard_plan, self.group, kept=kept, resends=self.resends
+            query, key, value, self.shard_plan, self.group, kept=kept, resends=self.resends, window=window
         )
         return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out

@@ -161,7 +161,8 @@ def _barrier(arguments: dict[str, Any]) -> Call:
 
 
 def _functional(operation: str, arguments: dict[str, Any]) -> Call:
-    tensor, group = arguments.get("input", arguments.get("self")), _resolve_process_group(arguments["group_name"])
+    tensor: Tensor = arguments["input" if "input" in arguments else "self"]
+    group = _resolve_process_group(arguments["group_name"])
     dtype, elements = _shape(tensor)
     purpose = LOSS if operation == "all_reduce" else TENSOR_PARALLEL
     if operation == "all_gather":

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.config import JobConfig
+from wlb.documents.store.mixture import document_lengths
 from wlb.errors import UserError
 from wlb.memory.layers import Exchange
 from wlb.memory.step import predict_rank_memory
@@ -131,7 +132,7 @@ def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = 
     """
     found = find_problems(config, hardware)
     job = found.job
-    plan = next(StepPlanner(job, found.store.lengths)).plan
+    plan = next(StepPlanner(job, document_lengths(found.store))).plan
     simulated = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
     shards = _shards(plan, simulated)
     if ranks != "all" and not 0 <= ranks < job.gpus:

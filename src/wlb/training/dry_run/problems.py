@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from wlb.config import JobConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore, document_lengths, open_stores
 from wlb.errors import UserError
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import MemoryLimit, largest_factor, limit_of_gpu, too_large
@@ -15,8 +17,10 @@ from wlb.simulate.pools import with_decided_pools
 from wlb.training.data.loader import check_identity, data_identity
 from wlb.training.dry_run.synthetic_store import SyntheticStore, synthetic_store
 from wlb.training.memory_budget import memory_limit
-from wlb.training.preflight import Check, arranged_as, directory_checks, saved_loader_state, settings_checks
+from wlb.training.preflight import arranged_as, directory_checks, saved_loader_state, settings_checks
 from wlb.training.runtime.environment import trained_model
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class FoundJob:
     """A configuration in which nothing is left to decide, the documents it is tried on, and what would stop it."""
 
     config: JobConfig
-    store: TokenStore
+    store: TrainedStore
     job: JobSpec
     hardware: str
     limit: MemoryLimit
@@ -38,20 +42,19 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     """
     problems: list[str] = []
 
-    def tried(check: Check) -> object:
+    def tried(check: Callable[[], _T]) -> _T | None:
         try:
             return check()
         except UserError as error:
             problems.append(str(error))
             return None
 
-    opened = tried(lambda: TokenStore.open(config.data.store))
-    store = opened if isinstance(opened, TokenStore) else synthetic_store(config)
+    store = tried(lambda: open_stores(config.data.stores)) or synthetic_store(config)
     model = trained_model(config, store)
     for check in (*settings_checks(config, store, model), *directory_checks(config, _check_could_write)):
         tried(check)
     saved = tried(lambda: saved_loader_state(config, model))
-    job = with_decided_pools(JobSpec.from_config(config, hardware, model=model), store.lengths)
+    job = with_decided_pools(JobSpec.from_config(config, hardware, model=model), document_lengths(store))
     config = arranged_as(config, job)
     limit = _limit(config, job)
     if job.packing.length_factor == "auto":
@@ -59,7 +62,7 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     if problem := too_large(job, limit):
         problems.append(problem)
     config = config.model_copy(update={"packing": job.packing})
-    if isinstance(saved, dict) and not isinstance(store, SyntheticStore):
+    if saved is not None and not isinstance(store, SyntheticStore):
         allowed = config.checkpoint.allow_changed_data
         tried(lambda: check_identity(saved, data_identity(store, config), allow_changes=allowed))
     return FoundJob(config, store, job, hardware, limit, tuple(problems))

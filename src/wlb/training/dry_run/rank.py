@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from wlb.config import JobConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore, open_stores
+from wlb.errors import UserError
 from wlb.os_limits import usable_cores
 from wlb.training.data.loader import LoadedStep
 from wlb.training.data.sharded_batch import ShardedBatch
@@ -90,6 +92,8 @@ def run_rank(config: JobConfig, rank: int, *, hardware: str, steps: int = 1) -> 
             modes.enter_context(as_on_a_gpu())
         model = build_model(config, place)
         _adopt(meter, model)
+        for optimizer in model.optimizers:
+            modes.enter_context(mock.patch.object(optimizer, "step", _counted(meter, optimizer.step)))
         runner, fake_monitor = build_pipeline(config, model)
         monitor = _RealMonitor(config, model.config.shape, model.mesh, _CPU)
         # The pipeline starts and stops the other's clock; a GPU's measures few steps, of which this is none.
@@ -113,12 +117,10 @@ def run_rank(config: JobConfig, rank: int, *, hardware: str, steps: int = 1) -> 
         return RankRun(rank, coordinates, dict(meter.peak), tuple(calls), rows, watcher.operators, seconds)
 
 
-def open_store(config: JobConfig) -> TokenStore:
+def open_store(config: JobConfig) -> TrainedStore:
     """The store of ``config``, or synthetic documents where it cannot be opened."""
-    from wlb.errors import UserError
-
     try:
-        return TokenStore.open(config.data.store)
+        return open_stores(config.data.stores)
     except UserError:
         return synthetic_store(config)
 
@@ -150,20 +152,23 @@ def _adopt(meter: MemoryMeter, model: RankModel) -> None:
         meter.adopt(moments, OPTIMIZER)
         for group in optimizer.param_groups:
             group["foreach"] = on_gpu  # as it is chosen by default, by the device of the weights
-        step = optimizer.step
 
-        def counted(step=step) -> object:
-            with meter.counting(OPTIMIZER):
-                return step()
 
-        optimizer.step = counted
+def _counted(meter: MemoryMeter, step: Callable[[], object]) -> Callable[[], object]:
+    def counted() -> object:
+        with meter.counting(OPTIMIZER):
+            return step()
+
+    return counted
 
 
 def _on_device(loaded: LoadedStep, fake: FakeTensorMode) -> LoadedStep:
     """``loaded`` with the tensors that a device would hold."""
 
     def moved(batch: ShardedBatch) -> ShardedBatch:
-        tensors = {name: fake.from_tensor(getattr(batch, name)) for name in ("tokens", "labels", "positions")}
-        return replace(batch, **tensors)
+        on_device = fake.from_tensor
+        return replace(
+            batch, tokens=on_device(batch.tokens), labels=on_device(batch.labels), positions=on_device(batch.positions)
+        )
 
     return replace(loaded, batches=tuple(map(moved, loaded.batches)))

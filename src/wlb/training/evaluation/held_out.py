@@ -20,12 +20,14 @@ from wlb.config import DataConfig, JobConfig
 from wlb.documents.order import summarise_epoch
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
+from wlb.documents.store.mixture import TrainedStore
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing import make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.planning.job import JobSpec
+from wlb.training.data.batch import labels_of_segments
 
 _FIRST_BOUNDARY, _BOUNDARY_RATIO = 256, 4
 
@@ -91,8 +93,8 @@ class HeldOut:
         self.plans = [arrange(plan, job.dp, order="arrival") for plan in _pack(segments, job)]
         self._boundaries = bucket_boundaries(config)
         self._bucket: NDArray[np.int64] = np.searchsorted(self._boundaries, self.store.lengths, side="right")
-        documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
-        labelled = lengths - (starts + lengths >= self.store.lengths[documents])
+        documents = np.array([segment.document for segment in segments])
+        labelled = labels_of_segments(segments, self.store)
         self._tokens = np.bincount(self._bucket[documents], labelled, self.buckets).astype(np.int64).tolist()
         self._documents = np.bincount(self._bucket[np.unique(documents)], minlength=self.buckets).tolist()
 
@@ -123,7 +125,7 @@ class HeldOut:
         )
 
 
-def check_evaluation(config: JobConfig, trained: TokenStore, vocab_size: int) -> None:
+def check_evaluation(config: JobConfig, trained: TrainedStore, vocab_size: int) -> None:
     """Raise ``UserError`` for held-out documents that cannot be scored by a model of ``vocab_size`` tokens.
 
     ``trained`` is the store that the job trains on.
@@ -139,7 +141,7 @@ def check_evaluation(config: JobConfig, trained: TokenStore, vocab_size: int) ->
         )
     if store.tokenizer and trained.tokenizer and store.tokenizer_identity != trained.tokenizer_identity:
         raise UserError(
-            f"evaluation.store {prefix} was prepared with another tokenizer than data.store {trained.prefix}; prepare "
+            f"evaluation.store {prefix} was prepared with another tokenizer than {trained.prefix} of [data]; prepare "
             "both with the same"
         )
     _segments(store, config)
@@ -157,7 +159,7 @@ def bucket_boundaries(config: JobConfig) -> list[int]:
 
 def _segments(store: TokenStore, config: JobConfig) -> list[Segment]:
     lengths = store.lengths[: config.evaluation.documents]
-    data: DataConfig = config.data.model_copy(update={"store": store.prefix})
+    data: DataConfig = config.data.model_copy(update={"store": store.prefix, "mixture": ()})
     summarise_epoch(lengths, data)
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist()) if length]
     return split_overlong(whole, data.context_window, data.overlong)[0]

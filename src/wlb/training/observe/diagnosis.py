@@ -32,6 +32,15 @@ _DIMENSIONS = {
         'use packing.method = "makespan" or raise packing.max_length_factor',
     ),
 }
+_OF_POOLS = _DIMENSIONS | {
+    "cp": ("shards of the ranks of a pool", "lower packing.pool_micro_batches, so that there is more to level with"),
+    "dp": ("pools", "raise parallel.pool"),
+    "micro_batches": (
+        "micro-batches of a pool",
+        "raise parallel.pool, lower packing.pool_micro_batches, or let long documents wait with packing.max_delay",
+    ),
+}
+_LABELS_OF_POOLS = {"cp": "in a pool", "dp": "pools"}
 
 
 def diagnose(
@@ -43,11 +52,13 @@ def diagnose(
     last_step: int,
     step_seconds: float,
     straggler_factor: float,
+    pooled: bool = False,
 ) -> dict[str, Any]:
     """Look at measured ``steps``, at least one; the last of them is ``last_step``.
 
     ``names`` are those of the ranks, ``mesh_shape`` is (pp, dp, cp, tp), ``micro_batches`` are those of a data-parallel
-    rank and ``step_seconds`` the mean wall time of a step. The result is JSON-serialisable.
+    rank and ``step_seconds`` the mean wall time of a step. With ``pooled`` the dp groups of cp ranks are elastic pools.
+    The result is JSON-serialisable.
     """
     mean = {name: np.mean([rows[name] for rows in steps], axis=0) for name in steps[0].dtype.names or ()}
     compute, predicted = mean["compute_seconds"], mean["predicted_seconds"]
@@ -71,13 +82,15 @@ def diagnose(
     ]
     imbalance = imbalance_of(steps, mesh_shape, micro_batches)
     slow = [rank for rank in ranks if rank["over_expected"] > straggler_factor]
-    causes = _stragglers(slow) + _uneven(imbalance, mesh_shape[0], micro_batches) + _waits(ranks, step_seconds)
+    uneven = _uneven(imbalance, mesh_shape[0], micro_batches, _OF_POOLS if pooled else _DIMENSIONS)
+    causes = _stragglers(slow) + uneven + _waits(ranks, step_seconds)
     return {
         "last_step": last_step,
         "steps": len(steps),
         "step_seconds": step_seconds,
         "mean_compute_seconds": float(compute.mean()),
         "slowest_over_mean": float(compute.max() / compute.mean()),
+        "pool": mesh_shape[2] if pooled else None,
         "imbalance": imbalance,
         "causes": sorted(causes, key=lambda cause: -cause["cost"]),
         "ranks": ranks,
@@ -97,9 +110,11 @@ def _stragglers(slow: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _uneven(imbalance: Imbalance, pp: int, micro_batches: int) -> list[dict[str, Any]]:
+def _uneven(
+    imbalance: Imbalance, pp: int, micro_batches: int, dimensions: dict[str, tuple[str, str]]
+) -> list[dict[str, Any]]:
     causes = []
-    for dimension, (what, remedy) in _DIMENSIONS.items():
+    for dimension, (what, remedy) in dimensions.items():
         measured, predicted = (imbalance[dimension][kind] for kind in ("measured", "predicted"))
         if measured is None or predicted is None:
             continue
@@ -147,12 +162,14 @@ def render(diagnosis: dict[str, Any]) -> str:
         f"  {'fastest':<15}{fastest['compute_seconds']:>9.3g}{fastest['normalised']:>12.3f}  {_named(fastest)}",
         f"  {'slowest/mean':<15}{'measured':>9}{'predicted':>12}",
     ]
+    labels = _LABELS_OF_POOLS if diagnosis.get("pool") else {}  # an older file does not say
     for dimension in _DIMENSIONS:
         factor = diagnosis["imbalance"][dimension]
         measured, predicted = (
             "" if factor[kind] is None else f"{factor[kind]:.3f}" for kind in ("measured", "predicted")
         )
-        lines.append(f"  {dimension.replace('_', '-'):<15}{measured:>9}{predicted:>12}")
+        label = labels.get(dimension, dimension.replace("_", "-"))
+        lines.append(f"  {label:<15}{measured:>9}{predicted:>12}")
     causes = [cause["text"] for cause in diagnosis["causes"]]
     lines.append("causes, costliest first:" if causes else f"no cause costs {_WORTH_NAMING:.0%} of a step")
     return "\n".join(lines + [f"  {number}. {text}" for number, text in enumerate(causes, 1)])

@@ -25,9 +25,10 @@ from wlb.training.observe.imbalance import Imbalance
 from wlb.training.runtime.console import end_progress, say, show_progress
 from wlb.training.runtime.failures import TrainingError
 
-_NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks"}
+_NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks", "store_tokens"}
 _BLOCK_BYTES = 1 << 16
 _SHORT = {"micro_batches": "mb"}  # in the live line
+_SHORT_OF_POOLS = _SHORT | {"cp": "pool", "dp": "pools"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class StepMetrics:
     waited since it arrived; of ``pending_documents`` a part still waits. ``step_seconds`` includes
     ``data_wait_seconds``; ``planning_seconds`` were spent in another thread. ``mfu`` is the model FLOPs utilisation of
     ``observer``, ``imbalance`` that of ``imbalance``; ``slow_ranks`` are those that ``stragglers`` reported and that
-    are slow still. ``segments`` are all that the step trained, in the order of documents.
+    are slow still. ``segments`` are all that the step trained, in the order of documents. ``store_tokens`` has the
+    tokens that come from each store of a mixture; ``loss_tokens`` are those that have a label.
     """
 
     step: int
@@ -61,6 +63,8 @@ class StepMetrics:
     slow_ranks: tuple[int, ...]
     document_ids: tuple[int, ...] | None = None
     segments: tuple[Segment, ...] | None = None
+    store_tokens: tuple[int, ...] | None = None
+    loss_tokens: int | None = None
 
     @property
     def skipped(self) -> bool:
@@ -70,7 +74,7 @@ class StepMetrics:
     def to_json(self) -> dict[str, Any]:
         """The row of steps.jsonl; what is not finite is null, as JSON has no word for it."""
         row = asdict(self)
-        for name in ("document_ids", "segments"):
+        for name in ("document_ids", "segments", "store_tokens", "loss_tokens"):
             if row[name] is None:
                 del row[name]
         if self.skipped:
@@ -82,10 +86,11 @@ class StepMetrics:
 class MetricsWriter:
     """Writes the metrics of a job that continues after ``last_step`` (0 for a new job).
 
-    ``evaluated`` is the last step up to it whose evaluation is on record.
+    ``evaluated`` is the last step up to it whose evaluation is on record. With ``pooled`` the live line names pools.
     """
 
-    def __init__(self, config: MetricsConfig, last_step: int) -> None:
+    def __init__(self, config: MetricsConfig, last_step: int, *, pooled: bool = False) -> None:
+        self._pooled = pooled
         self._last: StepMetrics | None = None
         self._tokens = self._documents = 0
         self._seconds, self._imbalance = array("d"), array("d")  # of every step: 16 bytes, over months of them
@@ -119,7 +124,7 @@ class MetricsWriter:
         if self._tensorboard is not None:
             for name, value in _scalars(row):
                 self._tensorboard.add_scalar(name, value, metrics.step)
-        show_progress(live_line(metrics))
+        show_progress(live_line(metrics, pooled=self._pooled))
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -157,10 +162,11 @@ class MetricsWriter:
         end_progress()
 
 
-def live_line(metrics: StepMetrics) -> str:
+def live_line(metrics: StepMetrics, *, pooled: bool = False) -> str:
     """A step in one line; imbalance by dimension is predicted/measured, where the dimension has more than one rank."""
+    short = _SHORT_OF_POOLS if pooled else _SHORT
     by_dimension = "".join(
-        f" {_SHORT.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
+        f" {short.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
         for name, factor in metrics.imbalance.items()
         if factor["predicted"] is not None and factor["measured"] is not None and factor["measured"] != 1
     )

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from wlb.config import JobConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import StoreMixture, TrainedStore
 from wlb.models.pretrained import tokenizer_warning
+from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.imbalance import RankSteps
@@ -39,18 +40,25 @@ class Reporter:
     """
 
     def __init__(
-        self, config: JobConfig, shape: ModelShape, names: Sequence[RankName], execution: Execution, step: int
+        self,
+        config: JobConfig,
+        store: TrainedStore,
+        shape: ModelShape,
+        names: Sequence[RankName],
+        execution: Execution,
+        step: int,
     ) -> None:
         self._config = config
+        self._store = store
         self._execution = execution
         self._step = step
-        self._metrics = MetricsWriter(config.metrics, step)
+        self._metrics = MetricsWriter(config.metrics, step, pooled=config.parallel.pooled)
         self._observer = Observer(config, shape, names, execution.device)
         self.evaluated = self._metrics.evaluated
 
-    def begin(self, store: TokenStore, loader: StepLoader) -> None:
+    def begin(self, loader: StepLoader) -> None:
         """Say where the job goes on and on what, and what its user should know of that."""
-        for line in self._startup(store, loader):
+        for line in self._startup(loader):
             say(line)
 
     def record(self, step: int, loaded: LoadedStep, outcome: Outcome, rows: RankSteps) -> None:
@@ -78,6 +86,8 @@ class Reporter:
             slow_ranks=observation.slow_ranks,
             document_ids=planned.documents if listed else None,
             segments=tuple(sorted(plan.segments)) if listed == "segments" else None,
+            store_tokens=self._store_tokens(plan),
+            loss_tokens=loaded.loss_tokens,
         )
         self._metrics.write(metrics)
 
@@ -90,7 +100,13 @@ class Reporter:
         self._observer.finish()
         return self._metrics.summary()
 
-    def _startup(self, store: TokenStore, loader: StepLoader) -> Iterator[str]:
+    def _store_tokens(self, plan: StepPlan) -> tuple[int, ...] | None:
+        if not isinstance(self._store, StoreMixture):
+            return None
+        document, _, tokens = plan.table.T
+        return self._store.tokens_by_store(document, tokens)
+
+    def _startup(self, loader: StepLoader) -> Iterator[str]:
         config, execution, data = self._config, self._execution, loader.epoch_summary
         documents = f"{data.documents:,} documents"
         if data.empty:
@@ -100,17 +116,24 @@ class Reporter:
             documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
         longest = config.packing.options.most_tokens(config.data.context_window, config.packing.micro_batches)
         origin = f"resuming after step {self._step}" if self._step else "starting"
+        parallel = config.parallel
+        each = config.packing.micro_batches // parallel.dp
+        pools = f" with pool = {parallel.cp} and pool_micro_batches = {each}" if parallel.pooled else ""
         yield (
-            f"{origin} on {config.parallel.world_size} {execution.device.type} processes; {documents}; micro-batches "
+            f"{origin} on {parallel.world_size} {execution.device.type} processes{pools}; {documents}; micro-batches "
             f"of up to {longest:,} tokens"
         )
+        if mixture := config.data.mixture:
+            total = sum(config.data.weights)
+            shares = ", ".join(f"{part.store} {part.weight / total:.1%}" for part in mixture)
+            yield f"mixture, by tokens: {shares}"
         if config.training.steps and self._step >= config.training.steps:
             yield f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on"
         if loader.changed_data:
             yield f"wlb: warning: continuing on changed data: {loader.changed_data}"
         warnings = (
             dense_attention_warning(execution.dtype, execution.device),
-            tokenizer_warning(config.model, store),
+            tokenizer_warning(config.model, self._store),
             shared_store_warning(),
         )
         yield from filter(None, warnings)

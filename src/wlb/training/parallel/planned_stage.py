@@ -7,13 +7,15 @@ schedule takes the data. It is constructed once and never re-initialised, which 
 gradients (NeMo Automodel #3530).
 
 This is the only file that touches private parts of ``torch.distributed.pipelining``. It relies on the
-following in torch 2.11 to 2.13: a stage that is given example inputs and outputs infers no shapes at run
+following in torch 2.11 to 2.15: a stage that is given example inputs and outputs infers no shapes at run
 time; schedules get what was received through the two ``_retrieve_recv_*`` methods and run micro-batches through the two
-``*_one_chunk`` methods; ``_step_microbatches`` runs lists of micro-batches.
+``*_one_chunk`` methods. Lists of micro-batches go through ``step``, where it takes them (torch 2.15, pytorch#188500),
+and otherwise through ``_step_microbatches``.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,7 +131,15 @@ def run_schedule(
     last. Returns the losses, one per micro-batch, on the rank of the last stage; none elsewhere.
     """
     losses: list[Tensor] = []
-    schedule._step_microbatches(
-        [(tokens,) for tokens in inputs], list(keywords), list(targets), losses, return_outputs=False
-    )
+    arguments = [(tokens,) for tokens in inputs]
+    if "arg_mbs" in inspect.signature(schedule.step).parameters:
+        schedule.step(
+            arg_mbs=arguments,
+            kwarg_mbs=list(keywords),
+            target_mbs=list(targets),
+            losses=losses,
+            return_outputs=False,
+        )
+    else:
+        schedule._step_microbatches(arguments, list(keywords), list(targets), losses, return_outputs=False)
     return losses

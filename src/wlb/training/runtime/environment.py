@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from wlb.config import JobConfig, TrainingConfig
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.mixture import TrainedStore
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
 from wlb.planning.configured_model import configured_model
@@ -20,6 +20,7 @@ from wlb.planning.job import compute_type
 from wlb.planning.model import TransformerConfig
 from wlb.training.runtime.watchdog import backend_timeout
 from wlb.workload.hardware import HARDWARE
+from wlb.workload.shapes import check_built
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -105,15 +106,18 @@ def device_type(config: TrainingConfig, local_processes: int) -> str:
     return "cuda"
 
 
-def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
+def trained_model(config: JobConfig, store: TrainedStore) -> TransformerConfig:
     """The model that ``config`` trains on ``store``.
 
-    Raises ``UserError`` where neither says how large the vocabulary is, and as ``configured_model`` does.
+    Raises ``UserError`` where neither says how large the vocabulary is, for a model that is only priced, and as
+    ``configured_model`` does.
     """
     model = config.model
     if model.pretrained is None and model.vocab_size is None and store.vocab_size is None:
         raise UserError(f"token store {store.prefix} does not say how large its vocabulary is; set model.vocab_size")
-    return configured_model(model, store.vocab_size)
+    configured = configured_model(model, store.vocab_size)
+    check_built(configured.shape)
+    return configured
 
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:

@@ -113,7 +113,7 @@ def explain_failures(failures: Mapping[int, RankFailure]) -> Ending:
             restart=status != -signal.SIGINT,  # which only a user sends
         )
     if text is None:
-        cause = f"rank {rank} ended with exit status {status}, without a word"
+        cause = f"rank {rank} exited with status {status} and no error message"
         return Ending(cause, f"wlb: error: {cause}", FAILURE_STATUS)
     cause = text.splitlines()[-1].removeprefix("wlb: ").removeprefix("error: ")
     if status == TERMINATED_STATUS:

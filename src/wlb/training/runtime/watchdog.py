@@ -2,11 +2,10 @@
 
 Collectives of gloo and NCCL know that they wait, not for whom. So a thread of every rank looks at its main thread now
 and then. When that has stood in one collective for ``training.timeout_seconds``, the thread raises the alarm in the
-key-value store that the ranks met in; the threads of all ranks then write down there what their main threads are
-doing, and one puts the answers together: who waits, who does something else, and who does not answer at all, because
-it is stopped or its machine is gone. All ranks leave with that one line. The backends' own time limit is
-a little longer and remains for what this cannot see: ranks that do not hang but were all suspended, for one. What a
-backend says then becomes one line as well.
+rendezvous store; the threads of all ranks then write there what their main threads are doing, and one puts the answers
+together: who waits, who does something else, and who does not answer at all, because it is stopped or its machine is
+gone. All ranks leave with that one line. The backends' own time limit is a little longer and remains for what this
+cannot see: ranks that do not hang but were all suspended, for one. What a backend says then becomes one line as well.
 
 What a thread is doing is read from its Python stack: it waits in a collective if it stands in a frame of
 ``torch.distributed``, or in one of our own few that wait for a transfer; the frame of ours that called it says what
@@ -170,7 +169,7 @@ class Watchdog:
 
     def _without_store(self) -> str:
         alone = describe_hang({self._rank: self._report()}, 1, self._limit_seconds)
-        return f"{alone}; the store that the ranks met in does not answer: its machine is stopped or cannot be reached"
+        return f"{alone}; the rendezvous store is unreachable: its machine is stopped or cut off"
 
 
 @contextmanager

@@ -1,0 +1,242 @@
+"""What the adoption examples share: documents, a model, turns, and the table.
+
+Every example trains the same documents with the same model and seed twice: as its stack does it, and balanced. The two
+take turns, so that both see the same machine. A document is a definition in Python's standard library, one token a
+byte, cut off where it is longer than the window. Micro-batches of both are packed without padding and attend with the
+same attention, so that they differ in nothing but which documents are together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wlb.attention import segment_attention
+from wlb.documents.prepare.sources import stdlib_documents, stdlib_files, stdlib_root
+from wlb.integrations.packed import FlatteningCollator
+from wlb.training.observe.compute_clock import thread_seconds
+from wlb.workload import ModelShape, Workload, make_workload
+
+VOCABULARY = 256  # bytes
+SHAPE = ModelShape(
+    hidden=128, layers=2, heads=4, kv_heads=4, head_dim=32, ffn_hidden=256, vocab_size=VOCABULARY
+)  # attention costs about as much here as in a 7B model at long context
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--documents", type=int, default=256, help="documents, a multiple of 16")
+    parser.add_argument("--context-window", type=int, default=4096)
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a step on each rank")
+    parser.add_argument("--turns", type=int, default=2, help="of the original and the balanced run")
+    return parser.parse_args()
+
+
+def stdlib_texts(count: int, longest: int) -> list[dict[str, Any]]:
+    """``count`` documents of at most ``longest`` tokens, numbered: definitions, from every seventh file."""
+    documents: list[dict[str, Any]] = []
+    for path in list(stdlib_files(stdlib_root()))[::7]:
+        for text in stdlib_documents(path, "definition"):
+            tokens = list(text.encode()[:longest])
+            if len(tokens) > 1:
+                documents.append({"input_ids": tokens, "length": len(tokens), "number": len(documents)})
+            if len(documents) == count:
+                return documents
+    return documents
+
+
+def prices() -> Workload:
+    """Predicted seconds of a document in the examples' model on a CPU."""
+    return make_workload(SHAPE, "cpu")
+
+
+class TinyTransformer(nn.Module):
+    """Two blocks, for the examples that need no Hugging Face model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = SHAPE.hidden
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(64, width)  # of a token's place in its document, modulo 64
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(width),
+                    "qkv": nn.Linear(width, 3 * width),
+                    "out": nn.Linear(width, width),
+                    "mlp": nn.Sequential(
+                        nn.LayerNorm(width),
+                        nn.Linear(width, SHAPE.ffn_hidden),
+                        nn.GELU(),
+                        nn.Linear(SHAPE.ffn_hidden, width),
+                    ),
+                }
+            )
+            for _ in range(SHAPE.layers)
+        )
+
+    def forward(self, tokens: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Scores (tokens, vocabulary) of packed tokens (tokens,) in documents of ``lengths``."""
+        hidden = self.embedding(tokens) + self.positions(position_ids % 64)
+        block: Any
+        for block in self.blocks:
+            q, k, v = block["qkv"](block["norm"](hidden)).unflatten(1, (3, SHAPE.heads, -1)).unbind(1)
+            hidden = hidden + block["out"](segment_attention(q, k, v, lengths).flatten(1))
+            hidden = hidden + block["mlp"](hidden)
+        scores: Tensor = hidden @ self.embedding.weight.T
+        return scores
+
+
+def llama() -> Any:
+    """An unmodified Hugging Face Llama of the same size."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=SHAPE.hidden,
+        intermediate_size=SHAPE.ffn_hidden,
+        num_hidden_layers=SHAPE.layers,
+        num_attention_heads=SHAPE.heads,
+        num_key_value_heads=SHAPE.kv_heads,
+        max_position_embeddings=1 << 17,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+@dataclass
+class Run(FlatteningCollator):
+    """One run on this rank, and the collator that writes down what it trains.
+
+    ``batches`` are the documents of each micro-batch and ``computed`` its seconds; ``wall`` is that of all steps.
+    """
+
+    micro_batches: int
+    batches: list[list[int]] = field(default_factory=list)
+    computed: list[float] = field(default_factory=list)
+    wall: float = 0.0
+    gradient_error: float = float("nan")
+    predicted: list[float] = field(default_factory=list)  # of each micro-batch, where ranks share them
+
+    def __post_init__(self) -> None:
+        self._now = thread_seconds()
+
+    def __call__(self, documents: Sequence[Any]) -> dict[str, Any]:
+        self.batches.append([document["number"] for document in documents])
+        return super().__call__(documents)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Time the run, which all ranks begin together."""
+        dist.barrier()
+        began = time.perf_counter()
+        yield
+        self.wall = time.perf_counter() - began
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count a micro-batch's forward and backward; waiting for another rank is not in it."""
+        began = sum(self._now())
+        yield
+        self.computed.append(sum(self._now()) - began)
+
+    def timed(self, trainer_class: type[Any]) -> type[Any]:
+        """A Hugging Face Trainer whose micro-batches are counted."""
+        run = self
+
+        class Timed(trainer_class):
+            def training_step(self, *positional: Any, **arguments: Any) -> Any:
+                with run.computing():
+                    return super().training_step(*positional, **arguments)
+
+        return Timed
+
+
+def usual_batch(documents: Sequence[Any], arguments: argparse.Namespace) -> int:
+    """Documents of a micro-batch as the original makes it: as many as fill the window on average."""
+    tokens: int = sum(document["length"] for document in documents)
+    window: int = arguments.context_window
+    return max(1, round(window * len(documents) / tokens))
+
+
+def compare(
+    arguments: argparse.Namespace, train: Callable[[bool, Run], None], documents: Sequence[Any], cp: int = 1
+) -> None:
+    """Train with ``train(balanced, run)`` in turns and print both; the first turn of each is warm-up."""
+    runs: dict[bool, list[list[Run]]] = {False: [], True: []}
+    for _ in range(arguments.turns + 1):
+        for balanced in (False, True):
+            run = Run(arguments.micro_batches)
+            train(balanced, run)
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, (run.batches, run.computed, run.wall, run.gradient_error, run.predicted))
+            runs[balanced].append([Run(arguments.micro_batches, *of_rank) for of_rank in gathered])
+    if dist.get_rank() == 0:
+        lengths = np.array([document["length"] for document in documents])
+        _print(runs[False][1:], runs[True][1:], lengths, cp)
+
+
+def _print(original: list[list[Run]], balanced: list[list[Run]], lengths: Any, cp: int) -> None:
+    seconds = prices().document_seconds(lengths)
+    print(f"{'':28}{'original':>14}{'balanced':>14}   measured on {len(original[0])} processes, one thread each")
+    columns = [_column(turns, lengths, seconds, cp) for turns in (original, balanced)]
+    for name in columns[0]:
+        print(f"{name:28}" + "".join(f"{column[name]:>14}" for column in columns))
+    same = columns[0]["documents"] == columns[1]["documents"]
+    walls = [median(max(run.wall for run in turn) for turn in turns) for turns in (original, balanced)]
+    work = [
+        sum(seconds[i] for run in turns[0][::cp] for batch in run.batches for i in batch)
+        for turns in (original, balanced)
+    ]
+    print(
+        f"speed at equal work: {walls[0] / walls[1] * work[1] / work[0]:.2f}x" + (" (same documents)" if same else "")
+    )
+
+
+def _column(turns: list[list[Run]], lengths: Any, seconds: Any, cp: int) -> dict[str, str]:
+    ranks = turns[0]
+    trained = Counter(document for run in ranks[::cp] for batch in run.batches for document in batch)
+    digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:8]
+    once = set(trained.values()) == {1} and len(trained) == len(lengths)
+    wall = median(max(run.wall for run in turn) for turn in turns)
+    tokens = sum(int(lengths[document]) * times for document, times in trained.items())
+    predicted = [run.predicted or [float(seconds[batch].sum()) for batch in run.batches] for run in ranks]
+    computed = np.median([[sum(run.computed) for run in turn] for turn in turns], axis=0)
+    return {
+        "documents": digest + (" once" if once else ""),
+        "gradient, one at a time": f"{ranks[0].gradient_error:.0e}",
+        "imbalance, predicted": f"{_imbalance(predicted, ranks[0]):.3f}",
+        "imbalance, measured": f"{np.median([_imbalance([r.computed for r in turn], turn[0]) for turn in turns]):.3f}",
+        "seconds of each rank": " ".join(f"{value:.1f}" for value in computed),
+        "tokens/s": f"{tokens / wall:,.0f}",
+    }
+
+
+def _imbalance(ranks: Sequence[Sequence[float]], run: Run) -> float:
+    """Over steps: the slowest rank's seconds over the mean rank's."""
+    table = np.array([values[: min(map(len, ranks))] for values in ranks])
+    steps = [
+        table[:, first : first + run.micro_batches].sum(axis=1) for first in range(0, table.shape[1], run.micro_batches)
+    ]
+    return float(sum(step.max() for step in steps) / sum(step.mean() for step in steps)) if steps else float("nan")
+
+
+def join() -> tuple[int, int]:
+    """Rank and number of processes of a gloo group, with one thread each; a document at a time is compared in it."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return dist.get_rank(), dist.get_world_size()

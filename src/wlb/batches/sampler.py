@@ -1,0 +1,183 @@
+"""A batch sampler whose batches are planned: every item is the list of documents of one micro-batch.
+
+It goes into any ``DataLoader(dataset, batch_sampler=...)``. With ``rank`` it yields the micro-batches of one
+data-parallel rank; without, those of all processes in turn (rank 0's first, rank 1's first, ..., rank 0's second, ...),
+which is how Accelerate's ``BatchSamplerShard`` deals batches to processes and what it deals back unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.batches.steps import WholeSteps, balanced_job, checked_lengths, documents_of
+from wlb.errors import UserError
+from wlb.packing.plan import StepPlan
+from wlb.simulate.job import SimulatedJob
+from wlb.workload.base import DocumentPrices
+
+
+class PlannedBatchSampler:
+    """Lists of dataset indices, one for each micro-batch, in steps of equal work on every rank.
+
+    Args:
+        lengths: Tokens of every document of the data set, in its order.
+        context_window: Tokens of a micro-batch on average, and at most of a document. A micro-batch holds up to L_max,
+            ``max_length_factor`` = 1.5 windows unless given.
+        micro_batches: Of a step on each data-parallel rank: the loop's gradient accumulation.
+        dp: Data-parallel ranks.
+        cp: Context-parallel ranks of each, which train the same micro-batches.
+        rank: The process whose micro-batches are wanted, of dp x cp (context-parallel ranks are neighbours); None for
+            those of all in turn.
+        epochs: Epochs of one pass, planned as one stream: each trains every document once. None never ends.
+        workload: Prices of documents; by default those of ``model`` on ``hardware``.
+        settings: Further keywords of ``wlb.batches.steps.balanced_job``: model, hardware, preset, seed, shuffle and
+            options of the packer.
+
+    Raises:
+        UserError: A document is empty or over the context window, or settings that no job could have.
+    """
+
+    # What PyTorch, Accelerate and Lightning ask of a batch sampler whose batches differ in size.
+    batch_size: int | None = None
+    drop_last = True
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | NDArray[np.integer[Any]],
+        *,
+        context_window: int,
+        micro_batches: int,
+        dp: int = 1,
+        cp: int = 1,
+        rank: int | None = None,
+        epochs: int | None = 1,
+        workload: DocumentPrices | None = None,
+        **settings: Any,
+    ) -> None:
+        self._lengths = checked_lengths(lengths, context_window)
+        if epochs is not None and epochs < 1:
+            raise UserError(f"epochs = {epochs} is nothing to train; give at least 1, or None for no end")
+        if rank is not None and not 0 <= rank < dp * cp:
+            raise UserError(f"rank = {rank} is none of dp x cp = {dp * cp} processes")
+        self.job: SimulatedJob = balanced_job(
+            self._lengths, context_window, micro_batches, dp=dp, cp=cp, workload=workload, **settings
+        )
+        self._rank, self._epochs = rank, epochs
+        self._pass = 0
+        self._length: int | None = None
+        self._state: dict[str, Any] | None = None
+        self._batches: PlannedBatches | None = None
+
+    def __iter__(self) -> PlannedBatches:
+        """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs."""
+        if self._state is None and self._batches is not None and self._batches.finished:
+            self._pass = self._batches.number + 1
+        self._batches = PlannedBatches(self._steps(self._pass), self._pass, len(self._lengths), self._processes())
+        if self._state is not None:
+            self._batches.load_state_dict(self._state)
+            self._state = None
+        return self._batches
+
+    def __len__(self) -> int:
+        """Batches of a pass, known by planning it. Raises ``TypeError`` where it never ends."""
+        if self._epochs is None:
+            raise TypeError("a sampler with epochs = None has no length")
+        if self._length is None:
+            self._length = sum(len(plan.ranks[0]) for plan in self._steps(self._pass)) * len(self._processes())
+        return self._length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be number ``epoch``, unless a state says otherwise; loops call this by themselves."""
+        if self._state is None:
+            self._pass, self._length, self._batches = epoch, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last iterator is, as JSON-serialisable data; it goes on from there in ``load_state_dict``.
+
+        A loader with workers runs ahead of the loop. ``torchdata``'s ``StatefulDataLoader`` knows by how much and keeps
+        the right state; for a plain ``DataLoader`` use ``wlb.integrations.packed.packed_batches``.
+        """
+        if self._state is not None:
+            return dict(self._state)
+        batches = self._batches or iter(self)
+        return batches.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next ``iter`` continue from ``state``. Raises ``UserError`` for one of another data set."""
+        _check_documents(state, len(self._lengths))
+        self._state, self._pass, self._length = dict(state), state["pass"], None
+
+    def steps(self) -> Iterator[StepPlan]:
+        """The plans of a pass, on which nothing here has an effect: what a report or a monitor looks at."""
+        return self._steps(self._pass)
+
+    def _steps(self, number: int) -> WholeSteps:
+        first = 0 if self._epochs is None else number * self._epochs
+        return WholeSteps(self.job, self._lengths, epochs=self._epochs, first_epoch=first)
+
+    def _processes(self) -> list[int]:
+        """The data-parallel rank of each process whose micro-batches are yielded in turn."""
+        ranks = [process // self.job.cp for process in range(self.job.dp * self.job.cp)]
+        return ranks if self._rank is None else [ranks[self._rank]]
+
+
+class PlannedBatches(Iterator[list[int]]):
+    """One pass over a ``PlannedBatchSampler``; it has the state, so that a loader with workers can keep several."""
+
+    def __init__(self, steps: WholeSteps, number: int, documents: int, processes: Sequence[int]) -> None:
+        self.number, self.finished = number, False
+        self._steps, self._documents, self._processes = steps, documents, processes
+        self._before = steps.state_dict()  # the step that is being yielded
+        self._batches: list[list[int]] = []
+        self._taken = 0
+
+    def __next__(self) -> list[int]:
+        if self._taken == len(self._batches):
+            self._next_step()
+        self._taken += 1
+        return list(self._batches[self._taken - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue after the last batch, as JSON-serialisable data of the caller's own."""
+        state = {"documents": self._documents, "pass": self.number, "planner": self._steps.state_dict(), "taken": 0}
+        if self._taken < len(self._batches):
+            state |= {"planner": copy.deepcopy(self._before), "taken": self._taken}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, of a sampler with the same documents and settings."""
+        _check_documents(state, self._documents)
+        self.number, self.finished = state["pass"], False
+        self._steps.load_state_dict(state["planner"])
+        self._batches, self._taken = [], 0
+        if state["taken"]:
+            self._next_step()
+            self._taken = state["taken"]
+
+    def _next_step(self) -> None:
+        before = self._steps.state_dict()
+        try:
+            plan = next(self._steps)
+        except StopIteration:
+            self.finished = True
+            raise
+        self._before = before
+        self._batches = [
+            documents_of(plan.ranks[rank][index].segments, self._documents)
+            for index in range(len(plan.ranks[0]))
+            for rank in self._processes
+        ]
+        self._taken = 0
+
+
+def _check_documents(state: dict[str, Any], documents: int) -> None:
+    if state["documents"] != documents:
+        raise UserError(
+            f"the state is of a data set of {state['documents']} documents, this one has {documents}; continue with "
+            "the documents it was saved on"
+        )

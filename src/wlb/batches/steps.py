@@ -1,0 +1,176 @@
+"""Steps for a loop that cannot run an empty micro-batch and cannot cut a document: what every adapter here is made of.
+
+The planner is the trainer's own (``wlb.planning.planner``): the same order of documents over epochs, packer, dealing to
+ranks and state. One thing is added. Where the end of a stream leaves a step with too few documents for all of its
+micro-batches, the step gets fewer, equally many on every rank; where it has too few even for that, its documents are
+trained with those of the step before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.packing.arrange import arrange
+from wlb.packing.balance import balance
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.planning.job import JobSpec
+from wlb.planning.planner import PlannedStep, StepPlanner
+from wlb.simulate.job import SimulatedJob, simulated_job
+from wlb.simulate.pools import with_decided_pools
+from wlb.workload import Hardware, ModelShape
+from wlb.workload.base import DocumentPrices
+
+Lengths = NDArray[np.int64]
+
+
+def balanced_job(
+    lengths: Lengths,
+    context_window: int,
+    micro_batches: int,
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    model: str | ModelShape = "7b",
+    hardware: str | Hardware = "h100",
+    preset: str = "best",
+    workload: DocumentPrices | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    overlong: str = "error",
+    **packing: Any,
+) -> SimulatedJob:
+    """The job that a training loop runs: ``micro_batches`` a step on each of dp data-parallel ranks.
+
+    A document costs what it costs ``model`` on ``hardware``, or what ``workload`` says. Micro-batches hold one context
+    window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless given). With preset "elastic"
+    the dp x cp ranks are pooled anew: ``cp`` and ``dp`` of the result say how. ``packing`` are further options of the
+    preset's packer. Raises ``UserError`` for settings that no job could have.
+    """
+    settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
+    job = simulated_job(
+        model,
+        context_window,
+        preset,
+        hardware=hardware,
+        micro_batches=micro_batches,
+        packing=settings,
+        dp=dp,
+        cp=cp,
+        packed_by=workload,
+    )
+    data = job.data.model_copy(update={"seed": seed, "shuffle": shuffle, "overlong": overlong})
+    return with_decided_pools(replace(job, data=data), lengths)
+
+
+def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_window: int | None = None) -> Lengths:
+    """Document lengths as an array. Raises ``UserError`` for one that is empty, or over ``context_window``."""
+    array = np.asarray(lengths)
+    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+        raise UserError("lengths must be a list of whole numbers, the tokens of each document; this one is not")
+    if (shortest := int(array.min())) < 1:
+        raise UserError(f"document {int(array.argmin())} has {shortest} tokens; leave empty documents out")
+    longest = int(array.argmax())
+    if context_window is not None and array[longest] > context_window:
+        raise UserError(
+            f"document {longest} has {array[longest]} tokens, over context_window = {context_window}; raise it, or cut "
+            "or drop such documents before training"
+        )
+    return array.astype(np.int64)
+
+
+class WholeSteps(Iterator[StepPlan]):
+    """The steps of ``job`` on documents of ``lengths`` tokens, over ``epochs`` epochs, or without end for None.
+
+    Epochs follow each other into the same steps, so none is cut short; the last one is drained. No micro-batch of a
+    step is empty. Document ids count over epochs: id modulo the number of documents is the index.
+
+    ``first_epoch`` is where the order of documents begins. Raises ``UserError`` where there are fewer documents than
+    data-parallel ranks.
+    """
+
+    def __init__(self, job: JobSpec, lengths: Lengths, *, epochs: int | None = 1, first_epoch: int = 0) -> None:
+        self._job = job
+        self._capacity = job.longest_micro_batch
+        self._planner = StepPlanner(job, lengths, epochs=epochs, first_epoch=first_epoch)
+        self._before = self._planner.state_dict()  # the step that comes next
+        self._coming: PlannedStep | None = None
+        self._ended = False
+
+    def __next__(self) -> StepPlan:
+        step = self._coming or self._planned()
+        if step is None:
+            raise StopIteration
+        whole = self._whole(step.plan)
+        self._coming = self._planned()
+        # A step that cannot stand alone is part of this one.
+        while self._coming is not None and (whole is None or self._whole(self._coming.plan) is None):
+            step = replace(self._coming, plan=_joined(step.plan, self._coming.plan))
+            whole = self._whole(step.plan)
+            self._coming = self._planned()
+        if whole is None:
+            raise UserError(
+                f"{len(list(step.plan.segments))} documents cannot be divided into micro-batches of up to "
+                f"{self._capacity} tokens, one at least for each of {self._job.dp} data-parallel ranks; give more"
+            )
+        self._before = step.state
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue after the last step returned, as JSON-serialisable data of the caller's own."""
+        return copy.deepcopy(self._before)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, saved on the same documents with the same settings."""
+        self._before = copy.deepcopy(state)
+        self._planner.load_state_dict(copy.deepcopy(state))
+        self._coming, self._ended = None, False
+
+    def _planned(self) -> PlannedStep | None:
+        if not self._ended:
+            step = next(self._planner, None)
+            self._ended = step is None
+            return step
+        return None
+
+    def _whole(self, plan: StepPlan) -> StepPlan | None:
+        """``plan`` without empty micro-batches; None where its documents do not suffice for every rank."""
+        if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == self._job.dp:
+            return plan
+        segments = list(plan.segments)
+        lengths = [segment.length for segment in segments]
+        dp = self._job.dp
+        for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
+            try:
+                divided = balance(lengths, parts, self._capacity, multiple_of=dp, workload=self._job.packing_prices)
+            except UserError:
+                continue
+            seconds = self._job.packing_prices.document_seconds(lengths)
+            micro_batches = tuple(
+                MicroBatch(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided
+            )
+            return arrange(replace(plan, ranks=(micro_batches,)), dp, order="pipeline")
+        return None
+
+
+def _joined(first: StepPlan, second: StepPlan) -> StepPlan:
+    """The documents of both, as of one rank, to be divided anew."""
+    together = MicroBatch((*first.segments, *second.segments), 0.0)
+    return replace(
+        first,
+        ranks=((together, MicroBatch((), 0.0)),),
+        delay_token_steps=first.delay_token_steps + second.delay_token_steps,
+        longest_delay=max(first.longest_delay, second.longest_delay),
+    )
+
+
+def documents_of(segments: Sequence[Segment], documents: int) -> list[int]:
+    """The indices of ``segments``' documents among ``documents``, in packed order."""
+    return [segment.document % documents for segment in segments]

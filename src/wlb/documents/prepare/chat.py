@@ -1,0 +1,209 @@
+"""Conversations as documents: messages become text by a chat template, and what the assistant says becomes labels.
+
+A conversation is a list of objects with a ``role`` and a ``content``, as in chat datasets of Hugging Face. The template
+is the tokenizer's own (Jinja, as ``transformers`` renders it), or ChatML where it has none. What a template writes for
+an assistant's message after its generation prompt, the end of the turn included, is what the model has to learn; it is
+found by rendering the conversation up to each such message, so no template needs marks of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.prepare.batches import Batch, Reject, TokenizedBatch, is_unicode
+from wlb.documents.prepare.tokenization import Tokenizer
+from wlb.errors import UserError, require
+
+Message = Mapping[str, Any]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
+# Marks that some templates put around what the assistant says, for transformers; here they mean nothing.
+_GENERATION_MARKS = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as text, and where in it the assistant speaks: characters from ``start`` to ``stop``, in order."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A chat template with the special tokens that it may name; ``marks`` may not be part of what is said."""
+
+    template: str = CHATML
+    special_tokens: tuple[tuple[str, str], ...] = ()
+    marks: tuple[str, ...] = _CHATML_MARKS
+
+    @classmethod
+    def of_tokenizer(cls, source: str | None, marks: Sequence[str]) -> ChatFormat:
+        """The format of the tokenizer in a directory or ``tokenizer.json``; ChatML for one without a template.
+
+        ``marks`` are the tokenizer's special tokens.
+        """
+        directory = Path(source) if source is not None else Path()
+        directory = directory if directory.is_dir() else directory.parent
+        settings = _settings(directory / "tokenizer_config.json") if source not in (None, "bytes") else {}
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        beside = directory / "chat_template.jinja"
+        if source not in (None, "bytes") and beside.is_file():
+            template = beside.read_text(encoding="utf-8")
+        if template is None:
+            return cls(marks=(*_CHATML_MARKS, *marks))
+        return cls(template, tuple(sorted(_special_tokens(settings).items())), tuple(marks))
+
+    @property
+    def is_chatml(self) -> bool:
+        return self.template == CHATML
+
+    def render(self, messages: Sequence[Message]) -> RenderedChat | Reject:
+        """The text of a conversation, or why it cannot be trained."""
+        if any(mark in message[part] for message in messages for part in ("role", "content") for mark in self.marks):
+            return Reject.SPECIAL_TOKEN  # it would end the turn in which it is quoted
+        if not any(message["role"] == "assistant" for message in messages):
+            return Reject.NO_ASSISTANT
+        try:
+            text = self._text(messages)
+            spans = []
+            for number, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    prompt = self._text(messages[:number], add_generation_prompt=True)
+                    said = self._text(messages[: number + 1])
+                    if not (text.startswith(said) and said.startswith(prompt)):
+                        return Reject.REWRITTEN
+                    spans.append((len(prompt), len(said)))
+        except self._template_errors:
+            return Reject.TEMPLATE
+        return RenderedChat(text, tuple(spans))
+
+    def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        text: str = self._compiled.render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.special_tokens)
+        )
+        return text
+
+    @cached_property
+    def _compiled(self) -> Any:
+        sandbox = require("jinja2.sandbox", "data")
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _fixed_day}
+        try:
+            return environment.from_string(_GENERATION_MARKS.sub(r"{#\1 \2#}", self.template))
+        except self._template_errors as error:
+            raise UserError(f"the chat template of the tokenizer is not valid: {error}") from None
+
+    @cached_property
+    def _template_errors(self) -> tuple[type[Exception], ...]:
+        return require("jinja2", "data").TemplateError, TypeError
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return ChatFormat, (self.template, self.special_tokens, self.marks)
+
+
+def json_line_chat(line: bytes, field: str) -> Iterator[list[Message] | Reject]:
+    """The conversation in ``field`` of one JSON object."""
+    if not line.strip():
+        yield Reject.BLANK_LINE
+        return
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        yield Reject.UNDECODABLE
+        return
+    except (ValueError, RecursionError):
+        yield Reject.BAD_JSON
+        return
+    if not isinstance(record, dict) or field not in record:
+        yield Reject.NO_FIELD
+        return
+    messages = record[field]
+    yield messages if _are_messages(messages) else Reject.NOT_MESSAGES
+
+
+def tokenize_chats(batch: Batch, tokenizer: Tokenizer, chat: ChatFormat, dtype: np.dtype[Any]) -> TokenizedBatch:
+    """Tokenise a batch of conversations, with masks. The end token is no label, as a template ends its turns itself."""
+    rejects: Counter[str] = Counter()
+    pieces: list[NDArray[Any]] = []
+    masks: list[NDArray[np.bool_]] = []
+    text_bytes = 0
+    for item in batch.items:
+        for messages in batch.texts(item):
+            rendered = messages if isinstance(messages, Reject) else chat.render(messages)
+            if not isinstance(rendered, Reject) and not is_unicode(rendered.text):
+                rendered = Reject.UNDECODABLE
+            if isinstance(rendered, Reject):
+                rejects[rendered.value] += 1
+                continue
+            tokens, mask = tokenizer.encode_spans(rendered.text, rendered.spans)
+            pieces.append(np.append(tokens, tokenizer.end_token).astype(dtype))
+            masks.append(np.append(mask, False))
+            text_bytes += len(rendered.text.encode())
+    lengths = np.array([len(piece) for piece in pieces], np.int64)
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype)
+    mask = np.concatenate(masks) if masks else np.empty(0, np.bool_)
+    return TokenizedBatch(tokens, lengths, rejects, text_bytes, batch.progress, mask)
+
+
+def _are_messages(messages: object) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in messages
+        )
+    )
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        raise UserError(f"{path} cannot be read as JSON; mend it or remove it") from None
+    return settings if isinstance(settings, dict) else {}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like; older files describe a token by an object with its properties."""
+    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    plain = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: token for name, token in plain.items() if isinstance(token, str)}
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise require("jinja2", "data").TemplateError(message)
+
+
+def _fixed_day(pattern: str) -> str:
+    return datetime(2024, 7, 26).strftime(
+        pattern
+    )  # the default of Llama 3.1's template; today's would change the store

@@ -1,0 +1,155 @@
+"""Two checks for any loop: that packing changed nothing, and that the work is as even as it was planned.
+
+``check_packing`` trains one packed micro-batch and its documents one at a time, and compares loss and gradients: a
+wrong mask, positions that do not restart, or a loss that is a mean of means shows at once. ``BalanceMonitor`` holds
+what was predicted of each step beside the seconds that every rank computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from wlb.errors import UserError
+from wlb.packing.plan import StepPlan
+from wlb.training.observe.compute_clock import thread_seconds
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}  # of the gradient
+_LOSS_TOLERANCE = 1e-5  # at least: Hugging Face takes the loss in float32, whatever the parameters are
+
+
+@dataclass(frozen=True)
+class PackingCheck:
+    """Loss, and norm of the difference of gradients over the norm of the gradient: packed, and one at a time."""
+
+    packed_loss: float
+    single_loss: float
+    gradient_error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        tolerance = max(self.tolerance, _LOSS_TOLERANCE) * max(1e-12, abs(self.single_loss))
+        close = abs(self.packed_loss - self.single_loss) <= tolerance
+        return close and self.gradient_error <= self.tolerance
+
+
+def check_packing(
+    model: nn.Module, packed: Callable[[], Tensor], singles: Iterable[Callable[[], Tensor]]
+) -> PackingCheck:
+    """Compare the loss and gradients of ``packed()`` with the sums over ``singles``.
+
+    Each call runs ``model`` forward and returns the summed loss of its documents' labelled tokens: ``packed`` of a
+    micro-batch, ``singles`` of its documents alone. Gradients that the model holds are put back afterwards; dropout
+    must be off. Tolerances follow the type of the parameters. Raises ``UserError`` where the two differ by more.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    held = [parameter.grad for parameter in parameters]
+    try:
+        packed_loss, packed_gradient = _gradient(parameters, [packed])
+        single_loss, single_gradient = _gradient(parameters, singles)
+    finally:
+        for parameter, gradient in zip(parameters, held, strict=True):
+            parameter.grad = gradient
+    error = float((packed_gradient - single_gradient).norm() / single_gradient.norm().clamp_min(1e-30))
+    check = PackingCheck(packed_loss, single_loss, error, TOLERANCE.get(parameters[0].dtype, 1e-3))
+    if not check.passed:
+        raise UserError(
+            f"packed documents train something else than single ones: loss {check.packed_loss:.6g} and "
+            f"{check.single_loss:.6g}, gradients {error:.1e} apart, over {check.tolerance:g}; look at the attention "
+            "implementation (register_attention), position_ids that restart, use_cache = False and dropout"
+        )
+    return check
+
+
+def _gradient(parameters: Sequence[nn.Parameter], losses: Iterable[Callable[[], Tensor]]) -> tuple[float, Tensor]:
+    """Summed loss and gradient, in float64 where parameters are and else in float32."""
+    for parameter in parameters:
+        parameter.grad = None
+    total = 0.0
+    for compute in losses:
+        loss = compute()
+        loss.backward()
+        total += float(loss.detach())
+    exact = torch.promote_types(parameters[0].dtype, torch.float32)
+    grads = [
+        torch.zeros(parameter.numel(), dtype=exact, device=parameter.device)
+        if parameter.grad is None
+        else parameter.grad.detach().flatten().to(exact)
+        for parameter in parameters
+    ]
+    return total, torch.cat(grads)
+
+
+@dataclass
+class BalanceMonitor:
+    """Predicted and measured imbalance of every step, and the seconds of every rank.
+
+    Wrap what a rank computes in ``computing()`` and call ``end_step`` once a step on every rank. On a CPU the clock
+    is that of the thread, and does not count waiting for other ranks. On CUDA it is the time between two events, which
+    counts collectives that run inside and waits for the kernels: measure some steps, not all.
+
+    ``predicted`` and ``measured`` hold the slowest over the mean rank of each step, ``seconds`` those of all ranks, of
+    shape (ranks,) a step; they are the same on every rank.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    device: str = "cpu"
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    seconds: list[NDArray[np.float64]] = field(default_factory=list)
+    _own: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._now = thread_seconds()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Count the seconds of what runs inside for this rank's step."""
+        if self.device != "cuda":
+            began = sum(self._now())
+            yield
+            self._own += sum(self._now()) - began
+            return
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        end.synchronize()
+        self._own += start.elapsed_time(end) / 1000
+
+    def end_step(self, plan: StepPlan | None = None) -> None:
+        """Close a step, which trained ``plan`` if one is known; a collective call where there are several ranks."""
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        mine = torch.tensor([self._own], dtype=torch.float64, device=self.device)
+        rows = [torch.zeros_like(mine) for _ in range(ranks)]
+        if ranks > 1:
+            dist.all_gather(rows, mine)
+        else:
+            rows = [mine]
+        seconds = torch.cat(rows).cpu().numpy()
+        self.seconds.append(seconds)
+        self.measured.append(float(seconds.max() / max(seconds.mean(), 1e-12)))
+        if plan is not None:
+            work = np.array([sum(micro_batch.workload for micro_batch in rank) for rank in plan.ranks])
+            self.predicted.append(float(work.max() / work.mean()))
+        self._own = 0.0
+
+    def summary(self, skip: int = 1) -> dict[str, float | list[float]]:
+        """Means over all steps but the first ``skip``: imbalance as predicted and measured, seconds of each rank."""
+        measured = self.measured[skip:]
+        result: dict[str, float | list[float]] = {
+            "measured_imbalance": float(np.mean(measured)) if measured else float("nan"),
+            "seconds_per_rank": np.sum(self.seconds[skip:], axis=0).tolist() if measured else [],
+        }
+        if self.predicted[skip:]:
+            result["predicted_imbalance"] = float(np.mean(self.predicted[skip:]))
+        return result

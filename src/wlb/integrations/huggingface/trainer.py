@@ -1,0 +1,204 @@
+"""A Trainer whose train loader is planned, made from any Trainer class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from wlb.batches import PlannedBatchSampler
+from wlb.errors import UserError, require
+from wlb.integrations.checks import BalanceMonitor
+from wlb.integrations.huggingface.attention import check_model, register_attention
+from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
+from wlb.integrations.packed import FlatteningCollator
+from wlb.packing.plan import StepPlan
+from wlb.workload import ModelShape
+
+
+def balanced(
+    trainer_class: type[Any],
+    *,
+    context_window: int,
+    cp: int = 1,
+    sharding: str = "hybrid",
+    monitor: bool = False,
+    **settings: Any,
+) -> type[Any]:
+    """A subclass of ``trainer_class`` (``Trainer``, ``SFTTrainer``) that trains balanced micro-batches.
+
+    Args:
+        context_window: Tokens of a micro-batch on average and of a document at most;
+            ``per_device_train_batch_size`` has no effect. Memory must hold ``max_length_factor`` = 1.5 windows.
+        cp: Neighbouring processes that share every micro-batch, with the attention of ``register_attention``.
+        sharding: The strategy by which they do.
+        monitor: Measure every step: ``trainer.balance_monitor`` is a ``BalanceMonitor`` then.
+        settings: Further keywords of ``wlb.batches.steps.balanced_job``: hardware, preset ("elastic" pools all
+            processes anew, so leave ``cp`` out), workload, seed, options of the packer. ``model`` is the trained one.
+
+    All epochs are one stream, so for Trainer they are one epoch: strategies "epoch" of saving, evaluating and logging
+    are refused where there are several. Gradient accumulation is the number of micro-batches.
+
+    The constructor raises ``UserError`` for settings that silently break packing: ``use_cache``, a loss that is
+    averaged rank by rank, a data set without lengths, ``padding_free=False`` of ``SFTTrainer``.
+    """
+
+    class Balanced(_BalancedTrainer, trainer_class):
+        _wlb_planning = {"context_window": context_window, "cp": cp, **settings}  # noqa: RUF012  # never changed
+        _wlb_sharding = sharding
+        _wlb_monitors = monitor
+
+    Balanced.__name__ = Balanced.__qualname__ = f"Balanced{trainer_class.__name__}"
+    return Balanced
+
+
+class _BalancedTrainer:
+    """What ``balanced`` adds to a Trainer."""
+
+    _wlb_planning: Mapping[str, Any]
+    _wlb_sharding: str
+    _wlb_monitors: bool
+
+    def __init__(self, *positional: Any, **arguments: Any) -> None:
+        if arguments.get("data_collator") is None and not hasattr(arguments.get("args"), "padding_free"):
+            arguments["data_collator"] = FlatteningCollator()
+        super().__init__(*positional, **arguments)
+        trainer: Any = self
+        check_model(trainer.model)
+        self._wlb_epochs = _checked_epochs(trainer)
+        self.train_sampler = self._wlb_sampler(trainer)
+        self._wlb_share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+        job = self.train_sampler.job
+        if job.cp > 1:
+            register_attention(trainer.model, group=context_parallel_group(job.cp))
+            rank, prices = dist.get_rank() % job.cp, job.sharding_workload
+            strategy = "elastic" if job.packing.method == "elastic" else self._wlb_sharding
+            self._wlb_share = partial(context_parallel_share, cp=job.cp, rank=rank, sharding=strategy, workload=prices)
+        self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
+        if self.balance_monitor is not None:
+            trainer.add_callback(_monitor_callback(self.balance_monitor, self.train_sampler))
+
+    def get_train_dataloader(self) -> Any:
+        trainer: Any = self
+        dataset = trainer.train_dataset
+        if hasattr(dataset, "column_names"):
+            dataset = trainer._remove_unused_columns(dataset, description="training")
+        workers = trainer.args.dataloader_num_workers
+        loader = DataLoader(
+            dataset,
+            batch_sampler=self.train_sampler,
+            collate_fn=_Collation(trainer.data_collator, self._wlb_share),
+            num_workers=workers,
+            pin_memory=trainer.args.dataloader_pin_memory,
+            persistent_workers=trainer.args.dataloader_persistent_workers,
+            prefetch_factor=trainer.args.dataloader_prefetch_factor if workers else None,
+        )
+        return trainer.accelerator.prepare(loader)
+
+    def training_step(self, *positional: Any, **arguments: Any) -> Any:
+        with self.balance_monitor.computing() if self.balance_monitor else nullcontext():
+            return super().training_step(*positional, **arguments)  # type: ignore[misc]
+
+    def _wlb_sampler(self, trainer: Any) -> PlannedBatchSampler:
+        planning = dict(self._wlb_planning)
+        cp = planning.pop("cp")
+        world = trainer.args.world_size
+        if world % cp:
+            raise UserError(f"{world} processes cannot be divided into context-parallel groups of cp = {cp}")
+        device = trainer.args.device.type
+        usual = {"model": model_shape_of(trainer.model.config), "seed": trainer.args.seed}
+        usual["hardware"] = "cpu" if device == "cpu" else "h100"
+        return PlannedBatchSampler(
+            _lengths_of(trainer.train_dataset),
+            micro_batches=trainer.args.gradient_accumulation_steps,
+            dp=world // cp,
+            cp=cp,
+            epochs=self._wlb_epochs,
+            **usual | planning,
+        )
+
+
+class _Collation:
+    """A collator, and then this rank's share of what it made."""
+
+    def __init__(self, collate: Callable[[Any], Any], share: Callable[[Any], Any] | None) -> None:
+        self._collate, self._share = collate, share
+
+    def __call__(self, documents: Any) -> Any:
+        batch = self._collate(documents)
+        return batch if self._share is None else self._share(batch)
+
+
+def _checked_epochs(trainer: Any) -> int:
+    """Epochs of the stream. Raises ``UserError`` for arguments that break packing or cut epochs."""
+    args = trainer.args
+    if not getattr(args, "average_tokens_across_devices", True) and args.world_size > 1:
+        raise UserError(
+            "average_tokens_across_devices = False divides each rank's loss by its own tokens, so documents of long "
+            "micro-batches would count less; set it to True"
+        )
+    if getattr(args, "packing", False) or not getattr(args, "padding_free", True):
+        raise UserError(
+            "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
+        )
+    if getattr(args, "accelerator_config", None) is not None and args.accelerator_config.split_batches:
+        raise UserError("accelerator_config.split_batches = True cuts planned micro-batches; set it to False")
+    epochs = args.num_train_epochs
+    if epochs != int(epochs) and args.max_steps <= 0:
+        raise UserError(f"num_train_epochs = {epochs} ends inside an epoch; give a whole number, or max_steps")
+    whole: int = max(1, math.ceil(epochs))
+    strategies = ("save_strategy", "eval_strategy", "logging_strategy")
+    by_epoch = [name for name in strategies if getattr(args, name, None) == "epoch"]
+    if by_epoch and whole > 1:
+        raise UserError(f'{by_epoch[0]} = "epoch" has no meaning where {whole} epochs are one stream; use "steps"')
+    args.num_train_epochs = 1  # of the stream
+    return whole
+
+
+def _lengths_of(dataset: Any) -> Sequence[int]:
+    """Tokens of every document: the column ``length``, or those of ``input_ids``."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            "a stream of documents has no lengths to plan by; load it as a data set with a length, or train on a token "
+            "store with packed_batches"
+        )
+    columns = getattr(dataset, "column_names", None) or ()
+    if "length" in columns:
+        return [int(length) for length in dataset["length"]]
+    if "input_ids" in columns:
+        return [len(ids) for ids in dataset["input_ids"]]
+    return [len(dataset[index]["input_ids"]) for index in range(len(dataset))]
+
+
+def _monitor_callback(monitor: BalanceMonitor, sampler: PlannedBatchSampler) -> Any:
+    """A ``TrainerCallback`` that closes a step of ``monitor`` after every optimizer step."""
+    callback_class: type[Any] = require("transformers", "hf").TrainerCallback
+
+    class MonitorCallback(callback_class):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+            self._plans: Iterator[StepPlan] = islice(sampler.steps(), state.global_step, None)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+            monitor.end_step(next(self._plans, None))
+
+    return MonitorCallback()
+
+
+def model_shape_of(config: Any) -> ModelShape:
+    """The shape of a Hugging Face decoder from its ``config``, to price documents for it."""
+    heads = config.num_attention_heads
+    return ModelShape(
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        ffn_hidden=config.intermediate_size,
+        vocab_size=config.vocab_size,
+    )

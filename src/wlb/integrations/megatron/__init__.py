@@ -1,0 +1,1 @@
+"""Megatron-Core and Megatron Bridge; each file imports what it needs of them."""

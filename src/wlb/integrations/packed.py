@@ -1,0 +1,262 @@
+"""Packed micro-batches as tensors: for a loop of one's own (``packed_batches``) and for data loaders (the collator).
+
+Documents come from a token store or from any sequence of them: arrays of token ids, or dictionaries with
+``input_ids`` and, where some tokens are not to be learnt, ``labels``. Whole documents lie one after another without
+padding; positions restart with each, and no document sees another. The loss of a step is the sum over its labelled
+tokens, divided by their number over all ranks (``packed_loss``): which micro-batch a document is in cannot change it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wlb.batches.steps import WholeSteps, balanced_job, checked_lengths
+from wlb.documents.store.reader import TokenStore
+from wlb.errors import UserError
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.sharding import ShardPlan, make_shard_plan
+from wlb.simulate.job import SimulatedJob
+from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch
+from wlb.training.data.sharded_batch import shard_batch
+
+Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One rank's tokens of a micro-batch.
+
+    ``tokens``, ``labels`` and ``position_ids`` are int64 of shape (tokens,). A label is the token to predict there,
+    that is the next one of the document, or -100. ``segment_lengths`` and ``cu_seqlens`` (int32, of shape
+    (documents + 1,)) are of the whole micro-batch, in packed order. Under context parallelism ``shard_plan`` says which
+    of its tokens these are, and is what ``wlb.attention.context_parallel_attention`` wants; otherwise it is None.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    segment_lengths: tuple[int, ...]
+    shard_plan: ShardPlan | None = None
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return torch.tensor([0, *accumulate(self.segment_lengths)], dtype=torch.int32, device=self.tokens.device)
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.segment_lengths)
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        tensors = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "position_ids")}
+        return replace(self, **tensors)
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """The micro-batches of one rank in one optimizer step.
+
+    ``loss_tokens`` counts the labelled tokens of the step over all ranks. ``plan`` has the documents of all ranks with
+    their predicted seconds; ids count over epochs.
+    """
+
+    batches: tuple[PackedBatch, ...]
+    loss_tokens: int
+    plan: StepPlan
+
+
+def packed_batches(
+    documents: TokenStore | Sequence[Document],
+    *,
+    context_window: int,
+    micro_batches: int,
+    dp: int = 1,
+    cp: int = 1,
+    rank: int = 0,
+    epochs: int | None = 1,
+    sharding: str = "hybrid",
+    state: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> PackedSteps:
+    """The steps of process ``rank`` over ``documents``, one after another, as ``PackedSteps``.
+
+    Every process calls this with the same arguments but ``rank``, and trains what comes out. Arguments are those of
+    ``wlb.batches.PlannedBatchSampler``; ``sharding`` is the strategy by which cp ranks share a micro-batch (``rank``
+    counts them as neighbours), ``overlong`` among ``settings`` says what becomes of documents over the context window
+    ("error" unless given; "split", "truncate", "drop"), and ``state`` is what ``PackedSteps.state_dict`` gave.
+
+    Where documents have labels of their own, the labelled tokens of a step are counted over all processes of the
+    default process group, once a step. Raises ``UserError`` as the sampler does.
+    """
+    steps = PackedSteps(
+        documents, context_window, micro_batches, dp, cp, rank, epochs=epochs, sharding=sharding, **settings
+    )
+    if state is not None:
+        steps.load_state_dict(state)
+    return steps
+
+
+class PackedSteps(Iterator[PackedStep]):
+    """What ``packed_batches`` returns: the steps of one process, and the state to go on after the last of them."""
+
+    def __init__(
+        self,
+        documents: TokenStore | Sequence[Document],
+        context_window: int,
+        micro_batches: int,
+        dp: int,
+        cp: int,
+        rank: int,
+        *,
+        epochs: int | None,
+        sharding: str,
+        **settings: Any,
+    ) -> None:
+        if not 0 <= rank < dp * cp:
+            raise UserError(f"rank = {rank} is none of dp x cp = {dp * cp} processes")
+        self._source: TokenStore | _Column = (
+            documents if isinstance(documents, TokenStore) else _Column(documents, "input_ids")
+        )
+        self._labels = None if isinstance(documents, TokenStore) else _Column.of_labels(documents)
+        cutting = settings.get("overlong", "error") != "error"
+        lengths = checked_lengths(self._source.lengths, None if cutting else context_window)
+        self.job: SimulatedJob = balanced_job(lengths, context_window, micro_batches, dp=dp, cp=cp, **settings)
+        self._steps = WholeSteps(self.job, lengths, epochs=epochs)
+        self._dp_rank, self._cp_rank = divmod(rank, self.job.cp)
+        self._sharding = "elastic" if self.job.packing.method == "elastic" else sharding
+        self._documents = len(lengths)
+
+    def __next__(self) -> PackedStep:
+        plan = next(self._steps)
+        whole = [self._read(micro_batch) for micro_batch in plan.ranks[self._dp_rank]]
+        return PackedStep(tuple(map(self._share, whole)), self._loss_tokens(plan, whole), plan)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue after the last step, as JSON-serialisable data; the same on all processes."""
+        return {"documents": self._documents, "planner": self._steps.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``. Raises ``UserError`` where it is of another number of documents."""
+        if state["documents"] != self._documents:
+            raise UserError(
+                f"the state is of {state['documents']} documents, these are {self._documents}; continue with the "
+                "documents it was saved on"
+            )
+        self._steps.load_state_dict(copy.deepcopy(state["planner"]))
+
+    def _read(self, micro_batch: MicroBatch) -> TokenBatch:
+        batch = make_batch(micro_batch, self._source)
+        return batch if self._labels is None else replace(batch, labels=make_batch(micro_batch, self._labels).labels)
+
+    def _share(self, batch: TokenBatch) -> PackedBatch:
+        if self.job.cp == 1:
+            return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths)
+        plan = make_shard_plan(batch.segment_lengths, self.job.cp, self._sharding, workload=self.job.sharding_workload)
+        mine = shard_batch(batch, plan, self._cp_rank)
+        return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, plan)
+
+    def _loss_tokens(self, plan: StepPlan, batches: Sequence[TokenBatch]) -> int:
+        if self._labels is None:
+            return labelled_tokens(plan, self._source)
+        labelled = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in batches)
+        if self.job.dp * self.job.cp == 1:
+            return labelled
+        if not dist.is_initialized():
+            raise UserError("labels of several ranks are counted together; call torch.distributed.init_process_group")
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        total = torch.tensor(labelled if self._cp_rank == 0 else 0, device=device)
+        dist.all_reduce(total)
+        return int(total)
+
+
+class _Column:
+    """Documents as a ``TokenSource``: their token ids, or their labels."""
+
+    def __init__(self, documents: Sequence[Document], name: str) -> None:
+        self._documents, self._name = documents, name
+        self.lengths = np.array([len(self._of(document)) for document in documents], dtype=np.int64)
+
+    @classmethod
+    def of_labels(cls, documents: Sequence[Document]) -> _Column | None:
+        """The labels, where documents have some."""
+        first = documents[0] if len(documents) else None
+        return cls(documents, "labels") if isinstance(first, Mapping) and "labels" in first else None
+
+    def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
+        values = np.asarray(self._of(self._documents[document]))
+        return values[start:] if length is None else values[start : start + length]
+
+    def loss_mask(self, document: int, start: int, length: int) -> None:
+        """None: what is not to be learnt says so by its label."""
+
+    def _of(self, document: Document) -> Any:
+        return document[self._name] if isinstance(document, Mapping) else document
+
+
+def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int | Tensor, averaged_over: int = 1) -> Tensor:
+    """This micro-batch's share of the step's loss, whose gradients are to be accumulated over the step.
+
+    Args:
+        logits: (tokens, vocabulary).
+        labels: (tokens,), the token to predict at each position or -100, as ``PackedBatch.labels``.
+        loss_tokens: Labelled tokens of the whole step, over all ranks and micro-batches.
+        averaged_over: Ranks over which gradients are averaged afterwards, as DDP and FSDP average them over all
+            processes (dp x cp): the loss is multiplied by it, so that they are summed instead. 1 where they are summed.
+
+    Returns:
+        A scalar in float32, or float64 where logits are.
+    """
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(exact, labels, ignore_index=IGNORE_LABEL, reduction="sum")
+    return total * averaged_over / loss_tokens
+
+
+class FlatteningCollator:
+    """Lays the documents of a batch one after another: ``collate_fn`` beside a planned batch sampler.
+
+    Documents are dictionaries with ``input_ids`` and, if some tokens are not to be learnt, ``labels`` (as long, -100
+    there), as Hugging Face data sets have them; or the token ids alone. What comes out is what packed models of Hugging
+    Face take, with one row:
+
+    - ``input_ids``, ``position_ids`` (restarting with each document) and ``labels``, int64 of shape (1, tokens). Labels
+      are those of the tokens themselves, and -100 for the first of each document, which nothing predicts;
+    - ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape (documents + 1,), ``max_length_q`` and ``max_length_k``;
+    - ``use_cache`` = False, as a cache makes other attention functions than ours forget where documents end;
+    - no attention mask.
+    """
+
+    def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
+        if not documents:
+            raise UserError("a batch without documents cannot be packed; a planned batch sampler makes none")
+        tokens, labels = [], []
+        for document in documents:
+            fields = document if isinstance(document, Mapping) else {"input_ids": document}
+            ids = torch.as_tensor(fields["input_ids"], dtype=torch.int64)
+            own = torch.as_tensor(fields.get("labels", ids), dtype=torch.int64).clone()
+            if own.shape != ids.shape:
+                raise UserError(f"a document has {len(ids)} input_ids and {len(own)} labels; give one label for each")
+            own[:1] = IGNORE_LABEL
+            tokens.append(ids)
+            labels.append(own)
+        lengths = [len(ids) for ids in tokens]
+        extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return {
+            "input_ids": torch.cat(tokens)[None],
+            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+            "labels": torch.cat(labels)[None],
+            "cu_seq_lens_q": extents,
+            "cu_seq_lens_k": extents.clone(),
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+            "use_cache": False,
+        }

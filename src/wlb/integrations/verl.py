@@ -1,0 +1,59 @@
+"""verl's balancing, rerouted to ours in one call.
+
+    reroute_balancing()  # before the trainer runs
+
+verl divides documents among ranks, and a rank's documents into micro-batches, with
+``verl.utils.seqlen_balancing.get_seqlen_balanced_partitions``, a Karmarkar-Karp differencing in Python. It is replaced
+by ``wlb.balance``, which is as even (to a millionth) or more. Prices and numbers of micro-batches stay verl's.
+
+verl's controller and its workers are Ray processes of their own. One setting reroutes all of them, with no code:
+
+    python -m verl.trainer.main_ppo ... \\
+        +ray_kwargs.ray_init.runtime_env.worker_process_setup_hook=wlb.integrations.verl.reroute_balancing
+
+Written for verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import verl.utils.seqlen_balancing as verl_balancing
+
+from wlb.errors import UserError
+from wlb.packing.balance import balance
+
+_NAME = "get_seqlen_balanced_partitions"
+
+
+def balanced_partitions(seqlen_list: Iterable[float], k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """Stands in for verl's ``get_seqlen_balanced_partitions``: same arguments, same promises.
+
+    Args:
+        seqlen_list: What each document costs, in any unit: verl gives its estimate of FLOPs, or lengths. A list, array
+            or tensor; rounded to whole numbers of at least 1.
+        k_partitions: Number of partitions.
+        equal_size: All partitions hold equally many documents.
+
+    Returns:
+        The indices of each partition's documents, ascending. No partition is empty.
+
+    Raises:
+        UserError: Fewer documents than partitions, or a number that ``equal_size`` cannot divide.
+    """
+    values = seqlen_list.tolist() if hasattr(seqlen_list, "tolist") else seqlen_list
+    return balance([max(1, round(value)) for value in values], k_partitions, equal_size=equal_size)
+
+
+def reroute_balancing() -> None:
+    """Let verl balance with ``wlb.balance`` in this process, also where trainers have imported the function already.
+
+    May be called repeatedly. Raises ``UserError`` where this verl has no such function.
+    """
+    theirs = getattr(verl_balancing, _NAME, None)
+    if theirs is None:
+        raise UserError(f"this verl has no {verl_balancing.__name__}.{_NAME} to replace; versions up to 0.9.1 do")
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "verl" and getattr(module, _NAME, None) is theirs:
+            setattr(module, _NAME, balanced_partitions)

@@ -1,0 +1,242 @@
+"""Divide a given set of documents into parts of equal work: what a trainer asks that chooses its own documents.
+
+Packers decide which step trains a document. Where that is decided already, as for the rollouts of a reinforcement
+learning step or the global batch of another data loader, only the division is left, and nothing has to be remembered:
+
+1. documents go dearest first into the cheapest part with room, or in rounds of one document for every part where all
+   are to hold equally many;
+2. parts exchange documents until the heaviest cannot become lighter (``wlb.packing.levelling``).
+
+Where documents do not fit so, the first step is repeated for tokens instead of prices, and at last searched for. Few
+documents are divided a second time from another start (``wlb.packing.differencing``), and the better division is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush, heapreplace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError
+from wlb.packing.bins import fitting_bins
+from wlb.packing.differencing import differenced
+from wlb.packing.levelling import Indices, Limits, Prices, level
+
+if TYPE_CHECKING:  # importing it needs more than NumPy
+    from wlb.workload.base import DocumentPrices
+
+_FEW = 6  # documents of a part: with so few, exchanges may end early, and a second start is tried
+_FEW_PARTS = 64
+
+
+def balance(
+    lengths: Sequence[int] | NDArray[np.integer[Any]],
+    parts: int | None,
+    max_tokens: int | None = None,
+    equal_size: bool = False,
+    multiple_of: int = 1,
+    *,
+    workload: DocumentPrices | None = None,
+) -> list[list[int]]:
+    """Divide documents of ``lengths`` tokens into ``parts`` micro-batches whose dearest is as cheap as can be found.
+
+    Stateless, and the same for the same arguments. No part is empty.
+
+    Args:
+        lengths: Tokens of each document.
+        parts: Number of parts; None is the fewest that ``max_tokens`` allows.
+        max_tokens: The most tokens of a part; None is any number.
+        equal_size: All parts hold the same number of documents.
+        multiple_of: The number of parts is raised to a multiple of this, such as the number of data-parallel ranks, so
+            that every rank runs equally many.
+        workload: Prices of documents, for example ``make_workload("7b")``. By default the price of a document is its
+            length: attention is left out, which is right only while documents are short (docs/adoption.md).
+
+    Returns:
+        For every part the indices of its documents, ascending.
+
+    Raises:
+        UserError: A length or size below 1; ``parts`` and ``max_tokens`` both None; fewer documents than parts; with
+            ``equal_size``, a number of documents that is no multiple of the parts; a document over ``max_tokens``, or
+            documents for which no ``parts`` parts of ``max_tokens`` tokens are found.
+    """
+    tokens = _checked(lengths)
+    task = _Task(tokens, _prices(tokens, workload), _positive("max_tokens", max_tokens), equal_size)
+    multiple = _positive("multiple_of", multiple_of) or 1
+    if parts is None:
+        members = _fewest(task, multiple)
+    else:
+        members = _divided(task, _rounded_up(_positive("parts", parts) or 1, multiple))
+    return [sorted(part.tolist()) for part in members]
+
+
+class _Task(NamedTuple):
+    tokens: Indices
+    prices: Prices
+    most_tokens: int | None
+    equal_size: bool
+
+
+def _divided(task: _Task, parts: int) -> list[Indices]:
+    _check_possible(task, parts)
+    start = _placed(task, parts) or _fitted(task, parts)
+    if start is None:
+        size = len(task.tokens) // parts if task.equal_size else None
+        start = fitting_bins(task.tokens.tolist(), parts, task.most_tokens or 0, size)
+    if start is None:
+        raise UserError(
+            f"found no way to divide {len(task.tokens)} documents of {task.tokens.sum()} tokens into {parts} parts of "
+            f"max_tokens = {task.most_tokens}; raise max_tokens or parts"
+        )
+    divided = _levelled(start, task)
+    other = _differenced(task, parts)
+    return divided if other is None else min(divided, _levelled(other, task), key=lambda m: _most(m, task.prices))
+
+
+def _fewest(task: _Task, multiple: int) -> list[Indices]:
+    """The smallest number of parts, a multiple of ``multiple``, in which the documents are found to fit."""
+    if task.most_tokens is None:
+        raise UserError("parts = None is the fewest parts that max_tokens allows; give parts or max_tokens")
+    parts = _rounded_up(-(-int(task.tokens.sum()) // task.most_tokens), multiple)
+    while parts < len(task.tokens):
+        if not task.equal_size or len(task.tokens) % parts == 0:
+            _check_possible(task, parts)
+            start = _placed(task, parts) or _fitted(task, parts)
+            if start is not None:
+                return _levelled(start, task)
+        parts += multiple
+    return _divided(task, parts)
+
+
+def _placed(task: _Task, parts: int) -> list[Indices] | None:
+    """A start that balances prices; None where it would break the limit."""
+    return _dealt(task, parts) if task.equal_size else _dearest_first(task, parts)
+
+
+def _dearest_first(task: _Task, parts: int) -> list[Indices] | None:
+    """Each document in the cheapest part that has room; None where one finds none.
+
+    As ``wlb.packing.placement`` does it, but for bare indices, and without what a stream of documents needs: a third of
+    the time.
+    """
+    capacity = task.most_tokens or int(task.tokens.sum())
+    tokens, prices = task.tokens.tolist(), task.prices.tolist()
+    members: list[list[int]] = [[] for _ in range(parts)]
+    room = [capacity] * parts
+    cheapest = [(0.0, part) for part in range(parts)]
+    for document in np.argsort(-task.prices, kind="stable").tolist():
+        full = []
+        while cheapest and room[cheapest[0][1]] < tokens[document]:
+            full.append(heappop(cheapest))
+        if not cheapest:
+            return None
+        load, part = cheapest[0]
+        members[part].append(document)
+        room[part] -= tokens[document]
+        heapreplace(cheapest, (load + prices[document], part))
+        for entry in full:
+            heappush(cheapest, entry)
+    return [np.array(part, np.int64) for part in members]
+
+
+def _fitted(task: _Task, parts: int) -> list[Indices] | None:
+    """A start that balances tokens, so that it keeps to the limit if anything does; None where it does not."""
+    lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None)
+    start = _placed(lengths, parts)
+    start = start and _levelled(start, lengths)
+    return start if start and _most(start, task.tokens) <= (task.most_tokens or 0) else None
+
+
+def _dealt(task: _Task, parts: int) -> list[Indices] | None:
+    """In rounds of falling price, the dearest to the cheapest part; None where that breaks the limit."""
+    order = np.argsort(-task.prices, kind="stable")
+    loads = np.zeros(parts)
+    members: list[list[int]] = [[] for _ in range(parts)]
+    for first in range(0, len(order), parts):
+        documents = order[first : first + parts]
+        cheapest_first = np.argsort(loads, kind="stable")[: len(documents)]
+        loads[cheapest_first] += task.prices[documents]
+        for part, document in zip(cheapest_first.tolist(), documents.tolist(), strict=True):
+            members[part].append(document)
+    return _within(task, [np.array(part, np.int64) for part in members])
+
+
+def _differenced(task: _Task, parts: int) -> list[Indices] | None:
+    """Another start, where there are few documents; None where there are many, or it breaks a limit."""
+    if task.equal_size or parts > _FEW_PARTS or len(task.tokens) > _FEW * parts:
+        return None
+    start = differenced(task.prices, parts)
+    return _within(task, start) if all(len(part) for part in start) else None
+
+
+def _within(task: _Task, start: list[Indices]) -> list[Indices] | None:
+    return start if task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens else None
+
+
+def _levelled(start: list[Indices], task: _Task) -> list[Indices]:
+    # Where prices are tokens, what makes the dearest part cheaper keeps it within the limit, too.
+    most = None if np.array_equal(task.prices, task.tokens) else task.most_tokens
+    return level(start, task.prices, task.tokens, Limits(most, task.equal_size))
+
+
+def _most(parts: list[Indices], amounts: Indices | Prices) -> float:
+    return max(float(amounts[part].sum()) for part in parts)
+
+
+def _check_possible(task: _Task, parts: int) -> None:
+    documents, tokens = len(task.tokens), int(task.tokens.sum())
+    if documents < parts:
+        raise UserError(
+            f"{documents} documents cannot fill {parts} parts, of which none may be empty; give more or ask for fewer"
+        )
+    if task.equal_size and documents % parts:
+        raise UserError(
+            f"{documents} documents cannot be divided into {parts} parts of equally many; equal_size needs a multiple "
+            f"of {parts}: add or leave out documents, or set equal_size = False"
+        )
+    if task.most_tokens is None:
+        return
+    longest = int(task.tokens.argmax())
+    if task.tokens[longest] > task.most_tokens:
+        raise UserError(
+            f"document {longest} has {task.tokens[longest]} tokens, over max_tokens = {task.most_tokens}; raise "
+            "max_tokens, or cut the document first (wlb.documents.overlong)"
+        )
+    if tokens > parts * task.most_tokens:
+        raise UserError(
+            f"{tokens} tokens do not fit into {parts} parts of max_tokens = {task.most_tokens}; raise max_tokens to at "
+            f"least {-(-tokens // parts)}, or ask for at least {-(-tokens // task.most_tokens)} parts"
+        )
+
+
+def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
+    array = np.asarray(lengths)
+    if array.ndim != 1 or array.size == 0:
+        raise UserError("lengths to balance are a list of at least one number of tokens; this one has none")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise UserError(f"document lengths must be whole numbers of tokens, not {array.dtype}; convert them to int")
+    if (shortest := int(array.min())) < 1:
+        raise UserError(f"document {int(array.argmin())} has {shortest} tokens; lengths must be at least 1")
+    return array.astype(np.int64)
+
+
+def _prices(tokens: Indices, workload: DocumentPrices | None) -> Prices:
+    if workload is None:
+        return tokens.astype(np.float64)
+    prices = np.asarray(workload.document_seconds(tokens), np.float64)
+    if prices.shape != tokens.shape or not (prices > 0).all() or not np.isfinite(prices).all():
+        raise UserError("workload.document_seconds must give every document a finite price over 0")
+    return prices
+
+
+def _positive(name: str, value: int | None) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+        raise UserError(f"{name} = {value!r} is not a whole number of at least 1")
+    return value if value is None else int(value)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

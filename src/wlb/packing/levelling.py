@@ -1,0 +1,186 @@
+"""Make parts level by exchanging documents between the heaviest part and a light one.
+
+A part's documents are exchanged by *subsets*: any document alone, and sets of several where a part holds few. Of two
+parts with n such subsets each, the best of all n x n exchanges is found in O(n log n): the subsets of one are sorted by
+price, and for each subset of the other the two neighbours of what would make both parts equal are looked up. Every
+exchange makes the heavier of the two lighter. It ends where the heaviest part cannot become lighter; a part that one
+dear document makes heavy is set aside, and the others are levelled on.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import combinations
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+Prices = NDArray[np.float64]
+
+_MOST_SUBSETS = 301  # of several documents: 24 documents and their pairs, 12 and their triples, or all subsets of 8
+_SHORTEST = 24  # documents of a part of which subsets of several are made
+_MOST_SINGLE = 512  # documents of a part that are tried alone; of more, so many between the cheapest and the dearest
+_PARTNERS = 4  # parts, the lightest, that the heaviest one may exchange with
+_LEVEL = 0.03  # of the mean, over the cube of a part's documents: a smaller difference between parts is none
+_EVEN = 1e-4  # of the mean: the other parts are levelled on only as far as this
+
+
+_NOTHING = np.zeros(1)
+
+
+class Limits(NamedTuple):
+    """What exchanges must keep to: tokens of a part (None: any number), and whether parts keep their numbers."""
+
+    most_tokens: int | None
+    equal_size: bool
+
+
+def level(parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> list[Indices]:
+    """``parts`` (indices of documents) with exchanges that make their sums of ``prices`` as equal as they get.
+
+    ``prices`` and ``tokens`` are those of every document, over 0. The ``parts`` given must keep to ``limits``; then
+    those returned do, none becomes empty, and the dearest is at most as dear as before.
+    """
+    return _Levelling(parts, prices, tokens, limits).run()
+
+
+class _Levelling:
+    def __init__(self, parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> None:
+        self._parts = [part[np.argsort(prices[part], kind="stable")] for part in parts]
+        self._prices, self._tokens, self._limits = prices, tokens, limits
+        self._loads = np.array([prices[part].sum() for part in parts])
+        self._total, self._count = float(self._loads.sum()), len(parts)  # of the parts that are not set aside
+        whole = bool((prices == np.floor(prices)).all())
+        finest = _LEVEL * (len(parts) / len(prices)) ** 3 * float(self._loads.mean())
+        self._tolerance = max(1.0, finest) if whole else finest  # whole sums 1 apart are level
+
+    def run(self) -> list[Indices]:
+        left = np.ones(len(self._parts), bool)
+        while left.any():
+            heaviest = int(np.where(left, self._loads, -1.0).argmax())
+            lightest = int(self._loads.argmin())
+            if self._loads[heaviest] - self._loads[lightest] <= self._tolerance:
+                break
+            if not self._exchange_with_any(heaviest):
+                left[heaviest] = False
+                self._total, self._count = float(self._loads[left].sum()), max(1, int(left.sum()))
+                if self._loads[heaviest] <= (1 + _EVEN) * self._loads.mean():
+                    break
+        return self._parts
+
+    def _exchange_with_any(self, heavy: int) -> bool:
+        if len(self._parts[heavy]) == 1 and not self._limits.equal_size:
+            return False
+        light = int(self._loads.argmin())
+        if self._exchange(heavy, light):
+            return True
+        partners = np.argsort(self._loads, kind="stable")[:_PARTNERS].tolist()
+        return any(self._exchange(heavy, other) for other in partners if other not in (light, heavy))
+
+    def _exchange(self, heavy: int, light: int) -> bool:
+        """Make the best exchange between two parts; False where none makes ``heavy`` lighter than it is."""
+        gap = float(self._loads[heavy] - self._loads[light])
+        if gap <= self._tolerance:
+            return False
+        ours, theirs = self._parts[heavy], self._parts[light]
+        found = self._best(ours, theirs, gap, self._wanted(heavy, light)) or self._best(ours, theirs, gap, gap / 2)
+        if found is None:
+            return False
+        give, take = found
+        moved = float(self._prices[ours[give]].sum() - self._prices[theirs[take]].sum())
+        self._parts[heavy] = self._swapped(ours, give, theirs[take])
+        self._parts[light] = self._swapped(theirs, take, ours[give])
+        self._loads[heavy] -= moved
+        self._loads[light] += moved
+        return True
+
+    def _wanted(self, heavy: int, light: int) -> float:
+        """What should move: as much as brings one of the two to the mean and the other no further than that."""
+        mean = self._total / self._count
+        return min(float(self._loads[heavy]) - mean, mean - float(self._loads[light]))
+
+    def _swapped(self, part: Indices, without: Indices, added: Indices) -> Indices:
+        stays = np.ones(len(part), bool)
+        stays[without] = False
+        swapped = np.concatenate([part[stays], added])
+        return swapped[np.argsort(self._prices[swapped], kind="stable")]
+
+    def _best(self, ours: Indices, theirs: Indices, gap: float, aim: float) -> tuple[Indices, Indices] | None:
+        """Which places of ``ours`` and ``theirs`` to exchange so that about ``aim`` moves, over 0 and under ``gap``."""
+        gives, takes = _subsets(len(ours)), _subsets(len(theirs))
+        give_sums, take_sums = _sums(self._prices[ours], gives), _sums(self._prices[theirs], takes)
+        most = self._limits.most_tokens
+        if most is not None:
+            room = most - int(self._tokens[theirs].sum()), most - int(self._tokens[ours].sum())
+            give_tokens, take_tokens = _sums(self._tokens[ours], gives), _sums(self._tokens[theirs], takes)
+        best, least = None, min(aim, gap - aim) - self._tolerance / 2  # more or less gains nothing
+        for give_rows, take_rows in self._comparable(gives, takes):
+            order = np.argsort(take_sums[take_rows], kind="stable") + take_rows.start
+            ascending = take_sums[order]
+            wanted = give_sums[give_rows] - aim
+            above = np.searchsorted(ascending, wanted)
+            for neighbour in (np.minimum(above, len(order) - 1), np.maximum(above - 1, 0)):
+                distance = np.abs(ascending[neighbour] - wanted)
+                if most is not None:
+                    more = give_tokens[give_rows] - take_tokens[order[neighbour]]
+                    distance[(more > room[0]) | (-more > room[1])] = np.inf
+                row = int(distance.argmin())
+                if distance[row] < least:
+                    least = float(distance[row])
+                    best = gives.members(give_rows.start + row), takes.members(int(order[neighbour[row]]))
+        return best
+
+    def _comparable(self, gives: _Subsets, takes: _Subsets) -> list[tuple[slice, slice]]:
+        """Subsets that may be exchanged for each other: all, or those of the same number of documents."""
+        if self._limits.equal_size:
+            return list(zip(gives.by_size[1:], takes.by_size[1:], strict=False))
+        return [(slice(0, gives.number), slice(0, takes.number))]
+
+
+class _Subsets(NamedTuple):
+    """Subsets of a part's places in columns, (most places, subsets), the smallest first; -1 is no place.
+
+    ``by_size[s]`` is the range of those with s places.
+    """
+
+    places: Indices
+    by_size: tuple[slice, ...]
+
+    @property
+    def number(self) -> int:
+        return int(self.places.shape[1])
+
+    def members(self, subset: int) -> Indices:
+        column = self.places[:, subset]
+        return column[column >= 0]
+
+
+def _sums(values: NDArray[np.generic], subsets: _Subsets) -> Prices:
+    """The sum of ``values`` over each subset."""
+    padded = np.concatenate((values, _NOTHING))  # to which -1 points
+    sums: Prices = padded[subsets.places].sum(axis=0)
+    return sums
+
+
+@lru_cache(maxsize=1024)
+def _subsets(documents: int) -> _Subsets:
+    """The empty subset, every single place, and of the first places as many larger subsets as are affordable."""
+    few = min(documents, _SHORTEST)
+    largest, count = 1, 1 + few
+    while largest < few and count + comb(few, largest + 1) <= _MOST_SUBSETS:
+        largest += 1
+        count += comb(few, largest)
+    single = range(documents) if documents <= _MOST_SINGLE else np.linspace(0, documents - 1, _MOST_SINGLE).astype(int)
+    rows: list[tuple[int, ...]] = [(), *((int(place),) for place in single)]
+    starts = [0, 1]
+    for size in range(2, largest + 1):
+        starts.append(len(rows))
+        rows += combinations(range(few), size)
+    places = np.full((largest, len(rows)), -1)
+    for column, row in enumerate(rows):
+        places[: len(row), column] = row
+    ends = [*starts[1:], len(rows)]
+    return _Subsets(places, tuple(slice(start, end) for start, end in zip(starts, ends, strict=True)))

@@ -1,0 +1,75 @@
+"""How rotary positions are stretched to a longer context: the scalings that ``config.json`` and ``[model]`` know."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+from wlb.config import RopeScalingConfig
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """Llama 3.1's stretching of positions to a longer context (``rope_type = "llama3"`` of Hugging Face's config).
+
+    Frequencies that turn less than ``low_freq_factor`` times over ``original_max_position_embeddings`` tokens are
+    divided by ``factor``, those that turn more than ``high_freq_factor`` times are kept, and those between are
+    interpolated by how often they turn.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation (arXiv 2306.15595): every frequency is divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071, section 3).
+
+    Frequencies that turn at least ``beta_fast`` times over ``original_max_position_embeddings`` tokens are kept, those
+    that turn at most ``beta_slow`` times are divided by ``factor``, and over the pairs of dimensions between it ramps;
+    with ``truncate`` the ends of the ramp are whole pairs. Cosine and sine are multiplied by ``attention_factor``, by
+    default 0.1 ln(factor) + 1.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def length(self) -> float:
+        """Of cosine and sine."""
+        return yarn_length(self.factor) if self.attention_factor is None else self.attention_factor
+
+
+Scaling: TypeAlias = RotaryScaling | LinearScaling | YarnScaling
+_CLASSES: dict[str, type[Scaling]] = {"llama3": RotaryScaling, "linear": LinearScaling, "yarn": YarnScaling}
+
+
+def yarn_length(factor: float, scale: float = 1.0) -> float:
+    """YaRN's length of cosine and sine (section 3.4), by ``mscale`` where Hugging Face's config has it."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def scaling_of(section: RopeScalingConfig) -> Scaling:
+    """The scaling that [model.rope_scaling] describes."""
+    scaling = _CLASSES[section.rope_type]
+    return scaling(**{name: getattr(section, name) for name in scaling.__dataclass_fields__})
+
+
+def scaling_json(scaling: Scaling) -> dict[str, Any]:
+    """``rope_scaling`` of ``config.json``."""
+    (kind,) = (name for name, known in _CLASSES.items() if type(scaling) is known)
+    return {"rope_type": kind, **{name: value for name, value in asdict(scaling).items() if value is not None}}

@@ -1,0 +1,142 @@
+"""The layouts in which a policy without fixed context-parallel groups may run: tp, pp, checkpointing and token cap.
+
+All powers of two are considered, tp inside a node. How many tokens a rank may hold of a micro-batch follows from the
+memory model, with groups as large as a whole window then needs. Of all that fit, those are tried that would be fastest
+were every rank busy alike and nothing exchanged; a policy's own losses then decide among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from typing import Any, get_args
+
+from wlb.errors import UserError
+from wlb.memory.layers import Checkpointing
+from wlb.planning.memory import limit_of_gpu
+from wlb.rivals.filling import power_of_two
+from wlb.rivals.plan import Integers, Ranks
+from wlb.rivals.pricing import ideal_seconds, peak_memory
+from wlb.simulate.job import SimulatedJob, replicate_kv_heads, simulated_job
+from wlb.simulate.search import SearchSpace
+
+TRIED = 6  # layouts of a policy, and then other token caps of the fastest
+_LARGEST_PP = 32
+_LEAST_TOKENS = 1024  # of a rank
+_PROBED = (4096, 2**18)  # tokens of a rank whose memory is predicted
+_FINER = (1.0, 0.5, 0.25)  # of the most tokens that fit: smaller micro-batches, documents on more ranks
+_ROUNDS = (2, 4)  # micro-batches of a rank for each pipeline stage
+
+
+def candidate_ranks(
+    space: SearchSpace, documents: Integers, *, pipelines: bool, interleaves: bool, keeps_weights: bool
+) -> list[Ranks]:
+    """Layouts to try, each with its largest token cap, the most promising first.
+
+    Raises ``UserError`` where none fits the memory.
+    """
+    fitting = [
+        ranks
+        for ranks in _fitting(space, keeps_weights)
+        if (pipelines or ranks.job.pp == 1) and (interleaves or ranks.job.virtual_pp == 1)
+    ]
+    if not fitting:
+        raise UserError(
+            f"no layout of {space.gpus} GPUs fits windows of {space.context_window} tokens; give more GPUs or a "
+            "shorter window"
+        )
+    return sorted(_largest(fitting), key=lambda ranks: ideal_seconds(documents, ranks))[:TRIED]
+
+
+def other_capacities(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
+    """The same layout with the other token caps that are worth trying, and with other kinds of checkpointing."""
+    same = [other for other in _fitting(space, ranks.keeps_weights) if other.job == ranks.job and other != ranks]
+    return same + [other for other in checkpointed(ranks, space) if other.job != ranks.job]
+
+
+def checkpointed(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
+    """The same layout with every kind of activation checkpointing under which it fits, the token cap the largest."""
+    kind = ranks.job.activation_checkpointing
+    return [
+        other
+        for other in _largest(_fitting(space, ranks.keeps_weights))
+        if replace(other.job, activation_checkpointing=kind) == ranks.job
+    ]
+
+
+def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
+    """Of the choices with the same job the one that holds most."""
+    largest: dict[SimulatedJob, Ranks] = {}
+    for ranks in choices:
+        known = largest.get(ranks.job)
+        largest[ranks.job] = ranks if known is None or ranks.capacity > known.capacity else known
+    return [*largest.values()]
+
+
+def layout_text(ranks: Ranks) -> str:
+    job = ranks.job
+    interleaved = f" x {job.virtual_pp} stages" if job.virtual_pp > 1 else ""
+    kind = job.activation_checkpointing
+    return f"tp {job.tp} pp {job.pp}{interleaved}, {ranks.count} ranks of {ranks.capacity:,} tokens, {kind}"
+
+
+@lru_cache(maxsize=8)
+def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
+    return tuple(ranks for job in _jobs(space) for ranks in _capacities(job, space, keeps_weights=keeps_weights))
+
+
+def _jobs(space: SearchSpace) -> Iterator[SimulatedJob]:
+    powers = [2**exponent for exponent in range(6)]
+    for tp, pp in product(powers, powers):
+        count, rest = divmod(space.gpus, tp * pp)
+        if rest or not count or tp > space.hardware.node_size or pp > _LARGEST_PP:
+            continue
+        layouts: list[dict[str, Any]] = [{}] if pp == 1 else [{}, {"virtual_pp": 2, "schedule": "interleaved_1f1b"}]
+        for layout in layouts:
+            try:
+                yield simulated_job(
+                    replicate_kv_heads(space.shape, tp),
+                    space.context_window,
+                    "fixed-4d",
+                    hardware=space.hardware,
+                    micro_batches=pp,
+                    tp=tp,
+                    pp=pp,
+                    dp=count,
+                    **layout,
+                )
+            except UserError:
+                continue  # the model cannot be cut or split that way
+
+
+def _capacities(job: SimulatedJob, space: SearchSpace, *, keeps_weights: bool) -> Iterator[Ranks]:
+    """Token caps worth trying, each with the cheapest activation checkpointing under which it fits."""
+    even = space.micro_batches * space.context_window // job.dp
+    least = -(-space.context_window // job.dp)
+    known: set[int] = set()
+    for kind in get_args(Checkpointing):  # cheapest first
+        most = _most_tokens(replace(job, activation_checkpointing=kind), space, keeps_weights)
+        wanted = [int(most * part) for part in _FINER] if job.pp == 1 else [even // (r * job.pp) for r in _ROUNDS]
+        for tokens in (most, *wanted):
+            capacity = min(tokens, most, max(even, least))
+            if capacity >= least and capacity >= _LEAST_TOKENS and capacity not in known:
+                known.add(capacity)
+                yield Ranks(replace(job, activation_checkpointing=kind), capacity, keeps_weights)
+
+
+def _most_tokens(job: SimulatedJob, space: SearchSpace, keeps_weights: bool) -> int:
+    """The most tokens of a rank that fit, 0 if fewer than are worth trying do.
+
+    Memory grows evenly with tokens, but for the pipeline rank that needs most; so the line through two token counts is
+    above it between them.
+    """
+    limit = limit_of_gpu(space.hardware.memory_bytes).number_of_bytes
+    low, high = (
+        peak_memory(Ranks(job, tokens, keeps_weights), tokens, power_of_two(-(-space.context_window // tokens)))
+        for tokens in _PROBED
+    )
+    most = _PROBED[0] + (limit - low) * (_PROBED[1] - _PROBED[0]) / (high - low)
+    tokens = int(most) // _LEAST_TOKENS * _LEAST_TOKENS
+    return max(0, min(tokens, _PROBED[1]))

@@ -1,0 +1,184 @@
+"""What a rival policy decides for one step: which ranks attend which documents, in which micro-batch.
+
+A pipeline stage has dp x cp ranks, each tp GPUs wide; a policy without fixed context-parallel groups shares the step's
+documents among them as it likes. Two kinds of plan say all that is priced:
+
+* ``GroupPlan``: in every micro-batch the ranks form groups, and each group shards its documents among its members.
+  Groups may differ in size, from one micro-batch to the next and within one.
+* ``MovedPlan``: every rank holds its tokens for all but attention, and attention of any piece of a document happens on
+  any rank of its pool.
+
+Documents are indices into ``lengths``, the whole documents of the step. Both kinds attend every document as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.simulate.job import SimulatedJob
+from wlb.workload.flops import attended_pairs
+
+Integers = NDArray[np.int64]
+Exchange = Literal["keys and values", "heads"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The GPUs as a policy sees them: ``job`` has tp, pp and, as dp, all ranks of a stage.
+
+    A rank holds at most ``capacity`` tokens of a micro-batch. ``keeps_weights`` says that weights are gathered once a
+    step, where there is no pipeline too, so that ranks may run different numbers of micro-batches.
+    """
+
+    job: SimulatedJob
+    capacity: int
+    keeps_weights: bool = False
+
+    @property
+    def count(self) -> int:
+        return self.job.dp
+
+    @property
+    def window(self) -> int:
+        return self.job.context_window
+
+    def needed(self, length: int) -> int:
+        """Ranks without which a document of ``length`` tokens is over the capacity."""
+        return -(-length // self.capacity)
+
+
+class Group(NamedTuple):
+    """``ranks`` that run ``documents`` together, sharded among them, as micro-batch ``slot``."""
+
+    slot: int
+    ranks: tuple[int, ...]
+    documents: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """The groups of a step. Before a slot of ``barriers`` all ranks wait for each other.
+
+    ``exchange`` says what members of a group send: keys and values of pieces (ring or gather, as ``sharding`` cuts), or
+    all heads' queries, keys, values and outputs (all-to-all, sequences there, heads here).
+    """
+
+    lengths: Integers
+    groups: tuple[Group, ...]
+    barriers: frozenset[int] = frozenset()
+    sharding: str = "per_document"
+    exchange: Exchange = "keys and values"
+
+    @property
+    def slots(self) -> int:
+        return 1 + max(group.slot for group in self.groups)
+
+    @property
+    def trained(self) -> Integers:
+        """Lengths of all documents that groups run."""
+        return self.lengths[[document for group in self.groups for document in group.documents]]
+
+    @property
+    def tokens(self) -> int:
+        return int(self.trained.sum())
+
+    @property
+    def pairs(self) -> int:
+        """Attended query-key pairs."""
+        return int(attended_pairs(self.trained).sum())
+
+    def tokens_per_rank(self, ranks: int) -> NDArray[np.float64]:
+        """Tokens of every rank in every slot, evenly shared by its group; shape (ranks, slots)."""
+        tokens = np.zeros((ranks, self.slots))
+        for group in self.groups:
+            tokens[list(group.ranks), group.slot] += self.lengths[list(group.documents)].sum() / len(group.ranks)
+        return tokens
+
+
+class Tasks(NamedTuple):
+    """Queries ``start`` to ``stop`` of a document, on a lane = slot x ranks + rank, for a ``share`` of the heads."""
+
+    lane: Integers
+    document: Integers
+    start: Integers
+    stop: Integers
+    share: NDArray[np.float64]
+
+    @property
+    def pairs(self) -> NDArray[np.float64]:
+        """Attended query-key pairs of each task, over all heads together."""
+        pairs: NDArray[np.float64] = self.share * (attended_pairs(self.stop) - attended_pairs(self.start))
+        return pairs
+
+
+@dataclass(frozen=True, eq=False)
+class MovedPlan:
+    """Where tokens are (``home``) and where they are attended (``work``), and which ranks make a pool.
+
+    ``pools`` numbers each rank's pool in each slot, shape (ranks, slots); ranks of a pool wait for each other in every
+    layer. ``reshuffled`` says that keys and values, too, lie where their queries are attended, as all are moved there
+    before attention; otherwise they come from home.
+    """
+
+    lengths: Integers
+    pools: Integers
+    home: Tasks
+    work: Tasks
+    reshuffled: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return len(self.pools)
+
+    @property
+    def slots(self) -> int:
+        return int(self.pools.shape[1])
+
+    @property
+    def tokens(self) -> int:
+        return int((self.home.stop - self.home.start).sum())
+
+    @property
+    def pairs(self) -> int:
+        return round(float(self.work.pairs.sum()))
+
+    def by_lane(self, values: NDArray[np.float64], tasks: Tasks) -> NDArray[np.float64]:
+        """Sums over ``tasks`` of ``values``, shape (ranks, slots)."""
+        sums = np.bincount(tasks.lane, values, self.pools.size).astype(np.float64)
+        return sums.reshape(self.slots, self.ranks).T
+
+
+def tasks_of(rows: Sequence[tuple[int, int, int, int, float]]) -> Tasks:
+    """Tasks from rows of (lane, document, start, stop, share)."""
+    columns = np.array(rows, dtype=np.float64).reshape(-1, 5).T
+    lane, document, start, stop = columns[:4].astype(np.int64)
+    return Tasks(lane, document, start, stop, columns[4])
+
+
+def laid_in_a_row(documents: Sequence[int], lengths: Integers, ranks: int, first_lane: int) -> Tasks:
+    """``documents`` one after another over ``ranks`` ranks that hold equally many tokens, but for one."""
+    sizes = lengths[list(documents)]
+    ends = np.cumsum(sizes)
+    bounds = np.arange(1, ranks) * int(ends[-1]) // ranks
+    cuts = np.unique(np.concatenate([[0], ends, bounds]))
+    left, right = cuts[:-1], cuts[1:]
+    index = np.searchsorted(ends, left, side="right")
+    rank = np.searchsorted(bounds, left, side="right")
+    begin = (ends - sizes)[index]
+    return Tasks(
+        first_lane + rank,
+        np.asarray(documents, np.int64)[index],
+        left - begin,
+        right - begin,
+        np.ones(len(left)),
+    )
+
+
+def joined(tables: Sequence[Tasks]) -> Tasks:
+    """The tasks of all ``tables``."""
+    return Tasks(*(np.concatenate(columns) for columns in zip(*tables, strict=True)))

@@ -1,0 +1,89 @@
+"""Models by name: the presets, and those of a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wlb.errors import UserError
+from wlb.workload.model_json import read_shape
+from wlb.workload.shapes import DeltaNet, Experts, LatentAttention, ModelShape
+
+_DEEPSEEK_LATENT = LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128)
+
+# hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size
+MODEL_SHAPES: dict[str, ModelShape] = {
+    # Small enough for a CPU; a 4,096-token window has the attention:linear ratio of a 7B model at 128K.
+    "tiny": ModelShape(128, 4, 4, 2, 32, 352, 512),
+    # The sizes that WLB-LLM trains, whose widths are assumed: those of Llama 2 7B and 70B, and for 550M and 30B
+    # shapes of that many parameters (30B with the layers and heads of OPT-30B, arXiv 2205.01068).
+    "550m": ModelShape(1536, 16, 12, 12, 128, 4096, 32_000),
+    "7b": ModelShape(4096, 32, 32, 32, 128, 11_008, 32_000),
+    "30b": ModelShape(7168, 48, 56, 56, 128, 19_200, 32_000),
+    "70b": ModelShape(8192, 80, 64, 8, 128, 28_672, 32_000),
+    # Llama 3 (arXiv 2407.21783, Table 3).
+    "llama3-8b": ModelShape(4096, 32, 32, 8, 128, 14_336, 128_256),
+    "llama3-70b": ModelShape(8192, 80, 64, 8, 128, 28_672, 128_256),
+    "llama3-405b": ModelShape(16_384, 126, 128, 8, 128, 53_248, 128_256),
+    # The published config.json of each model (biases and q/k norms are not modelled).
+    "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18_944, 152_064),
+    "qwen2.5-72b": ModelShape(8192, 80, 64, 8, 128, 29_568, 152_064),
+    "qwen3-8b": ModelShape(4096, 36, 32, 8, 128, 12_288, 151_936),
+    "qwen3-32b": ModelShape(5120, 64, 64, 8, 128, 25_600, 151_936),
+    # Mixtures of experts, from the published config.json of each.
+    "mixtral-8x7b": ModelShape(4096, 32, 32, 8, 128, 14_336, 32_000, experts=Experts(8, 2, 14_336)),
+    "qwen3-30b-a3b": ModelShape(2048, 48, 32, 4, 128, 6144, 151_936, experts=Experts(128, 8, 768)),
+    "qwen3-235b-a22b": ModelShape(4096, 94, 64, 4, 128, 12_288, 151_936, experts=Experts(128, 8, 1536)),
+    # Experts and latent attention: config.json, DeepSeek-V3 (arXiv 2412.19437, section 4.2), Kimi K2 (arXiv 2507.20534,
+    # Table 2). DeepSeek-V3's layer that predicts one more token is not modelled.
+    "deepseek-v3": ModelShape(
+        *(7168, 61, 128, 128, 192, 18_432, 129_280),
+        experts=Experts(256, 8, 2048, shared_hidden=2048, dense_layers=3),
+        latent=_DEEPSEEK_LATENT,
+    ),
+    "kimi-k2": ModelShape(
+        *(7168, 61, 64, 64, 192, 18_432, 163_840),
+        experts=Experts(384, 8, 2048, shared_hidden=2048, dense_layers=1),
+        latent=_DEEPSEEK_LATENT,
+    ),
+    # Five blocks with a window to each with full attention (Gemma 3, arXiv 2503.19786, section 2); text part only.
+    "gemma3-12b": ModelShape(*(3840, 48, 16, 8, 256, 15_360, 262_208), sliding_window=1024, full_attention_every=6),
+    "gemma3-27b": ModelShape(*(5376, 62, 32, 16, 128, 21_504, 262_208), sliding_window=1024, full_attention_every=6),
+    # Every other block with a window (gpt-oss model card, arXiv 2508.10925, section 2; biases and sinks not modelled).
+    "gpt-oss-20b": ModelShape(
+        *(2880, 24, 64, 8, 64, 2880, 201_088),
+        sliding_window=128,
+        full_attention_every=2,
+        experts=Experts(32, 4, 2880),
+    ),
+    "gpt-oss-120b": ModelShape(
+        *(2880, 36, 64, 8, 64, 2880, 201_088),
+        sliding_window=128,
+        full_attention_every=2,
+        experts=Experts(128, 4, 2880),
+    ),
+    # All blocks with a window (arXiv 2310.06825, Table 1); later versions of it have full attention.
+    "mistral-7b": ModelShape(4096, 32, 32, 8, 128, 14_336, 32_000, sliding_window=4096),
+    # Three blocks of gated delta net to each of gated full attention (config.json).
+    "qwen3-next-80b-a3b": ModelShape(
+        *(2048, 48, 16, 2, 256, 5120, 151_936),
+        full_attention_every=4,
+        experts=Experts(512, 10, 512, shared_hidden=512),
+        delta_net=DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+    ),
+}
+
+
+def model_shape(name: str) -> ModelShape:
+    """The preset ``name``, or the model of a Hugging Face directory or of the ``config.json`` that ``name`` leads to.
+
+    Raises ``UserError`` that lists the presets where it is neither, and for a model that is not priced.
+    """
+    if name in MODEL_SHAPES:
+        return MODEL_SHAPES[name]
+    path = Path(name)
+    if path.is_dir() or path.is_file():
+        return read_shape(path)
+    raise UserError(
+        f"unknown model {name!r}; choose one of {', '.join(MODEL_SHAPES)}, or name the directory of a Hugging Face "
+        "model or its config.json"
+    )

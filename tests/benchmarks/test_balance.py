@@ -1,0 +1,22 @@
+"""The benchmark of ``wlb.balance`` runs without verl, and ours is never the less even one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "balance.py"
+
+
+def test_small_run_compares_on_equal_terms(tmp_path):
+    out = tmp_path / "balance.json"
+    small = ["--repetitions", "2", "--most-documents", "64", "--out", str(out)]
+    finished = subprocess.run(
+        [sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    results = json.loads(out.read_text())
+    assert "Karmarkar-Karp" in results["peer"]
+    assert len(results["rows"]) == 8
+    assert all(row["cases_less_even"] == 0 for row in results["rows"])
+    assert all(row["our_over_even"] <= row["peer_over_even"] for row in results["rows"])

@@ -1,0 +1,98 @@
+"""``wlb prefill``, and ``wlb compare --prefill``, as a user runs them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from wlb.serving.policies import POLICIES
+from wlb.workload import make_workload, model_shape
+from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
+
+PROMPTS = "synthetic:300:16384:0"
+PREFILL = ["prefill", PROMPTS, "--model", "550m"]
+ALIAS = ["compare", PROMPTS, "--prefill", "--model", "550m"]
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory) -> str:
+    shape, tokens = model_shape("tiny"), (64, 512, 4096)
+    workload, parts = make_workload(shape, "cpu"), {}
+    for name, price in (("attention", workload.attention_seconds), ("linear", workload.linear_seconds)):
+        forward, backward = (tuple(price(tokens, phase).tolist()) for phase in ("forward", "backward"))
+        parts[name] = Measurements(tokens=tokens, forward_seconds=forward, backward_seconds=backward)
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    write_profile(WorkloadProfile(machine="x", dtype="float32", model=shape, tp=1, cp=1, versions={}, **parts), path)
+    return str(path)
+
+
+def test_json_has_every_method_and_setting(wlb):
+    more = ["--token-budget", "2048", "--dp", "4", "--load", "0.7", "--seed", "3", "--json"]
+    status, out, _ = wlb(*PREFILL, *more)
+    assert status == 0
+    output = json.loads(out)
+    assert [row["method"] for row in output["methods"]] == list(POLICIES)
+    assert output["arrivals_per_second"] > 0
+    assert (output["prompts"], output["dp"], output["pp"], output["seed"], output["gpus"]) == (300, 4, 1, 3, 8)
+    assert all(row["p50_seconds"] <= row["p99_seconds"] for row in output["methods"])
+    assert wlb(*ALIAS, *more) == (0, out, "")
+
+
+def test_table_names_the_setting():
+    options = ["--token-budget", "16384", "--whole", "--independent", "--methods", "tokens,workload,loongserve"]
+    command = [sys.executable, "-m", "wlb", *PREFILL, *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    for words in ("all at once", "chunked prefill off", "independent", "2 GPUs", "GPU-s", "kJ"):
+        assert words in result.stdout
+
+
+def test_a_measured_profile_prices_what_needs_no_other_layout(wlb, profile):
+    priced = ["prefill", PROMPTS, "--profile", profile, "--token-budget", "2K", "--dp", 2, "--json"]
+    status, out, err = wlb(*priced)
+    assert status == 0
+    output = json.loads(out)
+    assert [row["method"] for row in output["methods"]] == [name for name in POLICIES if name != "dynamollm"]
+    assert all(row["energy_joules"] is None for row in output["methods"])
+    assert err.startswith("dynamollm is left out: ")
+    status, out, err = wlb(*priced, "--methods", "tokens,dynamollm")
+    assert (status, out) == (2, "")
+    assert err.startswith("wlb: error: dynamollm chooses degrees and clocks, and a measured profile prices one of each")
+
+
+def test_load_counts_every_stage_of_a_pipeline(wlb):
+    """As many prompts arrive as the GPUs can do: with twice the stages, twice as many."""
+    options = ["--token-budget", "2K", "--load", "0.5", "--methods", "tokens", "--json"]
+    rates = [json.loads(wlb(*PREFILL, *options, "--pp", pp)[1])["arrivals_per_second"] for pp in (1, 2)]
+    assert rates[1] == pytest.approx(2 * rates[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (ALIAS, "--prefill needs --token-budget"),
+        (PREFILL, "Missing option '--token-budget'"),
+        ([*ALIAS, "--token-budget", "2048", "--whole"], "over the token budget 2048"),
+        ([*PREFILL, "--token-budget", "2048", "--methods", "sequential"], "'sequential' is unknown; choose from count"),
+        (
+            [*PREFILL, "--token-budget", "2K", "--methods", "loongserve", "--whole"],
+            "--chunked/--whole has no effect on loongserve (got --whole); leave it out",
+        ),
+        (
+            [*ALIAS, "--token-budget", "2K", "--methods", "loongserve,dynamollm", "--independent"],
+            "--lock-step/--independent has no effect on loongserve, dynamollm (got --independent); leave it out",
+        ),
+        ([*PREFILL, "--token-budget", "2K", "--seed", 1], "--seed has no effect without --load"),
+        (
+            [*PREFILL, "--token-budget", "2K", "--hardware", "cpu", "--methods", "dynamollm"],
+            "only the watts of a100, h100, h200 are known; leave it out of --methods",
+        ),
+        ([*PREFILL, "--token-budget", "2K", "--micro-batches", 2], "No such option: --micro-batches"),
+    ],
+)
+def test_mistakes_are_one_line(wlb, arguments, message):
+    status, out, err = wlb(*arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1

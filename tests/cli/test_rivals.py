@@ -1,0 +1,80 @@
+"""``wlb rivals`` as a user runs it, and its section in a report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ["synthetic:2000:8192:0", "--gpus", "4", "--context-window", "8K", "--batch-tokens", "64K", "--steps", "1"]
+MODEL = ["--model", "550m"]
+
+
+def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    code = "import sys; sys.modules['torch'] = None; from wlb.cli.app import main; main()"  # planning needs no torch
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rivals")
+    picture = folder / "speeds.png"
+    result = wlb("rivals", *SMALL, *MODEL, "--policies", "bytescale,fcp", "--json", "--plot", picture)
+    assert result.returncode == 0, result.stderr
+    assert picture.stat().st_size > 5_000
+    (folder / "rivals.json").write_text(result.stdout)
+    return folder / "rivals.json"
+
+
+def test_the_base_comes_first_and_is_one(compared: Path):
+    found = json.loads(compared.read_text())
+    assert [p["policy"] for p in found["policies"]] == ["plain-4d", "bytescale", "fcp"]
+    assert found["policies"][0]["speed_at_equal_work"] == 1.0
+    assert all(p["token_delay"] == 0 for p in found["policies"])
+
+
+def test_tables_fit_80_columns():
+    result = wlb("rivals", *SMALL, *MODEL, "--policies", "fixed-4d")
+    assert result.returncode == 0, result.stderr
+    first, _, _ = result.stdout.partition("its best layout")
+    assert "1.00x" in first
+    assert max(map(len, (line.rstrip() for line in first.splitlines()))) <= 80
+
+
+def test_a_report_has_a_section_on_them(compared: Path, tmp_path: Path):
+    out = tmp_path / "report.html"
+    job: list[str | Path] = [
+        "--context-window",
+        "8192",
+        "--parallel",
+        "dp=2,pp=2",
+        "--steps",
+        "2",
+        "--rivals",
+        compared,
+    ]
+    result = wlb("report", "synthetic:1500:8192:0", *job, "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert "Published policies" in out.read_text()
+    assert "bytescale" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "nobody"], "policy 'nobody' is unknown"),
+        (["--model", "8t"], "unknown model '8t'"),
+        (["--batch-tokens", "1K"], "holds no window"),
+        (["--plot", "speeds.gif"], "must end in one of"),
+        (["--gpus", "1", "--model", "70b"], "no layout of 1 GPUs"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str):
+    result = wlb("rivals", *SMALL, *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,270 @@
+"""Unmodified Hugging Face models under our attention and sampler, against one document at a time in float64."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.training.distributed import run_ranks
+from wlb.errors import UserError
+from wlb.integrations.huggingface import (
+    balanced,
+    check_batch,
+    context_parallel_group,
+    context_parallel_share,
+    model_shape_of,
+    register_attention,
+)
+from wlb.integrations.packed import FlatteningCollator
+
+transformers = pytest.importorskip("transformers")
+
+RANDOM = np.random.default_rng(0)
+DOCUMENTS = [{"input_ids": RANDOM.integers(0, 97, length).tolist()} for length in (300, 5, 87, 120, 33)]
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "use_cache": False,
+}
+FAMILIES = ("Llama", "Qwen2", "Qwen3")
+
+
+def model(family: str = "Llama", attention: str = "sdpa", **settings: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | settings, attn_implementation=attention)
+    return getattr(transformers, f"{family}ForCausalLM")(config).double().train()
+
+
+def gradient(of: Any) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in of.parameters()])
+
+
+def single_gradient(family: str, documents: list[Any] = DOCUMENTS) -> torch.Tensor:
+    """Of the summed loss, one document at a time, by transformers' own attention."""
+    oracle = model(family)
+    for document in documents:
+        ids = torch.tensor([document["input_ids"]])
+        oracle(input_ids=ids, labels=ids, num_items_in_batch=1).loss.backward()
+    return gradient(oracle)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_train_as_single_ones(family: str):
+    packed = model(family)
+    register_attention(packed)
+    batch = FlatteningCollator()(DOCUMENTS)
+    packed(**batch, num_items_in_batch=1).loss.backward()
+    assert relative(gradient(packed), single_gradient(family)) < 1e-7  # transformers takes the loss in float32
+    assert check_batch(packed, batch).passed
+
+
+def _context_parallel_gradient(family: str, sharding: str) -> torch.Tensor:
+    rank = dist.get_rank()
+    packed = model(family)
+    register_attention(packed, group=context_parallel_group(2))
+    for share in (DOCUMENTS, DOCUMENTS[1:2]):  # under hybrid sharding one rank has nothing of the second
+        batch = context_parallel_share(FlatteningCollator()(share), 2, rank, sharding)
+        packed(**batch, num_items_in_batch=1).loss.backward()
+    total = gradient(packed)
+    dist.all_reduce(total)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("family", "sharding"),
+    [
+        ("Llama", "hybrid"),
+        ("Llama", "per_document"),
+        ("Llama", "per_sequence"),
+        ("Llama", "elastic"),
+        ("Qwen3", "hybrid"),
+    ],
+)
+def test_context_parallel_ranks_train_an_unmodified_model(family: str, sharding: str):
+    expected = single_gradient(family, [*DOCUMENTS, DOCUMENTS[1]])
+    for total in run_ranks(2, _context_parallel_gradient, family, sharding):
+        assert relative(total, expected) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_mask": torch.ones(1, 545)}, r"attention_mask of shape \(1, 545\)"),
+        ({"cu_seq_lens_q": None}, "no cu_seq_lens_q"),
+        ({"input_ids": torch.zeros(2, 545, dtype=torch.int64)}, "a batch of 2 rows"),
+    ],
+)
+def test_what_would_silently_train_something_else_is_refused(change: dict[str, Any], message: str):
+    packed = model()
+    register_attention(packed)
+    batch = FlatteningCollator()(DOCUMENTS) | change
+    if change.get("cu_seq_lens_q", 0) is None:
+        del batch["cu_seq_lens_q"]
+    if "input_ids" in change:
+        batch = {"input_ids": change["input_ids"], "cu_seq_lens_q": batch["cu_seq_lens_q"]}
+    with pytest.raises(UserError, match=message):
+        packed(**batch)
+
+
+def test_caches_dropout_and_windows_are_refused():
+    with pytest.raises(UserError, match="use_cache = True"):
+        register_attention(model(use_cache=True))
+    batch = FlatteningCollator()(DOCUMENTS)
+    dropping = model(attention_dropout=0.1)
+    register_attention(dropping)
+    with pytest.raises(UserError, match=r"attention_dropout = 0.1"):
+        dropping(**batch)
+    register_attention()
+    windowed = model("Mistral", "wlb", sliding_window=16)
+    with pytest.raises(UserError, match="sliding_window = 16"):
+        windowed(**batch)
+    cached = model(attention="wlb")
+    before = cached(**batch | {"use_cache": True})
+    with pytest.raises(UserError, match="there is a cache"):
+        cached(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=before.past_key_values, use_cache=True)
+
+
+def test_documents_are_priced_for_the_model():
+    shape = model_shape_of(model().config)
+    assert (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (32, 2, 4, 2, 8)
+
+
+# A Trainer needs accelerate.
+
+LENGTHS = RANDOM.lognormal(3.2, 0.9, 90).astype(int).clip(4, 128)
+DATA = [{"input_ids": RANDOM.integers(0, 97, length).tolist(), "number": n} for n, length in enumerate(LENGTHS)]
+
+
+def arguments(folder: str, **settings: Any) -> Any:
+    usual: dict[str, Any] = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "ddp_backend": "gloo" if dist.is_initialized() else None,
+        "optim": "sgd",
+    }
+    return transformers.TrainingArguments(**usual | settings)
+
+
+class Recording(FlatteningCollator):
+    """Also writes down which documents went through."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, documents: Any) -> dict[str, Any]:
+        self.seen += [document["number"] for document in documents]
+        return super().__call__(documents)
+
+
+def train(folder: str, resume: bool = False, cp: int = 1, **settings: Any) -> tuple[torch.Tensor, list[int], Any]:
+    """Weights afterwards, the documents of this process, and what the monitor measured."""
+    packed = model()
+    register_attention(packed)
+    collator = Recording()
+    trainer = balanced(transformers.Trainer, context_window=128, cp=cp, monitor=True)(
+        model=packed, args=arguments(folder, **settings), train_dataset=DATA, data_collator=collator
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    weights = torch.cat([parameter.detach().flatten() for parameter in packed.parameters()])
+    assert len(trainer.balance_monitor.predicted) == len(trainer.balance_monitor.measured)
+    return weights, collator.seen, trainer.state.global_step
+
+
+def one_at_a_time(dp: int = 1, cp: int = 1) -> torch.Tensor:
+    """The same steps of plain SGD, a document at a time in one process, by transformers' own attention."""
+    from wlb.batches import PlannedBatchSampler
+
+    oracle = model()
+    planned = PlannedBatchSampler(
+        LENGTHS,
+        context_window=128,
+        micro_batches=2,
+        dp=dp,
+        cp=cp,
+        epochs=2,
+        model=model_shape_of(oracle.config),
+        hardware="cpu",
+        seed=42,
+    )
+    for plan in planned.steps():
+        oracle.zero_grad()
+        for segment in plan.segments:
+            ids = torch.tensor([DATA[segment.document % len(DATA)]["input_ids"]])
+            labelled = sum(s.length - 1 for s in plan.segments)
+            oracle(input_ids=ids, labels=ids, num_items_in_batch=labelled).loss.backward()
+        with torch.no_grad():
+            for parameter in oracle.parameters():
+                parameter -= 1e-3 * parameter.grad
+    return torch.cat([parameter.detach().flatten() for parameter in oracle.parameters()])
+
+
+def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    weights, seen, steps = train(str(tmp_path / "whole"))
+    assert Counter(seen) == dict.fromkeys(range(len(DATA)), 2)
+    assert relative(weights, one_at_a_time()) < 1e-7
+    half = {"save_strategy": "steps", "save_steps": steps // 2}
+    train(str(tmp_path / "halves"), **half, max_steps=steps // 2)
+    again, rest, _ = train(str(tmp_path / "halves"), resume=True)
+    assert torch.equal(again, weights)
+    assert len(rest) < len(seen)
+
+
+def _train_on_a_rank(folder: str, cp: int) -> tuple[torch.Tensor, list[int], int]:
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    return train(folder, cp=cp)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_two_processes_train_as_one(tmp_path: Path, cp: int):
+    pytest.importorskip("accelerate")
+    results = run_ranks(2, _train_on_a_rank, str(tmp_path), cp)
+    expected = one_at_a_time(dp=2 // cp, cp=cp)
+    for weights, _, _ in results:
+        assert relative(weights, expected) < 1e-7
+    seen = Counter(document for _, documents, _ in results for document in documents)
+    assert seen == dict.fromkeys(range(len(DATA)), 2 * cp)  # context-parallel ranks read the same
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "message"),
+    [
+        ({"num_train_epochs": 1.5}, {}, "num_train_epochs = 1.5"),
+        ({"save_strategy": "epoch"}, {}, 'save_strategy = "epoch"'),
+        ({}, {"use_cache": True}, "use_cache = True"),
+    ],
+)
+def test_a_trainer_refuses_what_breaks_packing(
+    tmp_path: Path, settings: dict[str, Any], change: dict[str, Any], message: str
+):
+    pytest.importorskip("accelerate")
+    with pytest.raises(UserError, match=message):
+        balanced(transformers.Trainer, context_window=128)(
+            model=model(**change), args=arguments(str(tmp_path), **settings), train_dataset=DATA
+        )

@@ -1,0 +1,183 @@
+"""Packed steps and the collator: tokens, labels and counts are those of the documents, and states are exact."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.training.distributed import run_ranks
+from wlb.attention import segment_attention
+from wlb.errors import UserError
+from wlb.integrations.checks import BalanceMonitor, check_packing
+from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss
+
+RANDOM = np.random.default_rng(0)
+DOCUMENTS = [RANDOM.integers(0, 97, length) for length in RANDOM.integers(2, 60, 80)]
+SIZES: dict[str, Any] = {"context_window": 64, "micro_batches": 2, "model": "tiny"}
+
+
+def masked(documents: list[Any] = DOCUMENTS) -> list[dict[str, Any]]:
+    """The same documents as instruction data: the first half of each is a prompt."""
+    return [
+        {"input_ids": ids.tolist(), "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :].tolist()}
+        for ids in documents
+    ]
+
+
+def documents_in(batch: Any) -> list[list[int]]:
+    return [batch.tokens[a:b].tolist() for a, b in pairwise(batch.cu_seqlens.tolist())]
+
+
+def test_every_document_comes_once_with_its_own_labels_and_positions():
+    seen = []
+    for step in packed_batches(DOCUMENTS, **SIZES):
+        for batch in step.batches:
+            for start, stop in pairwise(batch.cu_seqlens.tolist()):
+                ids = batch.tokens[start:stop].tolist()
+                assert batch.labels[start:stop].tolist() == [*ids[1:], -100]
+                assert batch.position_ids[start:stop].tolist() == list(range(len(ids)))
+                seen.append(ids)
+        assert step.loss_tokens == sum(int((batch.labels >= 0).sum()) for batch in step.batches)
+    assert sorted(seen) == sorted(ids.tolist() for ids in DOCUMENTS)
+
+
+def test_documents_that_are_too_long_may_be_split_without_losing_a_label():
+    steps = [*packed_batches([torch.arange(150) % 97], **SIZES | {"micro_batches": 1}, overlong="split")]
+    batches = [batch for step in steps for batch in step.batches]
+    assert sum(len(batch.tokens) for batch in batches) == 150
+    assert sum(int((batch.labels >= 0).sum()) for batch in batches) == 149 == sum(step.loss_tokens for step in steps)
+    with pytest.raises(UserError, match="document 0 has 150 tokens"):
+        packed_batches([torch.arange(150)], **SIZES)
+
+
+def test_a_state_continues_after_any_step():
+    expected = [
+        [documents_in(b) for b in step.batches] for step in islice(packed_batches(DOCUMENTS, **SIZES, epochs=2), 30)
+    ]
+    for taken in (0, 1, 7, 20):
+        steps = packed_batches(DOCUMENTS, **SIZES, epochs=2)
+        head = [[documents_in(b) for b in step.batches] for step in islice(steps, taken)]
+        state = json.loads(json.dumps(steps.state_dict()))
+        next(steps)
+        rest = islice(packed_batches(DOCUMENTS, **SIZES, epochs=2, state=state), 30 - taken)
+        assert head + [[documents_in(b) for b in step.batches] for step in rest] == expected
+    with pytest.raises(UserError, match="of 80 documents, these are 79"):
+        packed_batches(DOCUMENTS[1:], **SIZES, state=state)
+
+
+def _loss_tokens_of_a_rank() -> list[tuple[int, int]]:
+    """Of every step: what this rank has, and what the step has."""
+    steps = packed_batches(masked(), **SIZES, dp=2, rank=dist.get_rank())
+    return [(sum(int((b.labels >= 0).sum()) for b in step.batches), step.loss_tokens) for step in steps]
+
+
+def test_masked_labels_are_counted_over_all_ranks():
+    by_rank = run_ranks(2, _loss_tokens_of_a_rank)
+    for (first, all_of_first), (second, all_of_second) in zip(*by_rank, strict=True):
+        assert all_of_first == all_of_second == first + second
+    assert sum(tokens for _, tokens in by_rank[0]) == sum(
+        label != -100 for document in masked() for label in document["labels"][1:]
+    )
+
+
+def test_context_parallel_shares_are_the_micro_batch():
+    shares = [next(packed_batches(DOCUMENTS, **SIZES, cp=2, rank=rank)) for rank in range(2)]
+    assert shares[0].loss_tokens == shares[1].loss_tokens
+    every_document = [ids.tolist() for ids in DOCUMENTS]
+    for mine in zip(*(share.batches for share in shares), strict=True):
+        plan = mine[0].shard_plan
+        assert plan is not None
+        tokens, labels = torch.zeros(2, plan.tokens, dtype=torch.int64)
+        for rank, batch in enumerate(mine):
+            positions = torch.from_numpy(plan.positions(rank))
+            tokens[positions], labels[positions] = batch.tokens[: len(positions)], batch.labels[: len(positions)]
+        for start, stop in pairwise(mine[0].cu_seqlens.tolist()):
+            ids = tokens[start:stop].tolist()
+            assert ids in every_document
+            assert labels[start:stop].tolist() == [*ids[1:], -100]
+
+
+def test_the_collator_restarts_positions_and_keeps_masked_labels():
+    batch = FlatteningCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}])
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, 6, 7, -100, 9]]
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 5]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["max_length_q"] == batch["max_length_k"] == 3
+    assert "attention_mask" not in batch
+    with pytest.raises(UserError, match="without documents"):
+        FlatteningCollator()([])
+    with pytest.raises(UserError, match="2 input_ids and 1 labels"):
+        FlatteningCollator()([{"input_ids": [1, 2], "labels": [1]}])
+
+
+class TinyModel(torch.nn.Module):
+    """One layer of attention, with or without regard to where documents end."""
+
+    def __init__(self, *, leaks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(97, 16, dtype=torch.float64)
+        self.leaks = leaks
+
+    def forward(self, tokens: torch.Tensor, lengths: Any) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        heads = hidden[:, None]
+        out = segment_attention(heads, heads, heads, [len(tokens)] if self.leaks else lengths)
+        scores: torch.Tensor = (hidden + out[:, 0]) @ self.embedding.weight.T
+        return scores
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_the_check_finds_documents_that_see_each_other(leaks: bool):
+    (batch, *_) = next(packed_batches(DOCUMENTS, **SIZES)).batches
+    model = TinyModel(leaks=leaks)
+    model.embedding.weight.grad = before = torch.ones_like(model.embedding.weight)
+
+    def loss(tokens: torch.Tensor, labels: torch.Tensor, lengths: Any) -> torch.Tensor:
+        return packed_loss(model(tokens, lengths), labels, 1)
+
+    def packed() -> torch.Tensor:
+        return loss(batch.tokens, batch.labels, batch.segment_lengths)
+
+    singles = [
+        lambda a=a, b=b: loss(batch.tokens[a:b], batch.labels[a:b], (b - a,))
+        for a, b in pairwise(batch.cu_seqlens.tolist())
+    ]
+    if leaks:
+        with pytest.raises(UserError, match="train something else"):
+            check_packing(model, packed, singles)
+    else:
+        assert check_packing(model, packed, singles).gradient_error < 1e-12
+    assert model.embedding.weight.grad is before
+
+
+def _monitored() -> tuple[list[float], list[float], Any]:
+    monitor = BalanceMonitor()
+    for step in packed_batches(DOCUMENTS, **SIZES, dp=2, rank=dist.get_rank()):
+        with monitor.computing():
+            sum(range(20_000 * (1 + dist.get_rank())))
+        monitor.end_step(step.plan)
+    return monitor.predicted, monitor.measured, monitor.summary()
+
+
+def test_the_monitor_has_the_same_seconds_of_all_ranks_everywhere():
+    first, second = run_ranks(2, _monitored)
+    assert first == second
+    predicted, measured, summary = first
+    assert len(predicted) == len(measured)
+    assert all(1 <= value <= 2 for value in predicted + measured)
+    assert len(summary["seconds_per_rank"]) == 2
+
+
+def test_batched_tensors_are_refused_by_name():
+    batched = torch.zeros(2, 8, 4, 16)
+    with pytest.raises(ValueError, match=r"query has shape \(2, 8, 4, 16\).*query.flatten"):
+        segment_attention(batched, batched, batched, [8, 8])

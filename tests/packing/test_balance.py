@@ -1,0 +1,145 @@
+"""``wlb.balance``: every document once, under the limit, as even as documents allow, and possible or refused."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import wlb
+from wlb.errors import UserError
+from wlb.packing.bins import fitting_bins
+from wlb.workload import make_workload
+
+WORKLOAD = make_workload("7b")
+
+
+@st.composite
+def tasks(draw: st.DrawFn) -> dict[str, Any]:
+    parts = draw(st.integers(1, 6))
+    equal_size = draw(st.booleans())
+    count = parts * draw(st.integers(1, 12)) if equal_size else draw(st.integers(parts, 60))
+    lengths = draw(st.lists(st.integers(1, 20_000), min_size=count, max_size=count))
+    room = draw(st.sampled_from([None, 1.02, 1.5, 4.0]))
+    limit = None if room is None else max(*lengths, 1, int(room * sum(lengths) / parts) + 1)
+    workload = draw(st.sampled_from([None, WORKLOAD]))
+    return {"lengths": lengths, "parts": parts, "max_tokens": limit, "equal_size": equal_size, "workload": workload}
+
+
+@given(tasks())
+def test_every_document_is_in_one_part_that_keeps_to_the_limits(task: dict[str, Any]):
+    lengths, parts, limit = task["lengths"], task["parts"], task["max_tokens"]
+    try:
+        divided = wlb.balance(**task)
+    except UserError:
+        assert limit is not None, "without a limit all documents fit"
+        return
+    assert len(divided) == parts
+    assert sorted(itertools.chain(*divided)) == list(range(len(lengths)))
+    assert all(part and part == sorted(part) for part in divided)
+    assert limit is None or all(sum(lengths[i] for i in part) <= limit for part in divided)
+    assert not task["equal_size"] or len({len(part) for part in divided}) == 1
+    assert divided == wlb.balance(**task)
+
+
+def optimum(lengths: list[int], parts: int, most: int | None = None) -> float | None:
+    """The smallest largest sum over all ways to divide, tried one by one; None where none keeps to ``most``."""
+    best = None
+    for assignment in itertools.product(range(parts), repeat=len(lengths)):
+        sums = np.bincount(assignment, lengths, parts)
+        if min(np.bincount(assignment, minlength=parts)) > 0 and (most is None or sums.max() <= most):
+            best = sums.max() if best is None else min(best, sums.max())
+    return best
+
+
+@given(st.lists(st.integers(1, 40), min_size=3, max_size=7), st.integers(2, 3), st.sampled_from([None, 1.0, 1.1]))
+def test_few_documents_fit_wherever_they_can(lengths: list[int], parts: int, room: float | None):
+    most = None if room is None else int(room * -(-sum(lengths) // parts))
+    best = optimum(lengths, parts, most)
+    if best is None:
+        with pytest.raises(UserError):
+            wlb.balance(lengths, parts, most)
+    else:
+        largest = max(sum(lengths[i] for i in part) for part in wlb.balance(lengths, parts, most))
+        assert largest <= (best * 4 / 3 if most is None else most)
+
+
+@pytest.mark.parametrize("equal_size", [False, True])
+def test_whole_numbers_come_out_as_even_as_they_can(equal_size: bool):
+    lengths = np.random.default_rng(0).lognormal(6, 1, 512).astype(int) + 16
+    parts = wlb.balance(lengths, 8, equal_size=equal_size)
+    assert max(lengths[part].sum() for part in parts) == -(-lengths.sum() // 8)
+
+
+def test_prices_are_balanced_and_the_limit_on_tokens_kept():
+    lengths = np.random.default_rng(1).lognormal(9, 1.2, 200).astype(int).clip(16, 100_000)
+    most = int(1.1 * lengths.sum() / 8)
+    parts = wlb.balance(lengths, 8, most, workload=WORKLOAD)
+    seconds = WORKLOAD.document_seconds(lengths)
+    loads = np.array([seconds[part].sum() for part in parts])
+    assert loads.max() < 1.001 * loads.mean()
+    assert max(lengths[part].sum() for part in parts) <= most
+
+
+def test_a_limit_that_only_a_search_can_keep():
+    assert sorted(wlb.balance([3, 3, 2, 2, 2], 2, 6)) == [[0, 1], [2, 3, 4]]
+    assert fitting_bins([3, 3, 2, 2, 2], 2, 6, None) is not None
+    assert fitting_bins([3, 3, 2, 2, 2], 2, 6, None, placements=3) is None
+    assert fitting_bins([4, 4, 4], 2, 6, None) is None
+
+
+def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
+    assert len(wlb.balance([5] * 9, 3, multiple_of=2)) == 4
+    assert len(wlb.balance([5] * 9, None, 10)) == 5
+    assert len(wlb.balance([5] * 9, None, 10, multiple_of=4)) == 8
+    assert len(wlb.balance([5] * 9, None, 20, equal_size=True)) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": [], "parts": 1}, "this one has none"),
+        ({"lengths": [1.5], "parts": 1}, "whole numbers of tokens, not float64"),
+        ({"lengths": [4, 0], "parts": 1}, "document 1 has 0 tokens"),
+        ({"lengths": [4], "parts": 0}, "parts = 0 is not"),
+        ({"lengths": [4], "parts": 1, "max_tokens": -1}, "max_tokens = -1 is not"),
+        ({"lengths": [4], "parts": 1, "multiple_of": True}, "multiple_of = True is not"),
+        ({"lengths": [4], "parts": 2}, "1 documents cannot fill 2 parts"),
+        ({"lengths": [4], "parts": None}, "give parts or max_tokens"),
+        ({"lengths": [4, 4, 4], "parts": 2, "equal_size": True}, "needs a multiple of 2"),
+        ({"lengths": [4, 9], "parts": 2, "max_tokens": 8}, "document 1 has 9 tokens, over max_tokens = 8"),
+        ({"lengths": [6, 6, 6], "parts": 2, "max_tokens": 8}, "raise max_tokens to at least 9, or ask for at least 3"),
+        ({"lengths": [5, 5, 5], "parts": 2, "max_tokens": 8}, "found no way"),
+    ],
+)
+def test_what_cannot_be_is_one_line_with_a_remedy(arguments: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message) as refusal:
+        wlb.balance(**arguments)
+    assert "\n" not in str(refusal.value)
+
+
+def test_packing_and_balance_need_numpy_alone():
+    """In an interpreter that can import the standard library, NumPy and this package, and nothing else."""
+    code = """
+import sys
+
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        root = name.partition(".")[0]
+        if root not in {"numpy", "wlb", *sys.stdlib_module_names, *sys.builtin_module_names}:
+            raise ImportError(f"{name} was to be imported")
+
+import numpy
+sys.meta_path.insert(0, Nothing())
+import wlb.packing, wlb.packing.balance, wlb.packing.plan
+from wlb import balance, StepPlan, Segment
+print(balance([5, 4, 3], 2))
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.stdout == "[[0], [1, 2]]\n", finished.stderr

@@ -1,0 +1,51 @@
+"""Bins: every document once, none over its capacity, and cases worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.rivals.filling import best_fit, in_order, karmarkar_karp, lightest, power_of_two, split_evenly
+
+LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=40).map(lambda lengths: np.array(lengths, np.int64))
+
+
+@settings(max_examples=30)
+@given(LENGTHS)
+def test_bins_hold_every_document_once_and_keep_to_their_capacity(lengths):
+    documents = np.argsort(-lengths, kind="stable").tolist()
+    for bins in (in_order(documents, lengths, 100), best_fit(documents, lengths, 100)):
+        assert sorted(d for members in bins for d in members) == sorted(documents)
+        assert all(lengths[members].sum() <= 100 for members in bins)
+    members, left_over = lightest(documents, lengths, 3, lengths, 150)
+    assert sorted([*left_over, *(d for bin_ in members for d in bin_)]) == sorted(documents)
+    assert all(lengths[bin_].sum() <= 150 for bin_ in members)
+
+
+@settings(max_examples=30)
+@given(LENGTHS, st.integers(1, 6))
+def test_karmarkar_karp_leaves_less_than_the_largest_between_parts(lengths, parts):
+    found = karmarkar_karp(lengths, parts)
+    assert len(found) == parts
+    assert sorted(d for part in found for d in part) == [*range(len(lengths))]
+    sums = [lengths[part].sum() for part in found]
+    assert max(sums) - min(sums) <= lengths.max()
+
+
+def test_karmarkar_karp_by_hand():
+    """8-7 = 1, 6-5 = 1, 4-1 = 3, 3-1 = 2: the sums of 30 are 16 and 14, one more than the best."""
+    found = karmarkar_karp([8, 7, 6, 5, 4], 2)
+    assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in found) == [14, 16]
+
+
+def test_best_fit_by_hand():
+    assert best_fit([0, 1, 2], np.array([5, 4, 3]), 8) == [[0, 2], [1]]
+
+
+def test_even_runs_by_hand():
+    assert split_evenly([0, 1, 2, 3], np.array([4, 3, 2, 1]), 2) == [[0], [1, 2, 3]]
+
+
+def test_powers_of_two():
+    assert [power_of_two(count) for count in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 8]

@@ -1,0 +1,135 @@
+"""Prices of plans: those of the simulator where it runs the same, and what switching and mixing add."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.rivals.ranks import lengths_of, ranks
+from tests.simulate.jobs import SHAPE, documents, job
+from wlb.errors import UserError
+from wlb.planning.planner import StepPlanner
+from wlb.rivals import BASE, POLICIES, chosen, compare
+from wlb.rivals.hotspa import HotSwitching, switched_bytes
+from wlb.rivals.hydraulis import Heterogeneous, Pipelines, greedy
+from wlb.rivals.plan import Group, GroupPlan, Ranks
+from wlb.rivals.policy import first_batches
+from wlb.rivals.pricing import model_weights, price_groups
+from wlb.schedules.timing import pipeline_times
+from wlb.simulate import simulate, simulate_step
+from wlb.simulate.search import SearchSpace
+from wlb.workload import hardware_preset, make_workload
+
+LAYOUTS = [
+    {"dp": 2, "cp": 2, "pp": 1, "micro_batches": 3},
+    {"dp": 2, "cp": 2, "pp": 2, "micro_batches": 4},
+    {"dp": 1, "cp": 4, "pp": 2, "micro_batches": 4, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_of_one_size_take_what_the_simulator_says(layout):
+    """The plan of a step of fixed-4D, told as groups: other code puts the same seconds together."""
+    simulated = job("fixed-4d", **layout)
+    plan = next(StepPlanner(simulated, documents()).plans())
+    lengths: list[int] = []
+    groups = []
+    for d, of_rank in enumerate(plan.ranks):
+        for slot, micro_batch in enumerate(of_rank):
+            first = len(lengths)
+            lengths += micro_batch.lengths
+            members = tuple(range(d * simulated.cp, (d + 1) * simulated.cp))
+            groups.append(Group(slot, members, tuple(range(first, len(lengths)))))
+    of_stage = simulated.dp * simulated.cp
+    settings = {name: value for name, value in layout.items() if name in ("pp", "virtual_pp", "schedule")}
+    as_ranks = Ranks(job("fixed-4d", dp=of_stage, micro_batches=simulated.pp, **settings), 8192)
+    price = price_groups(GroupPlan(np.array(lengths), tuple(groups)), as_ranks)
+    assert price.seconds == pytest.approx(float(simulate_step(plan, simulated).seconds[0]), rel=1e-5)
+
+
+def test_pipelines_that_run_a_micro_batch_together_begin_it_together():
+    """One stage: the second pipeline's 1 + 1 s are over when the first ends its 3 + 3 s, and both go on from there."""
+    forward = np.array([[[3.0, 1.0]], [[1.0, 1.0]]])
+    times = pipeline_times("1f1b", forward, forward, together=[[0, 0], [1, 0]])
+    assert times.rank_ends.tolist() == [[8.0, 8.0]]
+    apart = pipeline_times("1f1b", forward, forward)
+    assert apart.rank_ends.tolist() == [[8.0, 4.0]]
+
+
+def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
+    lengths = lengths_of(4096, 512, 512, 4096)
+    groups = (Group(0, (0,), (0,)), Group(0, (1,), (1,)), Group(1, (0,), (2,)), Group(1, (1,), (3,)))
+    keeping = Ranks(ranks(2).job, 4096, keeps_weights=True)
+    apart = price_groups(GroupPlan(lengths, groups), keeping).seconds
+    barrier = price_groups(GroupPlan(lengths, groups, frozenset([1])), keeping).seconds
+    assert barrier > 1.2 * apart
+
+
+def test_only_what_a_strategy_does_not_hold_is_switched():
+    """From tp 2 back to tp 1 half the weights come; towards tp 2 a rank has its half already."""
+    one, two = ranks(4), ranks(2, tp=2)
+    weights = model_weights(SHAPE)
+    assert switched_bytes([one, one]) == 0
+    assert switched_bytes([one, two]) == pytest.approx(weights / 2 * 2)
+    assert switched_bytes([two, one]) == pytest.approx(weights / 2 * (2 + 4))
+
+
+def test_switching_costs_what_moves():
+    lengths = lengths_of(*[600] * 40, 9000)
+    longest = (1024, 16_384)
+    alike = HotSwitching(longest, (ranks(4), ranks(4))).step(lengths)
+    switched = HotSwitching(longest, (ranks(2, tp=2), ranks(4))).step(lengths)
+    assert alike.tokens == switched.tokens == lengths.sum()
+    assert switched.price.exchanged_bytes >= switched_bytes([ranks(2, tp=2), ranks(4)])
+
+
+def test_hydraulis_deals_to_the_pipeline_that_ends_first():
+    """4 to the first, 3 to the second, the other 3 there too; what only the wide pipeline holds goes to that."""
+    alike = (Pipelines(ranks(2, capacity=16, window=16), 1, 2),)
+    assert sorted(map(sorted, greedy(lengths_of(4, 3, 3), alike))) == [[0], [1, 2]]
+    wide = (Pipelines(ranks(4, capacity=8, window=16), 2, 1), Pipelines(ranks(4, capacity=8, window=16), 1, 2))
+    lengths = lengths_of(16, 8, 8, 12)
+    dealt = greedy(lengths, wide)
+    assert {0, 3} <= set(dealt[0])
+    step = Heterogeneous(wide).step(lengths)
+    assert step.tokens == lengths.sum()
+
+
+def space(**changes: int) -> SearchSpace:
+    settings = {"gpus": 8, "context_window": 8192, "micro_batches": 16, "steps": 2} | changes
+    return SearchSpace(shape=SHAPE, hardware=hardware_preset("h100"), **settings)
+
+
+def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does():
+    lengths = documents()
+    batches = first_batches(lengths, space())
+    outcomes, without = compare([*POLICIES], space(), lengths)
+    assert not without
+    assert [outcome.policy for outcome in outcomes] == [*POLICIES]
+    by_name = {outcome.policy: outcome for outcome in outcomes}
+    prices = make_workload(SHAPE, "h100")
+    work = sum(float(prices.document_seconds(batch).sum()) for batch in batches)
+    for name, outcome in by_name.items():
+        assert outcome.memory_bytes <= 0.9 * 80e9
+        if name not in ("plain-4d", "fixed-4d", "wlb-llm", "best"):  # which cut, carry over or delay documents
+            assert outcome.tokens == sum(int(batch.sum()) for batch in batches), name
+            assert outcome.work_seconds == pytest.approx(work), name
+            assert outcome.token_delay == 0
+
+
+def test_rows_of_ours_are_those_of_the_simulator():
+    lengths = documents()
+    outcome = POLICIES["fixed-4d"].best("fixed-4d", space(), lengths, make_workload(SHAPE, "h100"))
+    sizes = dict(zip(outcome.layout.split()[::2], outcome.layout.replace(",", "").split()[1::2], strict=False))
+    layout = {name: int(sizes[name]) for name in ("tp", "cp", "pp", "dp")}
+    if "stages" in outcome.layout:
+        layout |= {"virtual_pp": 2, "schedule": "interleaved_1f1b"}  # type: ignore[dict-item]
+    kind = outcome.layout.rsplit(", ", 1)[1]
+    own = job("fixed-4d", **layout, micro_batches=16 // layout["dp"], activation_checkpointing=kind)
+    assert outcome.seconds == pytest.approx(simulate(own, lengths, 2).seconds)
+
+
+def test_names_are_checked_and_the_base_is_always_there():
+    assert chosen("distca") == [BASE, "distca"]
+    with pytest.raises(UserError, match="policy 'nobody' is unknown"):
+        chosen("distca,nobody")

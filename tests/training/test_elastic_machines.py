@@ -1,0 +1,91 @@
+"""With ``parallel.dp = "auto"`` a job goes on with fewer machines when one is lost, and with more when it returns."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from tests.training.jobs import VOCABULARY, read_steps, write_config, write_store
+from tests.training.processes import SECONDS, free_port, process, steps_written, wait_until
+from wlb.config_file import dp_of, load_config
+from wlb.errors import UserError
+from wlb.planning.job import JobSpec
+from wlb.planning.planner import StepPlanner
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_elastic.sh"
+PATIENCE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(
+        tmp_path,
+        parallel={"dp": "auto"},
+        training={"steps": 100_000},  # it is ended when it has been seen on one machine and on two again
+        checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 5},
+    )
+
+
+class Listener:
+    """What a process has said on stderr so far."""
+
+    def __init__(self, listened_to: subprocess.Popen[str]) -> None:
+        self.text = ""
+        assert listened_to.stderr is not None
+        threading.Thread(target=self._listen, args=(listened_to.stderr,), daemon=True).start()
+
+    def _listen(self, stream: IO[str]) -> None:
+        for line in stream:
+            self.text += line
+
+
+@pytest.mark.timeout(400)
+def test_a_job_outlives_a_machine_and_takes_it_back(tmp_path: Path, config: Path) -> None:
+    store = write_store(tmp_path / "store")
+    endpoint = f"localhost:{free_port()}"
+    agent = partial(process, EXAMPLE, endpoint, "1:2", "1", config, program="bash", PYTHON=sys.executable)
+    with agent(RDZV_CONF=PATIENCE) as head:
+        said = Listener(head)
+        with agent(RDZV_CONF=PATIENCE) as other:
+            Listener(other)
+            wait_until(lambda: "on 2 cpu processes" in said.text, 2 * SECONDS)
+            seen = steps_written(tmp_path)
+            wait_until(lambda: steps_written(tmp_path) >= max(seen, 7), 2 * SECONDS)
+            os.killpg(other.pid, signal.SIGKILL)  # the agent and its rank: the machine is gone
+        heard = len(said.text)
+        wait_until(lambda: "on 1 cpu processes" in said.text[heard:], 2 * SECONDS)
+        after = steps_written(tmp_path)
+        wait_until(lambda: steps_written(tmp_path) > after + 5)
+        heard = len(said.text)
+        with agent(RDZV_CONF=PATIENCE) as returned:
+            Listener(returned)
+            wait_until(lambda: "on 2 cpu processes" in said.text[heard:], 2 * SECONDS)
+            after = steps_written(tmp_path)
+            wait_until(lambda: steps_written(tmp_path) > after + 3)
+    rows = read_steps(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    job = JobSpec.from_config(load_config(config, auto_dp=dp_of(1)), "cpu", vocab_size=VOCABULARY)
+    uninterrupted = islice(StepPlanner(job, store.lengths), len(rows))
+    assert [row["document_ids"] for row in rows] == [list(step.documents) for step in uninterrupted]
+
+
+def test_dp_follows_from_the_processes(config: Path) -> None:
+    assert load_config(config, auto_dp=dp_of(4)).parallel.dp == 4
+    assert load_config(config, ["parallel.tp=2"], auto_dp=dp_of(4)).parallel.dp == 2
+    with pytest.raises(UserError, match=r"3 processes were started, no multiple of pp x cp x tp = 2"):
+        load_config(config, ["parallel.cp=2"], auto_dp=dp_of(3))
+    with pytest.raises(UserError, match=r"must be a multiple of parallel\.dp = 3"):
+        load_config(config, auto_dp=dp_of(3))
+    with pytest.raises(UserError, match=r"give a number: --set parallel\.dp=N"):
+        load_config(config)
+    with pytest.raises(UserError, match=r"parallel\.tp: Input should be a valid integer"):
+        load_config(config, ["parallel.tp=x"], auto_dp=dp_of(2))

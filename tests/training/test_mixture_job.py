@@ -1,0 +1,70 @@
+"""A job on a mixture, with a loss mask and a sliding window, goes on in another layout with the same steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.distributed import run_ranks
+from tests.training.jobs import VOCABULARY, job, read_steps, write_store
+from wlb.config import JobConfig
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.training.trainer import Trainer
+
+WEIGHTS = {"store": 2.0, "chats": 1.0}
+
+
+def _train(config: JobConfig) -> None:
+    Trainer(config, torch.device("cpu")).run()
+
+
+def _configure(folder: Path, name: str, steps: int, **parallel: int) -> JobConfig:
+    mixture = [{"store": str(folder / store), "weight": weight} for store, weight in WEIGHTS.items()]
+    model: dict[str, Any] = {"sliding_window": 20, "full_attention_layers": 1, "qkv_bias": True, "o_bias": True}
+    return job(
+        folder,
+        model=model | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        data={"store": None, "mixture": mixture},
+        parallel=parallel,
+        training={"steps": steps, "decay_steps": 6, "dtype": "float64", "learning_rate": 0.01},
+        checkpoint={"dir": str(folder / name / "checkpoints"), "every": 3},
+        metrics={"dir": str(folder / name / "metrics"), "document_ids": "segments"},
+    )
+
+
+def test_a_resumed_mixture_trains_the_steps_of_one_left_in_peace(tmp_path: Path) -> None:
+    random = np.random.default_rng(2)
+    write_store(tmp_path / "store")
+    with TokenStoreWriter(tmp_path / "chats", vocab_size=VOCABULARY, masked=True) as writer:
+        for length in random.integers(5, 60, 40):
+            writer.add(random.integers(0, VOCABULARY, length), random.random(length) < 0.3)
+    run_ranks(1, _train, _configure(tmp_path, "straight", 6))
+    run_ranks(2, _train, _configure(tmp_path, "moved", 3, dp=2))
+    run_ranks(2, _train, _configure(tmp_path, "moved", 6, pp=2))
+    straight, moved = (read_steps(tmp_path / name) for name in ("straight", "moved"))
+    for key in ("segments", "document_ids", "store_tokens", "loss_tokens"):
+        assert [row[key] for row in moved] == [row[key] for row in straight], key
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in moved] == pytest.approx([row[key] for row in straight], rel=1e-9)
+    for row in straight:
+        assert sum(row["store_tokens"]) == row["tokens"]
+        assert row["loss_tokens"] == _labels(tmp_path, row["segments"])
+    shares = np.array([row["store_tokens"] for row in straight]).sum(axis=0)
+    assert shares[0] / shares.sum() == pytest.approx(2 / 3, abs=0.1)
+
+
+def _labels(folder: Path, segments: list[tuple[int, int, int]]) -> int:
+    """Tokens of ``segments`` with a label, document by document."""
+    plain, chats = (TokenStore.open(folder / name) for name in WEIGHTS)
+    labels = 0
+    for document, start, length in segments:
+        index = document % (len(plain) + len(chats))
+        store, index = (plain, index) if index < len(plain) else (chats, index - len(plain))
+        last = min(start + length, int(store.lengths[index]) - 1)
+        mask = store.loss_mask(index, start + 1, last - start)
+        labels += last - start if mask is None else int(mask.sum())
+    return labels

@@ -1,0 +1,161 @@
+"""Shapes from ``config.json``: of every family that is priced, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from wlb.errors import UserError
+from wlb.workload import MODEL_SHAPES, make_workload, model_shape
+from wlb.workload.shapes import DeltaNet, Experts, LatentAttention, ModelShape
+from wlb.workload.weights import parameters
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 80,
+}
+BASE = (64, 4, 4, 2, 32, 96, 80)
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+}
+DEEPSEEK = ModelShape(
+    *(64, 4, 4, 4, 24, 96, 80),
+    experts=Experts(8, 2, 24, shared_hidden=48, dense_layers=1),
+    latent=LatentAttention(q_rank=48, kv_rank=40, rope_dim=8, value_dim=20),
+)
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+FAMILIES: dict[str, tuple[dict[str, Any], ModelShape]] = {
+    "llama": ({}, ModelShape(*BASE)),
+    "qwen2": (
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 3, "head_dim": 16},
+        ModelShape(64, 4, 4, 2, 16, 96, 80, sliding_window=16, full_attention_layers=3),
+    ),
+    "qwen3": ({}, ModelShape(*BASE)),
+    "mistral": ({"sliding_window": 16}, ModelShape(*BASE, sliding_window=16)),
+    "mixtral": (LOCAL_EXPERTS, ModelShape(*BASE, experts=Experts(8, 2, 96))),
+    "qwen3_moe": (ROUTED | {"mlp_only_layers": [0]}, ModelShape(*BASE, experts=Experts(8, 2, 24, dense_layers=1))),
+    "qwen3_next": (
+        ROUTED | LINEAR | {"shared_expert_intermediate_size": 16, "full_attention_interval": 2},
+        ModelShape(
+            *BASE, full_attention_every=2, experts=Experts(8, 2, 24, shared_hidden=16), delta_net=DeltaNet(2, 4, 16, 8)
+        ),
+    ),
+    "deepseek_v3": (LATENT, DEEPSEEK),
+    "gemma3_text": (
+        {"sliding_window": 16, "num_hidden_layers": 7},
+        ModelShape(64, 7, 4, 2, 32, 96, 80, sliding_window=16, full_attention_every=6),
+    ),
+    "gpt_oss": (
+        LOCAL_EXPERTS | {"sliding_window": 16},
+        ModelShape(*BASE, sliding_window=16, full_attention_every=2, experts=Experts(8, 2, 96)),
+    ),
+}
+
+
+def written(directory, document):
+    (directory / "config.json").write_text(json.dumps(document), encoding="utf-8")
+    return str(directory)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_read_as_transformers_builds_it(family, tmp_path):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    more, shape = FAMILIES[family]
+    directory = written(tmp_path, {"model_type": family} | SMALL | more)
+    assert model_shape(directory) == shape
+    config = transformers.AutoConfig.from_pretrained(directory)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    built = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and "bias" not in name and "shared_expert_gate" not in name
+    )
+    assert parameters(shape, tied_embeddings=config.tie_word_embeddings) == built
+    # transformers writes defaults out, renames keys and lists the type of every layer.
+    config.save_pretrained(tmp_path)
+    assert model_shape(str(tmp_path / "config.json")) == shape
+
+
+def test_kimi_k2_is_read_as_deepseek(tmp_path):
+    assert model_shape(written(tmp_path, {"model_type": "kimi_k2"} | SMALL | LATENT)) == DEEPSEEK
+
+
+def test_published_keys_of_gemma_have_the_defaults_of_its_class(tmp_path):
+    # As google/gemma-3-12b-it has them, of its text part.
+    text = {
+        "hidden_size": 3840,
+        "intermediate_size": 15_360,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "sliding_window": 1024,
+    }
+    assert model_shape(written(tmp_path, {"model_type": "gemma3", "text_config": text})) == MODEL_SHAPES["gemma3-12b"]
+
+
+def test_a_later_mistral_has_full_attention(tmp_path):
+    directory = written(tmp_path, {"model_type": "mistral", "sliding_window": None} | SMALL)
+    assert model_shape(directory) == ModelShape(*BASE)
+    workload = make_workload(directory, "cpu")
+    assert workload == make_workload(ModelShape(*BASE), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba' is not priced; choose a model of llama, qwen2"),
+        ({"hidden_size": None}, "there is no hidden_size; complete it"),
+        ({"head_dim": None, "hidden_size": 63}, "there is no head_dim; complete it"),
+        ({"vocab_size": 8.5}, "vocab_size = 8.5 is no whole number of at least 1"),
+        ({"num_key_value_heads": 3}, "heads = 4, not a multiple of kv_heads = 3"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [2]} | ROUTED, r"mlp_only_layers = \[2\] is not priced"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2} | ROUTED, "decoder_sparse_step = 2 is not priced"),
+        (
+            {"model_type": "gemma3_text", "layer_types": ["full_attention", "sliding_attention"] * 2},
+            "layer_types does not repeat every 1 layers",
+        ),
+        (
+            {"model_type": "gpt_oss", "layer_types": ["chunked_attention"] * 4} | LOCAL_EXPERTS,
+            "layer_types has 'chunked_attention', which is not priced",
+        ),
+    ],
+)
+def test_what_is_not_priced_is_refused_in_one_line(change, message, tmp_path):
+    directory = written(tmp_path, {"model_type": "llama"} | SMALL | change)
+    with pytest.raises(UserError, match=message) as caught:
+        model_shape(directory)
+    assert str(caught.value).startswith(f"{directory}/config.json: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_without_a_model_and_a_name_without_a_directory(tmp_path):
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        model_shape(str(tmp_path))
+    with pytest.raises(UserError, match=r"unknown model 'llama9'; choose one of tiny, .* or name the directory"):
+        model_shape("llama9")

@@ -1,0 +1,164 @@
+"""What windows, latents, linear attention and experts change in prices, against counts made by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.errors import UserError
+from wlb.workload import HARDWARE, ModelShape, attention_flops, linear_flops, make_workload, model_shape
+from wlb.workload.analytic import QUERY_TILE
+from wlb.workload.base import Phase
+from wlb.workload.links import group_link
+from wlb.workload.shapes import BlockKind, DeltaNet, Experts, LatentAttention, check_built, check_divisible
+
+H100 = HARDWARE["h100"]
+DENSE = ModelShape(hidden=64, layers=6, heads=4, kv_heads=4, head_dim=16, ffn_hidden=96, vocab_size=50)
+WINDOWED = replace(DENSE, sliding_window=40)
+HYBRID = replace(WINDOWED, full_attention_every=3)
+ROUTED = replace(DENSE, experts=Experts(8, 2, 32, shared_hidden=16, dense_layers=2))
+LATENT = replace(DENSE, latent=LatentAttention(q_rank=24, kv_rank=20, rope_dim=4, value_dim=12))
+LINEAR = replace(DENSE, full_attention_every=3, delta_net=DeltaNet(2, 4, 8, 12))
+
+
+def seen(queries: range, window: int) -> int:
+    """Query-key pairs, counted one by one."""
+    return sum(min(query + 1, window) for query in queries)
+
+
+@given(st.integers(0, 200), st.integers(1, 60))
+def test_a_window_counts_every_query_with_the_keys_inside_it(length, window):
+    shape = replace(HYBRID, sliding_window=window)
+    of_pair = 2 * (2 * 4 * 16)
+    pairs = 2 * seen(range(length), length) + 4 * seen(range(length), window)  # in 2 full blocks, and in 4
+    assert attention_flops(shape, length, "forward") == of_pair * pairs
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 2000))
+def test_pieces_of_a_document_are_priced_by_the_pairs_inside_the_window(start, tiles, window):
+    workload = make_workload(replace(WINDOWED, sliding_window=window))
+    start, stop = QUERY_TILE * start, QUERY_TILE * (start + tiles)
+    cost = workload.forward
+    expected = cost.window_pair_seconds * seen(range(start, stop), window) + cost.padding_seconds * (stop - start)
+    assert float(workload.piece_seconds(start, stop, "forward")) == pytest.approx(expected)
+
+
+def test_blocks_of_both_kinds_are_priced_together_and_apart():
+    lengths = np.array([10, 40, 41, 5000])
+    full, windowed, both = (make_workload(shape) for shape in (DENSE, WINDOWED, HYBRID))
+    for phase in ("forward", "backward", "both"):
+        apart = full.attention_seconds(lengths, phase) / 3 + windowed.attention_seconds(lengths, phase) * 2 / 3
+        np.testing.assert_allclose(both.attention_seconds(lengths, phase), apart)
+    np.testing.assert_array_equal(full.linear_seconds(lengths), windowed.linear_seconds(lengths))
+    assert windowed.attention_seconds(40) == pytest.approx(float(full.attention_seconds(40)))
+    # Beyond the window every token costs the same.
+    beyond = np.diff(windowed.attention_seconds(np.array([1000, 2000, 3000])))
+    assert beyond[0] == pytest.approx(beyond[1])
+
+
+def test_a_block_with_a_window_exchanges_as_much_as_one_without():
+    np.testing.assert_array_equal(
+        make_workload(HYBRID).kv_gather_seconds([100, 5000], 4), make_workload(DENSE).kv_gather_seconds([100, 5000], 4)
+    )
+
+
+def test_latent_attention_multiplies_keys_of_one_width_and_values_of_another():
+    pairs = 100 * 101 / 2
+    assert attention_flops(LATENT, 100, "forward") == 6 * 2 * 4 * (16 + 12) * pairs
+    # Matrices as DeepSeek-V3 names them: q_a, q_b, kv_a, kv_b, o.
+    projections = 64 * 24 + 24 * 4 * 16 + 64 * (20 + 4) + 20 * 4 * (12 + 12) + 4 * 12 * 64
+    assert linear_flops(LATENT, 1, "forward") == 2 * (6 * (projections + 3 * 64 * 96) + 64 * 50)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_of_latent_attention_the_latent_travels_whole_to_every_tensor_parallel_rank(tp):
+    workload, link = make_workload(LATENT, tp=tp), group_link(H100, "all_to_all", 2, stride=tp)
+    sent = 1000 * (20 + 4) * 2
+    assert float(workload.kv_gather_seconds(1000, 2)) == pytest.approx(2 * 6 * (link.latency + sent / link.bandwidth))
+    # What is received is copied, and expanded by kv_b: once forward, and its gradients backward.
+    phases: tuple[tuple[Phase, int, int], ...] = (("forward", 2, 1), ("backward", 5, 2))
+    for phase, copied, times in phases:
+        expanded = 6 * times * 1000 * 2 * 20 * 4 * (12 + 12) / tp / (H100.peak_flops * H100.gemm_efficiency)
+        expected = 6 * copied * sent / H100.memory_bandwidth + expanded
+        assert float(workload.kv_copy_seconds(0, 1000, 0, phase)) == pytest.approx(expected)
+
+
+def test_the_latent_of_deepseek_v3_is_as_large_as_published():
+    # 70.272 KB of keys and values for each token: arXiv 2505.09343, Table 1.
+    workload, link = make_workload("deepseek-v3"), group_link(H100, "all_to_all", 2, stride=1)
+    seconds = float(workload.kv_gather_seconds(10**9, 2)) / 2 - 61 * link.latency
+    assert seconds * link.bandwidth / 1e9 == pytest.approx(70_272)
+
+
+def test_only_blocks_with_full_attention_of_a_linear_hybrid_grow_with_length():
+    lengths = np.array([10, 5000])
+    np.testing.assert_allclose(attention_flops(LINEAR, lengths), attention_flops(DENSE, lengths) / 3)
+    # Queries, keys, values and gate, two numbers a head, the way back, and a convolution of 4; the gate of attention.
+    linear = 64 * (2 * 16 + 2 * 48 + 2 * 4) + 48 * 64 + 4 * (2 * 16 + 48)
+    full = 64 * 16 * (4 + 4) * 2 + 64 * 64
+    # A token and head: three products with the 8 x 12 state; with 64 tokens of its chunk three of keys, two of values.
+    core = 4 * 4 * (3 * 8 * 12 + 64 * (3 * 8 + 2 * 12))
+    weights = 4 * linear + 2 * full + 6 * 3 * 64 * 96 + 64 * 50
+    assert linear_flops(LINEAR, 1, "forward") == 2 * (weights + core)
+
+
+def test_ranks_pass_on_states_of_linear_attention_however_many_tokens_they_exchange():
+    workload, link = make_workload(LINEAR), group_link(H100, "all_to_all", 4, stride=1)
+    few, many = workload.kv_gather_seconds([1, 1_000_001], 4)
+    assert many - few == pytest.approx(2 * 2 * 10**6 * 2 * 4 * 16 * 2 / link.bandwidth), "K and V of two blocks"
+    states = 3 * 2 * 4 * 8 * (12 + 8) * 4  # of three ranks: two pieces, four heads, state and transition, in float32
+    one_token = 2 * 2 * (link.latency + 2 * 4 * 16 * 2 / link.bandwidth)
+    assert few == pytest.approx(one_token + 2 * 4 * (link.latency + states / link.bandwidth))
+    assert workload.kv_gather_seconds(0, 4) == 0
+
+
+def test_a_token_pays_for_its_experts_and_the_router():
+    attention = 64 * 16 * (4 + 4) * 2
+    routed = 3 * 64 * (2 * 32 + 16) + 64 * 8
+    assert linear_flops(ROUTED, 1, "forward") == 2 * (6 * attention + 2 * 3 * 64 * 96 + 4 * routed + 64 * 50)
+    np.testing.assert_array_equal(attention_flops(ROUTED, 100), attention_flops(DENSE, 100))
+
+
+def test_kinds_of_blocks_lie_where_published_models_have_them():
+    gemma, oss, following = (model_shape(name) for name in ("gemma3-27b", "gpt-oss-20b", "qwen3-next-80b-a3b"))
+    assert [layer for layer in range(62) if gemma.block_kind(layer).attention == "full"] == [*range(5, 62, 6)]
+    assert [oss.block_kind(layer) for layer in (0, 1)] == [BlockKind("sliding", True), BlockKind("full", True)]
+    assert following.blocks == {BlockKind("linear", True): 36, BlockKind("full", True): 12}
+    first = replace(WINDOWED, full_attention_layers=2)
+    assert [first.block_kind(layer).attention for layer in (0, 1, 2)] == ["full", "full", "sliding"]
+    assert model_shape("deepseek-v3").blocks == {BlockKind("full", False): 3, BlockKind("full", True): 58}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window = 0; it must be at least 1"),
+        ({"full_attention_every": 2}, "full_attention_every = 2 and no blocks of another kind"),
+        ({"delta_net": DeltaNet(1, 1, 1, 1)}, "it needs full_attention_every"),
+        ({"kv_heads": 2, "latent": LatentAttention(0, 8, 4, 16)}, "kv_heads = 2 for heads = 4"),
+    ],
+)
+def test_variants_that_do_not_go_together_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        replace(DENSE, **change)
+    with pytest.raises(UserError, match=r"experts\.active = 9 of 8 experts"):
+        Experts(8, 9, 32)
+
+
+@pytest.mark.parametrize("shape", [replace(WINDOWED, full_attention_every=3), ROUTED, LATENT, LINEAR])
+def test_what_is_only_priced_is_not_built(shape):
+    check_built(DENSE)
+    check_built(replace(WINDOWED, full_attention_every=None))
+    with pytest.raises(
+        UserError, match="can be priced and simulated but not trained or profiled; choose a dense model"
+    ):
+        check_built(shape)
+
+
+def test_tensor_parallel_ranks_share_experts_and_linear_heads():
+    with pytest.raises(UserError, match=r"experts\.count = 7 cannot be split over tp = 2"):
+        check_divisible(replace(ROUTED, experts=Experts(7, 2, 32)), 2)
+    with pytest.raises(UserError, match=r"delta_net\.key_heads = 2 cannot be split over tp = 4"):
+        check_divisible(replace(LINEAR, vocab_size=48), 4)
