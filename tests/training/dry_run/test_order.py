@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training.dry_run.recorded import recorded_calls, small_job
-from wlb.simulate.traffic import PURPOSES
+from wlb.simulate.traffic import GRADIENTS, KEYS_AND_VALUES, PURPOSES, STAGES, TENSOR_PARALLEL
 from wlb.training.dry_run.calls import Call
 from wlb.training.dry_run.order import OrderError, check_order
 
@@ -42,14 +42,34 @@ def layout(**sizes: int) -> tuple[tuple[str, int], ...]:
     return tuple(sizes.items())
 
 
-def test_every_call_of_a_job_in_all_dimensions_can_be_made():
-    calls = calls_of("best", "h100", "selective", layout(pp=2, dp=1, cp=2, tp=2))
+ELASTIC = ("elastic", "h100", "none", layout(dp=2, cp=2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "purpose"),
+    [
+        (layout(pp=2), STAGES),
+        (layout(dp=2), GRADIENTS),
+        (layout(cp=2), KEYS_AND_VALUES),
+        (layout(tp=2), TENSOR_PARALLEL),
+    ],
+    ids=["pp", "dp", "cp", "tp"],
+)
+def test_every_call_of_a_job_can_be_made(sizes, purpose):
+    calls = calls_of("plain-4d", "h100", "selective", sizes)
     assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
-    assert {call.purpose for call in calls[0]} | {call.purpose for call in calls[7]} == set(PURPOSES)
+    assert all(purpose in {call.purpose for call in of_rank} for of_rank in calls.values())
 
 
 def test_every_call_of_an_elastic_job_can_be_made():
-    assert check_order(calls_of("elastic", "h100", "none", layout(pp=2, dp=2)))
+    assert check_order(calls_of(*ELASTIC))
+
+
+@pytest.mark.exhaustive
+def test_every_call_of_a_job_in_all_dimensions_but_one_can_be_made():
+    calls = calls_of("plain-4d", "h100", "selective", layout(pp=2, cp=2, tp=2))
+    assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
+    assert set(PURPOSES) == {call.purpose for of_rank in calls.values() for call in of_rank}
 
 
 # The same proof on more layouts.
@@ -77,7 +97,7 @@ def test_every_call_can_be_made_under_any_preset_and_layout(preset, checkpointin
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_call_that_one_rank_leaves_out_is_found(data):
-    calls = calls_of("elastic", "h100", "none", layout(pp=2, dp=2))
+    calls = calls_of(*ELASTIC)
     rank = data.draw(st.sampled_from(sorted(calls)))
     left_out = data.draw(st.integers(0, len(calls[rank]) - 1))
     shortened = calls | {rank: calls[rank][:left_out] + calls[rank][left_out + 1 :]}
