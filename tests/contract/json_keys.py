@@ -284,6 +284,32 @@ OUTPUTS: dict[str, Any] = {
         "overlong": {"documents": int, "pieces": int, "tokens_dropped": int},
         "pending_documents": int,
     },
+    "train --dry-run": {
+        "gpus": int,
+        "layout": {"*": int},
+        "hardware": str,
+        "data": str,
+        "problems?": [str],
+        "step_tokens": int,
+        "imbalance": {"micro_batches": float, "gpus": float},
+        "memory_limit_bytes": int,
+        "worst_step_bytes": int,
+        "ranks": [
+            {
+                "rank": int,
+                "role": str,
+                "place": {"pp": int, "dp": int, "cp": int, "tp": int},
+                "seconds": float,
+                "operators": int,
+                "memory_bytes": {"run": int, "predicted": int},
+                "memory": {
+                    kind: {"run": int, "predicted": int}
+                    for kind in ("parameters", "gradients", "optimizer", "activations", "exchange")
+                },
+                "traffic": {"*": {"group": str, "ranks": int, "calls": int, "run": int, "predicted?": int}},
+            }
+        ],
+    },
     "steps.jsonl": {
         "step": int,
         "loss?": float,

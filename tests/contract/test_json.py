@@ -124,6 +124,10 @@ def test_train(run: Run):
         check("evaluation.jsonl", json.loads(line))
 
 
+def test_dry_run(run: Run):
+    check("train --dry-run", wlb("train", run.config, "--dry-run", "--device", "cuda", "--set", "parallel.pp=2"))
+
+
 def test_report_of_a_run(run: Run, tmp_path: Path):
     metrics = run.config.parent / "metrics"
     check("report RUN_DIR", wlb("report", metrics, "--before", metrics, "--out", tmp_path / "report.html"))
