@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.memory.layers import Checkpointing
 from wlb.planning.memory import fits, predicted_memory
 from wlb.planning.planner import StepPlanner
 from wlb.rivals.exchange import kv_bytes
-from wlb.rivals.filling import power_of_two
-from wlb.rivals.layouts import candidate_ranks, checkpointed
 from wlb.rivals.plan import Ranks
 from wlb.rivals.policy import Outcome, first_batches
 from wlb.rivals.pricing import ideal_seconds
@@ -34,8 +34,8 @@ from wlb.workload.base import DocumentPrices
 
 _SCREENED = 16  # layouts of which one step is simulated under fixed-4d
 _TRIED = 4  # of them under every system, and as many of the most promising
-_POOLED = 3  # of the layouts that rivals try, in which pools are tried
-_ROOM = 2  # of a pool's longest micro-batch over its mean, as elastic packing has it
+_POOLS = (1, 2, 4)  # of elastic packing: parts of a stage's ranks, which make pools
+_PER_WINDOW = (0.25, 0.5, 0.75, 1.0)  # micro-batches of a pool for each context window that it trains
 _SCREEN = "fixed-4d"
 # Steps for one that is asked for, of systems in which documents wait: at first long ones wait for others as dear,
 # and steps do less work than later ones.
@@ -52,10 +52,8 @@ class SystemPolicy:
     delays: bool = False  # documents, so that its first steps are unlike later ones
 
     def best(self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> Outcome:
-        if self.preset == "elastic":
-            jobs = _pooled_jobs(space, lengths)
-        else:
-            jobs = _packed_jobs(self.preset, _screened(space, lengths.tobytes()))
+        screened = _screened(space, lengths.tobytes())
+        jobs = _pooled_jobs(space, screened) if self.preset == "elastic" else _packed_jobs(self.preset, screened)
         if not jobs:
             raise UserError(f"{name} finds no layout of {space.gpus} GPUs that fits their memory; give more GPUs")
         longer = _LONGER if self.delays else 1
@@ -69,24 +67,32 @@ def _packed_jobs(preset: str, screened: Sequence[SimulatedJob]) -> list[Simulate
     return [job for job in map(fitted, packed) if job is not None]
 
 
-def _pooled_jobs(space: SearchSpace, lengths: NDArray[np.int64]) -> list[SimulatedJob]:
-    """Elastic pools of several sizes, with as many micro-batches as the memory of ``candidate_ranks`` asks for."""
-    documents = first_batches(lengths, replace(space, steps=1))[0]
-    tokens = space.micro_batches * space.context_window
-    jobs = []
-    choices = candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=False)[:_POOLED]
-    for ranks in (ranks for choice in choices for ranks in checkpointed(choice, space)):
-        packing, sharding = preset_sections("elastic", {"micro_batches": space.micro_batches})
-        job = replace(ranks.job, packing=packing, sharding=sharding)
-        least = -(-_ROOM * tokens // (ranks.count * ranks.capacity))
-        micro_batches = -(-least // job.pp) * job.pp
-        needed = power_of_two(ranks.needed(ranks.window))
-        for size in (needed, 2 * needed):
-            try:
-                jobs.append(with_decided_length(job.with_pools(size, micro_batches)))
-            except UserError:
-                continue  # more ranks than there are
-    return [job for job in jobs if fits(job, job.memory_limit)]
+def _pooled_jobs(space: SearchSpace, screened: Sequence[SimulatedJob]) -> list[SimulatedJob]:
+    """Elastic pools of several sizes and numbers of micro-batches in the layouts of ``screened``, where they fit."""
+    packing, sharding = preset_sections("elastic", {"micro_batches": space.micro_batches})
+    distinct = {(job.tp, job.pp, job.virtual_pp): job for job in reversed(screened)}
+    fitting = []
+    for job in distinct.values():
+        ranks = job.dp * job.cp
+        for size in (ranks // part for part in _POOLS if ranks % part == 0):
+            windows = space.micro_batches * size / ranks
+            for micro_batches in sorted({max(job.pp, round(windows * share)) for share in _PER_WINDOW}):
+                pooled = replace(job, packing=packing, sharding=sharding)
+                fitting += _with_pools_that_fit(pooled, size, micro_batches)
+    return fitting
+
+
+def _with_pools_that_fit(job: SimulatedJob, size: int, micro_batches: int) -> list[SimulatedJob]:
+    """``job`` with these pools and the cheapest activation checkpointing under which it fits, or nothing."""
+    for kind in get_args(Checkpointing):  # cheapest first
+        try:
+            pooled = replace(job, activation_checkpointing=kind).with_pools(size, micro_batches)
+        except UserError:
+            return []  # a pipeline that runs in rounds
+        pooled = with_decided_length(pooled)
+        if fits(pooled, pooled.memory_limit):
+            return [pooled]
+    return []
 
 
 @lru_cache(maxsize=2)
