@@ -75,8 +75,6 @@ def test_every_call_of_an_elastic_job_can_be_made():
         ("elastic", "full", layout(pp=2, dp=2)),
         ("wlb-llm", "none", layout(pp=2, virtual_pp=2, cp=2)),
         ("wlb-llm", "full", layout(dp=2, cp=2, tp=2)),
-        ("plain-4d", "none", layout(cp=4)),
-        ("best", "none", layout(pp=3, tp=2)),
     ],
     ids=str,
 )
