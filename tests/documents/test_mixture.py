@@ -68,7 +68,7 @@ def test_shares_of_tokens_follow_the_weights_after_every_document(stores):
         for document, _, length in stream.take(1):
             taken[np.searchsorted(ends, document % total, side="right")] += length
         progress = taken / weights
-        assert progress.max() - progress.min() <= longest / weights.min()
+        assert progress.max() - progress.min() <= longest / weights.min() * (1 + 1e-12)  # quotients are rounded
 
 
 @settings(deadline=None, max_examples=50)
