@@ -257,7 +257,7 @@ def test_two_processes_train_as_one(tmp_path: Path, cp: int):
     [
         ({"num_train_epochs": 1.5}, {}, "num_train_epochs = 1.5"),
         ({"save_strategy": "epoch"}, {}, 'save_strategy = "epoch"'),
-        ({}, {"use_cache": True}, "use_cache = True"),
+        ({"use_cache": True}, {"use_cache": True}, "use_cache = True"),
     ],
 )
 def test_a_trainer_refuses_what_breaks_packing(
