@@ -48,8 +48,12 @@ def test_distca_has_equal_tokens_and_attention_within_its_tolerance(lengths):
     plan = attention_servers(lengths, ranks(8), idle_stages_serve=True)
     tokens, load = home_tokens(plan), plan.by_lane(plan.work.pairs, plan.work)
     assert np.all(tokens.max(axis=0) - tokens.min(axis=0) <= 1)
-    granularity = 2 * TILE * lengths.max()
-    assert np.all(load.max(axis=0) <= (1 + TOLERANCE) * load.mean(axis=0) + granularity)
+    pair = TILE * (
+        lengths.max() + 1
+    )  # attended pairs of a head and a tail tile, the least that is moved of the longest
+    even = load.max(axis=0) <= (1 + TOLERANCE) * load.mean(axis=0) + 2 * pair
+    full = load.mean(axis=0) - load.min(axis=0) < pair  # no server lacks as much as would have to be moved to it
+    assert np.all(even | full)
 
 
 def test_idle_stages_serve_or_not():
