@@ -48,11 +48,9 @@ def test_distca_has_equal_tokens_and_attention_within_its_tolerance(lengths):
     plan = attention_servers(lengths, ranks(8), idle_stages_serve=True)
     tokens, load = home_tokens(plan), plan.by_lane(plan.work.pairs, plan.work)
     assert np.all(tokens.max(axis=0) - tokens.min(axis=0) <= 1)
-    pair = TILE * (
-        lengths.max() + 1
-    )  # attended pairs of a head and a tail tile, the least that is moved of the longest
-    even = load.max(axis=0) <= (1 + TOLERANCE) * load.mean(axis=0) + 2 * pair
-    full = load.mean(axis=0) - load.min(axis=0) < pair  # no server lacks as much as would have to be moved to it
+    moved = 2 * TILE * lengths.max()  # attended pairs that a head and a tail tile have at most: less is not moved
+    even = load.max(axis=0) <= (1 + TOLERANCE) * load.mean(axis=0) + moved
+    full = load.mean(axis=0) - load.min(axis=0) < moved  # no server lacks as much
     assert np.all(even | full)
 
 
