@@ -54,6 +54,15 @@ def test_distca_has_equal_tokens_and_attention_within_its_tolerance(lengths):
     assert np.all(even | full)
 
 
+def test_distca_levels_long_documents_within_its_tolerance():
+    lengths = lengths_of(65_536, 40_000, 20_000, 9_000, 3_000, 1_000)
+    plan = attention_servers(lengths, ranks(8, capacity=32_768), idle_stages_serve=True)
+    load = plan.by_lane(plan.work.pairs, plan.work)
+    moved = 2 * TILE * lengths.max()
+    assert moved < 0.06 * load.mean()  # so the bound says something
+    assert np.all(load.max(axis=0) <= (1 + TOLERANCE) * load.mean(axis=0) + moved)
+
+
 def test_idle_stages_serve_or_not():
     lengths = lengths_of(8192, 4096, 2048, 1024)
     for serve in (True, False):
