@@ -66,3 +66,14 @@ def test_a_document_dearer_than_a_micro_batch_may_wait_where_that_is_asked_for()
         imbalance.append(np.mean([plan.imbalance for plan in plans]))
         assert (sum(plan.delay_token_steps for plan in plans) > 0) == (max_delay > 0)
     assert imbalance[1] < imbalance[0]
+
+
+@pytest.mark.parametrize("seed", [1, 8, 9])
+def test_a_step_is_never_empty_where_the_look_ahead_takes_all_of_the_next_global_batch(seed):
+    lengths = np.random.default_rng(seed).integers(1, 41, 150)
+    packer = make_packer(
+        "elastic", micro_batches=2, context_window=40, workload=WORKLOAD, lookahead=1.0, token_spread=1.0
+    )
+    plans = packer.plan(lengths) + packer.drain()
+    assert min(plan.tokens for plan in plans) > 0
+    assert sorted(segment.document for plan in plans for segment in plan.segments) == list(range(150))

@@ -62,7 +62,7 @@ class ElasticPacker(MakespanPacker):
     def __init__(self, task: PackingTask, options: ElasticOptions) -> None:
         self._global_batch = options.global_batch
         super().__init__(task, options)
-        self._least_documents = 0  # a micro-batch may be empty, rather than train what is not due
+        self._least_documents = 1  # of a step; a micro-batch may be empty, rather than train what is not due
 
     @property
     def global_batch_tokens(self) -> int:
