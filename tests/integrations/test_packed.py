@@ -67,8 +67,34 @@ def test_a_state_continues_after_any_step():
         next(steps)
         rest = islice(packed_batches(DOCUMENTS, **SIZES, epochs=2, state=state), 30 - taken)
         assert head + [[documents_in(b) for b in step.batches] for step in rest] == expected
-    with pytest.raises(UserError, match="of 80 documents, these are 79"):
+    with pytest.raises(UserError, match="of 80 documents, not of 79"):
         packed_batches(DOCUMENTS[1:], **SIZES, state=state)
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS, masked()], ids=["tokens", "labels"])
+def test_a_stream_gives_the_steps_of_the_same_documents_in_order(documents):
+    def steps(source, **more):
+        return packed_batches(source, **SIZES, **more)
+
+    def contents(of_steps):
+        return [[(documents_in(b), b.labels.tolist()) for b in s.batches] + [s.loss_tokens] for s in of_steps]
+
+    expected = contents(steps(documents, shuffle=False))
+    assert contents(steps(iter(documents))) == expected
+    for taken in (0, 3, len(expected) - 1):
+        begun = steps(iter(documents))
+        head = contents(islice(begun, taken))
+        state = json.loads(json.dumps(begun.state_dict()))
+        assert head + contents(steps(iter(documents), state=state)) == expected
+
+
+def test_what_a_stream_cannot_do_is_refused():
+    with pytest.raises(UserError, match="a stream is one epoch, and epochs = 2"):
+        packed_batches(iter(DOCUMENTS), **SIZES, epochs=2)
+    with pytest.raises(UserError, match="preset 'elastic' chooses its pools by the lengths"):
+        packed_batches(iter(DOCUMENTS), **SIZES, preset="elastic", dp=2)
+    with pytest.raises(UserError, match="the state is of a stream, not of 80 documents"):
+        packed_batches(DOCUMENTS, **SIZES, state=packed_batches(iter(DOCUMENTS), **SIZES).state_dict())
 
 
 def _loss_tokens_of_a_rank() -> list[tuple[int, int]]:

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.arrange import arrange
 from wlb.packing.balance import balance
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.planning.job import JobSpec
-from wlb.planning.planner import PlannedStep, StepPlanner
+from wlb.planning.planner import PlannedStep, StepPlanner, waiting_in
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.pools import with_decided_pools
 from wlb.workload import Hardware, ModelShape
@@ -32,7 +33,7 @@ Lengths = NDArray[np.int64]
 
 
 def balanced_job(
-    lengths: Lengths,
+    lengths: Lengths | None,
     context_window: int,
     micro_batches: int,
     *,
@@ -52,7 +53,7 @@ def balanced_job(
     A document costs what it costs ``model`` on ``hardware``, or what ``workload`` says. Micro-batches hold one context
     window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless given). With preset "elastic"
     the dp x cp ranks are pooled anew: ``cp`` and ``dp`` of the result say how. ``packing`` are further options of the
-    preset's packer. Raises ``UserError`` for settings that no job could have.
+    preset's packer. ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have.
     """
     settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
     job = simulated_job(
@@ -67,7 +68,13 @@ def balanced_job(
         packed_by=workload,
     )
     data = job.data.model_copy(update={"seed": seed, "shuffle": shuffle, "overlong": overlong})
-    return with_decided_pools(replace(job, data=data), lengths)
+    job = replace(job, data=data)
+    if lengths is None and not job.pools_decided:
+        raise UserError(
+            f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; use "
+            "preset = 'best', or give a sequence of documents"
+        )
+    return job if lengths is None else with_decided_pools(job, lengths)
 
 
 def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_window: int | None = None) -> Lengths:
@@ -87,7 +94,7 @@ def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_w
 
 
 class WholeSteps(Iterator[StepPlan]):
-    """The steps of ``job`` on documents of ``lengths`` tokens, over ``epochs`` epochs, or without end for None.
+    """The steps of ``job`` on ``documents`` (their lengths, or a stream) over ``epochs`` epochs; None is without end.
 
     Epochs follow each other into the same steps, so none is cut short; the last one is drained. No micro-batch of a
     step is empty. Document ids count over epochs: id modulo the number of documents is the index.
@@ -96,10 +103,17 @@ class WholeSteps(Iterator[StepPlan]):
     data-parallel ranks.
     """
 
-    def __init__(self, job: JobSpec, lengths: Lengths, *, epochs: int | None = 1, first_epoch: int = 0) -> None:
-        self._job = job
+    def __init__(
+        self,
+        job: JobSpec,
+        documents: Lengths | ArrivingDocuments[Any],
+        *,
+        epochs: int | None = 1,
+        first_epoch: int = 0,
+    ) -> None:
+        self._job, self._documents = job, documents
         self._capacity = job.longest_micro_batch
-        self._planner = StepPlanner(job, lengths, epochs=epochs, first_epoch=first_epoch)
+        self._planner = StepPlanner(job, documents, epochs=epochs, first_epoch=first_epoch)
         self._before = self._planner.state_dict()  # the step that comes next
         self._coming: PlannedStep | None = None
         self._ended = False
@@ -128,7 +142,9 @@ class WholeSteps(Iterator[StepPlan]):
         return copy.deepcopy(self._before)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, saved on the same documents with the same settings."""
+        """Continue from ``state``, saved on the same documents with the same settings; a stream is at its beginning."""
+        if isinstance(self._documents, ArrivingDocuments):
+            self._documents.read_again(state["stream"]["documents"], waiting_in(state))
         self._before = copy.deepcopy(state)
         self._planner.load_state_dict(copy.deepcopy(state))
         self._coming, self._ended = None, False

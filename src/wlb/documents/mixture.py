@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.order import DataConfig, DocumentStream, EpochSummary, Place, ids_used
 from wlb.documents.overlong import OverlongReport
 from wlb.documents.segments import Segment
@@ -26,8 +27,17 @@ from wlb.documents.segments import Segment
 DocumentLengths: TypeAlias = "NDArray[np.int64] | Sequence[NDArray[np.int64]]"
 
 
-def document_stream(lengths: DocumentLengths, config: DataConfig) -> DocumentStream | MixtureStream:
-    """The documents of a job in their order: those of one store, or of the stores of ``config.mixture``."""
+def document_stream(
+    documents: DocumentLengths | ArrivingDocuments[Any], config: DataConfig
+) -> DocumentStream | MixtureStream | ArrivingDocuments[Any]:
+    """The documents of a job in their order: stored ones as ``config`` says, those of a stream as they come."""
+    if isinstance(documents, ArrivingDocuments):
+        return documents
+    return stored_documents(documents, config)
+
+
+def stored_documents(lengths: DocumentLengths, config: DataConfig) -> DocumentStream | MixtureStream:
+    """The documents of one store, or of the stores of ``config.mixture``, in their order."""
     return DocumentStream(lengths, config) if isinstance(lengths, np.ndarray) else MixtureStream(lengths, config)
 
 

@@ -1,15 +1,15 @@
 """Packed micro-batches as tensors: for a loop of one's own (``packed_batches``) and for data loaders (the collator).
 
-Documents come from a token store or from any sequence of them: arrays of token ids, or dictionaries with
-``input_ids`` and, where some tokens are not to be learnt, ``labels``. Whole documents lie one after another without
-padding; positions restart with each, and no document sees another. The loss of a step is the sum over its labelled
+Documents come from a token store, a sequence or a stream: arrays of token ids, or dictionaries with ``input_ids``
+and, where some tokens are not to be learnt, ``labels``. Whole documents lie one after another without padding;
+positions restart with each, and no document sees another. The loss of a step is the sum over its labelled
 tokens, divided by their number over all ranks (``packed_loss``): which micro-batch a document is in cannot change it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.batches.steps import WholeSteps, balanced_job, checked_lengths
+from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -76,7 +77,7 @@ class PackedStep:
 
 
 def packed_batches(
-    documents: TokenStore | Sequence[Document],
+    documents: TokenStore | Sequence[Document] | Iterable[Document],
     *,
     context_window: int,
     micro_batches: int,
@@ -95,6 +96,9 @@ def packed_batches(
     counts them as neighbours), ``overlong`` among ``settings`` says what becomes of documents over the context window
     ("error" unless given; "split", "truncate", "drop"), and ``state`` is what ``PackedSteps.state_dict`` gave.
 
+    ``documents`` without a length are a stream: read once, in order of arrival, until it ends. Every process reads all
+    of it and keeps what waits to be trained. With ``state`` the stream begins again and is passed over up to there.
+
     Where documents have labels of their own, the labelled tokens of a step are counted over all processes of the
     default process group, once a step. Raises ``UserError`` as the sampler does.
     """
@@ -111,7 +115,7 @@ class PackedSteps(Iterator[PackedStep]):
 
     def __init__(
         self,
-        documents: TokenStore | Sequence[Document],
+        documents: TokenStore | Sequence[Document] | Iterable[Document],
         context_window: int,
         micro_batches: int,
         dp: int,
@@ -124,33 +128,40 @@ class PackedSteps(Iterator[PackedStep]):
     ) -> None:
         if not 0 <= rank < dp * cp:
             raise UserError(f"rank = {rank} is none of dp x cp = {dp * cp} processes")
-        self._source: TokenStore | _Column = (
-            documents if isinstance(documents, TokenStore) else _Column(documents, "input_ids")
-        )
-        self._labels = None if isinstance(documents, TokenStore) else _Column.of_labels(documents)
-        cutting = settings.get("overlong", "error") != "error"
-        lengths = checked_lengths(self._source.lengths, None if cutting else context_window)
+        overlong = settings.get("overlong", "error")
+        self._stream: ArrivingDocuments[Document] | None = None
+        if not hasattr(documents, "__getitem__") and not isinstance(documents, TokenStore):
+            self._stream = _arriving(documents, context_window, overlong, epochs)
+        kept: Any = documents if self._stream is None else self._stream
+        self._source: TokenStore | _Column = kept if isinstance(kept, TokenStore) else _Column(kept, "input_ids")
+        self._labels = None if isinstance(kept, TokenStore) else _Column.of_labels(kept)
+        lengths = None
+        if self._stream is None:
+            lengths = checked_lengths(self._source.lengths, context_window if overlong == "error" else None)
         self.job: SimulatedJob = balanced_job(lengths, context_window, micro_batches, dp=dp, cp=cp, **settings)
-        self._steps = WholeSteps(self.job, lengths, epochs=epochs)
+        self._steps = WholeSteps(self.job, self._stream or self._source.lengths, epochs=epochs)
         self._dp_rank, self._cp_rank = divmod(rank, self.job.cp)
         self._sharding = "elastic" if self.job.packing.method == "elastic" else sharding
-        self._documents = len(lengths)
+        self._documents = None if lengths is None else len(lengths)
 
     def __next__(self) -> PackedStep:
         plan = next(self._steps)
         whole = [self._read(micro_batch) for micro_batch in plan.ranks[self._dp_rank]]
-        return PackedStep(tuple(map(self._share, whole)), self._loss_tokens(plan, whole), plan)
+        step = PackedStep(tuple(map(self._share, whole)), self._loss_tokens(plan, whole), plan)
+        if self._stream is not None:
+            self._stream.trained(plan.segments)
+        return step
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last step, as JSON-serialisable data; the same on all processes."""
         return {"documents": self._documents, "planner": self._steps.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Raises ``UserError`` where it is of another number of documents."""
+        """Continue from ``state``. Raises ``UserError`` where it is of other documents, or a stream has begun."""
         if state["documents"] != self._documents:
             raise UserError(
-                f"the state is of {state['documents']} documents, these are {self._documents}; continue with the "
-                "documents it was saved on"
+                f"the state is of {_counted(state['documents'])}, not of {_counted(self._documents)}; continue with "
+                "what it was saved on"
             )
         self._steps.load_state_dict(copy.deepcopy(state["planner"]))
 
@@ -182,25 +193,44 @@ class PackedSteps(Iterator[PackedStep]):
 class _Column:
     """Documents as a ``TokenSource``: their token ids, or their labels."""
 
-    def __init__(self, documents: Sequence[Document], name: str) -> None:
+    def __init__(self, documents: Sequence[Document] | ArrivingDocuments[Document], name: str) -> None:
         self._documents, self._name = documents, name
-        self.lengths = np.array([len(self._of(document)) for document in documents], dtype=np.int64)
+        if not isinstance(documents, ArrivingDocuments):
+            self._lengths = np.array([len(_field(document, name)) for document in documents], dtype=np.int64)
 
     @classmethod
-    def of_labels(cls, documents: Sequence[Document]) -> _Column | None:
+    def of_labels(cls, documents: Sequence[Document] | ArrivingDocuments[Document]) -> _Column | None:
         """The labels, where documents have some."""
-        first = documents[0] if len(documents) else None
+        first = documents.first if isinstance(documents, ArrivingDocuments) else next(iter(documents), None)
         return cls(documents, "labels") if isinstance(first, Mapping) and "labels" in first else None
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Of all documents, or of those of a stream that have come."""
+        return self._documents.lengths if isinstance(self._documents, ArrivingDocuments) else self._lengths
+
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
-        values = np.asarray(self._of(self._documents[document]))
+        values = np.asarray(_field(self._documents[document], self._name))
         return values[start:] if length is None else values[start : start + length]
 
     def loss_mask(self, document: int, start: int, length: int) -> None:
         """None: what is not to be learnt says so by its label."""
 
-    def _of(self, document: Document) -> Any:
-        return document[self._name] if isinstance(document, Mapping) else document
+
+def _arriving(
+    documents: Iterable[Document], context_window: int, overlong: str, epochs: int | None
+) -> ArrivingDocuments[Document]:
+    if epochs != 1:
+        raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave epochs out, or repeat documents in it")
+    return ArrivingDocuments(documents, lambda document: len(_field(document, "input_ids")), context_window, overlong)
+
+
+def _field(document: Document, name: str) -> Any:
+    return document[name] if isinstance(document, Mapping) else document
+
+
+def _counted(documents: int | None) -> str:
+    return "a stream" if documents is None else f"{documents} documents"
 
 
 def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int | Tensor, averaged_over: int = 1) -> Tensor:

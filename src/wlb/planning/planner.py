@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.mixture import DocumentLengths, document_stream
-from wlb.documents.order import EpochSummary
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.packing.arrange import arrange
@@ -44,20 +44,23 @@ class PlannedStep:
 
 
 class StepPlanner(Iterator[PlannedStep]):
-    """Plans the steps of ``job`` on documents of ``lengths`` tokens, of one store or of each store of a mixture.
+    """Plans the steps of ``job`` on ``documents``: lengths in a store, or in each store of a mixture, or a stream.
 
     Ends after ``epochs`` epochs, the last one drained, and never for None: documents of the next epoch follow those of
     this one into the same steps. An epoch of a mixture is over when every store has finished one. The order of
-    documents begins with that of ``first_epoch``. ``epoch_summary`` says what an epoch does with the documents. Raises
-    ``UserError`` where they leave nothing to train on.
+    documents begins with that of ``first_epoch``. Raises ``UserError`` where they leave nothing to train on.
     """
 
     def __init__(
-        self, job: JobSpec, lengths: DocumentLengths, *, epochs: int | None = None, first_epoch: int = 0
+        self,
+        job: JobSpec,
+        documents: DocumentLengths | ArrivingDocuments[Any],
+        *,
+        epochs: int | None = None,
+        first_epoch: int = 0,
     ) -> None:
-        self._stream = document_stream(lengths, job.data)
+        self._stream = document_stream(documents, job.data)
         self._stream.begin(first_epoch)
-        self.epoch_summary: EpochSummary = self._stream.summary
         self._packer = job.packer()
         self._packing = job.packing
         self._dp = job.dp
@@ -110,7 +113,7 @@ class StepPlanner(Iterator[PlannedStep]):
         self._emitted.clear()
         self._drained = False
         if packed_otherwise:
-            waiting, _ = split_overlong(_waiting_in(state), self._packer.context_window)
+            waiting, _ = split_overlong(waiting_in(state), self._packer.context_window)
             self._packer.begin_with(waiting, step=_next_step_of(state))
         else:
             self._packer.load_state_dict(state["packer"])
@@ -129,7 +132,7 @@ class StepPlanner(Iterator[PlannedStep]):
         self._stream.begin_after(state["stream"])
         self._packer.begin_with([], step=_next_step_of(state))
         self._held = None
-        return len({segment.document for segment in _waiting_in(state)})
+        return len({segment.document for segment in waiting_in(state)})
 
     def _next_plan(self) -> StepPlan | None:
         while not self._emitted:
@@ -177,8 +180,8 @@ class _Held(NamedTuple):
     documents: set[int]
 
 
-def _waiting_in(state: dict[str, Any]) -> list[Segment]:
-    """The segments in ``state`` that are not trained, those of steps not handed out first."""
+def waiting_in(state: dict[str, Any]) -> list[Segment]:
+    """The segments in a planner's ``state`` that are not trained, those of steps not handed out first."""
     emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
     return [*(segment for plan in emitted for segment in plan.segments), *held_segments(state["packer"])]
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wlb.config import JobConfig
+from wlb.documents.mixture import stored_documents
 from wlb.documents.store.mixture import TrainedStore, document_lengths
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -101,8 +102,9 @@ class StepLoader(Iterator[LoadedStep]):
         self._share = share or RankShare()
         self._identity = data_identity(store, config)
         epochs = 1 if config.training.steps is None else None
-        planner = StepPlanner(job, document_lengths(store), epochs=epochs)
-        self.epoch_summary = planner.epoch_summary
+        lengths = document_lengths(store)
+        planner = StepPlanner(job, lengths, epochs=epochs)
+        self.epoch_summary = stored_documents(lengths, job.data).summary
         self.changed_data: str | None = None
         if state is not None:
             changed = check_identity(state, self._identity, allow_changes=config.checkpoint.allow_changed_data)

@@ -1,0 +1,122 @@
+"""Documents that are read once and have no number: of a generator, or of a data set that is streamed.
+
+They are planned in the order in which they come. A document is kept until all of it has been trained, and everything
+before the oldest that waits is gone; so a stream is continued by reading it again from its beginning, which passes over
+what was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.overlong import split_overlong
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+
+T = TypeVar("T")
+
+
+class ArrivingDocuments(Generic[T]):
+    """What a ``DocumentStream`` is for stored documents: one epoch, in order of arrival, and the documents that wait.
+
+    The id of a document is its place in the stream. ``length_of`` counts its tokens. Documents over ``context_window``
+    tokens meet the policy ``overlong`` of ``wlb.documents.overlong``. Raises ``UserError`` for an empty stream, and on
+    the way for an empty document.
+    """
+
+    epoch = 0
+
+    def __init__(
+        self, documents: Iterable[T], length_of: Callable[[T], int], context_window: int, overlong: str
+    ) -> None:
+        arriving = iter(documents)
+        beginning = list(islice(arriving, 1))
+        if not beginning:
+            raise UserError("the stream has no documents; give at least one")
+        self.first = beginning[0]
+        self._documents = chain(beginning, arriving)
+        self._length_of, self._context_window, self._overlong = length_of, context_window, overlong
+        self._lengths = np.zeros(1024, np.int64)
+        self._taken = 0
+        self._kept: dict[int, T] = {}
+        self._tokens_left: dict[int, int] = {}  # of every document that is kept
+        self.epoch_is_over = False
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document that has come so far, shape (documents,)."""
+        return self._lengths[: self._taken]
+
+    def __getitem__(self, document: int) -> T:
+        """A document that waits."""
+        return self._kept[document]
+
+    def take(self, documents: int) -> list[Segment]:
+        """The segments of the next ``documents`` documents, or of as many as the stream has."""
+        arrived = [self._arrive(document) for document in islice(self._documents, documents)]
+        self.epoch_is_over = len(arrived) < documents
+        segments, _ = split_overlong(arrived, self._context_window, self._overlong)
+        for document, _, length in segments:
+            self._tokens_left[document] = self._tokens_left.get(document, 0) + length
+        for document, _, _ in arrived:
+            if document not in self._tokens_left:  # dropped, as it is too long
+                del self._kept[document]
+        return segments
+
+    def trained(self, segments: Iterable[Segment]) -> None:
+        """Let go of the documents of which these were the last segments."""
+        for document, _, length in segments:
+            self._tokens_left[document] -= length
+            if self._tokens_left[document] == 0:
+                del self._tokens_left[document], self._kept[document]
+
+    def read_again(self, documents: int, waiting: Iterable[Segment]) -> None:
+        """Go to where the first ``documents`` had come, keeping those of which segments are ``waiting``.
+
+        Raises ``UserError`` unless the stream is at its beginning, and where it is shorter.
+        """
+        if self._taken:
+            raise UserError("a stream is continued from its beginning; open it anew and give the state with it")
+        for document, _, length in waiting:
+            self._tokens_left[document] = self._tokens_left.get(document, 0) + length
+        for passed_over in islice(self._documents, documents):
+            self._arrive(passed_over)
+            if self._taken - 1 not in self._tokens_left:
+                del self._kept[self._taken - 1]
+        if self._taken < documents:
+            raise UserError(
+                f"the state is of a stream of which {documents} documents had come, this one has {self._taken}; "
+                "continue with the stream it was saved on"
+            )
+
+    def next_epoch(self) -> None:
+        raise UserError("a stream has one epoch; let it repeat its documents, or give a sequence of them")
+
+    def begin(self, epoch: int) -> None:
+        """Nothing: a stream is where it is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"documents": self._taken, "over": self.epoch_is_over}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, after ``read_again``."""
+        self.epoch_is_over = state["over"]
+
+    def begin_after(self, state: dict[str, Any]) -> None:
+        raise UserError("a stream cannot take the place of other documents; begin a new job with it")
+
+    def _arrive(self, document: T) -> Segment:
+        number, length = self._taken, self._length_of(document)
+        if length < 1:
+            raise UserError(f"document {number} of the stream has no tokens; leave empty documents out")
+        if number == len(self._lengths):
+            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
+        self._lengths[number] = length
+        self._kept[number] = document
+        self._taken += 1
+        return Segment(number, 0, length)
