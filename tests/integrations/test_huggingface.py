@@ -143,6 +143,11 @@ def test_caches_dropout_and_windows_are_refused():
 def test_documents_are_priced_for_the_model():
     shape = model_shape_of(model().config)
     assert (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (32, 2, 4, 2, 8)
+    gemma = transformers.Gemma3TextConfig(
+        layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6
+    )
+    assert model_shape_of(gemma).full_attention_every == 6
+    assert model_shape_of(transformers.Phi3Config()).layers == 32  # of no family that is known: a dense decoder
 
 
 # A Trainer needs accelerate.
@@ -181,12 +186,14 @@ class Recording(FlatteningCollator):
         return super().__call__(documents)
 
 
-def train(folder: str, resume: bool = False, cp: int = 1, **settings: Any) -> tuple[torch.Tensor, list[int], Any]:
+def train(
+    folder: str, resume: bool = False, planning: dict[str, Any] | None = None, **settings: Any
+) -> tuple[torch.Tensor, list[int], Any]:
     """Weights afterwards, the documents of this process, and what the monitor measured."""
     packed = model()
     register_attention(packed)
     collator = Recording()
-    trainer = balanced(transformers.Trainer, context_window=128, cp=cp, monitor=True)(
+    trainer = balanced(transformers.Trainer, context_window=128, monitor=True, **planning or {})(
         model=packed, args=arguments(folder, **settings), train_dataset=DATA, data_collator=collator
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -195,7 +202,7 @@ def train(folder: str, resume: bool = False, cp: int = 1, **settings: Any) -> tu
     return weights, collator.seen, trainer.state.global_step
 
 
-def one_at_a_time(dp: int = 1, cp: int = 1) -> torch.Tensor:
+def one_at_a_time(**planning: Any) -> torch.Tensor:
     """The same steps of plain SGD, a document at a time in one process, by transformers' own attention."""
     from wlb.batches import PlannedBatchSampler
 
@@ -204,12 +211,11 @@ def one_at_a_time(dp: int = 1, cp: int = 1) -> torch.Tensor:
         LENGTHS,
         context_window=128,
         micro_batches=2,
-        dp=dp,
-        cp=cp,
         epochs=2,
         model=model_shape_of(oracle.config),
         hardware="cpu",
         seed=42,
+        **planning,
     )
     for plan in planned.steps():
         oracle.zero_grad()
@@ -235,21 +241,24 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     assert len(rest) < len(seen)
 
 
-def _train_on_a_rank(folder: str, cp: int) -> tuple[torch.Tensor, list[int], int]:
+def _train_on_a_rank(folder: str, planning: dict[str, Any]) -> tuple[torch.Tensor, list[int], int]:
     rank = str(dist.get_rank())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
-    return train(folder, cp=cp)
+    return train(folder, planning=planning)
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_two_processes_train_as_one(tmp_path: Path, cp: int):
+@pytest.mark.parametrize(
+    ("planning", "readers"),
+    [({}, 1), ({"cp": 2}, 2), ({"preset": "elastic", "pool": 2, "pool_micro_batches": 3}, 2)],
+)
+def test_two_processes_train_as_one(tmp_path: Path, planning: dict[str, Any], readers: int):
     pytest.importorskip("accelerate")
-    results = run_ranks(2, _train_on_a_rank, str(tmp_path), cp)
-    expected = one_at_a_time(dp=2 // cp, cp=cp)
+    results = run_ranks(2, _train_on_a_rank, str(tmp_path), planning)
+    expected = one_at_a_time(**planning | {"dp": 2 // planning.get("cp", 1)})
     for weights, _, _ in results:
         assert relative(weights, expected) < 1e-7
     seen = Counter(document for _, documents, _ in results for document in documents)
-    assert seen == dict.fromkeys(range(len(DATA)), 2 * cp)  # context-parallel ranks read the same
+    assert seen == dict.fromkeys(range(len(DATA)), 2 * readers)  # ranks that share micro-batches read the same
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_long_documents_are_planned_alike_in_any_chunks(factor, lookahead, short
 
 @pytest.mark.parametrize("shape", ADVERSARIAL)
 @pytest.mark.parametrize("factor", [1.0, 1.5, 2.0])
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.exhaustive), 4])
 @pytest.mark.parametrize("token_spread", [0.0, 0.75])
 def test_adversarial_streams_settle(shape, factor, micro_batches, token_spread):
     window, max_delay = 48, 4

@@ -146,6 +146,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path, kills, preset):
     assert report.kills.total() >= kills - 1
 
 
+@pytest.mark.exhaustive  # test_elastic_machines kills one, too
 def test_two_nodes_survive_a_kill_on_one_of_them(tmp_path):
     """Two torchrun agents on this machine, each with one process of a job, started as on two machines."""
     write_store(tmp_path / "store")

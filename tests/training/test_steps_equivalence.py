@@ -40,7 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "elastic": {"dp": 2, "cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 4},
 }
 # Every preset runs through the same trainer, and each of these parts of it in the others too.
-EXHAUSTIVE = ("plain-4d", "fixed-4d", "wlb-llm")
+EXHAUSTIVE = ("plain-4d", "fixed-4d", "wlb-llm", "best")
 
 
 @pytest.fixture(scope="module")

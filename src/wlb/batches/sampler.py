@@ -69,7 +69,7 @@ class PlannedBatchSampler:
         )
         self._rank, self._epochs = rank, epochs
         self._pass = 0
-        self._length: int | None = None
+        self._counts: list[int] | None = None
         self._state: dict[str, Any] | None = None
         self._batches: PlannedBatches | None = None
 
@@ -87,14 +87,22 @@ class PlannedBatchSampler:
         """Batches of a pass, known by planning it. Raises ``TypeError`` where it never ends."""
         if self._epochs is None:
             raise TypeError("a sampler with epochs = None has no length")
-        if self._length is None:
-            self._length = sum(len(plan.ranks[0]) for plan in self._steps(self._pass)) * len(self._processes())
-        return self._length
+        return sum(self.micro_batches_of_steps()) * len(self._processes())
+
+    def micro_batches_of_steps(self) -> list[int]:
+        """Micro-batches of every step of a pass on each data-parallel rank, known by planning it.
+
+        They are ``job.micro_batches_per_rank`` but for the last steps, and but for a step under the preset "elastic"
+        whose few long documents do not suffice for that.
+        """
+        if self._counts is None:
+            self._counts = [len(plan.ranks[0]) for plan in self._steps(self._pass)]
+        return self._counts
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be number ``epoch``, unless a state says otherwise; loops call this by themselves."""
         if self._state is None:
-            self._pass, self._length, self._batches = epoch, None, None
+            self._pass, self._counts, self._batches = epoch, None, None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator is, as JSON-serialisable data; it goes on from there in ``load_state_dict``.
@@ -110,7 +118,7 @@ class PlannedBatchSampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next ``iter`` continue from ``state``. Raises ``UserError`` for one of another data set."""
         _check_documents(state, len(self._lengths))
-        self._state, self._pass, self._length = dict(state), state["pass"], None
+        self._state, self._pass, self._counts = dict(state), state["pass"], None
 
     def steps(self) -> Iterator[StepPlan]:
         """The plans of a pass, on which nothing here has an effect: what a report or a monitor looks at."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +46,16 @@ def balanced_job(
     seed: int = 0,
     shuffle: bool = True,
     overlong: str = "error",
+    pool: int | Literal["auto"] = "auto",
     **packing: Any,
 ) -> SimulatedJob:
     """The job that a training loop runs: ``micro_batches`` a step on each of dp data-parallel ranks.
 
     A document costs what it costs ``model`` on ``hardware``, or what ``workload`` says. Micro-batches hold one context
     window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless given). With preset "elastic"
-    the dp x cp ranks are pooled anew: ``cp`` and ``dp`` of the result say how. ``packing`` are further options of the
-    preset's packer. ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have.
+    the dp x cp ranks are pooled anew, ``pool`` of them together: ``cp``, ``dp`` and ``micro_batches_per_rank`` of the
+    result say how. ``packing`` are further options of the preset's packer. ``lengths`` None are those of a stream.
+    Raises ``UserError`` for settings that no job could have.
     """
     settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
     job = simulated_job(
@@ -68,13 +70,13 @@ def balanced_job(
         packed_by=workload,
     )
     data = job.data.model_copy(update={"seed": seed, "shuffle": shuffle, "overlong": overlong})
-    job = replace(job, data=data)
-    if lengths is None and not job.pools_decided:
+    job = replace(job, data=data, pool=pool)
+    if lengths is None and not job.pools_decided and "auto" in (pool, packing.get("pool_micro_batches", "auto")):
         raise UserError(
-            f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; use "
-            "preset = 'best', or give a sequence of documents"
+            f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; give "
+            "pool and pool_micro_batches, or use preset = 'best'"
         )
-    return job if lengths is None else with_decided_pools(job, lengths)
+    return with_decided_pools(job, np.array([], np.int64) if lengths is None else lengths)
 
 
 def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_window: int | None = None) -> Lengths:

@@ -49,18 +49,23 @@ def read_shape(path: Path) -> ModelShape:
     Raises ``UserError`` for a model that is not priced, and for one that is not described in full.
     """
     document = read_config_json(path)
-    if isinstance(text := document.get("text_config"), dict):  # of a model that also sees
-        document = text
     try:
-        family = document.get("model_type")
-        if family not in _FAMILIES:
-            raise UserError(f"model_type {family!r} is not priced; choose a model of {', '.join(_FAMILIES)}")
-        return _FAMILIES[family](document)
+        family = language_model(document).get("model_type")
+        if family not in FAMILIES:
+            raise UserError(f"model_type {family!r} is not priced; choose a model of {', '.join(FAMILIES)}")
+        return FAMILIES[family](language_model(document))
     except UserError as error:
         raise UserError(f"{path if path.is_file() else path / 'config.json'}: {error}") from None
 
 
-def _dense(document: Document, **variant: Any) -> ModelShape:
+def language_model(document: Document) -> Document:
+    """``document``, or the part on text of that of a model that also sees."""
+    text = document.get("text_config")
+    return text if isinstance(text, dict) else document
+
+
+def dense(document: Document, **variant: Any) -> ModelShape:
+    """The shape of a decoder whose blocks are all alike: full attention, and one feed-forward network."""
     hidden, heads = _size(document, "hidden_size"), _size(document, "num_attention_heads")
     share = None if hidden % heads else hidden // heads
     head_dim = variant.pop("head_dim", None) or _size(
@@ -80,12 +85,12 @@ def _dense(document: Document, **variant: Any) -> ModelShape:
 
 def _mistral(document: Document) -> ModelShape:
     window = document.get("sliding_window", _WINDOW)
-    return _dense(document) if window is None else _dense(document, **_windows(document, None))
+    return dense(document) if window is None else dense(document, **_windows(document, None))
 
 
 def _mixtral(document: Document) -> ModelShape:
     windows = {} if document.get("sliding_window") is None else _windows(document, None)
-    return _dense(document, experts=_experts(document, "num_local_experts", "intermediate_size"), **windows)
+    return dense(document, experts=_experts(document, "num_local_experts", "intermediate_size"), **windows)
 
 
 def _qwen(document: Document, **variant: Any) -> ModelShape:
@@ -94,7 +99,7 @@ def _qwen(document: Document, **variant: Any) -> ModelShape:
         if first < _size(document, "num_hidden_layers"):
             window = _size(document, "sliding_window", _WINDOW)
             variant |= {"sliding_window": window, "full_attention_layers": first or None}
-    return _dense(document, **variant)
+    return dense(document, **variant)
 
 
 def _qwen_moe(document: Document, **variant: Any) -> ModelShape:
@@ -146,17 +151,17 @@ def _deepseek(document: Document) -> ModelShape:
         value_dim=_size(document, "v_head_dim"),
     )
     head_dim = _size(document, "qk_nope_head_dim") + rope_dim
-    return _dense(document, head_dim=head_dim, experts=experts, latent=latent)
+    return dense(document, head_dim=head_dim, experts=experts, latent=latent)
 
 
 def _gemma3(document: Document) -> ModelShape:
     document = _GEMMA3 | dict(document)
-    return _dense(document, **_windows(document, _size(document, "sliding_window_pattern", 6)))
+    return dense(document, **_windows(document, _size(document, "sliding_window_pattern", 6)))
 
 
 def _gpt_oss(document: Document) -> ModelShape:
     experts = _experts(document, "num_local_experts", "intermediate_size")
-    return _dense(document, experts=experts, **_windows(document, 2))
+    return dense(document, experts=experts, **_windows(document, 2))
 
 
 def _experts(document: Document, count: str, width: str, **more: int) -> Experts:
@@ -165,8 +170,8 @@ def _experts(document: Document, count: str, width: str, **more: int) -> Experts
     return Experts(_size(document, count), active, _size(document, width), **more)
 
 
-_FAMILIES: dict[str, Callable[[Document], ModelShape]] = {
-    "llama": _dense,
+FAMILIES: dict[str, Callable[[Document], ModelShape]] = {
+    "llama": dense,
     "qwen2": _qwen,
     "qwen3": _qwen,
     "mistral": _mistral,

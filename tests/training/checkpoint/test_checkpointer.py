@@ -117,7 +117,11 @@ def stopped_after_three(folder: Path, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("job_name", ["dp", "pp", "interleaved", "tp", "pool elastic"])
+def exhaustive(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("job_name", ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), "pool elastic"])
 def test_resuming_changes_nothing(straight, job_name, tmp_path):
     folder = stopped_after_three(straight[job_name], tmp_path)
     layout, *method = job_name.split()
@@ -131,12 +135,12 @@ def test_resuming_changes_nothing(straight, job_name, tmp_path):
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     [
-        ("pp", "dp"),
+        exhaustive("pp", "dp"),
         ("dp", "interleaved"),
-        ("interleaved", "pp"),
-        ("tp sequential", "dp"),
+        exhaustive("interleaved", "pp"),
+        exhaustive("tp sequential", "dp"),
         ("pp sequential", "cp-tp"),
-        ("pool elastic", "tp"),
+        exhaustive("pool elastic", "tp"),
         ("pool elastic", "pools"),
     ],
 )
@@ -246,7 +250,9 @@ def test_without_a_usable_checkpoint_nothing_starts(straight, tmp_path):
     assert read_steps(tmp_path) == read_steps(straight["dp"])
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("dp", {"dp": 3}), ("pp", {"dp": 2, "cp": 2}), ("interleaved", {})])
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [exhaustive("dp", {"dp": 3}), ("pp", {"dp": 2, "cp": 2}), exhaustive("interleaved", {})]
+)
 def test_resuming_with_other_micro_batches_trains_every_document_once(straight, saved, resumed, tmp_path):
     folder = stopped_after_three(straight[saved], tmp_path)
     config = configure(folder, resumed, micro_batches=6)
@@ -320,7 +326,7 @@ def _agreement_of(folders: list[Path]) -> str:
     return newest.name if newest else "none"
 
 
-@pytest.mark.parametrize(("first", "second"), [((10,), ()), ((), (10,)), ((10, 20), (10,))])
+@pytest.mark.parametrize(("first", "second"), [((10,), ()), exhaustive((), (10,)), exhaustive((10, 20), (10,))])
 def test_ranks_that_see_different_checkpoints_stop_together(first, second, tmp_path):
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder, steps in zip(folders, (first, second), strict=True):

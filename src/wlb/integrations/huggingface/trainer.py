@@ -20,6 +20,7 @@ from wlb.integrations.huggingface.context_parallel import context_parallel_group
 from wlb.integrations.packed import FlatteningCollator
 from wlb.packing.plan import StepPlan
 from wlb.workload import ModelShape
+from wlb.workload.model_json import FAMILIES, dense, language_model
 
 
 def balanced(
@@ -40,7 +41,8 @@ def balanced(
         sharding: The strategy by which they do.
         monitor: Measure every step: ``trainer.balance_monitor`` is a ``BalanceMonitor`` then.
         settings: Further keywords of ``wlb.batches.steps.balanced_job``: hardware, preset ("elastic" pools all
-            processes anew, so leave ``cp`` out), workload, seed, options of the packer. ``model`` is the trained one.
+            processes anew, so leave ``cp`` out), pool, workload, seed, options of the packer. ``model`` is the
+            trained one.
 
     All epochs are one stream, so for Trainer they are one epoch: strategies "epoch" of saving, evaluating and logging
     are refused where there are several. Gradient accumulation is the number of micro-batches.
@@ -75,6 +77,7 @@ class _BalancedTrainer:
         self.train_sampler = self._wlb_sampler(trainer)
         self._wlb_share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         job = self.train_sampler.job
+        _accumulate_steps(trainer.args, self.train_sampler)
         if job.cp > 1:
             register_attention(trainer.model, group=context_parallel_group(job.cp))
             rank, prices = dist.get_rank() % job.cp, job.sharding_workload
@@ -161,6 +164,17 @@ def _checked_epochs(trainer: Any) -> int:
     return whole
 
 
+def _accumulate_steps(args: Any, sampler: PlannedBatchSampler) -> None:
+    """Let the Trainer accumulate the micro-batches of a step: pools may have another number than was asked for."""
+    args.gradient_accumulation_steps = wanted = sampler.job.micro_batches_per_rank
+    fewer = [count for count in sampler.micro_batches_of_steps()[:-1] if count != wanted]
+    if fewer:
+        raise UserError(
+            f"{len(fewer)} steps have documents for only {min(fewer)} of their {wanted} micro-batches; give more "
+            "gradient_accumulation_steps, a smaller pool_micro_batches, or preset = 'best'"
+        )
+
+
 def _lengths_of(dataset: Any) -> Sequence[int]:
     """Tokens of every document: the column ``length``, or those of ``input_ids``."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -191,14 +205,10 @@ def _monitor_callback(monitor: BalanceMonitor, sampler: PlannedBatchSampler) -> 
 
 
 def model_shape_of(config: Any) -> ModelShape:
-    """The shape of a Hugging Face decoder from its ``config``, to price documents for it."""
-    heads = config.num_attention_heads
-    return ModelShape(
-        hidden=config.hidden_size,
-        layers=config.num_hidden_layers,
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        ffn_hidden=config.intermediate_size,
-        vocab_size=config.vocab_size,
-    )
+    """The shape of a Hugging Face decoder from its ``config``, to price documents for it.
+
+    Experts, windows, latent and linear attention are priced in the families of ``wlb.workload.model_json``; another
+    model is priced as a dense decoder of its size. Raises ``UserError`` for a shape that cannot be priced.
+    """
+    document = language_model(config.to_dict())
+    return FAMILIES.get(document["model_type"], dense)(document)
