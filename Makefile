@@ -13,6 +13,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 setup: $(VENV)/.installed
 
+# The demo needs less: neither Arrow, SciPy and TensorBoard nor what tests are run with.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	@echo '[0/4] installing torch, tokenizers and matplotlib into $(VENV), which takes a minute or two'
+	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	@test -f $(VENV)/.installed || $(BIN)/pip install --quiet --progress-bar on --no-compile --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[plot]' torch safetensors tokenizers
+	@touch $@
+
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
@@ -67,8 +75,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-demo: setup
-	$(BIN)/python examples/demo.py
+demo: $(VENV)/.demo
+	@$(BIN)/python examples/demo.py
 
 # A second environment with the packers that benchmarks/packing.py compares ours with.
 peers:

@@ -1,12 +1,14 @@
-"""The main job on real input: measure what balancing micro-batches gains on this machine, and draw it.
+"""The main job on real input: what balancing gains on this machine, measured, and on a cluster, simulated.
 
-1. Turn the standard library of this Python into a token store (``wlb prepare``).
-2. Compare packing methods on its lengths (``wlb compare``, simulated).
-3. Train the same documents with plain-4D and with WLB-LLM packing on two pipeline stages, a step of one and a step of
-   the other in turn so that both see the same machine (``side_by_side.py``, measured).
-4. Print both side by side and draw ``demo/demo.png``.
+1. Turn the standard library of this Python into a token store (``wlb prepare``), and cut its documents where context
+   windows end, as the paper's data loader does: from here on every system trains the same segments.
+2. Train them on two data-parallel processes under ``plain-4d`` and under ``elastic``, a step of each in turn, so that
+   both see the same machine (``side_by_side.py``). A step of one trains the same segments as that step of the other,
+   so speed at equal work and in tokens/s are one number.
+3. Simulate a job on 256 GPUs, on documents that are cut in the same way.
+4. Print both and draw ``demo/demo.png``.
 
-Everything is written below ``demo/``; a second run reuses the token store.
+Everything is written below ``demo/``; a second run reuses the token stores.
 """
 
 from __future__ import annotations
@@ -15,199 +17,276 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from wlb.config import JobConfig
 from wlb.config_file import load_config
-from wlb.documents.store.reader import TokenStore
-from wlb.packing.pipeline_order import micro_batch_seconds
-from wlb.packing.plan import StepPlan
+from wlb.documents.filling import cut_at_windows
+from wlb.documents.lengths import read_lengths
+from wlb.documents.order import shuffled
+from wlb.documents.segments import Segment
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.planning.job import JobSpec
 from wlb.planning.planner import StepPlanner
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
-from wlb.simulate import pipeline_makespan
+from wlb.simulate import SimulationResult, simulate, simulated_job
+from wlb.training.preflight import check_job
 
 ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "configs" / "tiny_elastic.toml"
+PRESETS = ("plain-4d", "elastic")
 VOCABULARY = 1024
-PROCESSES = 2
-CONFIGS = {"plain-4D": "configs/tiny_plain-4d.toml", "WLB-LLM": "configs/tiny.toml"}
+WINDOW = 4096
+
+CLUSTER_MODEL, CLUSTER_WINDOW = "llama3-8b", 131_072
+CLUSTER: dict[str, Any] = {
+    "tp": 8,
+    "pp": 4,
+    "dp": 4,
+    "cp": 2,
+    "micro_batches": 4,
+    "virtual_pp": 2,
+    "schedule": "interleaved_1f1b",
+}
+CLUSTER_DOCUMENTS = f"synthetic:20000:{CLUSTER_WINDOW}:0"
+CLUSTER_STEPS = 16
+SYSTEMS = ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic")
+
+console = Console(width=80, highlight=False)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One job: what its steps measured, the first excluded, and the plans they ran.
+    """A preset's steps, the first excluded; ``rank_seconds`` are predicted, of shape (steps, ranks)."""
 
-    ``busy`` is the share of the processes' time that the model's work takes, by the workload model's seconds for
-    that work; ``predicted_busy`` is what the pipeline simulation expects.
-    """
-
-    name: str
+    preset: str
+    tokens: list[int]
     step_seconds: list[float]
-    tokens_per_second: float
-    busy: float
-    predicted_busy: float
-    imbalance_degree: float
-    plans: list[StepPlan]
+    rank_seconds: NDArray[np.float64]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.tokens) / sum(self.step_seconds)
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest rank over the mean one, mean over steps."""
+        return float((self.rank_seconds.max(axis=1) / self.rank_seconds.mean(axis=1)).mean())
 
 
 def main() -> None:
     arguments = parse_arguments()
     out: Path = arguments.out
+    began = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
-    store = out / "corpus"
-    if not store.with_suffix(".idx").exists():
-        wlb("prepare", "--stdlib", "--train-bpe", VOCABULARY, "--out", store)
-    size = ["--context-window", 4096, "--micro-batches", arguments.micro_batches, "--pp", 2]
-    wlb("compare", store, *size, "--model", "tiny", "--hardware", "cpu")
-
-    print("\nplain-4D and WLB-LLM, a step of each in turn:", flush=True)
-    jobs = {name: overrides(name, arguments, store) for name in CONFIGS}
-    train_in_turns(jobs)
-    results = [measure(name, load_config(ROOT / CONFIGS[name], settings)) for name, settings in jobs.items()]
-    report(results, out / "demo.png")
+    stage(1, "token store of the standard library of this Python")
+    store = prepare(out)
+    stage(2, f"{' and '.join(PRESETS)} on 2 processes, {arguments.steps} steps each, in turn")
+    train_in_turns(out, store, arguments)
+    measured = [measure(preset, out, store, arguments) for preset in PRESETS]
+    stage(3, "a cluster, simulated")
+    simulated = simulate_cluster()
+    stage(4, "results")
+    show_measured(measured, arguments)
+    show_simulated(simulated)
+    draw(measured, simulated, out / "demo.png")
+    console.print(f"picture: {out / 'demo.png'} ({time.perf_counter() - began:.0f} s in all)")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
-    parser.add_argument("--steps", type=int, default=9, help="optimizer steps of each job; the first is not counted")
-    parser.add_argument("--micro-batches", type=int, default=16, help="micro-batches of a step")
+    parser.add_argument("--steps", type=int, default=13, help="optimizer steps of each preset; the first warms up")
+    parser.add_argument("--micro-batches", type=int, default=4, help="context windows of a step")
     return parser.parse_args()
 
 
-def wlb(*arguments: object) -> None:
-    """Run the command line of this installation; its output is ours."""
-    subprocess.run([sys.executable, "-m", "wlb", *map(str, arguments)], check=True)
+def stage(number: int, what: str) -> None:
+    console.print(f"\n[bold]\\[{number}/4] {what}[/bold]")
 
 
-def overrides(name: str, arguments: argparse.Namespace, store: Path) -> list[str]:
-    """What the job called ``name`` changes in its configuration; it starts afresh and keeps no checkpoints."""
-    directory: Path = arguments.out / name
-    shutil.rmtree(directory, ignore_errors=True)
+def prepare(out: Path) -> Path:
+    """The prefix of a store of segments, none of which crosses the end of a window of the stream."""
+    corpus, segments = out / "corpus", out / "segments"
+    if not corpus.with_suffix(".idx").exists():
+        run("-m", "wlb", "prepare", "--stdlib", "--train-bpe", VOCABULARY, "--out", corpus)
+    if not segments.with_suffix(".idx").exists():
+        documents = TokenStore.open(corpus)
+        order = shuffled(len(documents), seed=0, epoch=0).tolist()
+        whole = (Segment(document, 0, int(documents.lengths[document])) for document in order)
+        with TokenStoreWriter(segments, vocab_size=VOCABULARY) as writer:
+            for piece in cut_at_windows(whole, WINDOW):
+                writer.add(documents.read(*piece))
+    return segments
+
+
+def run(*words: object) -> None:
+    subprocess.run([sys.executable, *map(str, words)], check=True)
+
+
+def job_settings(preset: str, out: Path, store: Path, arguments: argparse.Namespace) -> list[str]:
+    """What a preset's job changes in the configuration."""
     return [
+        f"preset={preset}",
         f"data.store={store}",
+        "data.shuffle=false",
         f"packing.micro_batches={arguments.micro_batches}",
         f"training.steps={arguments.steps}",
-        f"checkpoint.dir={directory / 'checkpoints'}",
+        f"checkpoint.dir={out / preset / 'checkpoints'}",
         f"checkpoint.every={10**6}",
-        f"metrics.dir={directory}",
+        f"metrics.dir={out / preset}",
+        "metrics.tensorboard=false",
     ]
 
 
-def train_in_turns(jobs: dict[str, list[str]]) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PROCESSES)]
-    words = [word for name, settings in jobs.items() for word in ("--job", str(ROOT / CONFIGS[name]), *settings)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*torchrun, str(ROOT / "examples" / "side_by_side.py"), *words], check=True, env=environment)
+def train_in_turns(out: Path, store: Path, arguments: argparse.Namespace) -> None:
+    """Train every preset afresh, on one thread a process; what the trainers say goes to ``training.log``."""
+    words: list[str] = []
+    for preset in PRESETS:
+        shutil.rmtree(out / preset, ignore_errors=True)
+        words += ["--job", str(CONFIG), *job_settings(preset, out, store, arguments)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    log = out / "training.log"
+    with log.open("w", encoding="utf-8") as errors:
+        trained = subprocess.run(
+            [*torchrun, str(ROOT / "examples" / "side_by_side.py"), *words],
+            stderr=errors,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+    if trained.returncode:
+        raise SystemExit(f"training failed; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
 
 
-def measure(name: str, config: JobConfig) -> Measured:
-    """Read the job's ``steps.jsonl`` and plan its steps once more to know the work they did."""
-    lines = (config.metrics.dir / "steps.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    store = TokenStore.open(config.data.stores[0])
-    job = JobSpec.from_config(config, "cpu", vocab_size=store.vocab_size)
-    plans = [*islice(StepPlanner(job, store.lengths).plans(), len(rows))]  # from the configuration and lengths alone
-    counted = range(1, len(rows))  # the first step warms up
-    seconds = [rows[index]["step_seconds"] for index in counted]
-    for index in counted:
-        assert plans[index].tokens == rows[index]["tokens"], "the plan is the one that was trained"
-    stages = config.parallel.pp
-    work = [
-        micro_batch_seconds(plans[index].ranks, job.workload)[:, 0] / stages for index in counted
-    ]  # (phase, micro-batches)
-    predicted = [pipeline_makespan("1f1b", [forward] * stages, [backward] * stages) for forward, backward in work]
+def measure(preset: str, out: Path, store: Path, arguments: argparse.Namespace) -> Measured:
+    """Read the job's ``steps.jsonl``, and plan its steps once more for what each rank had to do."""
+    lines = (out / preset / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines][1:]
+    job = JobSpec.from_config(_decided(preset, out, store, arguments), "cpu", vocab_size=VOCABULARY)
+    plans = list(islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, 1 + len(rows)))
+    assert [plan.tokens for plan in plans] == [row["tokens"] for row in rows], "the plans are those that were trained"
     return Measured(
-        name,
-        seconds,
-        tokens_per_second=sum(rows[index]["tokens"] for index in counted) / sum(seconds),
-        busy=sum(float(w.sum()) for w in work) / sum(seconds),
-        predicted_busy=sum(float(w.sum()) for w in work) / sum(predicted),
-        imbalance_degree=statistics.mean(rows[index]["imbalance_degree"] for index in counted),
-        plans=[plans[index] for index in counted],
+        preset,
+        tokens=[row["tokens"] for row in rows],
+        step_seconds=[row["step_seconds"] for row in rows],
+        rank_seconds=np.array([[sum(batch.workload for batch in rank) for rank in plan.ranks] for plan in plans]),
     )
 
 
-def report(results: Sequence[Measured], picture: Path) -> None:
+def _decided(preset: str, out: Path, store: Path, arguments: argparse.Namespace) -> JobConfig:
+    """The configuration that was trained, in which pools are decided."""
+    config = load_config(CONFIG, job_settings(preset, out, store, arguments))
+    return check_job(config, config.parallel.world_size).config
+
+
+def simulate_cluster() -> dict[str, SimulationResult]:
+    """Every system on 256 GPUs, on synthetic documents that are cut where windows end."""
+    whole = [Segment(n, 0, length) for n, length in enumerate(read_lengths(CLUSTER_DOCUMENTS).tolist())]
+    lengths = np.array([piece.length for piece in cut_at_windows(whole, CLUSTER_WINDOW)])
+    results: dict[str, SimulationResult] = {}
+    for system in SYSTEMS:
+        console.print(f"  {system} ...")
+        job = simulated_job(CLUSTER_MODEL, CLUSTER_WINDOW, system, **CLUSTER)
+        in_order = replace(job, data=job.data.model_copy(update={"shuffle": False}))
+        prices = next(iter(results.values())).job.work_prices if results else None
+        results[system] = simulate(in_order, lengths, CLUSTER_STEPS, work_prices=prices)
+    return results
+
+
+def show_measured(results: Sequence[Measured], arguments: argparse.Namespace) -> None:
     base = results[0]
-    table = Table(title="measured on this machine: 2 processes, pp 2, hidden 128, window 4,096")
-    table.add_column("")
-    for heading in (
-        "speed at\nequal work",
-        "\npredicted",
-        "imbalance\ndegree",
-        "busy\nshare",
-        "step\nseconds",
-        "\ntokens/s",
-        "speed in\ntokens/s",
-    ):
-        table.add_column(heading, justify="right")
+    table = new_table(
+        "measured on this machine\n2 data-parallel processes, hidden size 128\n"
+        f"{len(base.tokens)} steps of {arguments.micro_batches} x {WINDOW:,} tokens of each preset",
+        ("speed at\nequal work", "\ntokens/s", "step\nseconds", "imbalance\nof ranks"),
+        "each step trains the same segments under both\nstep seconds: median\n"
+        "imbalance: predicted compute of the slowest rank over the mean",
+    )
     for result in results:
         table.add_row(
-            result.name,
-            f"{result.busy / base.busy:.2f}x",
-            f"{result.predicted_busy / base.predicted_busy:.2f}x",
-            f"{result.imbalance_degree:.3f}",
-            f"{result.busy:.0%}",
-            f"{statistics.median(result.step_seconds):.2f}",
-            f"{result.tokens_per_second:,.0f}",
+            result.preset,
             f"{result.tokens_per_second / base.tokens_per_second:.2f}x",
+            f"{result.tokens_per_second:,.0f}",
+            f"{median(result.step_seconds):.2f}",
+            f"{result.imbalance:.2f}",
         )
-    console = Console(width=100)
     console.print(table)
-    console.print(
-        "step seconds are medians; tokens/s and busy share (predicted seconds of the work done over the processes' "
-        "time) are over all steps. plain-4D cuts documents at the end of every micro-batch and so skips part of their "
-        "attention: tokens/s compares the tokens read, the busy share the work done.",
-        style="dim",
+
+
+def show_simulated(results: dict[str, SimulationResult]) -> None:
+    base = results[SYSTEMS[0]]
+    table = new_table(
+        f"simulated, not measured\n{CLUSTER_MODEL} on {base.job.gpus} H100: tp 8, pp 4, cp 2, dp 4\n"
+        f"{CLUSTER_STEPS} steps of 16 x {CLUSTER_WINDOW:,} tokens",
+        ("speed at\nequal work", "\ntokens/s", "step\nseconds", "tokens/step\nCV", "token\ndelay"),
+        f"lengths {CLUSTER_DOCUMENTS}, cut where windows end\n"
+        "tokens/s: where documents wait, more than the work done\n"
+        "the paper's: plain-4d, fixed-4d, wlb-llm; ours: best, elastic",
     )
-    draw(results, picture)
-    console.print(f"picture: {picture}")
+    for system, result in results.items():
+        table.add_row(
+            system,
+            f"{result.speed_at_equal_work(base):.2f}x",
+            f"{result.tokens_per_second:,.0f}",
+            f"{result.mean_step_seconds:.2f}",
+            f"{result.tokens_cv:.2f}",
+            f"{result.token_delay:.2f}",
+        )
+    console.print(table)
 
 
-def draw(jobs: Sequence[Measured], path: Path) -> None:
-    """Micro-batch workloads of every step of each job, and the jobs' measured speed relative to the first."""
+def new_table(title: str, headings: Sequence[str], caption: str) -> Table:
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("preset")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def draw(measured: Sequence[Measured], simulated: dict[str, SimulationResult], path: Path) -> None:
+    """What each rank has to do in each step, and speeds over plain-4d: measured here, simulated on a cluster."""
     figure, axes = pyplot_without_display().subplots(
-        1, len(jobs) + 1, figsize=(13, 4), width_ratios=[*[1.0 for _ in jobs], 0.8], constrained_layout=True
+        1, 4, figsize=(14, 3.8), width_ratios=[1.2, 1.2, 0.6, 1.0], constrained_layout=True
     )
-    colours = [BASELINE, BALANCED]
-    tallest = 0.0
-    for axis, job, colour in zip(axes, jobs, colours, strict=False):
-        position = 0
-        for plan in job.plans:
-            workloads = [1e3 * micro_batch.workload for micro_batch in plan.micro_batches]
-            mean = sum(workloads) / len(workloads)
-            axis.bar(range(position, position + len(workloads)), workloads, width=1.0, color=colour)
-            axis.hlines(mean, position - 0.5, position + len(workloads) - 0.5, color="black", linewidth=1)
-            tallest = max(tallest, *workloads)
-            position += len(workloads) + 2
-        axis.set_title(f"{job.name}: predicted milliseconds of every micro-batch", fontsize=10)
-        axis.set_xticks([])
-        axis.set_xlabel("micro-batches, step by step (line: mean of the step)")
+    colours = {preset: BASELINE if preset.endswith("-4d") else BALANCED for preset in SYSTEMS}
+    tallest = max(float(result.rank_seconds.max()) for result in measured)
+    for axis, result in zip(axes, measured, strict=False):
+        for step, ranks in enumerate(result.rank_seconds):
+            axis.bar(3 * step + np.arange(len(ranks)), ranks, width=0.9, color=colours[result.preset])
+            axis.hlines(ranks.max(), 3 * step - 0.5, 3 * step + len(ranks) - 0.5, color="black", linewidth=1.2)
+        axis.set(ylim=(0, 1.1 * tallest), xticks=[], xlabel="two ranks, step by step; line: when the step ends")
+        axis.set_title(f"{result.preset}: seconds of work of each rank (predicted)", fontsize=10)
+    base = measured[0].tokens_per_second
+    speeds = {result.preset: result.tokens_per_second / base for result in measured}
+    _draw_speeds(axes[2], speeds, colours, "measured\n2 CPU processes")
+    plain = simulated[SYSTEMS[0]]
+    over_plain = {system: result.speed_at_equal_work(plain) for system, result in simulated.items()}
+    _draw_speeds(axes[3], over_plain, colours, f"simulated\n{CLUSTER_MODEL}, {plain.job.gpus} H100")
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    for axis in axes[: len(jobs)]:
-        axis.set_ylim(0, 1.05 * tallest)
-    base = jobs[0]
-    for offset, (job, colour) in enumerate(zip(jobs, colours, strict=False)):
-        ratios = [job.busy / base.busy, job.tokens_per_second / base.tokens_per_second]
-        places = [group + 0.4 * offset for group in range(len(ratios))]
-        bars = axes[-1].bar(places, ratios, width=0.36, color=colour, label=job.name)
-        axes[-1].bar_label(bars, [f"{ratio:.2f}x" for ratio in ratios], padding=2)
-    axes[-1].set_xticks([0.2, 1.2], ["at equal work", "tokens/s"])
-    axes[-1].set_title("measured speed over plain-4D", fontsize=10)
-    axes[-1].margins(y=0.3)
-    axes[-1].legend(frameon=False, loc="upper left", ncols=2)
-    axes[-1].spines[["top", "right"]].set_visible(False)
     save(figure, path)
+
+
+def _draw_speeds(axis: Any, speeds: dict[str, float], colours: dict[str, str], title: str) -> None:
+    bars = axis.bar(list(speeds), list(speeds.values()), color=[colours[preset] for preset in speeds], width=0.7)
+    axis.bar_label(bars, [f"{speed:.2f}x" for speed in speeds.values()], padding=2, fontsize=9)
+    axis.set_title(f"speed at equal work, {title}", fontsize=10)
+    axis.tick_params(axis="x", labelsize=8)
+    axis.margins(y=0.12)
 
 
 if __name__ == "__main__":

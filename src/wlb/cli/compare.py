@@ -54,7 +54,11 @@ def compare(
     max_delay: options.MaxDelay = None,
     steps: options.Steps = None,
     overlong: Annotated[
-        str, typer.Option(help="Documents over the context window: split, truncate, drop or error.")
+        str,
+        typer.Option(
+            help="Documents over the context window: split, truncate, drop or error. cut: every document where a "
+            "window of the stream ends, so that all methods train the same segments."
+        ),
     ] = "split",
     solver_seconds: Annotated[float, typer.Option(min=0.01, help="Time limit of one solve of fixed_solver.")] = 10.0,
     plot: Annotated[Path | None, typer.Option(help="Also draw the comparison into this PNG file.")] = None,
