@@ -153,9 +153,12 @@ COMMANDS = {
     ),
     "rivals": ("--gpus --context-window --model --hardware --batch-tokens --policies --steps --plot --json"),
     "reproduce": "--out --lengths --steps --seed --seeds --profile --json",
-    "train": "--set --profile --json --dry-run --rank --device --hardware",
+    "train": "--set --trace --profile --json --dry-run --rank --device --hardware",
     "diagnose": "--json",
-    "report": ("--out --model --hardware --parallel --context-window --micro-batches --steps --rivals --before --json"),
+    "report": (
+        "--out --model --hardware --dp --pp --cp --tp --virtual-pp --schedule --parallel --context-window "
+        "--micro-batches --steps --rivals --before --json"
+    ),
     "export": "--out --step --dtype --set --json",
 }
 

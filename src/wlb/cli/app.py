@@ -6,8 +6,11 @@ Commands import what they need when they run, so that ``wlb --help`` answers at 
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import typer
 
@@ -64,19 +67,26 @@ def _root(
         print(context.get_help())
 
 
-app.command("prepare", rich_help_panel="Data")(prepare.prepare)
-app.command("compare", rich_help_panel="Planning")(compare.compare)
-app.command("tune", rich_help_panel="Planning")(tune.tune)
-app.command("shard", rich_help_panel="Planning")(shard.shard)
-app.command("simulate", rich_help_panel="Planning")(simulate.simulate)
-app.command("rivals", rich_help_panel="Planning")(rivals.rivals)
-app.command("reproduce", rich_help_panel="Planning")(reproduce.reproduce)
-app.command("prefill", rich_help_panel="Planning")(prefill.prefill)
-app.command("profile", rich_help_panel="Planning")(profile.profile)
-app.command("report", rich_help_panel="Planning")(report.report)
-app.command("train", rich_help_panel="Training")(train.train)
-app.command("export", rich_help_panel="Training")(export.export)
-app.command("diagnose", rich_help_panel="Training")(diagnose.diagnose)
+_COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "Data": (prepare.prepare,),
+    "Planning": (
+        compare.compare,
+        tune.tune,
+        shard.shard,
+        simulate.simulate,
+        rivals.rivals,
+        reproduce.reproduce,
+        prefill.prefill,
+        profile.profile,
+        report.report,
+    ),
+    "Training": (train.train, export.export, diagnose.diagnose),
+}
+
+for panel, commands in _COMMANDS.items():
+    for command in commands:
+        paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__ or ""))  # the terminal wraps them
+        app.command(command.__name__, help=paragraphs, rich_help_panel=panel)(command)
 
 
 def main() -> None:

@@ -35,13 +35,18 @@ def compare(
     lengths: options.Lengths,
     context_window: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", parser=options.tokens, help="Tokens attention may span, such as 128K."),
+        typer.Option(
+            metavar="TOKENS", parser=options.tokens, help="Tokens attention may span, such as 128K. \\[required]"
+        ),
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Micro-batches of a step, over all data-parallel ranks. \\[required]"),
     ] = None,
     dp: options.Dp = 1,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel size; default: 4, with --prefill 1.")] = None,
+    pp: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Pipeline-parallel size; default: 4, with --prefill 1.")
+    ] = None,
     tp: options.Tp = None,
     cp: options.Cp = None,
     model: options.Model = options.DEFAULT_MODEL,
@@ -49,46 +54,73 @@ def compare(
     profile: options.Profile = None,
     methods: options.Methods = None,
     max_length_factor: Annotated[
-        float, typer.Option(min=1.0, max=1000.0, help="L_max of variable_length and makespan, in context windows.")
+        float, typer.Option(min=1.0, max=1000.0, metavar="X", help="L_max of variable_length and makespan, in windows.")
     ] = 1.5,
     max_delay: options.MaxDelay = None,
     steps: options.Steps = None,
     overlong: Annotated[
         str,
         typer.Option(
+            metavar="POLICY",
             help="Documents over the context window: split, truncate, drop or error. cut: every document where a "
-            "window of the stream ends, so that all methods train the same segments."
+            "window of the stream ends, so that all methods train the same segments.",
         ),
     ] = "split",
-    solver_seconds: Annotated[float, typer.Option(min=0.01, help="Time limit of one solve of fixed_solver.")] = 10.0,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the comparison into this PNG file.")] = None,
+    solver_seconds: Annotated[
+        float, typer.Option(min=0.01, metavar="X", help="Time limit of a solve of fixed_solver.")
+    ] = 10.0,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw the comparison: .png, .pdf or .svg.")
+    ] = None,
     prefill: Annotated[
         bool, typer.Option("--prefill", help="Take the lengths as prompts; simulate a serving system's prefill.")
     ] = False,
     token_budget: Annotated[
         int | None,
-        typer.Option(metavar="TOKENS", parser=options.tokens, help="--prefill: tokens of a rank in one pass."),
+        typer.Option(
+            metavar="TOKENS",
+            parser=options.tokens,
+            rich_help_panel=options.PREFILL_ONLY,
+            help="Tokens of a rank in one pass. \\[required]",
+        ),
     ] = None,
     chunked: Annotated[
-        bool, typer.Option("--chunked/--whole", help="--prefill: cut prompts into chunks, or not.")
+        bool,
+        typer.Option(
+            "--chunked/--whole", rich_help_panel=options.PREFILL_ONLY, help="Cut prompts into chunks, or not."
+        ),
     ] = True,
     load: Annotated[
-        float, typer.Option(min=0.0, help="--prefill: arrivals, as a share of what ranks can do; 0: all at once.")
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="X",
+            rich_help_panel=options.PREFILL_ONLY,
+            help="Arrivals, as a share of what ranks can do; 0: all at once.",
+        ),
     ] = 0.0,
     lock_step: Annotated[
-        bool, typer.Option("--lock-step/--independent", help="--prefill: ranks run passes together, or each its own.")
+        bool,
+        typer.Option(
+            "--lock-step/--independent",
+            rich_help_panel=options.PREFILL_ONLY,
+            help="Ranks run passes together, or each its own.",
+        ),
     ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="--prefill: of the arrivals.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", rich_help_panel=options.PREFILL_ONLY, help="Seed of the arrivals.")
+    ] = 0,
     json: options.Json = False,
 ) -> None:
     """Compare packing methods on a list of document lengths.
 
-    Packs the documents with every method and prints balance, delay, planning time and the simulated pipeline's cost
-    over a perfectly balanced one. Methods: sequential, fixed_greedy, fixed_solver, variable_length, makespan.
-    fixed_greedy:4 packs 4 global batches together, variable_length:1 has one outlier queue, variable_length:auto tunes
-    thresholds as documents arrive, variable_length:paper is Algorithm 1 without early release.
+    Packs the documents with every method and prints speed at equal work, balance and token delay, simulated.
 
-    With --prefill the lengths are prompts: the same as wlb prefill, which explains its options.
+    Methods: sequential, fixed_greedy, fixed_solver, variable_length, makespan, elastic. fixed_greedy:4 packs 4 global
+    batches together; variable_length:1 has one outlier queue, variable_length:auto tunes its thresholds as documents
+    arrive, variable_length:paper is the paper's Algorithm 1, without early release.
+
+    With --prefill the lengths are prompts, and the command is wlb prefill.
 
     Example: wlb compare synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """

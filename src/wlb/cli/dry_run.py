@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from wlb.cli.console import emit_json, print_table, stdout
+from wlb.cli.console import emit_json, print_table, stderr, stdout
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ def dry_run(config: Path, overrides: list[str], rank: str, device: str | None, h
         raise UserError(f"--device {wanted!r} is no device; choose cpu or cuda")
     if rank != "all" and not rank.isdecimal():
         raise UserError(f"--rank {rank!r} is no rank; give a number, or all")
-    result = run(loaded, "all" if rank == "all" else int(rank), "cpu" if wanted == "cpu" else hardware)
+    with stderr.status("one step of every kind of rank" if rank == "all" else f"one step of rank {rank}"):
+        result = run(loaded, "all" if rank == "all" else int(rank), "cpu" if wanted == "cpu" else hardware)
     if as_json:
         emit_json(result.to_json())
     else:

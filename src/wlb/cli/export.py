@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json
+from wlb.cli.console import emit_json, stderr
 from wlb.errors import require
 
 
@@ -22,8 +22,10 @@ class Dtype(StrEnum):
 
 def export(
     config: Annotated[Path, typer.Argument(help="Configuration that the job was started with (TOML).")],
-    out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.", show_default=False)],
-    step: Annotated[int | None, typer.Option(min=1, help="Checkpoint of this step; default: the newest.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to make; it must not exist.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Checkpoint of this step; default: the newest.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Type of the weights; a checkpoint has float32.")] = Dtype.BFLOAT16,
     overrides: Annotated[
         list[str] | None,
@@ -41,12 +43,9 @@ def export(
     from wlb.config_file import load_config
     from wlb.training.checkpoint.export import export_checkpoint
 
-    exported = export_checkpoint(
-        load_config(config, overrides or (), auto_dp=lambda of_one_rank: 1),
-        out,
-        step=step,
-        dtype=getattr(torch, dtype.value),
-    )
+    loaded = load_config(config, overrides or (), auto_dp=lambda of_one_rank: 1)
+    with stderr.status("reading the checkpoint and writing the model"):
+        exported = export_checkpoint(loaded, out, step=step, dtype=getattr(torch, dtype.value))
     tokenizer = list(exported.tokenizer)
     if json:
         emit_json(

@@ -41,38 +41,56 @@ ContextWindow = Annotated[
     typer.Option("--context-window", metavar="TOKENS", parser=tokens, help="Tokens attention may span, such as 128K."),
 ]
 MicroBatches = Annotated[
-    int, typer.Option("--micro-batches", min=1, help="Micro-batches of a step, over all data-parallel ranks.")
+    int,
+    typer.Option("--micro-batches", min=1, metavar="N", help="Micro-batches of a step, over all data-parallel ranks."),
 ]
-Dp = Annotated[int, typer.Option("--dp", min=1, help="Data-parallel size.")]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.")]
+Dp = Annotated[int, typer.Option("--dp", min=1, metavar="N", help="Data-parallel size.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Pipeline-parallel size.")]
 Tp = Annotated[
     int | None,
-    typer.Option("--tp", min=1, help="Tensor-parallel size; default: up to 8, with 512 columns left on each GPU."),
+    typer.Option(
+        "--tp", min=1, metavar="N", help="Tensor-parallel size; default: up to 8, with 512 columns left on each GPU."
+    ),
 ]
 Cp = Annotated[
     int | None,
-    typer.Option("--cp", min=1, help="Context-parallel size; default: one rank for every 65,536 tokens of the window."),
+    typer.Option(
+        "--cp",
+        min=1,
+        metavar="N",
+        help="Context-parallel size; default: one rank for every 65,536 tokens of the window.",
+    ),
 ]
 DEFAULT_MODEL = "llama3-8b"
 Model = Annotated[
     str,
     typer.Option(
-        "--model", help="Model preset (llama3-8b, 7b, ...), or a Hugging Face model: its directory or its config.json."
+        "--model",
+        metavar="NAME",
+        help="Model preset (llama3-8b, 7b, ...), or a Hugging Face model: its directory or its config.json.",
     ),
 ]
-Hardware = Annotated[str, typer.Option("--hardware", help="Hardware preset: a100, h100, h200, cpu.")]
+Hardware = Annotated[str, typer.Option("--hardware", metavar="NAME", help="Hardware preset: a100, h100, h200, cpu.")]
 Profile = Annotated[
-    Path | None, typer.Option("--profile", help="Measured workload profile, instead of --model and --hardware.")
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="Workload profile measured by wlb profile, instead of --model and --hardware.",
+    ),
 ]
-Methods = Annotated[str | None, typer.Option("--methods", help="Comma-separated packing methods; see above.")]
+Methods = Annotated[str | None, typer.Option("--methods", metavar="A,B,...", help="Packing methods; see above.")]
 MaxDelay = Annotated[
     int | None,
-    typer.Option("--max-delay", min=0, help="Planning rounds after which a waiting document goes first."),
+    typer.Option(
+        "--max-delay", min=0, metavar="STEPS", help="Most steps that a document is delayed before it goes first."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
+PREFILL_ONLY, SEARCH_ONLY, DRY_RUN_ONLY = (f"Only with {option}" for option in ("--prefill", "--search", "--dry-run"))
 Steps = Annotated[
     int | None,
-    typer.Option("--steps", min=1, max=MOST_STEPS, help="Use only as many documents as fill these steps."),
+    typer.Option("--steps", min=1, max=MOST_STEPS, metavar="N", help="Use only as many documents as fill N steps."),
 ]
 
 _PICTURES = (".png", ".pdf", ".svg")

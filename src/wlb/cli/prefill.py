@@ -33,21 +33,21 @@ def prefill(
     dp: options.Dp = 1,
     pp: options.Pp = 1,
     tp: options.Tp = None,
-    cp: Annotated[int, typer.Option(min=1, help="Context-parallel size.")] = 1,
+    cp: Annotated[int, typer.Option(min=1, metavar="N", help="Context-parallel size.")] = 1,
     model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
     methods: Annotated[
-        str | None, typer.Option(help="Comma-separated methods; default: all that can be priced.")
+        str | None, typer.Option(metavar="A,B,...", help="Methods; default: all that can be priced.")
     ] = None,
     chunked: Annotated[bool, typer.Option("--chunked/--whole", help="Cut prompts into chunks, or not.")] = True,
     load: Annotated[
-        float, typer.Option(min=0.0, help="Arrivals, as a share of what ranks can do; 0: all at once.")
+        float, typer.Option(min=0.0, metavar="X", help="Arrivals, as a share of what ranks can do; 0: all at once.")
     ] = 0.0,
     lock_step: Annotated[
         bool, typer.Option("--lock-step/--independent", help="Ranks run passes together, or each its own.")
     ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Of the arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the arrivals.")] = 0,
     json: options.Json = False,
 ) -> None:
     """Compare policies of a serving system's prefill on a list of prompt lengths.
@@ -96,7 +96,7 @@ def prefill(
     if json:
         emit_json({"methods": [result.to_json() for result in results], **settings})
         return
-    print_table(_table(results, settings))
+    print_table(_table(results, settings), _table(results, settings, narrow=True))
     for line in _chosen_groups(results):
         stdout.print(line, highlight=False)
 
@@ -178,22 +178,26 @@ def _check_passes(prompts: NDArray[np.int64], token_budget: int, dp: int) -> Non
         )
 
 
-def _table(results: list[PrefillResult], settings: dict[str, Any]) -> Table:
+_WIDE_ONLY = ("mean", "longest", "longest\npass", "busy", "GPU-s")  # a narrow terminal goes without
+
+
+def _table(results: list[PrefillResult], settings: dict[str, Any], *, narrow: bool = False) -> Table:
     from rich import box
     from rich.table import Table
 
     load = f"load {settings['load']:g} (Poisson)" if settings["load"] else "all at once"
     ranks = f"dp {settings['dp']} {'in lock step' if settings['lock_step'] else 'independent'}, pp {settings['pp']}"
     price = ", ".join(f"{key} {value}" for key, value in settings["workload"].items())
-    columns = _columns(results)
+    columns = {heading: cells for heading, cells in _columns(results).items() if not (narrow and heading in _WIDE_ONLY)}
     table = Table(
         title=f"{settings['prompts']:,} prompts, {load}, budget {settings['token_budget']:,} tokens, "
-        f"chunked prefill {'on' if settings['chunked'] else 'off'}\n{settings['gpus']} GPUs: {ranks}; "
+        f"chunked prefill {'on' if settings['chunked'] else 'off'}\n{settings['gpus']} GPUs: {ranks}\n"
         f"simulated with {price}",
-        caption="seconds to the first token; busy: mean over slowest rank of each pass\n"
-        "GPU-s: GPU-seconds that passes hold"
-        + ("; kJ: of all GPUs until the last first token" if "kJ" in columns else ""),
+        caption="p50 to longest: seconds to the first token"
+        + ("; kJ: of all GPUs until the last first token" if "kJ" in columns else "")
+        + ("" if narrow else "\nbusy: mean over slowest rank of each pass; GPU-s: GPU-seconds that passes hold"),
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         pad_edge=False,
     )
     table.add_column("method", no_wrap=True)

@@ -40,12 +40,12 @@ class Dtype(StrEnum):
 
 
 def profile(
-    out: Annotated[Path, typer.Option(help="Profile to write (JSON).", show_default=False)],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Profile to write (JSON).", show_default=False)],
     device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.CPU,
     model: Annotated[
-        str | None, typer.Option(help="As for wlb compare; default tiny on cpu, llama3-8b on cuda.")
+        str | None, typer.Option(metavar="NAME", help="As for wlb compare; default: tiny on cpu, llama3-8b on cuda.")
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Measure one of so many tensor-parallel ranks.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, metavar="N", help="Measure one of N tensor-parallel ranks.")] = 1,
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -53,14 +53,16 @@ def profile(
         ),
     ] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Compute type; default float32 on cpu, bfloat16 on cuda.")] = None,
-    threads: Annotated[int, typer.Option(min=1, max=1024, help="CPU threads.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="CPU threads.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes, fewer times.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw seconds and FLOP/s into this PNG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also draw seconds and FLOP/s: .png, .pdf or .svg.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Measure attention and everything else of a model's blocks on this device.
 
-    Writes a workload profile for --profile of compare, tune and shard, and prints how well it predicts sizes that it
+    Writes a workload profile for --profile of other commands, and prints how well it predicts sizes that it
     has not seen. One block is measured, forward and backward.
 
     Example: wlb profile --out profile.json --plot profile.png

@@ -14,8 +14,11 @@ from wlb.errors import UserError
 if TYPE_CHECKING:
     from wlb.report.evidence import Evidence
 
-_SIMULATED_ONLY = ("model", "hardware", "parallel", "context_window", "micro_batches", "steps", "rivals")
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp")
+_SIMULATED_ONLY = (
+    *("model", "hardware", *_SIZES, "schedule", "parallel"),
+    *("context_window", "micro_batches", "steps", "rivals"),
+)
 _SCHEDULES = ("1f1b", "interleaved_1f1b")  # what wlb train runs, and so what can be recommended
 
 
@@ -28,30 +31,45 @@ def report(
             help="Document lengths as in compare, or metrics.dir of a training job: then measured, not simulated.",
         ),
     ],
-    out: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The HTML file to write.")] = Path("report.html"),
     model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
+    dp: options.Dp = 1,
+    pp: options.Pp = 4,
+    cp: Annotated[int, typer.Option("--cp", min=1, metavar="N", help="Context-parallel size.")] = 2,
+    tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel size.")] = 8,
+    virtual_pp: Annotated[int, typer.Option(min=1, metavar="N", help="Model chunks per pipeline rank.")] = 1,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(_SCHEDULES)}.")
+    ] = None,
     parallel: Annotated[
-        str, typer.Option(help="Sizes of the job, as dp=4,pp=4,cp=2,tp=8; also virtual_pp=N and schedule=NAME.")
-    ] = "dp=1,pp=4,cp=2,tp=8",
+        str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")
+    ] = None,
     context_window: Annotated[
         int, typer.Option(metavar="TOKENS", parser=options.tokens, help="Tokens attention may span, such as 128K.")
     ] = 131_072,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches of a step, over all data-parallel ranks; default: dp x pp.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Micro-batches of a step, over all data-parallel ranks; default: dp x pp."
+        ),
     ] = None,
     steps: Annotated[
-        int, typer.Option(min=1, max=options.MOST_STEPS, help="Steps to simulate, as far as the documents go.")
+        int,
+        typer.Option(min=1, max=options.MOST_STEPS, metavar="N", help="Steps to simulate, as far as the documents go."),
     ] = 64,
     rivals: Annotated[
-        Path | None, typer.Option(help="What wlb rivals --json printed, for a section on published policies.")
+        Path | None,
+        typer.Option(metavar="FILE", help="What wlb rivals --json printed, for a section on published policies."),
     ] = None,
-    before: Annotated[Path | None, typer.Option(help="metrics.dir of an earlier job to compare RUN_DIR with.")] = None,
+    before: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="An earlier job to compare a training job with.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Write a report as one HTML file that works offline: what imbalance costs, where, and what to set.
 
-    Example: wlb report synthetic:20000:128K:0 --model 7b --parallel dp=4,pp=4,cp=2,tp=8 --out report.html
+    Example: wlb report synthetic:20000:128K:0 --model 7b --dp 4 --pp 4 --cp 2 --tp 8 --out report.html
     """
     from wlb.report.html.page import write_page
     from wlb.report.run_directory import is_run_directory
@@ -68,8 +86,15 @@ def report(
         )
         text, summary = _measured(path, before)
     else:
-        sizes = parallel_sizes(parallel)
-        text, summary = _predicted(source, model, hardware, sizes, context_window, micro_batches, steps, rivals)
+        given: dict[str, Any] = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_pp": virtual_pp}
+        if schedule is not None:
+            given["schedule"] = schedule
+        if schedule not in (None, *_SCHEDULES):
+            raise UserError(f"--schedule {schedule!r} cannot be trained; choose {' or '.join(_SCHEDULES)}")
+        if parallel is not None:
+            options.refuse_unused(context, (*_SIZES, "schedule"), "has no effect with --parallel, which says it")
+            given = parallel_sizes(parallel)
+        text, summary = _predicted(source, model, hardware, given, context_window, micro_batches, steps, rivals)
     write_page(out, text)
     if json:
         emit_json({"out": str(out), **summary})

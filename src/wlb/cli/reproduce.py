@@ -28,9 +28,11 @@ def reproduce(
             "all (but the last two)."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="Directory of NAME.json and NAME.png.")] = Path("results"),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory of NAME.json and NAME.png.")] = Path(
+        "results"
+    ),
     lengths: Annotated[
-        str | None, typer.Option("--lengths", help="Document lengths, as for wlb compare; default: synthetic ones.")
+        str | None, typer.Option("--lengths", metavar="LENGTHS", help="As for wlb compare; default: synthetic ones.")
     ] = None,
     steps: Annotated[
         int | None,
@@ -38,13 +40,21 @@ def reproduce(
             "--steps",
             min=1,
             max=options.MOST_STEPS,
+            metavar="N",
             help="Steps to simulate (sharding: micro-batches; convergence: to train).",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the documents and their order.")] = 0,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, max=1000, help="convergence: runs of each method.")] = 2,
+    seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the documents and their order.")] = 0,
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, max=1000, metavar="N", help="convergence: runs of each method.")
+    ] = 2,
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="kernel: measured workload profile, shown beside the H100 preset.")
+        Path | None,
+        typer.Option(
+            "--profile",
+            metavar="FILE",
+            help="kernel: workload profile measured by wlb profile, shown beside the H100 preset.",
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:

@@ -23,21 +23,30 @@ _STEPS = 4
 
 def rivals(
     lengths: options.Lengths,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs that every policy gets.")],
+    gpus: Annotated[int, typer.Option("--gpus", min=1, metavar="N", help="GPUs that every policy gets.")],
     context_window: options.ContextWindow = 131_072,
-    model: options.Model = "llama3-8b",
+    model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     batch_tokens: Annotated[
         int,
         typer.Option("--batch-tokens", metavar="TOKENS", parser=options.tokens, help="Global batch, such as 16M."),
     ] = 2**24,
     policies: Annotated[
-        str | None, typer.Option("--policies", help="Comma-separated policies; default: all (docs/rivals.md).")
+        str | None, typer.Option("--policies", metavar="A,B,...", help="Policies; default: all (docs/rivals.md).")
     ] = None,
     steps: Annotated[
-        int, typer.Option("--steps", min=1, max=options.MOST_STEPS, help="Steps of each policy in its best layout.")
+        int,
+        typer.Option(
+            "--steps",
+            min=1,
+            max=options.MOST_STEPS,
+            metavar="N",
+            help="Steps of each policy in its best layout.",
+        ),
     ] = _STEPS,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Picture of the speeds: .png, .pdf or .svg.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the speeds: .png, .pdf or .svg.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Compare balancing policies on the same documents, model, GPUs and global batch, each in its best layout.
@@ -98,8 +107,8 @@ def rivals_table(outcomes: Sequence[Outcome], title: str, space: SearchSpace) ->
     base = outcomes[0]
     table = Table(
         title=f"{title}\nsimulated; planning measured here",
-        caption=f"speed at equal work: over {base.policy}; {space.steps} steps, documents alike for all\n"
-        "exchange: received by the mean GPU in a step for attention (and by switching)",
+        caption=f"speed at equal work: over {base.policy}; {space.steps} step{'s' * (space.steps > 1)}\n"
+        "exchange: received per GPU and step for attention and switching",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

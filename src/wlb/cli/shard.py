@@ -20,20 +20,26 @@ def shard(
     context: typer.Context,
     lengths: options.Lengths,
     context_window: options.ContextWindow,
-    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel size: ranks that share a micro-batch.")],
+    cp: Annotated[
+        int, typer.Option("--cp", min=1, metavar="N", help="Context-parallel size: ranks that share a micro-batch.")
+    ],
     tp: options.Tp = None,
     model: options.Model = options.DEFAULT_MODEL,
     hardware: options.Hardware = "h100",
     profile: options.Profile = None,
     strategies: Annotated[
-        str | None, typer.Option(help="Comma-separated: per_sequence, per_document, adaptive, hybrid.")
+        str | None,
+        typer.Option(metavar="A,B,...", help="Of per_sequence, per_document, adaptive, hybrid, elastic; default: all."),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=1, max=options.MOST_STEPS, help="Micro-batches to shard, drawn at random.")
+        int, typer.Option(min=1, max=options.MOST_STEPS, metavar="N", help="Micro-batches to shard, drawn at random.")
     ] = 200,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the draw.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw the attended area of every rank, for one micro-batch, into this PNG.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Also draw every rank's attended area of one micro-batch: .png, .pdf or .svg."
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -65,7 +71,7 @@ def shard(
             results.append(
                 compare_strategy(name, micro_batches, cp, workload, on_progress=lambda task=task: bar.advance(task))  # type: ignore[misc]
             )
-    title = f"window {context_window:,}, cp {cp}, {len(micro_batches)} micro-batches; predicted for " + ", ".join(
+    title = f"window {context_window:,}, cp {cp}, {len(micro_batches)} micro-batches\npredicted for " + ", ".join(
         f"{key} {value}" for key, value in priced_by.items()
     )
     if plot is not None:
@@ -85,46 +91,43 @@ def shard(
             }
         )
         return
-    print_table(_table(results, title))
+    print_table(_table(results, title), _table(results, title, narrow=True))
     if plot is not None:
         stdout.print(f"picture: {plot}")
 
 
-def _table(results: list[StrategyResult], title: str) -> Table:
+_WIDE_ONLY = ("group,\nseconds", "planning\nms", "chosen\nper document")  # a narrow terminal goes without
+
+
+def _table(results: list[StrategyResult], title: str, *, narrow: bool = False) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(
         title=title,
         caption="means over micro-batches; imbalance: largest over mean rank\n"
-        "group: predicted seconds, forward and backward, ranks waiting for each other in every layer\n"
+        "group: predicted seconds, forward and backward; ranks wait in every layer\n"
         "K/V gathered: tokens whose keys and values another rank attends",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    table.add_column("strategy", no_wrap=True)
-    for heading in (
-        "attention\nimbalance",
-        "latency\nimbalance",
-        "token\nimbalance",
-        "K/V\ngathered",
-        "group,\nseconds",
-        "over\nbest",
-        "planning\nms",
-        "chosen\nper document",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
     best = min(result.slowest_seconds for result in results)
-    for r in results:
-        table.add_row(
-            r.strategy,
-            f"{r.attention_imbalance:.4f}",
-            f"{r.latency_imbalance:.4f}",
-            f"{r.token_imbalance:.4f}",
-            f"{r.kv_gather_fraction:.1%}",
-            f"{r.slowest_seconds:.4f}",
-            f"{r.slowest_seconds / best:.3f}x",
-            f"{r.planning_ms:.2f}",
-            f"{r.chosen['per_document']:.0%}" if r.chosen else "",
-        )
+    columns = {
+        "group over\nbest": [f"{r.slowest_seconds / best:.3f}x" for r in results],
+        "group,\nseconds": [f"{r.slowest_seconds:.4f}" for r in results],
+        "attention\nimbalance": [f"{r.attention_imbalance:.4f}" for r in results],
+        "latency\nimbalance": [f"{r.latency_imbalance:.4f}" for r in results],
+        "token\nimbalance": [f"{r.token_imbalance:.4f}" for r in results],
+        "K/V\ngathered": [f"{r.kv_gather_fraction:.1%}" for r in results],
+        "planning\nms": [f"{r.planning_ms:.2f}" for r in results],
+        "chosen\nper document": [f"{r.chosen['per_document']:.0%}" if r.chosen else "" for r in results],
+    }
+    if narrow:
+        columns = {heading: cells for heading, cells in columns.items() if heading not in _WIDE_ONLY}
+    table.add_column("strategy", no_wrap=True)
+    for heading in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in zip([r.strategy for r in results], *columns.values(), strict=True):
+        table.add_row(*row)
     return table

@@ -36,12 +36,18 @@ def simulate(
     job: Annotated[
         str | None,
         typer.Argument(
-            help="Configuration file of a job, or a named one: 550m-64k ... 70b-128k, 405b-128k.", show_default=False
+            help="Configuration file of a job, or a named one: 550m-64k ... 70b-128k, 405b-128k. \\[required without "
+            "--search]",
+            show_default=False,
         ),
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option("--lengths", help="Document lengths, as for wlb compare; default: the job's store, or synthetic."),
+        typer.Option(
+            "--lengths",
+            metavar="LENGTHS",
+            help="Document lengths, as for wlb compare; default: the job's store, or synthetic.",
+        ),
     ] = None,
     steps: Annotated[
         int | None,
@@ -49,6 +55,7 @@ def simulate(
             "--steps",
             min=1,
             max=options.MOST_STEPS,
+            metavar="N",
             help="Steps to simulate; default 50, or 8 of each finalist of --search.",
         ),
     ] = None,
@@ -56,37 +63,63 @@ def simulate(
         str | None,
         typer.Option(
             "--systems",
-            help="Comma-separated presets: plain-4d, fixed-4d, wlb-llm, best. A configuration comes first, as it is.",
+            metavar="A,B,...",
+            help="Presets: plain-4d, fixed-4d, wlb-llm, best, elastic; default: all, or a configuration and plain-4d.",
         ),
     ] = None,
     hardware: options.Hardware = "h100",
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", help="Measured workload profile: computing as measured, links as --hardware."),
+        typer.Option(
+            "--profile",
+            metavar="FILE",
+            help="Workload profile measured by wlb profile: compute as measured, links of --hardware.",
+        ),
     ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="Pipeline schedule: 1f1b, interleaved_1f1b, gpipe, interleaved_zero_bubble, zbv_zero_bubble."
+            metavar="NAME",
+            help="Pipeline schedule: 1f1b, interleaved_1f1b, gpipe, interleaved_zero_bubble, zbv_zero_bubble.",
         ),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Override of a configuration: section.key=value.")
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the last step of the last system as a Perfetto trace.")
+        Path | None,
+        typer.Option("--trace", metavar="FILE", help="Write the last step of the last system as a Perfetto trace."),
     ] = None,
     search: Annotated[bool, typer.Option("--search", help="Look for the fastest layout and packing.")] = False,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="GPUs, for --search.")] = None,
-    model: options.Model = options.DEFAULT_MODEL,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus", min=1, metavar="N", rich_help_panel=options.SEARCH_ONLY, help="GPUs of the job. \\[required]"
+        ),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", rich_help_panel=options.SEARCH_ONLY, help="Model, as for wlb compare."),
+    ] = options.DEFAULT_MODEL,
     context_window: Annotated[
         int,
-        typer.Option("--context-window", metavar="TOKENS", parser=options.tokens, help="For --search, such as 128K."),
+        typer.Option(
+            "--context-window",
+            metavar="TOKENS",
+            parser=options.tokens,
+            rich_help_panel=options.SEARCH_ONLY,
+            help="Tokens attention may span, such as 128K.",
+        ),
     ] = 131_072,
     batch_tokens: Annotated[
         int,
         typer.Option(
-            "--batch-tokens", metavar="TOKENS", parser=options.tokens, help="Global batch, for --search, such as 16M."
+            "--batch-tokens",
+            metavar="TOKENS",
+            parser=options.tokens,
+            rich_help_panel=options.SEARCH_ONLY,
+            help="Global batch, such as 16M.",
         ),
     ] = 2**24,
     json: options.Json = False,
@@ -95,8 +128,11 @@ def simulate(
 
     Plans and shards are those that the trainer would run; seconds are predicted from the hardware preset or a profile.
 
-    Examples: wlb simulate 7b-128k · wlb simulate configs/7b_128k.toml --lengths lengths.json --trace step.json ·
-    wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
+    Example: wlb simulate 7b-128k
+
+    Example: wlb simulate configs/7b_128k.toml --lengths lengths.json --trace step.json
+
+    Example: wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
     """
     if search:
         options.refuse_unused(context, _JOB_ONLY, "has no effect with --search, which makes its own jobs")
@@ -123,7 +159,7 @@ def simulate(
     if json:
         emit_json(shown | {"systems": simulation_json(results)})
         return
-    print_table(simulation_table(Path(job).name, results, shown))
+    print_table(*(simulation_table(Path(job).name, results, shown, narrow=narrow) for narrow in (False, True)))
     if trace is not None:
         stdout.print(f"trace: {trace} (open it at ui.perfetto.dev)")
 

@@ -28,7 +28,10 @@ def simulation_json(results: dict[str, SimulationResult]) -> list[dict[str, Any]
     ]
 
 
-def simulation_table(title: str, results: dict[str, SimulationResult], shown: dict[str, Any]) -> Table:
+def simulation_table(
+    title: str, results: dict[str, SimulationResult], shown: dict[str, Any], *, narrow: bool = False
+) -> Table:
+    """Where the time of each system's steps goes, in seconds and shares; ``narrow`` leaves the seconds out."""
     from wlb.simulate import CAUSES
 
     first = next(iter(results.values()))
@@ -38,23 +41,28 @@ def simulation_table(title: str, results: dict[str, SimulationResult], shown: di
         title=f"{title} on {first.job.gpus:,} GPUs\nsimulated ({priced})",
         caption=f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
         f"speed at equal work: predicted seconds of work done in a second, over {base}\n"
-        "tokens/s counts as a gain what is cut away or still waits\n"
-        "seconds of a step · imbalance: slowest over mean",
+        "tokens/s counts attention that is cut away, and documents still delayed, as gains\n"
+        + ("shares" if narrow else "seconds")
+        + " of a step · imbalance: slowest over mean",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    table.add_column("where the time goes", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for name in results:
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("speed at equal work", *(f"{r.speed_at_equal_work(results[base]):.3f}x" for r in results.values()))
+    table.add_row("tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results.values()))
+    table.add_section()
     for cause in CAUSES:
-        cells = [f"{r.where[cause]:.3f} {r.where[cause] / r.mean_step_seconds:6.1%}" for r in results.values()]
+        cells = [_part(r.where[cause], r.mean_step_seconds, narrow) for r in results.values()]
         if any(abs(r.where[cause]) > 5e-4 for r in results.values()):
             table.add_row(cause, *cells)
     table.add_section()
-    table.add_row("step", *(f"{r.mean_step_seconds:.3f} {1:6.1%}" for r in results.values()))
-    table.add_row("speed at equal work", *(f"{r.speed_at_equal_work(results[base]):.3f}x" for r in results.values()))
-    table.add_row("tokens/s", *(f"{r.tokens_per_second:,.0f}" for r in results.values()))
+    if narrow:
+        table.add_row("step, seconds", *(f"{r.mean_step_seconds:.3f}" for r in results.values()))
+    else:
+        table.add_row("step", *(_part(r.mean_step_seconds, r.mean_step_seconds) for r in results.values()))
     for key, name in (
         ("gpus", "imbalance: GPUs"),
         ("micro_batches", "micro-batches"),
@@ -66,6 +74,11 @@ def simulation_table(title: str, results: dict[str, SimulationResult], shown: di
     table.add_row("tokens per step, CV", *(f"{r.tokens_cv:.3f}" for r in results.values()))
     table.add_row("attention kept", *(f"{r.attention_kept:.0%}" for r in results.values()))
     return table
+
+
+def _part(seconds: float, of_step: float, narrow: bool = False) -> str:
+    share = f"{seconds / of_step:6.1%}"
+    return share if narrow else f"{seconds:.3f} {share}"
 
 
 def _base_of(results: dict[str, SimulationResult]) -> str:

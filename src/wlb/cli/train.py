@@ -17,21 +17,38 @@ def train(
     overrides: list[str] = typer.Option(
         [], "--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."
     ),
-    profile: bool = typer.Option(
-        False, "--profile", help="Write a torch profiler trace of a few steps of every rank into METRICS_DIR/trace."
+    trace: bool = typer.Option(
+        False, "--trace", help="Write a torch profiler trace of a few steps of every rank into METRICS_DIR/trace."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print a summary as JSON on stdout at the end."),
+    traced: bool = typer.Option(False, "--profile", hidden=True, help="The name that --trace had."),
+    as_json: bool = typer.Option(False, "--json", help="Print a summary as one JSON object on stdout at the end."),
     try_only: bool = typer.Option(
         False,
         "--dry-run",
-        help="Train nothing: run one step of a rank of a job of any size on this CPU, without its other ranks, and say "
-        "what it holds and sends, and what would stop the job at its start.",
+        help="Train nothing: run one step of one rank of a job of any size on this CPU, and report its memory, its "
+        "traffic and what would stop the job at its start.",
     ),
-    rank: str = typer.Option("0", "--rank", metavar="RANK|all", help="Of --dry-run: a rank, or one of every kind."),
+    rank: str = typer.Option(
+        "0",
+        "--rank",
+        metavar="RANK|all",
+        rich_help_panel=options.DRY_RUN_ONLY,
+        help="The rank to run, or one of every kind.",
+    ),
     device: str | None = typer.Option(
-        None, "--device", metavar="cpu|cuda", help="Of --dry-run: where the job would run; default: as configured."
+        None,
+        "--device",
+        metavar="cpu|cuda",
+        rich_help_panel=options.DRY_RUN_ONLY,
+        help="Where the job would run; default: as configured.",
     ),
-    hardware: options.Hardware = "h100",
+    hardware: str = typer.Option(
+        "h100",
+        "--hardware",
+        metavar="NAME",
+        rich_help_panel=options.DRY_RUN_ONLY,
+        help="Hardware preset: a100, h100, h200, cpu.",
+    ),
 ) -> int:
     """Train a model on this machine, with one process per rank of \\[parallel].
 
@@ -44,6 +61,6 @@ def train(
     options.refuse_unused(context, _DRY_RUN_ONLY, "has no effect without --dry-run")
     from wlb.training.launcher import launch
 
-    if profile:
+    if trace or traced:
         overrides = [*overrides, "metrics.profile=true"]
     return launch(config, overrides, summary=as_json)

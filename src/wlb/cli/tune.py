@@ -39,9 +39,13 @@ def tune(
     profile: options.Profile = None,
     max_length_factor: Annotated[
         float,
-        typer.Option(min=1.0, max=1000.0, help="Largest L_max to consider, in context windows: what memory allows."),
+        typer.Option(
+            min=1.0, max=1000.0, metavar="X", help="Largest L_max to consider, in context windows: what memory allows."
+        ),
     ] = 2.0,
-    max_token_delay: Annotated[float, typer.Option(min=0.0, help="Bound on the mean token delay, in steps.")] = 0.35,
+    max_token_delay: Annotated[
+        float, typer.Option(min=0.0, metavar="STEPS", help="Bound on the mean token delay.")
+    ] = 0.35,
     max_delay: options.MaxDelay = None,
     methods: options.Methods = None,
     steps: options.Steps = None,

@@ -146,8 +146,8 @@ def test_scalars_reach_tensorboard(tmp_path):
 
 def test_the_live_line_shows_dimensions_that_have_several_ranks():
     assert live_line(ROW) == (
-        "step 1  loss 2.5000  200 tokens/s  mfu 25.0%  imbalance 1.100 dp 1.02/1.05  delay 0.00  12 waiting  0.50 s  "
-        "wait 0%"
+        "step 1  loss 2.5000  200 tokens/s  mfu 25.0%  imbalance 1.100 dp 1.02/1.05  delay 0.00  12 pending  0.50 s  "
+        "data wait 0%"
     )
     assert " pools 1.02/1.05  delay" in live_line(ROW, pooled=True)
 

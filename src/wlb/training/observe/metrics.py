@@ -162,6 +162,12 @@ class MetricsWriter:
         end_progress()
 
 
+LEGEND = (
+    "imbalance: slowest over mean micro-batch, predicted, then of each dimension as predicted/measured (1: even)\n"
+    "delay: steps a token waits, mean; pending: documents taken in and not trained yet; data wait: share of the step"
+)
+
+
 def live_line(metrics: StepMetrics, *, pooled: bool = False) -> str:
     """A step in one line; imbalance by dimension is predicted/measured, where the dimension has more than one rank."""
     short = _SHORT_OF_POOLS if pooled else _SHORT
@@ -173,8 +179,8 @@ def live_line(metrics: StepMetrics, *, pooled: bool = False) -> str:
     return (
         f"step {metrics.step}  loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
         f"mfu {metrics.mfu:.1%}  imbalance {metrics.imbalance_degree:.3f}{by_dimension}  "
-        f"delay {metrics.token_delay:.2f}  {metrics.pending_documents} waiting  {metrics.step_seconds:.2f} s  "
-        f"wait {metrics.data_wait_seconds / metrics.step_seconds:.0%}"
+        f"delay {metrics.token_delay:.2f}  {metrics.pending_documents} pending  {metrics.step_seconds:.2f} s  "
+        f"data wait {metrics.data_wait_seconds / metrics.step_seconds:.0%}"
     )
 
 

@@ -12,7 +12,7 @@ from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.imbalance import RankSteps
-from wlb.training.observe.metrics import MetricsWriter, StepMetrics
+from wlb.training.observe.metrics import LEGEND, MetricsWriter, StepMetrics
 from wlb.training.observe.observer import Observer
 from wlb.training.observe.stragglers import RankName
 from wlb.training.parallel.parallelize import Execution
@@ -129,6 +129,8 @@ class Reporter:
             yield f"mixture, by tokens: {shares}"
         if config.training.steps and self._step >= config.training.steps:
             yield f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on"
+        else:
+            yield LEGEND
         if loader.changed_data:
             yield f"wlb: warning: continuing on changed data: {loader.changed_data}"
         warnings = (

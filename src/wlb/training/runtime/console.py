@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from typing import TextIO
 
@@ -23,7 +24,8 @@ def say(line: str) -> None:
 def show_progress(line: str) -> None:
     """Show ``line`` in place of the progress line shown before it."""
     if _on_terminal():
-        _write(f"{_ERASE_LINE}{line}")
+        columns = shutil.get_terminal_size().columns  # a line that wraps could not be erased
+        _write(f"{_ERASE_LINE}{line[: columns - 1]}")
     else:
         say(line)
 
