@@ -21,7 +21,7 @@ from wlb.documents.segments import Segment
 from wlb.memory.layers import Checkpointing
 from wlb.packing.elastic import ElasticOptions
 from wlb.packing.statistics import PackingStatistics
-from wlb.planning.memory import largest_factor, predicted_memory
+from wlb.planning.memory import fits, largest_factor, predicted_memory
 from wlb.planning.planner import StepPlanner
 from wlb.report.gain import Gain, gain
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
@@ -33,7 +33,7 @@ from wlb.simulate.pools import with_decided_pools
 from wlb.simulate.timeline import Timeline, timeline
 from wlb.workload.base import DocumentPrices
 
-BASELINE, BEST = "plain-4d", "best"  # presets
+BASELINE, BEST, ELASTIC = "plain-4d", "best", "elastic"  # presets
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")
 RECOMMENDED = "makespan"
 
@@ -102,6 +102,13 @@ class Evidence:
     def job(self) -> SimulatedJob:
         return self.systems[BEST].job
 
+    @cached_property
+    def winner(self) -> str:
+        """The preset to set: ``elastic`` where it fits and is about as fast as ``best``, as it delays no document."""
+        elastic = self.systems[ELASTIC].job
+        as_fast = self.gains[ELASTIC].factor >= (1 - AS_FAST) * self.gains[BEST].factor
+        return ELASTIC if as_fast and fits(elastic, elastic.memory_limit) else BEST
+
     @property
     def recommended(self) -> TriedLength:
         """The L_max that ``best`` is simulated with."""
@@ -165,6 +172,7 @@ def gather_evidence(
         results.append(_pack(method, documents, cluster, systems[BEST].job))
     fastest = max(candidate.work_rate for candidate in candidates)
     tried = [_tried(candidate, candidate.work_rate / fastest) for candidate in candidates]
+    systems = {name: systems[name] for name in PRESETS}
     return Evidence(lengths, systems, results, tried, room is not None, _shards(systems[BEST]))
 
 

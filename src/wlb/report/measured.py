@@ -8,7 +8,7 @@ from wlb.report.gain import Gain, gain
 from wlb.report.html.charts import intervals, series, stacked
 from wlb.report.html.diagrams import heat_map
 from wlb.report.html.markup import Markup, join, table, tag
-from wlb.report.html.page import facts, page, paragraph, section
+from wlb.report.html.page import facts, page, paragraph, section, verdict
 from wlb.report.run_directory import TrainingRun
 
 TITLE = "What this training job loses to imbalance"
@@ -20,7 +20,7 @@ _DIMENSIONS = {
     "dp": "data-parallel ranks",
     "micro_batches": "micro-batches of a pipeline",
 }
-_PARTS = ("compute of the mean rank", "waiting for the slowest rank", "data", "everything else")
+_PARTS = ("compute of the mean rank", "idle until the slowest rank", "data wait", "everything else")
 
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
@@ -45,6 +45,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     return page(
         TITLE,
         [
+            verdict(_verdict(run) if before is None else _compared(run, before, faster)),
             paragraph(
                 tag("span", "measured", class_="label-measured"),
                 f" by the job itself: {_covered(run)}"
@@ -60,6 +61,20 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
             section("causes", "Causes", *_causes(run)),
         ],
     )
+
+
+def _verdict(run: TrainingRun) -> str:
+    if run.diagnosis is None:
+        return f"Steps take {_seconds(run.mean('step_seconds'))} on average; the job has not been diagnosed yet."
+    diagnosis = run.diagnosis
+    lost = diagnosis["mean_compute_seconds"] * (diagnosis["slowest_over_mean"] - 1) / diagnosis["step_seconds"]
+    return f"The mean rank spends {lost:.0%} of a step idle until the slowest rank has computed as well."
+
+
+def _compared(run: TrainingRun, before: TrainingRun, faster: Gain) -> str:
+    names = f"{_shortened(run.name)} does {faster.factor:.2f} times the work of {_shortened(before.name)}"
+    sure = "" if not faster.low <= 1 <= faster.high else ", which is within the noise of these steps"
+    return f"{names} in the same time{sure}."
 
 
 def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
@@ -83,7 +98,7 @@ def _gain(before: TrainingRun, run: TrainingRun, faster: Gain) -> list[Markup]:
         paragraph(
             "Speed at equal work counts the model FLOPs of what was trained in a second of each device (model FLOPs "
             f"utilisation). In tokens/s it is {run.tokens_per_second / before.tokens_per_second:.2f}x, which also "
-            "counts as a gain what is cut off documents, and long documents that still wait."
+            "rises where documents are cut or still delayed."
         ),
         paragraph(
             "The interval covers how much steps differ inside these two runs. It does not cover differences between "
@@ -120,7 +135,7 @@ def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
         "tokens/s",
         "imbalance degree (predicted)",
         "token delay, steps",
-        "waiting for data",
+        "data wait",
     )
     return [
         series("steps-chart", "Model FLOPs utilisation, step by step", lines, "model FLOPs utilisation", "Measured."),
@@ -176,10 +191,10 @@ def _ranks(runs: Sequence[TrainingRun]) -> list[Markup]:
             "ranks-chart",
             "Compute of every GPU",
             [(name, seconds) for name, seconds in panels if seconds is not None],
-            "Measured seconds of compute in a step, without collectives and waiting",
+            "Measured seconds of compute in a step, without collectives and idle time",
             f"Mean of the last diagnosed steps ({_diagnosed(runs)}). Rows are pipeline ranks, columns context-parallel "
-            "ranks within data-parallel ones; of a tensor-parallel group the slowest rank. Blue ranks wait for red "
-            "ones.",
+            "ranks within data-parallel ones; of a tensor-parallel group the slowest rank. Red ranks are the slowest; "
+            "blue ones are idle until those have finished.",
         )
     ]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from wlb.memory.step import gib
-from wlb.report.evidence import AS_FAST, BASELINE, BEST, Evidence
+from wlb.report.evidence import AS_FAST, BASELINE, BEST, ELASTIC, Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram, stacked
 from wlb.report.html.diagrams import heat_map, pipeline_chart, shard_chart
 from wlb.report.html.markup import Markup, table, tag
-from wlb.report.html.page import code, facts, page, paragraph, section
+from wlb.report.html.page import code, facts, page, paragraph, section, verdict
 from wlb.report.plots import is_baseline
 from wlb.report.recommended import recommended_config
 from wlb.report.rivals import rivals_section
@@ -35,13 +35,15 @@ def predicted_report(
     ``rivals`` is what ``wlb rivals --json`` printed, for a section of its own.
     """
     job = evidence.job
-    best = evidence.gains[BEST]
-    before, after = evidence.systems[BASELINE], evidence.systems[BEST]
+    winner = evidence.winner
+    gain = evidence.gains[winner]
+    before, after = evidence.systems[BASELINE], evidence.systems[winner]
     layout = f"dp {job.dp} · pp {job.pp} · cp {job.cp} · tp {job.tp}"
     steps = len(after.seconds)
     return page(
         TITLE,
         [
+            verdict(_verdict(evidence)),
             paragraph(
                 tag("span", "simulated", class_="label-simulated"),
                 f" from the lengths of {source}: {steps} steps of {model} on {job.gpus:,} {hardware} GPUs ({layout}), "
@@ -52,17 +54,17 @@ def predicted_report(
             facts(
                 [
                     (
-                        f"{best.factor:.2f}x",
-                        f"speed at equal work, best over plain-4D ({best.low:.2f} to {best.high:.2f})",
+                        f"{gain.factor:.2f}x",
+                        f"speed at equal work, {winner} over {BASELINE} ({gain.low:.2f} to {gain.high:.2f})",
                     ),
                     (f"{before.imbalance:.2f} → {after.imbalance:.2f}", "slowest over mean GPU, compute of a step"),
-                    (f"{after.token_delay:.2f}", "steps a token waits with best, mean"),
-                    (f"{after.tokens_per_second:,.0f}", "tokens/s of best, all GPUs"),
+                    (f"{after.token_delay:.2f}", f"token delay of {winner}, mean, in steps"),
+                    (f"{after.tokens_per_second:,.0f}", f"tokens/s of {winner}, all GPUs"),
                 ]
             ),
             *([] if evidence.fits else [_does_not_fit(evidence)]),
-            section("documents", "Documents", length_histogram(evidence.lengths)),
             section("gain", "Expected gain", *_gain(evidence)),
+            section("documents", "Documents", length_histogram(evidence.lengths)),
             section("packing", "Packing", *_packing(evidence)),
             section("where", "Where the time goes", _where(evidence)),
             section("ranks", "Ranks", _ranks(evidence)),
@@ -72,6 +74,15 @@ def predicted_report(
             section("config", "Recommended configuration", *_config(evidence, model, source, store)),
         ],
     )
+
+
+def _verdict(evidence: Evidence) -> str:
+    winner = evidence.winner
+    gain, delay = evidence.gains[winner], evidence.systems[winner].token_delay
+    if gain.low <= 1.0:
+        return f"On these documents balancing may gain nothing: {winner} is {gain} as fast as {BASELINE} at equal work."
+    waits = "no document is delayed" if delay < 0.005 else f"a token is delayed by {delay:.2f} steps on average"
+    return f"Preset {winner} does {gain.factor:.2f} times the work of {BASELINE} in the same time, and {waits}."
 
 
 def _does_not_fit(evidence: Evidence) -> Markup:
@@ -88,7 +99,7 @@ def _gain(evidence: Evidence) -> list[Markup]:
         {BASELINE: 1.0} | {name: one.factor for name, one in gains.items()}
         for gains in (evidence.gains, evidence.gains_in_tokens)
     )
-    headings = ("system", "speed at equal work", "tokens/s", "over plain-4D", "token delay, steps")
+    headings = ("preset", "speed at equal work", "tokens/s", f"over {BASELINE}", "token delay, steps")
     rows = [
         (
             name,
@@ -102,32 +113,33 @@ def _gain(evidence: Evidence) -> list[Markup]:
     return [
         intervals(
             "gain-chart",
-            "Speed at equal work over plain-4D",
+            f"Speed at equal work over {BASELINE}",
             list(evidence.gains.items()),
-            "times plain-4D",
+            f"times {BASELINE}",
             f"Dots: simulated; lines: 95% of a moving-block bootstrap over {len(evidence.systems[BEST].tokens)} steps.",
         ),
-        *_doubts(evidence.gains[BEST]),
+        *_doubts(evidence.winner, evidence.gains[evidence.winner]),
         table(headings, rows),
         paragraph(
-            "Speed at equal work counts the predicted seconds of work (W_a + W_l) of the documents trained, in a "
-            "second of the job. Tokens/s counts work left undone as a gain: sequential packing cuts documents at the "
-            f"window and computes only {kept:.0%} of their attention, and long documents that still wait when the last "
-            "step ends have not been computed yet.",
+            "Speed at equal work: predicted seconds of work (W_a + W_l) of the documents trained, for each second of "
+            f"the job. Tokens/s also rises with work left undone: {BASELINE} cuts documents at the window and computes "
+            f"only {kept:.0%} of their attention, and documents still delayed after the last step are not trained.",
             class_="muted",
         ),
         paragraph(
-            "The interval covers which documents happen to arrive, nothing else: not errors of the workload model, not "
-            "machines that differ, not what the simulation leaves out.",
+            "The interval covers the draw of documents only. It does not cover errors of the workload model, "
+            "differences between machines, or what the simulation leaves out.",
             class_="muted",
         ),
     ]
 
 
-def _doubts(best: Gain) -> list[Markup]:
+def _doubts(winner: str, best: Gain) -> list[Markup]:
     doubts = []
     if best.low <= 1.0:
-        doubts.append("The interval of best reaches down to plain-4D: on these documents balancing may gain nothing.")
+        doubts.append(
+            f"The interval of {winner} reaches down to {BASELINE}: on these documents balancing may gain nothing."
+        )
     if best.steps < _FEW_STEPS:
         doubts.append(f"Only {best.steps} steps were simulated, too few for an interval to be relied on.")
     return [paragraph(doubt, class_="warning") for doubt in doubts]
@@ -194,10 +206,10 @@ def _where(evidence: Evidence) -> Markup:
         "Seconds for the same work, by cause",
         rows,
         causes,
-        "plain-4D = 1",
+        f"{BASELINE} = 1",
         "Simulated, mean over steps. Causes are added one after another to a job without imbalance; the sum is the "
         "step, and 1 over the sum is the speed at equal work.",
-        lambda value: f"{value:.1%} of plain-4D's step",
+        lambda value: f"{value:.1%} of {BASELINE}'s step",
     )
 
 
@@ -205,10 +217,10 @@ def _ranks(evidence: Evidence) -> Markup:
     return heat_map(
         "ranks-chart",
         "Compute of every GPU in one step",
-        [(name, evidence.systems[name].gpu_seconds) for name in (BASELINE, BEST)],
-        "Simulated seconds of compute, without collectives and waiting",
+        [(name, evidence.systems[name].gpu_seconds) for name in (BASELINE, evidence.winner)],
+        "Simulated seconds of compute, without collectives and idle time",
         f"{_THE_STEP}. Rows are pipeline ranks, columns context-parallel ranks within data-parallel ones; "
-        "tensor-parallel ranks are alike. Blue GPUs wait for red ones.",
+        "tensor-parallel ranks are alike. Red GPUs are the slowest; blue ones are idle until those have finished.",
     )
 
 
@@ -216,7 +228,7 @@ def _pipeline(evidence: Evidence) -> Markup:
     return pipeline_chart(
         "pipeline-chart",
         "One step, before and after",
-        [(name, evidence.systems[name].timeline) for name in (BASELINE, BEST)],
+        [(name, evidence.systems[name].timeline) for name in (BASELINE, evidence.winner)],
         f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only.",
     )
 
@@ -233,6 +245,22 @@ def _sharding(evidence: Evidence) -> Markup:
     )
 
 
+_TRIED = "Simulated. Speed is over the fastest; token delay in steps; memory of the worst step."
+
+
+def _reason(winner: str) -> str:
+    if winner == ELASTIC:
+        return (
+            f"{ELASTIC} is at least about as fast as {BEST} here and delays no document. Pools and their micro-batches "
+            "are chosen when the job starts; activation checkpointing is the least with which an L_max of "
+            f"{BEST} would fit."
+        )
+    return (
+        f"{BEST} leaves L_max to choose: of those that fit the memory model and are within {AS_FAST:.0%} of the "
+        "fastest, the one with the least delay. Activation checkpointing is the least that makes room."
+    )
+
+
 def _config(evidence: Evidence, model: str, source: str, store: str | None) -> list[Markup]:
     headings = ("L_max, windows", "speed at equal work", "token delay", "GiB of a GPU")
     rows = [
@@ -245,11 +273,7 @@ def _config(evidence: Evidence, model: str, source: str, store: str | None) -> l
         for one in evidence.tried
     ]
     return [
-        paragraph(
-            "Nothing is left to tune: makespan packing decides in every step which long documents wait. Of the L_max "
-            f"for which the memory model finds room and that are within {AS_FAST:.0%} of the fastest, the one with the "
-            "least delay is taken; activation checkpointing is the least that makes room."
-        ),
-        table(headings, rows, "Simulated. Speed is over the fastest; token delay in steps; memory of the worst step."),
-        code(recommended_config(evidence.job, model, source, store)),
+        paragraph(_reason(evidence.winner)),
+        *([table(headings, rows, _TRIED)] if evidence.winner == BEST else []),
+        code(recommended_config(evidence.job, model, source, store, preset=evidence.winner)),
     ]

@@ -12,24 +12,25 @@ from wlb.workload import MODEL_SHAPES
 _PLACEHOLDER = "data/corpus"
 
 
-def recommended_config(job: SimulatedJob, model: str, source: str, store: str | None = None) -> str:
-    """The sections that ``job`` settles, under preset ``best``; without ``store`` a placeholder stands for it."""
+def recommended_config(
+    job: SimulatedJob, model: str, source: str, store: str | None = None, *, preset: str = "best"
+) -> str:
+    """The sections that ``job`` settles, under ``preset``; without ``store`` a placeholder stands for it."""
     packing = job.packing
     sections: dict[str, dict[str, Any]] = {
         "model": {"name" if model in MODEL_SHAPES or not Path(model).is_dir() else "pretrained": model},
         "data": {"store": store or _PLACEHOLDER, "context_window": job.context_window},
         "parallel": {"dp": job.dp, "pp": job.pp, "cp": job.cp, "tp": job.tp},
-        "packing": {
-            "micro_batches": packing.micro_batches,
-            "max_length_factor": float(packing.length_factor),
-        },
+        "packing": {"micro_batches": packing.micro_batches},
     }
+    if preset == "best":
+        sections["packing"]["max_length_factor"] = float(packing.length_factor)
     if job.virtual_pp > 1 or job.schedule != "1f1b":
         sections["parallel"] |= {"virtual_pp": job.virtual_pp, "schedule": job.schedule}
     if job.activation_checkpointing != "none":
         sections["training"] = {"activation_checkpointing": job.activation_checkpointing}
     remark = "" if store else "; name your token store in data.store (wlb prepare)"
-    lines = [f"# For documents as in {_one_line(source)}{remark}.", 'preset = "best"']
+    lines = [f"# For documents as in {_one_line(source)}{remark}.", f'preset = "{preset}"']
     for name, settings in sections.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
     return "\n".join(lines) + "\n"

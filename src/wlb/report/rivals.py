@@ -67,7 +67,7 @@ def rivals_section(found: dict[str, Any]) -> list[Markup]:
             "rivals-chart",
             "Speed at equal work of published policies",
             [(p["policy"], p["speed_at_equal_work"], f"{p['speed_at_equal_work']:.2f}x") for p in policies],
-            "times plain-4D, each policy in its best layout",
+            "times plain-4d, each policy in its best layout",
             f"Simulated, {policies[0]['steps']} steps of {found['model']} on {found['gpus']:,} {found['hardware']} "
             f"GPUs with a window of {found['context_window']:,}; lengths {found['lengths']}.",
             highlights=_OURS,

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.report.html.markup import WIDTH, Markup, Scale, bottom_axis, box, figure, left_axis, legend, line, tag, text
+from wlb.report.html.markup import WIDE, Markup, Scale, bottom_axis, box, figure, left_axis, legend, line, tag, text
 from wlb.sharding.plan import ShardPlan
 from wlb.simulate.timeline import Timeline
 from wlb.workload.flops import attended_pairs
 
 SHADES = 21  # odd: the middle one is the mean
-_MAP_LEFT, _MAP_RIGHT = 70.0, WIDTH - 10
+_MAP_LEFT = 44.0
 _LEAST_REACH = 0.05  # of the mean, at the ends of the colour scale: less is not worth a colour
-_ROWS_LEFT, _ROWS_RIGHT = 90.0, WIDTH - 14
+_ROWS_LEFT = 68.0
 _NAMED_WIDTH = 13.0  # a box as wide as this has room for the number of its micro-batch
 _ROWS_OF_ALL = 16  # up to as many rows all pipelines are drawn, beyond it the slowest only
 _KINDS = ("idle", "forward", "backward")
@@ -33,24 +33,30 @@ def heat_map(
     """
     relative = [(name, seconds / seconds.mean()) for name, seconds in panels]
     reach = max(_LEAST_REACH, *(float(np.abs(values - 1).max()) for _, values in relative))
-    shapes: list[Markup] = []
-    top = 20.0
-    for (name, values), (_, seconds) in zip(relative, panels, strict=True):
-        shapes.append(text(_MAP_LEFT, top, f"{name}: slowest {values.max():.2f} of the mean {seconds.mean():.3g} s"))
-        top = _heat_panel(shapes, values, reach, top + 8) + 30
-    _colour_scale(shapes, reach, top)
+
+    def draw(width: float) -> tuple[float, list[Markup]]:
+        shapes: list[Markup] = []
+        top = 20.0
+        for (name, values), (_, seconds) in zip(relative, panels, strict=True):
+            shapes.append(
+                text(_MAP_LEFT, top, f"{name}: slowest {values.max():.2f} of the mean {seconds.mean():.3g} s")
+            )
+            top = _heat_panel(shapes, values, reach, top + 8, width - 8) + 30
+        _colour_scale(shapes, reach, top, width)
+        return top + 26, shapes
+
     described = "; ".join(
         f"{name}: slowest over mean {values.max():.3f}, {_heat_place(values, int(values.argmax()))}"
         for name, values in relative
     )
-    return figure(identifier, title, f"{unit}. {described}", top + 26, shapes, note)
+    return figure(identifier, title, f"{unit}. {described}", draw, note)
 
 
-def _heat_panel(shapes: list[Markup], values: NDArray[np.float64], reach: float, top: float) -> float:
-    """Draw one panel from ``top``; returns where it ends."""
+def _heat_panel(shapes: list[Markup], values: NDArray[np.float64], reach: float, top: float, right: float) -> float:
+    """Draw one panel from ``top`` up to ``right``; returns where it ends."""
     pp, dp, cp = values.shape
-    gap = min(6.0, 0.2 * (_MAP_RIGHT - _MAP_LEFT) / dp) if cp > 1 and dp > 1 else 0.0
-    width = (_MAP_RIGHT - _MAP_LEFT - gap * (dp - 1)) / (dp * cp)
+    gap = min(6.0, 0.2 * (right - _MAP_LEFT) / dp) if cp > 1 and dp > 1 else 0.0
+    width = (right - _MAP_LEFT - gap * (dp - 1)) / (dp * cp)
     height = min(26.0, max(6.0, 240.0 / pp))
     shade = np.rint((values - 1) / reach * (SHADES // 2)).astype(int) + SHADES // 2
     outline = f"h{width:.2f}v{height:.1f}h-{width:.2f}z"
@@ -67,18 +73,19 @@ def _heat_panel(shapes: list[Markup], values: NDArray[np.float64], reach: float,
         for stage in range(0, pp, every)
     ]
     bottom: float = top + pp * height
-    for rank in range(0, dp, max(1, -(-dp // 16))):
+    most = 16 if right > 500 else 6
+    for rank in range(0, dp, max(1, -(-dp // most))):
         x = _MAP_LEFT + rank * (cp * width + gap) + cp * width / 2
         shapes.append(text(x, bottom + 14, f"dp {rank}", "middle", "tick"))
     return bottom + 16
 
 
-def _colour_scale(shapes: list[Markup], reach: float, top: float) -> None:
-    size = 14.0
-    left = _MAP_LEFT + 60
+def _colour_scale(shapes: list[Markup], reach: float, top: float, width: float) -> None:
+    size = 14.0 if width == WIDE else 7.0
+    left = _MAP_LEFT + 40
     shapes.append(text(left - 8, top + 11, f"{1 - reach:.2f}", "end", "tick"))
     shapes += [box(left + size * shade, top, size + 0.3, size, f"heat-{shade}") for shade in range(SHADES)]
-    shapes.append(text(left + size * SHADES + 8, top + 11, f"{1 + reach:.2f} of the mean GPU", "start", "tick"))
+    shapes.append(text(left + size * SHADES + 8, top + 11, f"{1 + reach:.2f} of the mean", "start", "tick"))
 
 
 def _heat_place(values: NDArray[np.float64], index: int) -> str:
@@ -88,18 +95,24 @@ def _heat_place(values: NDArray[np.float64], index: int) -> str:
 
 def pipeline_chart(identifier: str, title: str, steps: Sequence[tuple[str, Timeline]], note: str) -> Markup:
     """When every pipeline rank runs which forward and backward: rows for each (name, step), on one clock."""
-    scale = Scale(0, max(step.seconds for _, step in steps), _ROWS_LEFT, _ROWS_RIGHT)
-    names = ("waiting", "forward", "backward")
-    shapes = legend([(f"fill-{kind}", name) for kind, name in zip(_KINDS, names, strict=True)], _ROWS_LEFT, 14)
-    top = 52.0
+    names = ("idle", "forward", "backward")
     described = []
     for name, step in steps:
         busy = float((step.ends - step.starts).sum() / (step.seconds * step.job.pp * step.job.dp))
-        described.append(f"{name}: {step.seconds:.3g} s for {step.plan.tokens:,} tokens, pipelines busy {busy:.0%}")
-        shapes.append(text(_ROWS_LEFT, top - 8, described[-1]))
-        top = _pipelines(shapes, step, scale, top) + 32
-    shapes += bottom_axis(scale, top - 30, top - 26, lambda seconds: f"{seconds:.3g}", "seconds")
-    return figure(identifier, title, "; ".join(described), top + 16, shapes, note)
+        described.append(f"{name}: {step.seconds:.3g} s, {step.plan.tokens:,} tokens, busy {busy:.0%}")
+
+    def draw(width: float) -> tuple[float, list[Markup]]:
+        scale = Scale(0, max(step.seconds for _, step in steps), _ROWS_LEFT, width - 10)
+        entries = [(f"fill-{kind}", name) for kind, name in zip(_KINDS, names, strict=True)]
+        shapes, end = legend(entries, _ROWS_LEFT, 14, width)
+        top = end + 32
+        for summary, (_, step) in zip(described, steps, strict=True):
+            shapes.append(text(4, top - 8, summary))
+            top = _pipelines(shapes, step, scale, top) + 32
+        axis, end = bottom_axis(scale, top - 30, top - 26, lambda seconds: f"{seconds:.3g}", "seconds", width)
+        return end, [*shapes, *axis]
+
+    return figure(identifier, title, "; ".join(described), draw, note)
 
 
 def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -> float:
@@ -136,26 +149,38 @@ def shard_chart(identifier: str, title: str, plans: Sequence[ShardPlan], note: s
     lengths = np.asarray(plans[0].segment_lengths)
     longest = np.argsort(-lengths, kind="stable")[:_NAMED_DOCUMENTS]
     areas = [attended_areas(plan) for plan in plans]
-    top, bottom, left = 62.0, 250.0, 44.0
-    heights = Scale(0, max(float(area.sum(axis=1).max()) for area in areas), bottom, top)
+    tallest = max(float(area.sum(axis=1).max()) for area in areas)
     entries = [(f"part-{n}", f"{lengths[segment]:,} tokens") for n, segment in enumerate(longest)]
     if len(lengths) > len(longest):
         entries.append(("fill-before", f"{len(lengths) - len(longest)} shorter"))
-    shapes = [*legend(entries, left, 14), *left_axis(heights, left, WIDTH - 10, lambda value: f"{value:.2g}")]
-    slot = (WIDTH - 10 - left) / len(plans)
-    described = []
-    for index, (plan, area) in enumerate(zip(plans, areas, strict=True)):
-        x = left + index * slot + 8
-        summary = f"largest {area.sum(axis=1).max():.2f}, K/V sent {plan.kv_gather_fraction:.0%}"
-        described.append(f"{plan.strategy}: {summary}")
-        shapes += [text(x, top - 22, plan.strategy), text(x, top - 8, summary, class_="tick")]
-        width = (slot - 16) / plan.cp_size
-        for rank in range(plan.cp_size):
-            shapes += _shard_bar(area[rank], longest, heights, x + rank * width, width)
-            if plan.cp_size <= 8:
-                shapes.append(text(x + (rank + 0.5) * width, bottom + 14, str(rank), "middle", "tick"))
-    shapes += [line(left, heights(1), WIDTH - 10, heights(1)), text(WIDTH / 2, bottom + 32, "rank", "middle", "tick")]
-    return figure(identifier, title, "; ".join(described), bottom + 40, shapes, note)
+    summaries = [
+        (f"largest {area.sum(axis=1).max():.2f}", f"K/V sent {plan.kv_gather_fraction:.0%}")
+        for plan, area in zip(plans, areas, strict=True)
+    ]
+
+    def draw(width: float) -> tuple[float, list[Markup]]:
+        left, columns = 34.0, len(plans) if width == WIDE else 2
+        slot = (width - 10 - left) / columns
+        shapes, end = legend(entries, left, 14, width - 10)
+        for first in range(0, len(plans), columns):
+            top, bottom = end + 60, end + 220
+            heights = Scale(0, tallest, bottom, top)
+            shapes += left_axis(heights, left, width - 10, lambda value: f"{value:.2g}")
+            for index in range(first, min(first + columns, len(plans))):
+                x = left + (index - first) * slot + 8
+                shapes += [text(x, top - 38, plans[index].strategy)]
+                shapes += [text(x, top - 23 + 14 * n, part, class_="tick") for n, part in enumerate(summaries[index])]
+                bar = (slot - 16) / plans[index].cp_size
+                for rank in range(plans[index].cp_size):
+                    shapes += _shard_bar(areas[index][rank], longest, heights, x + rank * bar, bar)
+                    if plans[index].cp_size <= 8:
+                        shapes.append(text(x + (rank + 0.5) * bar, bottom + 14, str(rank), "middle", "tick"))
+            shapes.append(line(left, heights(1), width - 10, heights(1)))
+            end = bottom + 14
+        return end + 26, [*shapes, text(width / 2, end + 18, "rank", "middle", "tick")]
+
+    described = [f"{plan.strategy}: {', '.join(summary)}" for plan, summary in zip(plans, summaries, strict=True)]
+    return figure(identifier, title, "; ".join(described), draw, note)
 
 
 def attended_areas(plan: ShardPlan) -> NDArray[np.float64]:

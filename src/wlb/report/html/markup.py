@@ -2,17 +2,21 @@
 
 ``tag`` escapes every child and attribute that is not ``Markup`` already, so a file name or a host cannot become an
 element of the page. ``figure`` is what all charts share: an accessible ``<svg>`` that scales with the page, with text,
-boxes, lines and axes in it. Colours are classes, not values; ``page`` defines them once for light and once for dark.
+boxes, lines and axes in it, drawn once for wide and once for narrow screens. Colours are classes, not values; ``page``
+defines them once for light and once for dark.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 920.0  # of every chart, in the units of its coordinates; about one pixel on a desktop
+WIDE, NARROW = 720.0, 360.0  # of every chart, in the units of its coordinates: about one pixel on each screen
+_LETTER = 6.4  # mean width of one in a chart
+LINE = 15.0  # from one line of text to the next
 _VOID = {"meta", "br"}
 
 
@@ -41,11 +45,9 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str =
     """A table whose first column names the row."""
     head = tag("tr", *(tag("th", heading, scope="col") for heading in headings))
     body = (tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows)
-    return tag(
-        "div",
-        tag("table", *([tag("caption", caption)] if caption else []), tag("thead", head), tag("tbody", *body)),
-        class_="wide",
-    )
+    shown = tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
+    # Beside the table and not in it: a table may be wider than the screen, its caption is not.
+    return join([*([tag("p", caption, class_="muted")] if caption else []), shown])
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,31 @@ class Scale:
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def figure(identifier: str, title: str, description: str, height: float, shapes: Sequence[Markup], note: str) -> Markup:
-    """A chart with its caption: ``title`` and ``description`` are what a screen reader says in its place."""
-    names = f"{identifier}-title {identifier}-description"
-    picture = tag(
-        "svg",
-        tag("title", title, id=f"{identifier}-title"),
-        tag("desc", description, id=f"{identifier}-description"),
-        *shapes,
-        viewBox=f"0 0 {WIDTH:.0f} {height:.0f}",
-        role="img",
-        aria_labelledby=names,
-        class_="chart",
-        id=identifier,
-    )
-    return tag("figure", tag("div", picture, class_="wide"), tag("figcaption", tag("b", title), ". ", note))
+Drawing = Callable[[float], tuple[float, Sequence[Markup]]]
+
+
+def figure(identifier: str, title: str, description: str, draw: Drawing, note: str) -> Markup:
+    """A chart with its caption: ``title`` and ``description`` are what a screen reader says in its place.
+
+    ``draw`` gets a width, ``WIDE`` or ``NARROW``, and returns the height and the shapes of the chart at that width.
+    """
+    pictures = []
+    for class_, width in (("wide-chart", WIDE), ("narrow-chart", NARROW)):
+        height, shapes = draw(width)
+        name = identifier if width == WIDE else f"{identifier}-narrow"
+        picture = tag(
+            "svg",
+            tag("title", title, id=f"{name}-title"),
+            tag("desc", description, id=f"{name}-description"),
+            *shapes,
+            viewBox=f"0 0 {width:.0f} {height:.0f}",
+            role="img",
+            aria_labelledby=f"{name}-title {name}-description",
+            class_=f"chart {class_}",
+            id=name,
+        )
+        pictures.append(picture)
+    return tag("figure", *pictures, tag("figcaption", tag("b", title), ". ", note))
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", class_: str = "label") -> Markup:
@@ -103,15 +115,22 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str = "axis") -> Ma
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
-def bottom_axis(scale: Scale, top: float, bottom: float, show: Callable[[float], str], label: str) -> list[Markup]:
-    """Grid lines from ``top`` to ``bottom``, their values and what they are."""
+def bottom_axis(
+    scale: Scale, top: float, bottom: float, show: Callable[[float], str], label: str, width: float
+) -> tuple[list[Markup], float]:
+    """Grid lines from ``top`` to ``bottom``, their values and what they are; and where all that ends."""
     shapes: list[Markup] = []
-    for value in scale.ticks():
+    for value in scale.ticks(5 if width == WIDE else 3):
         shapes += [
             line(scale(value), top, scale(value), bottom, "grid"),
             text(scale(value), bottom + 15, show(value), "middle", "tick"),
         ]
-    return [*shapes, text((scale.start + scale.stop) / 2, bottom + 33, label, "middle", "tick")]
+    lines = textwrap.wrap(label, int(width / _LETTER))
+    middle = (scale.start + scale.stop) / 2 if len(lines) == 1 and width == WIDE else width / 2
+    shapes += [
+        text(middle, bottom + 18 + LINE * number, line_, "middle", "tick") for number, line_ in enumerate(lines, 1)
+    ]
+    return shapes, bottom + 26 + LINE * len(lines)
 
 
 def left_axis(scale: Scale, left: float, right: float, show: Callable[[float], str]) -> list[Markup]:
@@ -125,13 +144,17 @@ def left_axis(scale: Scale, left: float, right: float, show: Callable[[float], s
     return shapes
 
 
-def legend(entries: Sequence[tuple[str, str]], x: float, y: float) -> list[Markup]:
-    """Swatches of (class, name) in a row."""
+def legend(entries: Sequence[tuple[str, str]], left: float, y: float, right: float) -> tuple[list[Markup], float]:
+    """Swatches of (class, name) in rows between ``left`` and ``right``; and where they end."""
     shapes: list[Markup] = []
+    x = left
     for class_, name in entries:
+        size = 16 + _LETTER * len(name) + 14
+        if x > left and x + size - 14 > right:
+            x, y = left, y + 18
         shapes += [box(x, y - 9, 11, 11, class_), text(x + 16, y + 1, name)]
-        x += 16 + 7.2 * len(name) + 18
-    return shapes
+        x += size
+    return shapes, y + 6
 
 
 def _text(value: str | float) -> str:

@@ -51,8 +51,10 @@ _COLD, _MEAN, _HOT = ("#2f6fc4", "#6aa9ff"), ("#f2efe9", "#2a2f36"), ("#c23b12",
 _STYLE = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:980px;margin:0 auto;padding:32px 24px 64px}
-h1{font-size:1.9rem;line-height:1.2;margin:0 0 4px}
+main{max-width:860px;margin:0 auto;padding:32px 24px 64px}
+h1{font-size:1rem;font-weight:500;color:var(--muted);margin:0 0 4px}
+.verdict{font-size:1.6rem;line-height:1.25;font-weight:600;max-width:46ch;margin:0 0 12px}
+section{min-width:0}
 h2{font-size:1.3rem;margin:48px 0 4px;border-top:1px solid var(--grid);padding-top:24px}
 p{margin:6px 0 12px;max-width:72ch}
 .muted,figcaption{color:var(--muted);font-size:.9rem}
@@ -64,21 +66,30 @@ font-size:.8rem;color:var(--after)}
 .facts span{color:var(--muted);font-size:.85rem}
 figure{margin:14px 0 22px}
 .wide{overflow-x:auto}
-.chart{display:block;width:100%;min-width:640px;height:auto;font-size:12.5px}
-.chart text{fill:var(--ink)}.chart .tick{fill:var(--muted);font-size:11.5px}
+.chart{display:block;width:100%;height:auto;font-size:12px}
+.narrow-chart{display:none}
+.chart text{fill:var(--ink)}.chart .tick{fill:var(--muted);font-size:11px}
 .chart .inside{font-size:10px;fill:var(--ink)}
 .grid{stroke:var(--grid)}.axis{stroke:var(--ink)}.whisker{stroke:var(--after);stroke-width:3;stroke-linecap:round}
 polyline{fill:none;stroke-width:2}
 .cell{stroke:var(--page);stroke-width:.6}
 table{border-collapse:collapse;width:100%;font-size:.88rem;margin:8px 0 20px;font-variant-numeric:tabular-nums}
-caption{text-align:left;color:var(--muted);font-size:.85rem;padding-bottom:4px}
 th,td{text-align:right;padding:5px 10px;border-bottom:1px solid var(--grid)}
-th:first-child{text-align:left;font-weight:500}
+th:first-child{text-align:left;font-weight:500;white-space:nowrap}
 thead th{color:var(--muted);font-weight:500}
 pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;font-size:.88rem;user-select:all}
 .warning{border-left:4px solid var(--attention);padding-left:12px}
-@media print{main{max-width:none;padding:0}h2{break-after:avoid}figure,table,pre,.facts{break-inside:avoid}
-*{print-color-adjust:exact;-webkit-print-color-adjust:exact}.wide{overflow:visible}.chart{min-width:0}}
+@media screen and (max-width:600px){main{padding:20px 14px 48px}.wide-chart{display:none}.narrow-chart{display:block}
+.verdict{font-size:1.3rem}th,td{padding:4px 6px}}
+@media screen and (min-width:1300px){main{max-width:1720px;display:grid;grid-template-columns:1fr 1fr;column-gap:56px}
+table{font-size:.82rem}th,td{padding:5px 7px}
+main>:not(section),#rivals,#config{grid-column:1/-1}#rivals figure{max-width:860px}
+.facts{grid-template-columns:repeat(4,minmax(0,300px))}}
+@media print{body{font-size:11pt}main{max-width:none;padding:0}h2,thead,.muted:has(+.wide){break-after:avoid}
+h2{margin-top:28px}
+figure,pre,.facts,.verdict,tr{break-inside:avoid}p{orphans:3;widows:3}.wide{overflow:visible}
+table{font-size:8pt}th,td{padding:3px 5px}
+*{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 """
 
 
@@ -103,6 +114,11 @@ def section(identifier: str, heading: str, *content: str) -> Markup:
 
 def paragraph(*content: str, class_: str = "") -> Markup:
     return tag("p", *content, class_=class_) if class_ else tag("p", *content)
+
+
+def verdict(sentence: str) -> Markup:
+    """The first thing that is read."""
+    return paragraph(sentence, class_="verdict")
 
 
 def facts(values: Sequence[tuple[str, str]]) -> Markup:
