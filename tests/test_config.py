@@ -72,7 +72,7 @@ def test_tokens_may_have_a_binary_unit(config):
     assert job.evaluation.length_buckets == (1024, 1048576)
     assert '"context_window":131072' in job.model_dump_json()
     for wrong in ("data.context_window=128KB", 'packing.outlier_thresholds=["128KB"]'):
-        with pytest.raises(UserError, match=r"'128KB' is no number of tokens .* 128K or 1M"):
+        with pytest.raises(UserError, match=r"'128KB' is not a number of tokens .* 128K or 1M"):
             load_config(config, [wrong])
 
 
@@ -98,7 +98,7 @@ def test_true_is_no_number(config, name):
 
 
 def test_a_scaling_takes_no_setting_of_another(config):
-    with pytest.raises(UserError, match=r"model\.rope_scaling: low_freq_factor means nothing with rope_type = 'yarn'"):
+    with pytest.raises(UserError, match=r"model\.rope_scaling: low_freq_factor has no effect with rope_type = 'yarn'"):
         load_config(config, ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.low_freq_factor=2"])
 
 

@@ -35,7 +35,7 @@ def test_plain_numbers_stay(tokens):
 )
 def test_anything_else_is_refused_by_name(text):
     with pytest.raises(
-        UserError, match="is no number of tokens from 1 to 2147483647; write it as 131072, 128K"
+        UserError, match="is not a number of tokens from 1 to 2147483647; write it as 131072, 128K"
     ) as error:
         parse_tokens(text)
     assert repr(text[:40]) in str(error.value)

@@ -1,4 +1,4 @@
-"""WLB-LLM: workload-balanced 4D-parallel training of language models on variable-length documents.
+"""WLB: workload-balanced 4D-parallel training of language models on variable-length documents.
 
 What a trainer needs to plan its own steps can be imported from here. Each name is loaded when it is first used, so
 ``import wlb`` loads nothing else, and none of the names needs torch.

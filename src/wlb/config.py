@@ -90,7 +90,7 @@ class RopeScalingConfig(Section):
     def _check(self) -> RopeScalingConfig:
         for name in sorted(self.model_fields_set):
             if self.rope_type not in _SCALINGS_WITH.get(name, (self.rope_type,)):
-                raise ValueError(f"{name} means nothing with rope_type = {self.rope_type!r}; leave it out")
+                raise ValueError(f"{name} has no effect with rope_type = {self.rope_type!r}; leave it out")
         if self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast = {self.beta_fast} must be over beta_slow = {self.beta_slow}")
         if self.high_freq_factor <= self.low_freq_factor:

@@ -1,4 +1,4 @@
-"""Writing files so that a crash leaves the old one or the new one, and so that two processes do not mix theirs.
+"""Atomic, locked file writes: a crash leaves the old file or the new one, and two processes do not mix theirs.
 
 A file is first written under another name, flushed to the disk and then renamed: ``replace_text``. Where several files
 belong together the steps are taken one by one: ``write_synced`` or ``flush``, and at last ``move`` or ``sync``.

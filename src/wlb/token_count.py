@@ -20,5 +20,5 @@ def parse_tokens(text: str) -> int:
         if 1 <= tokens <= MOST_TOKENS:
             return tokens
     raise UserError(
-        f"{text[:_LONGEST]!r} is no number of tokens from 1 to {MOST_TOKENS}; write it as 131072, 128K or 1M"
+        f"{text[:_LONGEST]!r} is not a number of tokens from 1 to {MOST_TOKENS}; write it as 131072, 128K or 1M"
     )

@@ -56,7 +56,7 @@ def test_tokens_have_units_on_the_way_in_and_none_on_the_way_out(wlb):
 def test_what_is_no_number_of_tokens_is_refused_by_option(wlb, arguments, wrong):
     status, out, err = wlb(*arguments, wrong)
     assert (status, out) == (2, "")
-    assert err.startswith(f"wlb: error: Invalid value for '{arguments[-1]}': '{wrong}' is no number of tokens")
+    assert err.startswith(f"wlb: error: Invalid value for '{arguments[-1]}': '{wrong}' is not a number of tokens")
     assert err.count("\n") == 1
 
 

@@ -74,7 +74,7 @@ def test_stdlib(wlb, tmp_path, unit):
         (["{tmp}/corpus", "--stdlib", "--out", "{tmp}/s"], "not both"),
         (["{tmp}/corpus"], "--out"),
         (["{tmp}/nothing", "--out", "{tmp}/new/s"], "nothing does not exist"),
-        (["{tmp}/corpus", "--out", "{tmp}/old.json/s"], "old.json is no directory"),
+        (["{tmp}/corpus", "--out", "{tmp}/old.json/s"], "old.json is not a directory"),
         (["{tmp}/corpus", "--out", "{tmp}/corpus"], "corpus is a directory; name the store in it"),
         (["{tmp}/corpus", "--out", "/proc/s"], "/proc"),
         (["{tmp}/corpus", "--out", "{tmp}/old"], "old.bin exists; choose another --out or pass --overwrite"),
@@ -105,7 +105,7 @@ def test_sources_without_any_document_are_called_empty(wlb, tmp_path):
     parquet.write_table(arrow.table({"text": arrow.array([], arrow.string())}), tmp_path / "none.parquet")
     for name in ("none.jsonl", "none.parquet"):
         status, _, err = wlb("prepare", tmp_path / name, "--out", tmp_path / "s")
-        assert (status, err) == (2, "wlb: error: the sources are empty: there is not one document in them\n")
+        assert (status, err) == (2, "wlb: error: the sources contain no documents\n")
 
 
 def test_a_disk_that_takes_no_more_is_one_line_and_status_2(tmp_path):

@@ -149,7 +149,7 @@ def test_a_job_that_the_trainer_refuses_is_simulated_with_a_warning():
     [
         ([], "name a configuration file or a job"),
         (["--search"], "--search needs --gpus"),
-        (["8b-128k"], "no .toml file and no named job"),
+        (["8b-128k"], "neither a .toml file nor a named job"),
         (["7b-128k", "--set", "parallel.pp=2"], "a named job has none"),
         (["7b-128k", "--schedule", "1f2b"], "unknown pipeline schedule '1f2b'"),
         (["7b-128k", "--trace", "missing/trace.json"], "directory missing"),

@@ -73,7 +73,7 @@ def test_malformed_synthetic_source(bad):
 
 @pytest.mark.parametrize("window", ["0", "4X", "4096M"])
 def test_synthetic_windows_are_tokens(window):
-    with pytest.raises(UserError, match=f"'{window}' is no number of tokens"):
+    with pytest.raises(UserError, match=f"'{window}' is not a number of tokens"):
         read_lengths(f"synthetic:10:{window}")
 
 

@@ -141,7 +141,7 @@ def test_numpy_integers_become_plain_ones(method, arrivals):
         ([(7, "5")], "document 7 .* has '5' tokens; .* whole numbers"),
         ([Segment(7, 0, True)], "document 7 .* has True tokens; .* whole numbers"),
         ([None], "document 0 .* has None tokens; .* whole numbers"),
-        ([(1, 2, 3)], r"arrival \(1, 2, 3\) is no length, .* give one of these"),
+        ([(1, 2, 3)], r"arrival \(1, 2, 3\) is not a length, .* or Segment"),
     ],
 )
 def test_impossible_arrivals_are_refused_whole(method, arrivals, message):

@@ -171,6 +171,6 @@ def test_mistakes_name_value_and_remedy():
         PrefillPlanner(WORKLOAD, 0)
     with pytest.raises(UserError, match="no prompts"):
         simulate_prefill(np.array([], np.int64), np.array([]), PrefillPlanner(WORKLOAD, BUDGET))
-    with pytest.raises(UserError, match="arrival rate of 0"):
+    with pytest.raises(UserError, match="arrival rate must be positive, got 0"):
         poisson_arrivals(3, 0.0)
     assert PrefillPlanner(WORKLOAD, BUDGET).plan([], 2) == [[], []]

@@ -132,7 +132,7 @@ def test_a_later_mistral_has_full_attention(tmp_path):
         ({"model_type": "mamba"}, "model_type 'mamba' is not priced; choose a model of llama, qwen2"),
         ({"hidden_size": None}, "there is no hidden_size; complete it"),
         ({"head_dim": None, "hidden_size": 63}, "there is no head_dim; complete it"),
-        ({"vocab_size": 8.5}, "vocab_size = 8.5 is no whole number of at least 1"),
+        ({"vocab_size": 8.5}, "vocab_size = 8.5 is not a whole number of at least 1"),
         ({"num_key_value_heads": 3}, "heads = 4, not a multiple of kv_heads = 3"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]} | ROUTED, r"mlp_only_layers = \[2\] is not priced"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2} | ROUTED, "decoder_sparse_step = 2 is not priced"),

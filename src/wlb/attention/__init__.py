@@ -1,4 +1,4 @@
-"""Exact causal attention over packed documents, on whichever back end the device offers.
+"""Exact causal attention over packed documents, on the best back end for the device.
 
 A model calls one of two functions. ``segment_attention`` takes query, key and value of a whole micro-batch and the
 lengths of its segments; ``context_parallel_attention`` takes one rank's share of them and the ``ShardPlan``. No token

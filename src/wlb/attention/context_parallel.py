@@ -1,4 +1,4 @@
-"""Attention over a micro-batch that is shared by the ranks of a context-parallel group.
+"""Attention over a micro-batch sharded by a context-parallel group.
 
 Each rank holds query, key and value of its own tokens. Forward, the keys and values that others need set out, in parts
 where they are many; while they travel, the rank attends its own tokens, segment by segment; then its pieces attend each

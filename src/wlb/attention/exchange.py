@@ -1,4 +1,4 @@
-"""The collective part: keys and values to the ranks that attend them, and their gradients back.
+"""The K/V exchange: keys and values are sent to the ranks that attend them, and their gradients returned.
 
 An all-to-all carries keys and values together and exactly the tokens that the plan needs: a rank gets the keys before
 its last piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold different numbers

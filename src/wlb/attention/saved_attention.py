@@ -1,4 +1,4 @@
-"""The results of attention, kept for a caller that computes a block a second time.
+"""Attention results saved for activation recomputation.
 
 Activation checkpointing throws away what a block computed and computes it anew before its backward pass. Attention is
 most of that work at long context, and under context parallelism its keys and values would travel once more; its output

@@ -1,4 +1,4 @@
-"""What one rank does under a ``ShardPlan``, as index arrays that every layer uses again.
+"""What one rank computes under a ``ShardPlan``, as index arrays that all layers share.
 
 The tokens of a segment that lie on one rank attend each other causally, in their order: that part needs nothing
 from others. What is missing for the rank's piece ``start`` to ``stop`` are the segment's keys before ``start`` on

@@ -1,4 +1,4 @@
-"""What one rank does under a ``ShardPlan`` in a layer whose tokens see only a sliding window, as index arrays.
+"""What one rank computes under a ``ShardPlan`` in a sliding-window layer, as index arrays.
 
 A token attends the last ``window`` tokens of its segment, itself included. So a piece from ``start`` to ``stop`` needs
 the keys from ``start - window + 1`` on and no others, and every piece that lies before another rank's sends just its

@@ -1,4 +1,4 @@
-"""Attention of a sliding-window layer over a micro-batch that is shared by the ranks of a context-parallel group.
+"""Sliding-window attention over a micro-batch sharded by a context-parallel group.
 
 Ranks send the ends of pieces that other ranks' windows reach, at most ``window - 1`` tokens of each, and attend when
 these have arrived: there is little to hide. What was received is kept until the backward for the same reason.

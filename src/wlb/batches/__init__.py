@@ -1,4 +1,4 @@
-"""Planned micro-batches for trainers that are not ours: which documents of a data set each rank trains next.
+"""Planned micro-batches for other trainers: which documents of a data set each rank trains next.
 
 ``PlannedBatchSampler`` goes where a ``batch_sampler`` goes. Everything here works on document lengths, without torch;
 ``wlb.integrations`` makes tensors of it.

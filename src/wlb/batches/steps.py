@@ -1,4 +1,4 @@
-"""Steps for a loop that cannot run an empty micro-batch and cannot cut a document: what every adapter here is made of.
+"""Steps for loops that can neither run an empty micro-batch nor cut a document; the basis of every adapter here.
 
 The planner is the trainer's own (``wlb.planning.planner``): the same order of documents over epochs, packer, dealing to
 ranks and state. One thing is added. Where the end of a stream leaves a step with too few documents for all of its

@@ -190,7 +190,7 @@ def compare(
 
 def _given(option: str, value: int | None) -> int:
     if value is None:
-        raise UserError(f"missing option {option}; only --prefill does without")
+        raise UserError(f"missing option {option}; only --prefill does not need it")
     return value
 
 

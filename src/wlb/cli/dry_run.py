@@ -25,9 +25,9 @@ def dry_run(config: Path, overrides: list[str], rank: str, device: str | None, h
     loaded = load_config(config, overrides)
     wanted = device or ("cpu" if loaded.training.device == "cpu" else "cuda")
     if wanted not in ("cpu", "cuda"):
-        raise UserError(f"--device {wanted!r} is no device; choose cpu or cuda")
+        raise UserError(f"--device {wanted!r} is unknown; choose cpu or cuda")
     if rank != "all" and not rank.isdecimal():
-        raise UserError(f"--rank {rank!r} is no rank; give a number, or all")
+        raise UserError(f"--rank {rank!r} is not a rank; give a number, or all")
     with stderr.status("one step of every kind of rank" if rank == "all" else f"one step of rank {rank}"):
         result = run(loaded, "all" if rank == "all" else int(rank), "cpu" if wanted == "cpu" else hardware)
     if as_json:

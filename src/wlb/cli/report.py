@@ -90,7 +90,9 @@ def report(
         if schedule is not None:
             given["schedule"] = schedule
         if schedule not in (None, *_SCHEDULES):
-            raise UserError(f"--schedule {schedule!r} cannot be trained; choose {' or '.join(_SCHEDULES)}")
+            raise UserError(
+                f"--schedule {schedule!r} is not a schedule of the trainer; choose {' or '.join(_SCHEDULES)}"
+            )
         if parallel is not None:
             options.refuse_unused(context, (*_SIZES, "schedule"), "has no effect with --parallel, which says it")
             given = parallel_sizes(parallel)
@@ -113,7 +115,7 @@ def parallel_sizes(text: str) -> dict[str, Any]:
             sizes[name] = int(value)
         else:
             raise UserError(
-                f"--parallel {text!r}: {part.strip()!r} is no size or schedule; give dp=4,pp=4,cp=2,tp=8, "
+                f"--parallel {text!r}: {part.strip()!r} is not a size or schedule; give dp=4,pp=4,cp=2,tp=8, "
                 f"virtual_pp=N or schedule={' or '.join(_SCHEDULES)}"
             )
     return sizes

@@ -208,7 +208,7 @@ def _jobs(
         }
         sources = [str(prefix) for prefix in config.data.stores]
     else:
-        raise UserError(f"{name!r} is no .toml file and no named job; those are {', '.join(NAMED_JOBS)}")
+        raise UserError(f"{name!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
     return {system: replace(job, **changes) for system, job in jobs.items()}, sources
 
 

@@ -1,4 +1,4 @@
-"""Document lengths from whatever holds them: the planning half needs nothing else of a corpus.
+"""Reading document lengths from files, stores or a random distribution: all that planning needs of a corpus.
 
 ``read_lengths`` takes a ``.json`` list, a ``.txt`` with one length per line, a ``.npy`` array, a ``.parquet``
 file with a column ``length``, a Megatron ``.idx``, the prefix of a token store, or

@@ -1,4 +1,4 @@
-"""Two checks for any loop: that packing changed nothing, and that the work is as even as it was planned.
+"""Two checks for any loop: that packing does not change the gradient, and that work is as balanced as planned.
 
 ``check_packing`` trains one packed micro-batch and its documents one at a time, and compares loss and gradients: a
 wrong mask, positions that do not restart, or a loss that is a mean of means shows at once. ``BalanceMonitor`` holds

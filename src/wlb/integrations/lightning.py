@@ -1,4 +1,4 @@
-"""Lightning: a planned batch sampler in the data loader, and a loss that is right for it.
+"""Lightning: a planned batch sampler for the data loader, and the loss that goes with it.
 
     trainer = lightning.Trainer(max_epochs=1, accumulate_grad_batches=4, use_distributed_sampler=False, ...)
 

@@ -1,4 +1,4 @@
-"""Our balance for PyTorch's own context parallelism: a ``ShardPlan`` as one of its load balancers.
+"""A ``ShardPlan`` as a load balancer of PyTorch's own context parallelism.
 
     balancer = torch_load_balancer(make_shard_plan(document_lengths, mesh.size(), "per_document"), device)
     q, k, v, block_mask = _context_parallel_shard(mesh, [q, k, v, block_mask], [2, 2, 2, 2], balancer)

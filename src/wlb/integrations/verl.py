@@ -1,4 +1,4 @@
-"""verl's balancing, rerouted to ours in one call.
+"""Replaces verl's balancing by ours in one call.
 
     reroute_balancing()  # before the trainer runs
 

@@ -1,4 +1,4 @@
-"""Bytes that one process of a training job holds at most, from model, layout and the tokens of its micro-batches.
+"""Peak memory of one process of a training job, from model, layout and the tokens of its micro-batches.
 
 A step is walked through operation by operation, in the order of the pipeline schedule (``wlb.schedules.operations``):
 a forward pass holds what its backward pass will read, layer by layer, a backward pass releases it and leaves gradients,

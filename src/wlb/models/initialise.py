@@ -1,4 +1,4 @@
-"""Initial weights that depend on the seed and the parameter's name, and on nothing else.
+"""Initial weights that depend only on the seed and the parameter's name.
 
 Every parameter draws from a generator of its own, seeded by a hash of (seed, full-model name). So any split
 over pipeline stages and data-parallel ranks, and any type of the weights, starts from the same numbers, and

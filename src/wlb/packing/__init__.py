@@ -1,4 +1,4 @@
-"""Documents in, ``StepPlan``s out: packers for a stream of documents, and ``balance`` for a given set of them.
+"""Packers turn a stream of documents into ``StepPlan``s; ``balance`` divides a given set of documents.
 
 ``make_packer`` and what belongs to it are loaded when they are first used, so that ``import wlb.packing`` needs NumPy
 alone: ``wlb.packing.balance`` is for trainers that have little else installed.

@@ -1,4 +1,4 @@
-"""Which data-parallel rank runs a micro-batch, and when: gains after packing, on average.
+"""Assigns packed micro-batches to data-parallel ranks, and orders them for the pipeline.
 
 Neither changes what a step trains. All ranks wait for the one with the largest sum, so ``balanced`` deals the
 heaviest micro-batches first, each to the rank with the smallest sum so far. A pipeline fills and empties at the pace of

@@ -1,4 +1,4 @@
-"""Divide a given set of documents into parts of equal work: what a trainer asks that chooses its own documents.
+"""Divides a given set of documents into parts of equal work, for trainers that choose the documents themselves.
 
 Packers decide which step trains a document. Where that is decided already, as for the rollouts of a reinforcement
 learning step or the global batch of another data loader, only the division is left, and nothing has to be remembered:
@@ -215,7 +215,7 @@ def _check_possible(task: _Task, parts: int) -> None:
 def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
     array = np.asarray(lengths)
     if array.ndim != 1 or array.size == 0:
-        raise UserError("lengths to balance are a list of at least one number of tokens; this one has none")
+        raise UserError("the list of lengths to balance is empty; give at least one")
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"document lengths must be whole numbers of tokens, not {array.dtype}; convert them to int")
     if (shortest := int(array.min())) < 1:

@@ -1,4 +1,4 @@
-"""Whether documents fit into bins at all: a search, for where placing the longest first does not show it.
+"""Searches for a way to fit documents into bins where placing the longest first fails.
 
 Bin packing is NP-hard, so the search gives up after a number of placements; that many do not depend on the machine, so
 all machines find the same.

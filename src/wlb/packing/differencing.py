@@ -1,4 +1,4 @@
-"""Largest differencing (Karmarkar and Karp, 1982, for several parts): a start where parts hold few documents.
+"""Largest differencing (Karmarkar and Karp, 1982, for several parts): the initial solution for few documents a part.
 
 Every document is a division of its own, with the document in one part and the others empty. The two divisions whose
 parts differ most are joined, the dearest part of one with the cheapest of the other, until one division is left. It

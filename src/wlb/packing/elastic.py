@@ -1,4 +1,4 @@
-"""Every step trains exactly its global batch: no document waits for another step, and none comes early.
+"""Every step trains exactly its global batch: no document is delayed or trained early.
 
 The documents that begin in a global batch of the stream are trained whole in its step, so steps differ in tokens by
 less than a document. They are even without a queue because a micro-batch runs on a pool of ranks, and holds several

@@ -1,4 +1,4 @@
-"""Make parts level by exchanging documents between the heaviest part and a light one.
+"""Balances parts by swapping documents between the heaviest part and a light one.
 
 A part's documents are exchanged by *subsets*: any document alone, and sets of several where a part holds few. Of two
 parts with n such subsets each, the best of all n x n exchanges is found in O(n log n): the subsets of one are sorted by

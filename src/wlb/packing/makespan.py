@@ -1,4 +1,4 @@
-"""Plan every step for its makespan: documents wait only where the step cannot be made even with them.
+"""Plans every step for its makespan: a document is delayed only if the step cannot be balanced with it.
 
 Each step decides anew which of the long documents at hand it trains (``wlb.packing.release``): the step's heaviest
 micro-batch over their mean is weighed against what waiting costs. It looks ahead a part of the next global batch, whose

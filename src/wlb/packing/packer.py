@@ -1,4 +1,4 @@
-"""What every packer shares: arrivals in, whole steps out, nothing lost on the way.
+"""What all packers share: taking in arrivals and emitting whole steps without losing a document.
 
 Documents arrive in any chunking. The packer buffers them, and whenever the buffer holds what its next step needs
 it plans that step, so identical documents give identical plans however they were fed. ``drain`` plans
@@ -256,7 +256,7 @@ def _as_row(arrival: Any, index: int) -> tuple[Any, Any, Any]:
         return arrival
     if len(arrival) == 2:
         return arrival[0], 0, arrival[1]
-    raise UserError(f"arrival {arrival!r} is no length, (document, length) pair or Segment; give one of these")
+    raise UserError(f"arrival {arrival!r} is not a length, (document, length) pair or Segment")
 
 
 def _as_integer(value: Any, segment: Segment) -> int:

@@ -1,4 +1,4 @@
-"""In which order a data-parallel rank runs its micro-batches, by what the configured pipeline takes for them.
+"""Searches the order of a rank's micro-batches that its pipeline schedule runs fastest.
 
 Micro-batches of unequal workload make pipeline stages wait, and how long depends on their order: heavy ones hide each
 other side by side, the best place for them depends on schedule and depth, and light ones at the ends fill and empty

@@ -1,4 +1,4 @@
-"""Longest first, into the lightest micro-batch that has room: the placement that all greedy packers share.
+"""Placement shared by all greedy packers: longest first, into the lightest micro-batch with room.
 
 Algorithm 1 of WLB-LLM (section 4.2) tries the micro-batch of least workload, then the one of fewest tokens; a
 document that fits neither fits nowhere and is left over. Two heaps answer both questions in O(log N), so

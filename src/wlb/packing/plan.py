@@ -1,4 +1,4 @@
-"""What packing produces: the plan of one optimizer step, as plain data.
+"""The plan of one optimizer step, as plain data.
 
 A ``StepPlan`` holds, for every data-parallel rank, its micro-batches in the order in which they enter the
 pipeline; a ``MicroBatch`` holds segments. Plans compare with ``==`` and survive a round trip through JSON.

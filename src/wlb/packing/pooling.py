@@ -1,4 +1,4 @@
-"""Packers that choose from a pool: whole documents, and what does not fit this time is carried over.
+"""Base of packers of whole documents: what does not fit into a step is carried over.
 
 Each planning round takes fresh documents in until pool and carry-over hold as many global batches as it plans together,
 places them into N micro-batches for each of them and carries the rest. Where that would leave over a document that has

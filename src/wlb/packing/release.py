@@ -1,4 +1,4 @@
-"""Which outliers a step trains: a search, with everything shorter taken as a fluid.
+"""Searches which outliers a step trains, treating all shorter documents as divisible.
 
 What unbalances a step are its few long documents; the many short ones fill whatever the long ones leave, almost like a
 liquid. So a set of outliers is tried by placing them alone, longest first, and pouring the rest over them: that says

@@ -1,4 +1,4 @@
-"""What a sequence of step plans amounts to: balance, delay, spread, and every document accounted for."""
+"""Statistics of a sequence of step plans: balance, delay, spread and document counts."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def _even_share(described: _ConfigJson) -> int:
     head_dim, rest = divmod(described.hidden_size, described.num_attention_heads)
     if rest:
         raise UserError(
-            f"hidden_size = {described.hidden_size} is no multiple of num_attention_heads = "
+            f"hidden_size = {described.hidden_size} is not a multiple of num_attention_heads = "
             f"{described.num_attention_heads}, and there is no head_dim; correct them"
         )
     return head_dim

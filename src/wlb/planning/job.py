@@ -1,4 +1,4 @@
-"""One job, for everybody who asks about it before it runs: what it trains on which devices, in which layout and how.
+"""One description of a job before it runs, shared by trainer, simulator and report: model, devices, layout, packing.
 
 From a ``JobSpec`` and the lengths of documents follow the steps (``wlb.planning.planner``), what they cost and what
 they hold (``wlb.planning.memory``). The trainer makes one from its configuration and the device it finds, the simulator

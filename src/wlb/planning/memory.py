@@ -1,4 +1,4 @@
-"""Whether a job fits the memory of its devices, and the longest micro-batches that do.
+"""Whether a job fits the memory of its devices, and the largest L_max that does.
 
 The estimate is ``wlb.memory.step``, of the worst step that packing may produce: every micro-batch as long as L_max, or
 as many as the documents of a global batch fill.

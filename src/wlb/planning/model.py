@@ -1,4 +1,4 @@
-"""What a model is beyond its shape: the trainer builds it, and ``config.json`` and ``[model]`` describe it."""
+"""The full description of a model beyond its shape, from ``config.json`` or ``[model]``."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Workbench:
         self._positions = torch.arange(max_tokens, device=device)
         self._backend = pick_backend(self._query)
         if self._backend is reference:
-            raise UserError(f"there is no flash attention on {device.type} for dtype {dtype}; choose another --dtype")
+            raise UserError(f"flash attention on {device.type} does not support dtype {dtype}; choose another --dtype")
 
         config = TransformerConfig(shape)
         self._theta = config.rope_theta

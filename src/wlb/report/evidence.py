@@ -1,4 +1,4 @@
-"""What a report on document lengths is drawn from: the four systems simulated on the same documents.
+"""The data of a report on document lengths: every preset simulated on the same documents.
 
 The job's own recommendation comes first: the least activation checkpointing that leaves room for L_max, then L_max.
 Every system is then simulated step by step, and the packing methods are compared by themselves.

@@ -1,4 +1,4 @@
-"""What moved attention, and sequence parallelism over heads, put on the wire, and what hides it.
+"""The traffic of moved attention and of sequence parallelism over heads, and how far it overlaps with compute.
 
 Bytes are those of one layer and one tensor-parallel rank, of values as wide as activations. A query, a gradient of one
 and an output have ``heads`` x ``head_dim`` values, a key with its value twice ``kv_heads`` x ``head_dim``.

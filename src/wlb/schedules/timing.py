@@ -1,4 +1,4 @@
-"""How long a pipeline-parallel step takes, from the seconds of every forward and backward.
+"""The duration of a pipeline-parallel step, from the seconds of every forward and backward.
 
 Each rank runs its list of operations in order (``rank_operations``); an operation starts as soon as its rank
 is free and its input is there: the forward of stage s waits for the forward of stage s - 1, a backward for

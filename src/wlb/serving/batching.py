@@ -213,7 +213,7 @@ class PrefillPlanner:
 def poisson_arrivals(prompts: int, rate: float, seed: int = 0) -> NDArray[np.float64]:
     """Seconds at which ``prompts`` prompts arrive, ``rate`` a second on average; shape (prompts,), ascending."""
     if not rate > 0:
-        raise UserError(f"an arrival rate of {rate} prompts a second does not exist; it must be positive")
+        raise UserError(f"the arrival rate must be positive, got {rate} prompts a second")
     gaps: NDArray[np.float64] = np.random.default_rng(seed).exponential(1 / rate, prompts)
     return np.cumsum(gaps)
 

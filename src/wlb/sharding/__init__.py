@@ -1,4 +1,4 @@
-"""Micro-batches in, ``ShardPlan``s out: which context-parallel rank computes attention for which tokens.
+"""Sharding strategies: which context-parallel rank holds which tokens of a micro-batch, as a ``ShardPlan``.
 
 A strategy shards many micro-batches at once, so that those who simulate thousands of steps pay for a few NumPy
 operations; ``make_shard_plan`` is a batch of one. A new strategy is one new file and one line in ``STRATEGIES``.
@@ -73,7 +73,7 @@ def check_group_size(cp: int) -> None:
 def _checked(document_lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     lengths = np.asarray(document_lengths)
     if lengths.ndim != 1 or lengths.size == 0:
-        raise UserError("a micro-batch to shard is a list of at least one document length; this one has none")
+        raise UserError("the micro-batch to shard is empty; give at least one document length")
     if not np.issubdtype(lengths.dtype, np.integer):
         raise UserError(f"document lengths must be whole numbers of tokens, not {lengths.dtype}; convert them to int")
     if (shortest := int(lengths.min())) < 1:

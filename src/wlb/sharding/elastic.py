@@ -1,4 +1,4 @@
-"""Elastic sharding: every rank gets as many tokens as any other and as much attention, moving keys and values only.
+"""Elastic sharding: every rank gets equal tokens and equal attention, and only keys and values are sent.
 
 A slice of a long document has two degrees of freedom: how long it is, and how deep in the document it lies, because
 attention per token grows with depth. So ranks can be level in tokens and in attention at once, and then they are level

@@ -1,4 +1,4 @@
-"""What a shard plan takes: every context-parallel rank, and the group whose ranks wait for each other in every layer.
+"""Predicted seconds of a shard plan: of every context-parallel rank, and of the group, which synchronises every layer.
 
 A rank pays attention over its pieces, W_l for the tokens that it holds, and copies in its own memory for what it
 exchanges. Where ranks wait follows from how ``wlb.attention.context_parallel`` runs a layer. Forward, keys and values

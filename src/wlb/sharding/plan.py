@@ -1,4 +1,4 @@
-"""What sharding produces: who holds which tokens of a micro-batch, as plain data.
+"""A shard plan: which rank holds which tokens of a micro-batch, as plain data.
 
 A micro-batch of T tokens is a run of segments. Context parallelism gives every rank some *pieces* of them: the
 queries ``start`` to ``stop`` of one segment, which attend the segment's keys 0 to ``stop``. A segment whose pieces all

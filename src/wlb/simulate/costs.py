@@ -1,4 +1,4 @@
-"""What one GPU of a job pays for what: computing, its tensor-parallel group, its neighbours, its weights.
+"""Costs of one GPU of a job: compute, tensor-parallel collectives, stage transfers and weights.
 
 Computing is priced without any links: by the analytic model of a single GPU, or by a measured profile, divided by the
 tensor-parallel size. Everything that communicates is priced apart, from message sizes and the links of

@@ -1,4 +1,4 @@
-"""How large pools are and how many micro-batches they run in a step, where a job leaves that to be decided.
+"""Chooses the size of pools and their micro-batches by simulation, where a job leaves them "auto".
 
 More micro-batches fill a pipeline better, and larger pools hold more of a document; but small micro-batches leave a
 long document alone in one, and in large pools its keys and values travel further. What is fastest depends on all of the

@@ -1,4 +1,4 @@
-"""Looking for the fastest way to train a model on some GPUs, given the lengths of its documents.
+"""Searches the fastest layout and packing for a model on given GPUs and document lengths.
 
 Every layout (tp, cp, pp, dp) whose worst step fits the GPUs' memory is simulated for a few steps; the fastest ones are
 then simulated for more steps with each way of packing, L_max and sharding. Layouts are powers of two, tp stays inside a

@@ -1,4 +1,4 @@
-"""Start one process per rank on this machine and see them through to the end.
+"""Starts one process per rank on this machine, supervises and restarts them.
 
 The processes run ``python -m wlb.training CONFIG`` in the environment that ``torchrun`` would give them, and meet in a
 store that the launcher holds. When one fails, the others have a moment to end by themselves, and are killed then.

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient norm is not finite: which documents are to blame, and whether training goes on.
+"""Handles steps whose loss or gradient norm is not finite: names their documents, then skips or stops.
 
 Every rank finds such a step at the same time, as loss and norm are global. The ranks of the last pipeline stage then
 say which of their micro-batches have a loss that is not finite, and their documents are named first. Under

@@ -1,4 +1,4 @@
-"""How a trainer comes up, in phases: place, model, state to continue from, data, and whom it tells of it.
+"""The phases of building a trainer: mesh, model, restored state, data, reporter.
 
 Every rank goes through each phase, as each talks to the other ranks. A phase takes what those before it have returned.
 """

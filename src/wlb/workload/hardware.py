@@ -1,4 +1,4 @@
-"""What the analytic workload model knows of a GPU: rates, and where each of them comes from.
+"""Hardware presets of the analytic workload model: rates and their sources.
 
 Every number carries a label. Quoted: from the vendor's data sheet or the publication named. Measured: from
 measurements described beside it. Derived: computed from those. Assumed: none of these; replace it by a measured

@@ -39,7 +39,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(document, dict):
-        raise UserError(f"{path} is no JSON object; name the directory of a Hugging Face model")
+        raise UserError(f"{path} is not a JSON object; name the directory of a Hugging Face model")
     return document
 
 
@@ -214,5 +214,5 @@ def _size(document: Document, name: str, default: int | None = None, *, least: i
     if value is None:
         raise UserError(f"there is no {name}; complete it")
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UserError(f"{name} = {value!r} is no whole number of at least {least}; correct it")
+        raise UserError(f"{name} = {value!r} is not a whole number of at least {least}; correct it")
     return value

@@ -126,7 +126,7 @@ def test_foreign_files(tmp_path, name, content, message):
 def test_names_that_are_nothing(saved):
     with pytest.raises(UserError, match="'gpt5' is neither 'bytes' nor an existing file"):
         load_tokenizer("gpt5")
-    with pytest.raises(UserError, match="no meaning for bytes"):
+    with pytest.raises(UserError, match="no effect for bytes"):
         load_tokenizer("bytes", END)
     (saved / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config\.json is not valid JSON"):

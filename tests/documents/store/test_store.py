@@ -285,7 +285,7 @@ def test_missing_files(tmp_path, missing, message):
         ({"token_type": "int32"}, "of another store"),
         ({"vocab_size": "many"}, "vocab_size 'many'"),
         ({"vocab_size": None}, "vocab_size None"),
-        ({"tokenizer": "bytes"}, "its tokenizer is no object"),
+        ({"tokenizer": "bytes"}, "its tokenizer is not an object"),
     ],
 )
 def test_damaged_sidecar(tmp_path, content, message):
@@ -368,7 +368,7 @@ def test_parts_of_a_killed_run_are_written_over(tmp_path):
 def test_the_directory_is_made_or_refused_in_one_clear_line(tmp_path):
     assert TokenStore.open(write(tmp_path / "new" / "one" / "s", [[1]])).tokens == 1
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file is no directory, so the token store .*file/s cannot be made"):
+    with pytest.raises(UserError, match=r"file is not a directory, so the token store .*file/s cannot be made"):
         write(tmp_path / "file" / "s", [[1]])
 
 

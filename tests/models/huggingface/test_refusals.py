@@ -78,7 +78,7 @@ def _change(model: Path, **changes: Any) -> None:
         ({"num_key_value_heads": 0}, "num_key_value_heads: Input should be greater than or equal to 1 (got 0)"),
         ({"head_dim": 3}, "head_dim = 3 is odd"),
         ({"head_dim": 0}, "head_dim: Input should be greater than or equal to 1 (got 0)"),
-        ({"head_dim": None, "hidden_size": 34}, "hidden_size = 34 is no multiple of num_attention_heads = 4"),
+        ({"head_dim": None, "hidden_size": 34}, "hidden_size = 34 is not a multiple of num_attention_heads = 4"),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
         ({"num_key_value_heads": 3}, "heads = 4, not a multiple of kv_heads = 3"),
     ],

@@ -95,7 +95,7 @@ def test_a_pipe_is_no_file_and_does_not_block(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 3)
     (checkpoint / ".metadata").unlink()
     os.mkfifo(checkpoint / ".metadata")
-    assert find_damage(checkpoint, contents=True) == "its .metadata cannot be read: it is no regular file"
+    assert find_damage(checkpoint, contents=True) == "its .metadata cannot be read: it is not a regular file"
 
 
 def test_readers_share_the_files(tmp_path):
@@ -111,7 +111,7 @@ def test_a_garbage_manifest_is_named(content, tmp_path):
     checkpoint = write_checkpoint(tmp_path, 3)
     (checkpoint / MANIFEST).write_text(content)
     damage = find_damage(checkpoint, contents=False)
-    assert damage in (f"its {MANIFEST} is no manifest", f"its {MANIFEST} was changed after it was written")
+    assert damage in (f"its {MANIFEST} is not a manifest", f"its {MANIFEST} was changed after it was written")
 
 
 def test_a_manifest_is_missing_or_unreadable(tmp_path):
@@ -121,7 +121,7 @@ def test_a_manifest_is_missing_or_unreadable(tmp_path):
         find_damage(checkpoint, contents=False) == "it has no manifest.json, so it was not written or copied to its end"
     )
     (checkpoint / MANIFEST).mkdir()
-    assert find_damage(checkpoint, contents=False) == "its manifest.json cannot be read: it is no regular file"
+    assert find_damage(checkpoint, contents=False) == "its manifest.json cannot be read: it is not a regular file"
 
 
 @pytest.mark.parametrize("written", [3, 5, "4", None])
@@ -138,7 +138,7 @@ def test_names_that_leave_the_checkpoint_are_refused(tmp_path, name):
     if isinstance(name, str):
         checkpoint = write_checkpoint(tmp_path, 3)
         write_manifest(checkpoint, Manifest(Progress(3, {}), {}, {name: FileRecord(0, 0)}))
-        with pytest.raises(DamagedCheckpoint, match="which is no file of the checkpoint"):
+        with pytest.raises(DamagedCheckpoint, match="which is not a file of the checkpoint"):
             read_manifest(checkpoint)
 
 

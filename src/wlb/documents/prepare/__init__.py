@@ -79,7 +79,7 @@ def prepare_store(
     exists (without ``overwrite``), cannot be written, a source is damaged, or no document is left.
     """
     if workers < 1:
-        raise UserError(f"--workers {workers} is not possible; at least 1 is needed")
+        raise UserError(f"--workers must be at least 1, got {workers}")
     check_target(prefix, overwrite)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
     dtype = token_type(tokenizer.vocab_size)
@@ -105,7 +105,7 @@ def prepare_store(
             on_progress(batch.progress)
         if not writer.documents:
             if not rejects:
-                raise UserError("the sources are empty: there is not one document in them")
+                raise UserError("the sources contain no documents")
             raise UserError(f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}")
         report = PrepareReport(
             documents_in=writer.documents + rejects.total(),

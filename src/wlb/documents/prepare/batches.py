@@ -133,7 +133,7 @@ def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool:
-        raise UserError("a worker process was killed, perhaps for want of memory; try fewer --workers") from None
+        raise UserError("a worker process was killed, probably for lack of memory; try fewer --workers") from None
     finally:
         pool.shutdown(cancel_futures=True)
 

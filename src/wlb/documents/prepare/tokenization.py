@@ -172,7 +172,7 @@ def load_tokenizer(source: str, end_token: str | None = None) -> Tokenizer:
     """
     if source == "bytes":
         if end_token is not None:
-            raise UserError(f"--end-token {end_token!r} has no meaning for bytes, where token 256 ends documents")
+            raise UserError(f"--end-token {end_token!r} has no effect for bytes, where token 256 ends documents")
         return BytesTokenizer()
     path = Path(source)
     try:

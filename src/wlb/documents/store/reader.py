@@ -213,6 +213,6 @@ def _check_sidecar(path: Path, sidecar: dict[str, Any], index: TokenIndex) -> No
     if type(vocab_size) is not int or vocab_size < 1:
         raise UserError(f"sidecar {path} has vocab_size {vocab_size!r}; it must be a positive whole number")
     if not isinstance(sidecar.get("content_sha256", ""), str):
-        raise UserError(f"sidecar {path} is corrupt: its content_sha256 is no text")
+        raise UserError(f"sidecar {path} is corrupt: its content_sha256 is not a string")
     if not isinstance(sidecar.get("tokenizer"), dict | None):
-        raise UserError(f"sidecar {path} is corrupt: its tokenizer is no object")
+        raise UserError(f"sidecar {path} is corrupt: its tokenizer is not an object")

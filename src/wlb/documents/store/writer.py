@@ -1,4 +1,4 @@
-"""Writing a token store so that a store is either whole or not there.
+"""Writing a token store atomically.
 
 Tokens and index go to ``PREFIX.bin.part`` and ``PREFIX.idx.part`` while documents arrive. At the end every
 file is flushed to the disk and renamed, the index last: without ``PREFIX.idx`` nothing reads as a store, so a
@@ -61,7 +61,7 @@ def check_target(prefix: Path, overwrite: bool) -> None:
             raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")
         existing = next((path for path in _upwards(prefix.parent) if os.path.exists(path)), prefix.parent)
         if not existing.is_dir():
-            raise UserError(f"{existing} is no directory, so the token store {prefix} cannot be made")
+            raise UserError(f"{existing} is not a directory, so the token store {prefix} cannot be made")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise UserError(f"directory {existing} is not writable, so the token store {prefix} cannot be made")
         for path in store_files(prefix):

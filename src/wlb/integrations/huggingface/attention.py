@@ -1,4 +1,4 @@
-"""Our attention as an implementation that ``transformers`` knows, and a check that a model trains right with it."""
+"""Our attention as a ``transformers`` attention implementation, and a check of a model's gradients under it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Trainer whose train loader is planned, made from any Trainer class."""
+"""Makes a Trainer with a planned train loader from any Trainer class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face directory: ``config.json``, safetensors, and whatever else belongs to it.
+"""Write a model as a Hugging Face directory: ``config.json``, safetensors and tokenizer files.
 
 Tensors are asked for file by file, so that memory never holds more than one file of them. The directory is made under a
 hidden name and renamed when it is complete and on the disk.

@@ -1,4 +1,4 @@
-"""Bars: document lengths, and anything with a name and a few values."""
+"""Charts: document lengths, bars, intervals and lines over steps."""
 
 from __future__ import annotations
 

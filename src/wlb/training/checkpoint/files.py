@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk, and whether one can be trusted.
+"""The files of a checkpoint, and their verification.
 
 A checkpoint is a directory ``step-00000100`` with the files that ``torch.distributed.checkpoint`` wrote and
 ``manifest.json``: the step, the loader's state, the model, and size and CRC-32 of every file, under a CRC-32 of its
@@ -147,7 +147,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     except OSError as error:
         raise DamagedCheckpoint(f"its {MANIFEST} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        raise DamagedCheckpoint(f"its {MANIFEST} is no manifest") from None
+        raise DamagedCheckpoint(f"its {MANIFEST} is not a manifest") from None
     if written != FORMAT:
         raise UserError(
             f"checkpoint {checkpoint} has format {written!r}, this version reads {FORMAT}; continue with the version "
@@ -157,7 +157,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise DamagedCheckpoint(f"its {MANIFEST} was changed after it was written")
     files = {name: FileRecord(*record) for name, record in content["files"].items()}
     if foreign := [name for name in files if not is_plain_name(name)]:
-        raise DamagedCheckpoint(f"its {MANIFEST} names {foreign[0]!r}, which is no file of the checkpoint")
+        raise DamagedCheckpoint(f"its {MANIFEST} names {foreign[0]!r}, which is not a file of the checkpoint")
     return Manifest(Progress(content["step"], content["loader"]), content["model"], files)
 
 
@@ -198,7 +198,7 @@ def open_regular(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(0, "it is no regular file")
+        raise OSError(0, "it is not a regular file")
     return descriptor
 
 

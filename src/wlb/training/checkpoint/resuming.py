@@ -1,4 +1,4 @@
-"""Which checkpoint a job continues from: the newest that is whole, the same one on every rank.
+"""Which checkpoint a job resumes from: the newest undamaged one, the same on every rank.
 
 Before anything starts, manifests and file sizes are looked at. When the ranks have met, they share out the files and
 compare checksums. A checkpoint that is damaged is passed over, with a line that says what is wrong with it, for the one

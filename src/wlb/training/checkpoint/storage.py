@@ -1,4 +1,4 @@
-"""DCP's own file format, with checksums on the way out and without trust on the way in.
+"""DCP's file format, with checksums when writing and a restricted unpickler when reading.
 
 ``ChecksummedWriter`` notes size and CRC-32 of each file while it is written. ``ConfinedReader`` reads what may have
 been tampered with. DCP keeps its metadata as a pickle, so only the classes that such metadata consists of are loaded;
@@ -109,7 +109,7 @@ def _checked(metadata: Any) -> Metadata:
         raise pickle.UnpicklingError("it holds no metadata")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(f"{name} is no tensor")
+            raise pickle.UnpicklingError(f"{name} is not a tensor")
     for index, info in metadata.storage_data.items():
         if not is_plain_name(info.relative_path):
             raise pickle.UnpicklingError(f"{index.fqn} lies in {info.relative_path!r}, outside the checkpoint")

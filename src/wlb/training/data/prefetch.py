@@ -1,4 +1,4 @@
-"""Work ahead of the training loop in a thread, a bounded number of items, without surprises at the end.
+"""A bounded prefetch thread that works ahead of the training loop and shuts down cleanly.
 
 ``Prefetcher`` runs an iterator in a daemon thread. Several of them chained (planning feeds reading) share one
 ``Shutdown``: an exception in any of them surfaces in the next ``next()`` of whoever consumes the chain, ahead of

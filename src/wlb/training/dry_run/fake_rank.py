@@ -1,4 +1,4 @@
-"""One rank of a job, as if it ran: its real modules, plans and operators on tensors without contents.
+"""One rank of a job with its real modules, plans and operators, on fake tensors.
 
 The process group is PyTorch's fake one, which answers at once: what is received has the right size and no meaning.
 Tensors are fake ones (``FakeTensorMode``), so every operator computes shapes, types and devices and nothing else. Their

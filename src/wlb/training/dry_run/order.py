@@ -1,4 +1,4 @@
-"""A proof that the calls of a job's ranks cannot wait for each other for ever.
+"""Proves that the communication calls of a job's ranks cannot deadlock.
 
 The calls of all ranks are played against each other under rules stricter than NCCL's: every call blocks its rank until
 it is done, whatever stream it would run on. A collective is done when it is the next call of all members of its group,

@@ -1,4 +1,4 @@
-"""A token store that is not there: documents of drawn lengths, whose tokens are all zero and take no memory."""
+"""A virtual token store: documents of random lengths whose tokens are all zero and take no memory."""
 
 from __future__ import annotations
 

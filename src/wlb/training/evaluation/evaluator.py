@@ -1,4 +1,4 @@
-"""The loss on held-out documents, in every layout: forward passes only, and nothing of training is touched.
+"""The loss on held-out documents, in every layout, by forward passes that change no training state.
 
 Losses of single tokens are added up in float64 on the ranks of the last stage, one sum for every bucket of documents of
 similar length (``held_out``), then over all ranks. So the result depends on the layout by rounding only.

@@ -1,4 +1,4 @@
-"""What a job says about itself: a console line, one JSON line and TensorBoard scalars for each step.
+"""The metrics of each step: a console line, a JSON line and TensorBoard scalars.
 
 Only rank 0 writes. ``steps.jsonl`` never holds a step twice: a resumed job first cuts off what was written past its
 checkpoint, a new job sets an older file aside. Only the end of the file is read for that, so it takes as long after ten

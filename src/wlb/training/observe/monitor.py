@@ -1,4 +1,4 @@
-"""What a rank measures of its own steps, and how all ranks learn of it.
+"""What each rank measures of its steps, and the exchange of these measurements.
 
 The ``Monitor`` of a rank owns the clock that the pipeline starts and stops around every micro-batch. When the backward
 passes are done it sets what was measured beside what the workload model predicts for the same micro-batches, and all

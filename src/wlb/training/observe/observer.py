@@ -1,4 +1,4 @@
-"""What rank 0 makes of all ranks' seconds: imbalance, utilisation, warnings about slow ranks, the diagnosis.
+"""Rank 0's evaluation of all ranks' seconds: imbalance, utilisation, slow ranks, the diagnosis.
 
 The first step of a run is left out of warnings and diagnosis: it warms up caches and allocators, and compiles.
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells of a job: where it starts, what every step came to, and where its time went."""
+"""Rank 0's reports: the start of a job, every step, and where the time went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the rank whose machine is slow, rather than its work large.
+"""Finds ranks that are slow for their work.
 
 Measured over predicted seconds says how fast a rank gets through its work. The workload model may be wrong by any
 constant, so each rank is held against others. A rank that takes far more than the median for several steps in a row

@@ -1,4 +1,4 @@
-"""``wlb train --profile``: a torch.profiler trace of a few steps of every rank, with names for what a step does.
+"""``wlb train --trace``: a torch.profiler trace of a few steps of every rank, with names for what a step does.
 
 The files are Chrome traces, one a rank, for Perfetto (https://ui.perfetto.dev) or chrome://tracing. The names come from
 ``profiler_regions.region`` where the work is done.

@@ -1,4 +1,4 @@
-"""What ranks must agree on before they start, so that none waits for one that has already given up."""
+"""Collectives through which ranks agree before they start, so that none waits for one that has failed."""
 
 from __future__ import annotations
 

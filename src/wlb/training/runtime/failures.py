@@ -1,4 +1,4 @@
-"""How the error of a failing rank reaches the user: once, and in one line where one line says it all.
+"""Reports the error of a failing rank once, in one line where that is enough.
 
 A rank that fails writes its error where its launcher looks for it (``TORCHELASTIC_ERROR_FILE``) and exits at once;
 the launcher stops the other ranks and tells the user about the first failure only. Without a launcher the
