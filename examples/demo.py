@@ -65,6 +65,7 @@ CLUSTER: dict[str, Any] = {
 CLUSTER_DOCUMENTS = f"synthetic:20000:{CLUSTER_WINDOW}:0"
 CLUSTER_STEPS = 16
 SYSTEMS = ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic")
+OURS = ("best", "elastic")  # the others are the paper's
 
 console = Console(width=80, highlight=False)
 
@@ -74,6 +75,7 @@ class Measured:
     """A preset's steps, the first excluded; ``rank_seconds`` are predicted, of shape (steps, ranks)."""
 
     preset: str
+    segments: list[list[Segment]]
     tokens: list[int]
     step_seconds: list[float]
     rank_seconds: NDArray[np.float64]
@@ -98,6 +100,7 @@ def main() -> None:
     stage(2, f"{' and '.join(PRESETS)} on 2 processes, {arguments.steps} steps each, in turn")
     train_in_turns(out, store, arguments)
     measured = [measure(preset, out, store, arguments) for preset in PRESETS]
+    assert measured[0].segments == measured[1].segments, "both trained the same segments in every step"
     stage(3, "a cluster, simulated")
     simulated = simulate_cluster()
     stage(4, "results")
@@ -181,6 +184,7 @@ def measure(preset: str, out: Path, store: Path, arguments: argparse.Namespace) 
     assert [plan.tokens for plan in plans] == [row["tokens"] for row in rows], "the plans are those that were trained"
     return Measured(
         preset,
+        segments=[sorted(plan.segments) for plan in plans],
         tokens=[row["tokens"] for row in rows],
         step_seconds=[row["step_seconds"] for row in rows],
         rank_seconds=np.array([[sum(batch.workload for batch in rank) for rank in plan.ranks] for plan in plans]),
@@ -262,7 +266,7 @@ def draw(measured: Sequence[Measured], simulated: dict[str, SimulationResult], p
     figure, axes = pyplot_without_display().subplots(
         1, 4, figsize=(14, 3.8), width_ratios=[1.2, 1.2, 0.6, 1.0], constrained_layout=True
     )
-    colours = {preset: BASELINE if preset.endswith("-4d") else BALANCED for preset in SYSTEMS}
+    colours = {preset: BALANCED if preset in OURS else BASELINE for preset in SYSTEMS}
     tallest = max(float(result.rank_seconds.max()) for result in measured)
     for axis, result in zip(axes, measured, strict=False):
         for step, ranks in enumerate(result.rank_seconds):

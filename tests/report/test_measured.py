@@ -49,7 +49,9 @@ def test_hosts_and_names_stay_text(tmp_path: Path):
 def test_two_runs_are_compared(tmp_path: Path):
     before, after = (read_run(write_run(tmp_path / name, seconds=s)) for name, s in (("plain", 3.0), ("best", 2.0)))
     page = measured_report(after, before)
-    charts = [attributes["id"] for _, attributes in read(page).elements if "wide-chart" in attributes.get("class", "")]
+    charts = [
+        attributes["id"] for _, attributes in read(page).elements if "wide-chart" in (attributes.get("class") or "")
+    ]
     assert charts == ["gain-chart", "steps-chart", "where-chart", "ranks-chart"]
     assert "1.50x" in page
 

@@ -37,7 +37,7 @@ CHARTS = ["gain-chart", "lengths", "packing-chart", "where-chart", "ranks-chart"
 
 def test_it_has_every_chart_and_no_way_out(hostile_page):
     reader = read(hostile_page)
-    charts = [attributes["id"] for _, attributes in reader.elements if "wide-chart" in attributes.get("class", "")]
+    charts = [attributes["id"] for _, attributes in reader.elements if "wide-chart" in (attributes.get("class") or "")]
     assert charts == CHARTS
     assert not {name for name, _ in reader.elements} & {"script", "img", "link", "iframe", "object", "form", "a"}
     written = {key for _, attributes in reader.elements for key in attributes}
