@@ -104,7 +104,7 @@ def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"lengths": [], "parts": 1}, "is empty; give at least one"),
+        ({"lengths": [], "parts": 1}, "at least one number of tokens"),
         ({"lengths": [1.5], "parts": 1}, "whole numbers of tokens, not float64"),
         ({"lengths": [4, 0], "parts": 1}, "document 1 has 0 tokens"),
         ({"lengths": [4], "parts": 0}, "parts = 0 is not"),

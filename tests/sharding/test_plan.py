@@ -114,7 +114,7 @@ def test_pieces_cannot_be_changed_by_whoever_shares_the_plan():
     [
         ([5], 2, "ring", "'ring' is unknown; choose from per_sequence, per_document, adaptive, hybrid"),
         ([5], 0, "hybrid", "cp_size = 0"),
-        ([], 2, "hybrid", "is empty; give at least one"),
+        ([], 2, "hybrid", "a list of at least one document length"),
         ([5, 0], 2, "hybrid", "a document of 0 tokens"),
         ([5, -3], 2, "per_document", "a document of -3 tokens"),
         ([5.0], 2, "per_document", "whole numbers of tokens, not float64"),

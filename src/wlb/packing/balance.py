@@ -215,7 +215,7 @@ def _check_possible(task: _Task, parts: int) -> None:
 def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
     array = np.asarray(lengths)
     if array.ndim != 1 or array.size == 0:
-        raise UserError("the list of lengths to balance is empty; give at least one")
+        raise UserError("lengths to balance must be a list of at least one number of tokens")
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"document lengths must be whole numbers of tokens, not {array.dtype}; convert them to int")
     if (shortest := int(array.min())) < 1:

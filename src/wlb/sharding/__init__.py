@@ -73,7 +73,7 @@ def check_group_size(cp: int) -> None:
 def _checked(document_lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     lengths = np.asarray(document_lengths)
     if lengths.ndim != 1 or lengths.size == 0:
-        raise UserError("the micro-batch to shard is empty; give at least one document length")
+        raise UserError("a micro-batch to shard must be a list of at least one document length")
     if not np.issubdtype(lengths.dtype, np.integer):
         raise UserError(f"document lengths must be whole numbers of tokens, not {lengths.dtype}; convert them to int")
     if (shortest := int(lengths.min())) < 1:

@@ -87,7 +87,8 @@ main>:not(section),#rivals,#config{grid-column:1/-1}#rivals figure{max-width:860
 .facts{grid-template-columns:repeat(4,minmax(0,300px))}}
 @media print{body{font-size:11pt}main{max-width:none;padding:0}h2,thead,.muted:has(+.wide){break-after:avoid}
 h2{margin-top:28px}
-figure,pre,.facts,.verdict,tr{break-inside:avoid}p{orphans:3;widows:3}.wide{overflow:visible}
+figure,#config,.facts,.verdict,tr{break-inside:avoid}pre{white-space:pre-wrap;overflow:visible}
+p{orphans:3;widows:3}.wide{overflow:visible}
 table{font-size:8pt}th,td{padding:3px 5px}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 """
