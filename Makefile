@@ -17,7 +17,7 @@ setup: $(VENV)/.installed
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@echo '[0/4] installing torch, tokenizers and matplotlib into $(VENV), which takes a minute or two'
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	@test -f $(VENV)/.installed || $(BIN)/pip install --quiet --progress-bar on --no-compile --disable-pip-version-check \
+	@test -f $(VENV)/.installed || $(BIN)/pip install --no-compile --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[plot]' torch safetensors tokenizers
 	@touch $@
 
