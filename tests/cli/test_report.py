@@ -45,6 +45,11 @@ def test_a_run_directory_becomes_a_page(tmp_path: Path):
         ([*SMALL, "--parallel", "dp=0"], "'dp=0' is not a size"),
         ([*SMALL, "--parallel", "schedule=zbv_zero_bubble"], "'schedule=zbv_zero_bubble' is not a size or schedule"),
         ([*SMALL, "--parallel", "pp=3", "--model", "8t"], "unknown model '8t'"),
+        ([*SMALL, "--dp", "2"], "--dp has no effect with --parallel, which says it (got 2)"),
+        (
+            [*SMALL[:3], "--schedule", "zbv_zero_bubble"],
+            "--schedule 'zbv_zero_bubble' is not a schedule of the trainer",
+        ),
         ([*SMALL, "--micro-batches", "3"], "multiple"),
         (["missing.json"], "missing.json"),
         (["."], "has no steps.jsonl"),
