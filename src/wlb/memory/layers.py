@@ -28,7 +28,8 @@ class MemorySettings:
     step. Weights and their gradients take ``compute_bytes`` or 4 bytes, whichever is more. ``fused_norms`` says that
     RMSNorm keeps its input only, as PyTorch's CUDA kernel does; on CPU it is made of several operations.
     ``uneven_shards`` is the most tokens that a context-parallel rank holds over their mean. With ``checkpoint_copy`` a
-    copy of weights and moments may be held while it is written.
+    copy of weights and moments may be held while it is written. ``keeps_weights`` says that a job without a pipeline
+    gathers weights once a step, as one with a pipeline does; the trainer gathers them in every micro-batch.
     """
 
     shape: ModelShape
@@ -41,6 +42,7 @@ class MemorySettings:
     tied_embeddings: bool = False
     uneven_shards: float = 1.0
     checkpoint_copy: bool = False
+    keeps_weights: bool = False
 
     @property
     def master_bytes(self) -> int:

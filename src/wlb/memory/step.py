@@ -135,7 +135,7 @@ class _Walk:
         self.held["optimizer"] = 2 * shard
         self.held["checkpoint"] = 3 * shard if self.settings.checkpoint_copy else 0
         self.held["batches"] = sum(self.rows) * _BATCH_BYTES
-        if parallel.pp > 1:  # all from the start of the step on
+        if not self.frees_weights:  # all from the start of the step on
             for stage, units in mine.items():
                 for index, unit in enumerate(units):
                     self._gather(stage, index, unit)
@@ -151,6 +151,11 @@ class _Walk:
     def shards(self) -> int:
         """Ranks over which FSDP divides weights."""
         return self.settings.parallel.dp * self.settings.parallel.cp
+
+    @property
+    def frees_weights(self) -> bool:
+        """Whether weights are gathered again in every micro-batch."""
+        return self.settings.parallel.pp == 1 and not self.settings.keeps_weights
 
     def _layers(self, micro_batch: int) -> LayerMemory:
         exchange = self.exchanges[micro_batch] if self.exchanges is not None else None
@@ -173,9 +178,9 @@ class _Walk:
             self._gather(stage, index, unit)
             self._note(working=unit.forward)
             self._hold(unit, +1)
-            if self.settings.parallel.pp == 1 and not unit.root:
+            if self.frees_weights and not unit.root:
                 self._free(stage, index, unit)
-        if self.settings.parallel.pp == 1:
+        if self.frees_weights:
             self._free_root(stage, units)
 
     def _backward(self, stage: int, micro_batch: int) -> None:

@@ -170,18 +170,14 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
 
 def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
     """Bytes of a GPU where every micro-batch leaves ``tokens`` tokens on a rank, in groups of so many ranks."""
-    job = ranks.job
-    total = _sharded_memory(job, max(1, round(tokens)), min(group, ranks.count))
-    if job.pp == 1 and ranks.keeps_weights:
-        weights = model_weights(job.shape) / job.tp
-        total += round(weights * (job.hardware.bytes_per_value + _GRADIENT_BYTES))
-    return float(total)
+    return float(_peak(ranks.job, max(1, round(tokens)), min(group, ranks.count), ranks.keeps_weights))
 
 
 @lru_cache(maxsize=4096)
-def _sharded_memory(job: SimulatedJob, tokens: int, members: int) -> int:
-    sharded = _with_groups(job, members, max(1, job.dp // members), "per_document")
-    return predict_even_step(sharded.memory_settings, tokens * members).total
+def _peak(job: SimulatedJob, tokens: int, members: int, keeps_weights: bool) -> int:
+    grouped = _with_groups(job, members, max(1, job.dp // members), "per_document", micro_batches=_MANY * job.pp)
+    settings = replace(grouped.memory_settings, keeps_weights=keeps_weights)
+    return predict_even_step(settings, tokens * members).total
 
 
 def model_weights(shape: ModelShape) -> float:
@@ -192,7 +188,9 @@ def model_weights(shape: ModelShape) -> float:
 
 
 _DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
-_GRADIENT_BYTES = 4  # float32, whole until the step ends
+# Micro-batches for each stage, of which memory is predicted: enough that a pipeline is full, and that gradients add up
+# over several of them.
+_MANY = 4
 
 
 class _Stages(NamedTuple):
@@ -232,8 +230,11 @@ def group_costs(job: SimulatedJob, size: int, sharding: str) -> JobCosts:
     return JobCosts(_with_groups(job, size, 1, sharding) if size else job)
 
 
-def _with_groups(job: SimulatedJob, size: int, count: int, sharding: str) -> SimulatedJob:
-    packing = job.packing.model_copy(update={"micro_batches": count * job.pp})
+def _with_groups(
+    job: SimulatedJob, size: int, count: int, sharding: str, micro_batches: int | None = None
+) -> SimulatedJob:
+    """``job`` with ``count`` context-parallel groups, each of so many micro-batches, by default one a stage's rank."""
+    packing = job.packing.model_copy(update={"micro_batches": count * (micro_batches or job.pp)})
     return replace(job, cp=size, dp=count, packing=packing, sharding=ShardingConfig(strategy=sharding))
 
 

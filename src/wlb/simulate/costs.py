@@ -20,6 +20,7 @@ from wlb.schedules.operations import stages_of_rank
 from wlb.simulate.job import SimulatedJob
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import EXCHANGES, Seconds
+from wlb.workload.flops import gemm_flops_per_token
 from wlb.workload.links import group_link, shard_bytes
 from wlb.workload.weights import mean_block_weights
 
@@ -29,6 +30,10 @@ Direction = Literal["forward", "backward"]
 # the log-probabilities and their gradient and writes one. Derived by counting. A measured profile contains the loss.
 _LOSS_BYTES_PER_SCORE = {"forward": 2 * 4, "backward": 3 * 4}
 _MASTER_BYTES = 4  # weights, gradients and moments are float32
+# Matrix products of few tokens take as long as moving their weights: a forward reads each once, and a backward, which
+# also reads and writes its gradient in float32, where products add to it (NVIDIA/Megatron-LM,
+# ``gradient_accumulation_fusion``). Derived by counting.
+_GRADIENT_PASSES = {"forward": 0, "backward": 2}
 # Float32 values touched for each weight: gradients for their norm, read and written by clipping, and AdamW's reads and
 # writes of weight, gradient and both moments. Derived by counting, each kernel fused.
 _OPTIMIZER_VALUES = 1 + 2 + 7
@@ -123,8 +128,16 @@ class JobCosts:
     def _linear(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         seconds = self._share * self._compute.linear_seconds(tokens, direction)
         if self.job.profile is None:
-            seconds = seconds + np.asarray(tokens) * (self._loss_token_seconds(direction) / self.job.tp)
+            count = np.asarray(tokens)
+            seconds = seconds + count * (self._loss_token_seconds(direction) / self.job.tp)
+            seconds = np.where(count > 0, np.maximum(seconds, self._moving_weights(direction)), 0.0)
         return seconds
+
+    def _moving_weights(self, direction: Direction) -> float:
+        """What a micro-batch of no matter how few tokens takes: all weights that a token is multiplied by, moved."""
+        weights = gemm_flops_per_token(self.job.shape) / 2 / self.job.tp
+        moved = self.job.hardware.bytes_per_value + _GRADIENT_PASSES[direction] * _MASTER_BYTES
+        return weights * moved / self.job.hardware.memory_bandwidth
 
     def _loss_token_seconds(self, direction: Direction) -> float:
         return self.job.shape.vocab_size * _LOSS_BYTES_PER_SCORE[direction] / self.job.hardware.memory_bandwidth
