@@ -75,12 +75,15 @@ def packings(draw: Any, /, methods: Sequence[str] = METHODS, auto: bool = True, 
         options["solver_nodes"] = 5
     if method == "elastic":
         options["global_batch"] = draw(st.none() | st.integers(1, 9))
-        options["max_length_factor"] = "auto"
+        least = max(1.0, (options["global_batch"] or options["micro_batches"]) / options["micro_batches"])
+        options["max_length_factor"] = draw(st.just("auto") | st.floats(least, least + 1))
     if method in ("makespan", "elastic"):
         options["max_delay"] = draw(st.integers(0, 8))
         options["delay_price"] = draw(st.sampled_from([0.0, 0.1, 3.0]))
         options["lookahead"] = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
         options["token_spread"] = draw(st.sampled_from([0.0, 0.25, 0.75, 1.0]))
+    if method == "elastic" and draw(st.booleans()):
+        options |= {"grouping": "alike", "max_delay": 0, "lookahead": 0.0}
     if method in ("variable_length", "makespan"):
         options["max_length_factor"] = draw(st.sampled_from([1, 1.0, 1.25, 1.5, 2, 3.0]) | st.floats(1, 3))
     if method == "variable_length":
@@ -164,7 +167,8 @@ def check_plans(plans, method, options, documents):
         limit = int(options["max_length_factor"] * limit)
     if method == "elastic":
         mean = (options.get("global_batch") or options["micro_batches"]) / options["micro_batches"]
-        limit = math.ceil(max(2 * mean, mean + 1) * limit)
+        factor = options.get("max_length_factor", "auto")
+        limit = math.ceil((max(2 * mean, mean + 1) if factor == "auto" else factor) * limit)
     for number, plan in enumerate(plans):
         assert plan.step == number
         assert len(plan.micro_batches) == options["micro_batches"]

@@ -175,10 +175,16 @@ def test_of_many_micro_batches_a_sample_of_orders_is_searched():
     assert makespans(searched, pipeline)[0] < makespans(arrange(plan, 1), pipeline)[0]
 
 
-def test_one_stage_or_even_micro_batches_leave_the_order_as_packed():
-    for workloads, pp in (([3, 1, 2, 5, 4], 1), ([1, 1.0005, 1.0009, 1.0001], 4)):
-        plan = step_of(workloads)
-        assert arrange(plan, 1, assignment="arrival", order="makespan", pipeline=Pipeline("1f1b", pp, WORKLOAD)) == plan
+def test_even_micro_batches_keep_the_order_in_which_they_were_packed():
+    plan = step_of([1, 1.0005, 1.0009, 1.0001])
+    assert arrange(plan, 1, assignment="arrival", order="makespan", pipeline=Pipeline("1f1b", 4, WORKLOAD)) == plan
+
+
+def test_without_a_pipeline_ranks_run_micro_batches_that_cost_alike_at_the_same_time():
+    arranged = arrange(step_of([3, 1, 2, 5, 4, 6]), 2, order="makespan", pipeline=Pipeline("1f1b", 1, WORKLOAD))
+    workloads = [[micro_batch.workload for micro_batch in rank] for rank in arranged.ranks]
+    assert sorted(map(sorted, workloads)) == sorted(workloads)
+    assert sum(max(at_once) for at_once in zip(*workloads, strict=True)) == 2 + 4 + 6
 
 
 def test_equal_workloads_of_unequal_forwards_are_ordered_too():

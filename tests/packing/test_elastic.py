@@ -1,4 +1,4 @@
-"""The elastic packer trains exactly its global batch, in micro-batches of equal workload."""
+"""The elastic packer trains exactly its global batch, in micro-batches of equal workload or of documents alike."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.documents.lengths import read_lengths
+from wlb.errors import UserError
 from wlb.packing import make_packer
 from wlb.workload import make_workload
 
@@ -77,3 +78,43 @@ def test_a_step_is_never_empty_where_the_look_ahead_takes_all_of_the_next_global
     plans = packer.plan(lengths) + packer.drain()
     assert min(plan.tokens for plan in plans) > 0
     assert sorted(segment.document for plan in plans for segment in plan.segments) == list(range(150))
+
+
+def test_documents_alike_go_together_and_micro_batches_are_even_in_tokens():
+    lengths = read_lengths("synthetic:20000:131072:0")
+    packer = make_packer(
+        "elastic", micro_batches=40, context_window=131_072, workload=WORKLOAD, global_batch=128, grouping="alike"
+    )
+    plan = packer.plan(lengths)[0]
+    tokens = np.array([micro_batch.tokens for micro_batch in plan.micro_batches])
+    assert tokens.max() < 1.02 * tokens.mean()
+    assert plan.delay_token_steps == 0
+    # Best fit fills up what long documents leave with short ones: by tokens, few are far from the others.
+    spread = [
+        np.average(np.abs(np.array(m.lengths) - np.median(m.lengths)), weights=m.lengths) / max(m.lengths)
+        for m in plan.micro_batches
+    ]
+    assert np.median(spread) < 0.25
+
+
+def test_what_finds_no_room_is_trained_first_in_the_next_step():
+    """Two micro-batches of one window: three documents of over half a window each do not fit into a step."""
+    packer = make_packer(
+        "elastic",
+        micro_batches=2,
+        context_window=10,
+        workload=WORKLOAD,
+        grouping="alike",
+        max_length_factor=1.0,
+    )
+    plans = packer.plan([6, 6, 7, 1, 1, 1, 1, 1, 1, 1]) + packer.drain()
+    steps = [sorted(segment.document for segment in plan.segments) for plan in plans]
+    assert sorted(document for step in steps for document in step) == [*range(10)]
+    assert steps[0] == [0, 2, 3]
+    assert 1 in steps[1]
+    assert plans[1].longest_delay == 1
+
+
+def test_alike_lets_no_document_wait_on_purpose():
+    with pytest.raises(UserError, match="moves no document to another step"):
+        make_packer("elastic", micro_batches=2, context_window=10, workload=WORKLOAD, grouping="alike", max_delay=3)

@@ -64,9 +64,9 @@ def test_no_document_waits_and_steps_are_of_one_size():
         ({"pool": 3, "packing": {"pool_micro_batches": 2}}, "pool = 3 does not divide dp x cp = 8"),
         ({"pool": 8, "packing": {"pool_micro_batches": 3}, "pp": 4}, "pool_micro_batches = 3 cannot fill the pp = 4"),
         (
-            {"pool": 8, "packing": {"pool_micro_batches": 4, "max_length_factor": 2.0}},
-            "max_length_factor = 2 leaves no room for a global batch of 8 context windows in 4 micro-batches; give at "
-            "least 3",
+            {"pool": 8, "packing": {"pool_micro_batches": 4, "max_length_factor": 1.5}},
+            "max_length_factor = 1.5 leaves no room for a global batch of 8 context windows in 4 micro-batches; give "
+            "at least 2",
         ),
     ],
 )

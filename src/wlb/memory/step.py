@@ -20,7 +20,7 @@ from wlb.schedules.operations import Operation, rank_operations, round_size
 
 _FACTOR_STEP = 1 / 64
 _BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
-_EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
+EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
     A full pipeline of equal micro-batches holds the same round after round, but for their token ids; GPipe alone holds
     all of them.
     """
-    walked = min(settings.micro_batches, _EVEN_ROUNDS * round_size(settings.parallel.pp, settings.micro_batches))
+    walked = min(settings.micro_batches, EVEN_ROUNDS * round_size(settings.parallel.pp, settings.micro_batches))
     if settings.parallel.schedule not in ("1f1b", "interleaved_1f1b"):
         walked = settings.micro_batches
     estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked)

@@ -1,9 +1,15 @@
 """Every step trains exactly its global batch: no document is delayed or trained early.
 
 The documents that begin in a global batch of the stream are trained whole in its step, so steps differ in tokens by
-less than a document. They are even without a queue because a micro-batch runs on a pool of ranks, and holds several
-context windows: documents dealt longest first come out even, but for one that is dearer than the mean micro-batch.
-``max_delay`` lets such a document wait for a step in which others are as dear, by the rules of ``makespan``.
+less than a document. A micro-batch runs on a pool of ranks and holds several context windows. Documents are grouped
+into micro-batches in one of two ways:
+
+* ``even``: longest first, each into the lightest micro-batch. All come out equally dear, but for one that holds a
+  document dearer than the mean micro-batch. ``max_delay`` lets such a document wait for a step in which others are as
+  dear, by the rules of ``makespan``.
+* ``alike``: documents of like lengths together, so that micro-batches are even in tokens. Those of short documents
+  exchange no keys and values, and in those of long ones attention hides the exchange. They differ in workload, which
+  costs nothing where ranks run one after another of them in step, and little in a pipeline that runs them in order.
 """
 
 from __future__ import annotations
@@ -11,13 +17,19 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from wlb.packing.bins import best_fit
 from wlb.packing.makespan import MakespanOptions, MakespanPacker
-from wlb.packing.packer import PackingTask
+from wlb.packing.packer import PackingTask, Pending
+from wlb.packing.placement import OpenMicroBatches, longest_first
+from wlb.packing.plan import StepPlan
 from wlb.settings import NonNegativeInt, Number, PositiveInt
 
+Grouping = Literal["even", "alike"]
+
 _LENGTH_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds
+_FILLINGS = 8  # of micro-batches that are tried, to find how few tokens the longest one needs
 
 
 class ElasticOptions(MakespanOptions):
@@ -33,6 +45,18 @@ class ElasticOptions(MakespanOptions):
         "auto",
         description="Micro-batches that each pool runs in a step; auto is the number that is fastest by simulation",
     )
+    grouping: Grouping | Literal["auto"] = Field(
+        "auto",
+        description='Documents of a micro-batch: "even", of all lengths, so that micro-batches cost the same; "alike", '
+        "of like lengths, so that short ones exchange nothing; auto is decided with pool_micro_batches, and even where "
+        "those are given",
+    )
+
+    @model_validator(mode="after")
+    def _check_grouping(self) -> ElasticOptions:
+        if self.grouping == "alike" and (self.max_delay or self.lookahead):
+            raise ValueError("grouping = 'alike' moves no document to another step; leave out max_delay and lookahead")
+        return self
 
     def largest_auto_factor(self, micro_batches: int) -> float:
         """Twice the mean micro-batch, and room beside that for one document."""
@@ -46,12 +70,12 @@ class ElasticOptions(MakespanOptions):
 
     def identity(self, context_window: int) -> dict[str, Any]:
         """As for every packer, but for sizes: no document waits that was measured by them."""
-        free = ("pool_micro_batches", "global_batch", "max_length_factor")
+        free = ("pool_micro_batches", "global_batch", "max_length_factor", "grouping")
         return {key: value for key, value in super().identity(context_window).items() if key not in free}
 
 
 class ElasticPacker(MakespanPacker):
-    """Micro-batches of equal workload, whose documents are those of one global batch of the stream.
+    """Micro-batches of the documents of one global batch of the stream, even in workload or alike in lengths.
 
     A global batch is ``global_batch`` context windows, whatever the number of micro-batches.
     """
@@ -61,9 +85,41 @@ class ElasticPacker(MakespanPacker):
 
     def __init__(self, task: PackingTask, options: ElasticOptions) -> None:
         self._global_batch = options.global_batch
+        self._alike = options.grouping == "alike"
         super().__init__(task, options)
         self._least_documents = 1  # of a step; a micro-batch may be empty, rather than train what is not due
 
     @property
     def global_batch_tokens(self) -> int:
         return (self._global_batch or self.micro_batches) * self.context_window
+
+    def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
+        if not self._alike:
+            return super()._plan_step(due, early, last=last)
+        now, later = (due, early) if due else (early[:1], early[1:])
+        filled, unfit = self._grouped(longest_first(now))
+        if any(self._overdue(item) for item in unfit):  # what has waited for room goes first
+            filled, unfit = self._grouped(self._overdue_first(longest_first(now)))
+        self._held = []
+        self._carry(unfit + later)
+        return self._emit_filled(filled)
+
+    def _grouped(self, items: list[Pending]) -> tuple[OpenMicroBatches, list[Pending]]:
+        """Micro-batches by best fit in the order of ``items``, as short as they can be, and what has no room."""
+        lengths = [item.length for item in items]
+        low, high = max(-(-sum(lengths) // self.micro_batches), *lengths), self.capacity
+        bins = best_fit(lengths, high)
+        for _ in range(_FILLINGS):
+            middle = (low + high) // 2
+            found = best_fit(lengths, middle)
+            if len(found) > self.micro_batches:
+                low = middle + 1
+            else:
+                bins, high = found, middle
+            if low >= high:
+                break
+        filled = OpenMicroBatches(self.micro_batches, self.capacity)
+        for index, members in enumerate(bins[: self.micro_batches]):
+            for member in members:
+                filled.put(items[member], index)
+        return filled, [items[member] for members in bins[self.micro_batches :] for member in members]

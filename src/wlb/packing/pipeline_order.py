@@ -54,10 +54,12 @@ class Pipeline:
 def in_fastest_order(ranks: Sequence[Sequence[MicroBatch]], pipeline: Pipeline) -> list[list[MicroBatch]]:
     """``ranks``, of equally many micro-batches, each in the order in which the pipeline is fastest, as far as tried.
 
-    No rank is slower than as given, rising, falling, or rising and then falling, up to 0.1%.
+    No rank is slower than as given, rising, falling, or rising and then falling, up to 0.1%. Without a pipeline ranks
+    gather weights together in every micro-batch, so micro-batches that cost alike meet, the heaviest last, which hides
+    most of reducing gradients.
     """
     if pipeline.pp == 1:
-        return [list(rank) for rank in ranks]
+        return [sorted(rank, key=lambda micro_batch: micro_batch.workload) for rank in ranks]
     seconds = _phase_seconds(ranks, pipeline.workload)
     if np.all(np.ptp(seconds, axis=2) <= _EVEN * seconds.max(axis=2)):
         return [list(rank) for rank in ranks]

@@ -15,7 +15,7 @@ from wlb.config import DataConfig, JobConfig, PackingConfig, ParallelConfig, Sha
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing, MemorySettings
 from wlb.packing import PACKERS
-from wlb.packing.elastic import ElasticOptions
+from wlb.packing.elastic import ElasticOptions, Grouping
 from wlb.packing.packer import Packer
 from wlb.packing.pipeline_order import Pipeline
 from wlb.planning.configured_model import configured_model
@@ -149,12 +149,14 @@ class JobSpec:
 
     @property
     def least_length_factor(self) -> float:
-        """The least L_max, in context windows, with which no document waits for room."""
-        options = self.packing.options
-        if not isinstance(options, ElasticOptions):
+        """The least L_max, in context windows, that holds a document and an even share of a global batch.
+
+        A document that finds no room, because others do not fill theirs, is trained in the next step. With a window
+        more than an even share that never happens.
+        """
+        if not isinstance(self.packing.options, ElasticOptions):
             return 1.0
-        mean = self.global_batch / self.packing.micro_batches
-        return max(1.0, mean if options.max_delay else mean + 1)
+        return max(1.0, self.global_batch / self.packing.micro_batches)
 
     @property
     def most_step_tokens(self) -> int | None:
@@ -214,11 +216,11 @@ class JobSpec:
             return True
         return self.pool == self.cp and options.pool_micro_batches == self.micro_batches_per_rank
 
-    def with_pools(self, pool: int, micro_batches: int) -> Self:
+    def with_pools(self, pool: int, micro_batches: int, grouping: Grouping | None = None) -> Self:
         """The same job with pools of ``pool`` ranks for context-parallel groups, each of ``micro_batches`` a step.
 
-        A global batch stays what it is. Raises ``UserError`` for a pool that does not divide dp x cp, and for a
-        pipeline that cannot run so many micro-batches.
+        A global batch stays what it is, and so does ``grouping`` where it is not given. Raises ``UserError`` for a pool
+        that does not divide dp x cp, and for a pipeline that cannot run so many micro-batches.
         """
         ranks = self.dp * self.cp
         try:
@@ -236,6 +238,7 @@ class JobSpec:
                 "global_batch": self.global_batch,
                 "pool_micro_batches": micro_batches,
             }
+            | ({} if grouping is None else {"grouping": grouping})
         )
         job = replace(self, dp=pools, cp=pool, pool=pool, packing=packing)
         factor = job.packing.length_factor

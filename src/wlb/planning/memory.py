@@ -10,10 +10,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wlb.memory.step import MemoryEstimate, gib, largest_length_factor, predict_even_step, predict_memory
+from wlb.memory.step import (
+    EVEN_ROUNDS,
+    MemoryEstimate,
+    gib,
+    largest_length_factor,
+    predict_even_step,
+    predict_memory,
+)
 from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions
 from wlb.planning.job import JobSpec
+from wlb.schedules.operations import round_size
 
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
 USABLE_SHARE = 0.9
@@ -38,6 +46,8 @@ def predicted_memory(job: JobSpec) -> MemoryEstimate:
     longest, rest = job.longest_micro_batch, job.most_step_tokens
     if rest is None:
         return predict_even_step(job.memory_settings, longest)
+    if rest // longest >= EVEN_ROUNDS * round_size(job.pp, job.micro_batches_per_rank):
+        return predict_even_step(job.memory_settings, longest)  # as full as a step of the longest alone gets
     tokens = []
     for _ in range(job.micro_batches_per_rank):
         tokens.append(min(longest, rest))

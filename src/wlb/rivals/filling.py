@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
+
+from wlb.packing.bins import best_fit as bins_by_best_fit
 
 Integers = NDArray[np.int64]
 
@@ -32,21 +33,10 @@ def in_order(documents: Iterable[int], lengths: Integers, capacity: int) -> list
     return bins
 
 
-def best_fit(documents: Iterable[int], lengths: Integers, capacity: int) -> list[list[int]]:
+def best_fit(documents: Sequence[int], lengths: Integers, capacity: int) -> list[list[int]]:
     """Each of ``documents``, in the order given, into the fullest bin with room, or into another bin."""
-    bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # of every bin, ascending, with its number
-    for document in documents:
-        length = int(lengths[document])
-        place = bisect_left(rooms, (length, 0))
-        if place == len(rooms):
-            room, index = capacity, len(bins)
-            bins.append([])
-        else:
-            room, index = rooms.pop(place)
-        bins[index].append(document)
-        insort(rooms, (room - length, index))
-    return bins
+    bins = bins_by_best_fit(lengths[list(documents)].tolist(), capacity)
+    return [[documents[index] for index in members] for members in bins]
 
 
 def lightest(

@@ -1,13 +1,15 @@
-"""Chooses the size of pools and their micro-batches by simulation, where a job leaves them "auto".
+"""Chooses pools, their micro-batches and the grouping of documents by simulation, where a job leaves them "auto".
 
 More micro-batches fill a pipeline better, and larger pools hold more of a document; but small micro-batches leave a
-long document alone in one, and in large pools its keys and values travel further. What is fastest depends on all of the
-job and on its documents, so a few steps are planned and simulated for every choice.
+long document alone in one, and in large pools its keys and values travel further. Documents of like lengths exchange
+least, and leave micro-batches that cost unequally. What is fastest depends on all of the job and on its documents, so a
+few steps are planned and simulated for every choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -16,7 +18,7 @@ import numpy as np
 
 from wlb.documents.mixture import DocumentLengths
 from wlb.errors import UserError
-from wlb.packing.elastic import ElasticOptions
+from wlb.packing.elastic import ElasticOptions, Grouping
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import fits
 from wlb.planning.planner import StepPlanner
@@ -30,14 +32,17 @@ J = TypeVar("J", bound=JobSpec)
 _STEPS = 4  # that are simulated for a choice, fewer where they are of many micro-batches
 _MICRO_BATCHES = 48
 _FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
+_SMALLER = (1.15, 1.3)  # times as many, where so few are too large for the memory
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 
 
 class _Pools(NamedTuple):
     too_large: bool  # for the memory of the GPUs
+    no_room: bool  # for some document, which has to wait though none should
     seconds: float  # for a second of work
     pool: int
     micro_batches: int
+    grouping: Grouping
 
 
 def with_decided_pools(job: J, lengths: DocumentLengths) -> J:
@@ -64,7 +69,7 @@ def with_decided_pools(job: J, lengths: DocumentLengths) -> J:
             f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {job.global_batch} "
             "context windows in this pipeline; give pool and pool_micro_batches to learn why"
         )
-    return job.with_pools(fastest.pool, fastest.micro_batches)
+    return job.with_pools(fastest.pool, fastest.micro_batches, fastest.grouping)
 
 
 def _sizes(job: JobSpec) -> Iterator[int]:
@@ -78,26 +83,59 @@ def _sizes(job: JobSpec) -> Iterator[int]:
 
 
 def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
-    """The job with pools of this size, and every number of micro-batches that they could run."""
+    """The job with pools of this size, every number of micro-batches that they could run, and every grouping."""
     options = job.packing.options
     assert isinstance(options, ElasticOptions)
-    windows = job.global_batch * pool / (job.dp * job.cp)
-    counts = [round(filling * job.pp) for filling in _FILLINGS]
+    groupings: tuple[Grouping, ...] = ("even", "alike")
+    if options.grouping != "auto" or options.max_delay or options.lookahead:
+        groupings = ("alike" if options.grouping == "alike" else "even",)
+    for of_count in _with_counts(job, pool):
+        for grouping in groupings:
+            yield of_count.with_pools(pool, of_count.micro_batches_per_rank, grouping)
+
+
+def _with_counts(job: SimulatedJob, pool: int) -> list[SimulatedJob]:
+    """The job with pools of this size and numbers of micro-batches; more where the GPUs hold none of the usual ones."""
+    options = job.packing.options
+    assert isinstance(options, ElasticOptions)
+    most = int(job.global_batch * pool / (job.dp * job.cp) / _LEAST_WINDOWS)
     if options.pool_micro_batches != "auto":
-        counts = [options.pool_micro_batches]
-    for count in sorted({count for count in counts if count * _LEAST_WINDOWS <= windows} or {min(counts)}):
+        return _that_run(job, pool, [options.pool_micro_batches])
+    counts = [round(filling * job.pp) for filling in _FILLINGS]
+    counts = [count for count in counts if count <= most] or counts[:1]
+    while True:
+        runnable = _that_run(job, pool, counts)
+        fitting = [choice for choice in runnable if not _too_large(choice)]
+        smaller = [math.ceil(counts[-1] * times / job.pp) * job.pp for times in _SMALLER]
+        if fitting or smaller[0] > most:
+            return fitting or runnable
+        counts = smaller
+
+
+def _that_run(job: SimulatedJob, pool: int, counts: Iterable[int]) -> list[SimulatedJob]:
+    jobs = []
+    for count in sorted(set(counts)):
         try:
-            yield with_decided_length(job.with_pools(pool, count))
+            jobs.append(with_decided_length(job.with_pools(pool, count)))
         except UserError:
             continue  # a pipeline that runs in rounds
+    return jobs
 
 
 def _priced(job: SimulatedJob, lengths: DocumentLengths, prices: DocumentPrices) -> _Pools:
+    options = job.packing.options
+    assert isinstance(options, ElasticOptions)
     steps = min(_STEPS, max(1, _MICRO_BATCHES // job.packing.micro_batches))
     plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
     table = np.concatenate([plan.table for plan in plans])
     work = float(prices.document_seconds(table[:, 2]).sum())
     seconds = float(simulate_steps(plans, JobCosts(job)).seconds.sum())
-    # What a machine with CPUs can hold is not known here.
-    too_large = job.hardware.device_type == "cuda" and not fits(job, job.memory_limit)
-    return _Pools(too_large, seconds / work, job.cp, job.micro_batches_per_rank)
+    expected = steps * job.global_batch * job.context_window
+    no_room = not options.max_delay and int(table[:, 2].sum()) < expected
+    grouping: Grouping = "alike" if options.grouping == "alike" else "even"
+    return _Pools(_too_large(job), no_room, seconds / work, job.cp, job.micro_batches_per_rank, grouping)
+
+
+def _too_large(job: SimulatedJob) -> bool:
+    """For the memory of GPUs; what a machine with CPUs can hold is not known here."""
+    return job.hardware.device_type == "cuda" and not fits(job, job.memory_limit)

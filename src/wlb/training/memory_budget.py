@@ -45,7 +45,8 @@ def with_agreed_factor(config: JobConfig) -> JobConfig:
 
     Machines may differ in memory, and ranks must plan alike. Raises ``TrainingError`` where they differ in pools.
     """
-    sizes = (config.parallel.dp, config.parallel.cp, config.packing.micro_batches)
+    grouping = config.packing.in_use().get("grouping")
+    sizes = (config.parallel.dp, config.parallel.cp, config.packing.micro_batches, grouping)
     if len(set(gathered(sizes))) > 1:
         raise TrainingError(
             "ranks decided on different pools; the token store, the GPUs and the version of wlb-llm must be the same "
