@@ -92,3 +92,12 @@ def test_less_than_there_is_to_level(lengths, ranks):
     plan = _slice(lengths, ranks)
     assert plan.tokens_per_rank.sum() == sum(lengths)
     assert plan.tokens_per_rank.max() <= -(-sum(lengths) // ranks) + 1
+
+
+@pytest.mark.parametrize(("documents", "ranks", "seed"), [(20, 4, 54), (112, 8, 114), (112, 16, 3)])
+def test_ranks_may_hold_over_their_share_before_anything_is_cut(documents, ranks, seed):
+    """Documents of like lengths come out as 7 on each of 16 ranks, for instance, and some ranks have the longest."""
+    lengths = np.random.default_rng(seed).integers(3000, 4600, documents).tolist()
+    plan = _uneven_slices(lengths, ranks)
+    assert int(plan.tokens_per_rank.sum()) == sum(lengths)
+    assert _unevenness(plan)[0] < 1.05

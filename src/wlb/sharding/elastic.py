@@ -174,7 +174,7 @@ class _Slicing:
     def _take(self, row: _Row, first: int, last: int, tokens: float, attention: float) -> tuple[int, int]:
         """Where a rank stops that takes cells from ``first`` on and cells before ``last``, to get closest to both."""
         earliest = int(np.searchsorted(row.tokens, row.tokens[last] - tokens))
-        back = np.arange(max(first, earliest), last + 1)
+        back = np.arange(max(first, min(earliest, last)), last + 1)  # a rank may hold more than its share already
         wanted = row.tokens[first] + tokens - (row.tokens[last] - row.tokens[back])  # tokens before the front's end
         front = np.searchsorted(row.tokens, wanted).clip(first, row.size)
         nearer = (front > first) & (wanted - row.tokens[front - 1] <= row.tokens[front] - wanted)
