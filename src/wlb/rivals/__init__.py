@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.rivals import bytescale, distca, fcp, flexsp, hotspa, hydraulis, libra, megatron, verl, wlb_llm
+from wlb.rivals.elastic import ElasticPolicy
 from wlb.rivals.ours import SystemPolicy
 from wlb.rivals.policy import Outcome, Policy, RankPolicy
 from wlb.rivals.pricing import price_groups, price_moved
@@ -112,7 +113,7 @@ POLICIES: dict[str, Policy] = {
     ),
     "verl": RankPolicy("verl, utils/seqlen_balancing.py", _RING, verl.karmarkar_karp_twice, price_groups),
     "best": SystemPolicy("best", "this project, docs/planner.md", delays=True),
-    "elastic": SystemPolicy("elastic", "this project, docs/elastic.md"),
+    "elastic": ElasticPolicy("this project, docs/elastic.md"),
 }
 
 

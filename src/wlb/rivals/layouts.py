@@ -43,11 +43,16 @@ def candidate_ranks(
         if (pipelines or ranks.job.pp == 1) and (interleaves or ranks.job.virtual_pp == 1)
     ]
     if not fitting:
-        raise UserError(
-            f"no layout of {space.gpus} GPUs fits windows of {space.context_window} tokens; give more GPUs or a "
-            "shorter window"
-        )
+        raise no_layout("the policy", space)
     return sorted(_largest(fitting), key=lambda ranks: ideal_seconds(documents, ranks))[:TRIED]
+
+
+def no_layout(policy: str, space: SearchSpace) -> UserError:
+    """What to raise where nothing fits the memory."""
+    return UserError(
+        f"{policy} finds no layout of {space.gpus} GPUs that fits their memory with windows of {space.context_window} "
+        "tokens; give more GPUs or a shorter window"
+    )
 
 
 def other_capacities(ranks: Ranks, space: SearchSpace) -> list[Ranks]:
@@ -129,14 +134,17 @@ def _capacities(job: SimulatedJob, space: SearchSpace, *, keeps_weights: bool) -
 def _most_tokens(job: SimulatedJob, space: SearchSpace, keeps_weights: bool) -> int:
     """The most tokens of a rank that fit, 0 if fewer than are worth trying do.
 
-    Memory grows evenly with tokens, but for the pipeline rank that needs most; so the line through two token counts is
-    above it between them.
+    Memory grows almost evenly with tokens, so the search starts on the line through two token counts.
     """
     limit = limit_of_gpu(space.hardware.memory_bytes).number_of_bytes
-    low, high = (
-        peak_memory(Ranks(job, tokens, keeps_weights), tokens, power_of_two(-(-space.context_window // tokens)))
-        for tokens in _PROBED
-    )
+
+    def peak(tokens: int) -> float:
+        group = 2 * power_of_two(-(-space.context_window // tokens))  # some policies double the ranks of a document
+        return peak_memory(Ranks(job, tokens, keeps_weights), tokens, group)
+
+    low, high = map(peak, _PROBED)
     most = _PROBED[0] + (limit - low) * (_PROBED[1] - _PROBED[0]) / (high - low)
-    tokens = int(most) // _LEAST_TOKENS * _LEAST_TOKENS
-    return max(0, min(tokens, _PROBED[1]))
+    tokens = max(0, min(int(most), _PROBED[1])) // _LEAST_TOKENS * _LEAST_TOKENS
+    while tokens and peak(tokens) > limit:
+        tokens -= _LEAST_TOKENS
+    return tokens

@@ -19,7 +19,7 @@ from wlb.config import DataConfig
 from wlb.documents.order import DocumentStream
 from wlb.errors import UserError
 from wlb.planning.memory import limit_of_gpu
-from wlb.rivals.layouts import TRIED, candidate_ranks, layout_text, other_capacities
+from wlb.rivals.layouts import TRIED, candidate_ranks, layout_text, no_layout, other_capacities
 from wlb.rivals.plan import GroupPlan, Integers, MovedPlan, Ranks
 from wlb.rivals.pricing import StepPrice
 from wlb.simulate.search import SearchSpace
@@ -171,7 +171,7 @@ def best_of(
     def fastest() -> tuple[Trial, PricedStep]:
         fitting = [(trial, step) for trial, step in priced if step.price.memory_bytes <= limit]
         if not fitting:
-            raise UserError(f"{name} finds no layout of {space.gpus} GPUs that fits their memory; give more GPUs")
+            raise no_layout(name, space)
         return min(fitting, key=lambda pair: pair[1].price.seconds)
 
     priced += _attempted(trials, batches[0])
