@@ -119,8 +119,10 @@ class _Walk:
     exchanges: Sequence[Exchange] | None = None
     held: Counter[str] = field(default_factory=Counter)
     most: Counter[str] = field(default_factory=Counter)
+    most_total: int = 0
     gathered: set[tuple[int, int]] = field(default_factory=set)
     with_gradients: set[tuple[int, int]] = field(default_factory=set)
+    known: dict[tuple[int, int, Exchange | None], tuple[int, list[Unit]]] = field(default_factory=dict)
 
     def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
         """Walk through a step: forwards and backwards, then the optimizer."""
@@ -157,9 +159,14 @@ class _Walk:
         """Whether weights are gathered again in every micro-batch."""
         return self.settings.parallel.pp == 1 and not self.settings.keeps_weights
 
-    def _layers(self, micro_batch: int) -> LayerMemory:
+    def _ends_and_units(self, stage: int, micro_batch: int) -> tuple[int, list[Unit]]:
+        """What a stage keeps beside its layers, and these; micro-batches of as many rows have the same."""
         exchange = self.exchanges[micro_batch] if self.exchanges is not None else None
-        return LayerMemory(self.settings, self.rows[micro_batch], exchange)
+        key = (stage, self.rows[micro_batch], exchange)
+        if key not in self.known:
+            layers = LayerMemory(self.settings, self.rows[micro_batch], exchange)
+            self.known[key] = (layers.ends(), self._units(stage, layers))
+        return self.known[key]
 
     def _units(self, stage: int, layers: LayerMemory) -> list[Unit]:
         settings = self.settings
@@ -170,9 +177,8 @@ class _Walk:
         return [*first, *units, *last]
 
     def _forward(self, stage: int, micro_batch: int) -> None:
-        layers = self._layers(micro_batch)
-        units = self._units(stage, layers)
-        self.held["activations"] += layers.ends()
+        ends, units = self._ends_and_units(stage, micro_batch)
+        self.held["activations"] += ends
         self._gather_root(stage, units)
         for index, unit in enumerate(units):
             self._gather(stage, index, unit)
@@ -184,8 +190,7 @@ class _Walk:
             self._free_root(stage, units)
 
     def _backward(self, stage: int, micro_batch: int) -> None:
-        layers = self._layers(micro_batch)
-        units = self._units(stage, layers)
+        ends, units = self._ends_and_units(stage, micro_batch)
         last = micro_batch == self.settings.micro_batches - 1
         alone = self.settings.parallel.pp == 1
         self._gather_root(stage, units)
@@ -198,7 +203,7 @@ class _Walk:
             self._add_gradients(stage, index, unit)
             if alone and last and not unit.root:
                 self._reduce(stage, index, unit)
-        self.held["activations"] -= layers.ends()
+        self.held["activations"] -= ends
         if last:
             for index, unit in enumerate(units):
                 if (stage, index) in self.with_gradients:
@@ -248,5 +253,6 @@ class _Walk:
         self.held["gradients"] += -(-whole // self.shards) - unit.gradient * self.settings.master_bytes
 
     def _note(self, working: int) -> None:
-        if self.held.total() + working > self.most.total():
-            self.most = self.held + Counter(working=working)
+        total = self.held.total() + working
+        if total > self.most_total:
+            self.most, self.most_total = self.held + Counter(working=working), total

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from wlb.memory.step import (
     EVEN_ROUNDS,
     MemoryEstimate,
@@ -25,7 +23,7 @@ from wlb.schedules.operations import round_size
 
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
 USABLE_SHARE = 0.9
-_FACTORS_TRIED = 9  # of L_max, where a step's documents are given
+_FACTORS = 64  # of L_max, between the least and the most, where a step's documents are given
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,17 @@ def largest_factor(job: JobSpec, limit: MemoryLimit) -> float | None:
     most = options.largest_auto_factor(job.packing.micro_batches)
     if job.most_step_tokens is None:
         return largest_length_factor(job.memory_settings, job.context_window, limit.number_of_bytes, most)
-    factors = np.linspace(most, job.least_length_factor, _FACTORS_TRIED)
-    return next((float(f) for f in factors if fits(job.with_length_factor(float(f)), limit)), None)
+    least = job.least_length_factor
+    if not fits(job.with_length_factor(least), limit):
+        return None
+    low, high = 0, _FACTORS
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(job.with_length_factor(least + (most - least) * middle / _FACTORS), limit):
+            low = middle
+        else:
+            high = middle - 1
+    return least + (most - least) * low / _FACTORS
 
 
 def too_large(job: JobSpec, limit: MemoryLimit, *, resumes: bool = False) -> str | None:
