@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.rivals.ranks import CAPACITY, DOCUMENTS, lengths_of, ranks
-from wlb.rivals import flexsp
+from wlb.errors import UserError
 from wlb.rivals.bytescale import hybrid_data_parallel
 from wlb.rivals.filling import power_of_two
 from wlb.rivals.flexsp import heterogeneous_groups
@@ -113,10 +113,14 @@ def test_flexsp_by_hand():
     assert plan.exchange == "heads"
 
 
-def test_flexsp_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(flexsp, "_MORE_MICRO_BATCHES", 1)
-    from wlb.errors import UserError
+def test_flexsp_halves_a_micro_batch_whose_tokens_fit_but_not_one_by_one():
+    """Three documents of 9 tokens need two ranks each, and there are four: 27 tokens of 32."""
+    plan = heterogeneous_groups(lengths_of(9, 9, 9), ranks(4, capacity=8, window=16))
+    sizes = [sorted(len(g.ranks) for g in plan.groups if g.slot == slot) for slot in (0, 1)]
+    assert sizes == [[2, 2], [2]]
 
+
+def test_flexsp_says_what_it_needs():
     with pytest.raises(UserError, match="give more GPUs"):
         heterogeneous_groups(lengths_of(64), ranks(2, capacity=8, window=64))
 

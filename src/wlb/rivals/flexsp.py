@@ -6,11 +6,15 @@ to four more. In each, lengths are rounded up to 16 buckets, and the program cho
 power-of-two size there are and which bucket runs where, so that the slowest group is fastest.
 
 The program is solved here for all groups of a size together, at a bound on the seconds that is bisected; documents are
-then dealt to the groups of their size. That leaves a few thousand variables of the published program out and keeps its
-constraints: memory, ranks, sizes, and seconds of computing plus communication.
+then dealt to the groups of their size, by cost and, where one finds no room, by best fit. That leaves a few thousand
+variables of the published program out and keeps its constraints: memory, ranks, sizes, and seconds of computing plus
+communication. Tokens of many documents together may fit a group that does not hold them one by one; then the program
+counts documents of a group in place of tokens, and a micro-batch for which it finds no groups at all is halved.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +26,8 @@ from wlb.rivals.plan import Group, GroupPlan, Ranks
 
 BUCKETS = 16
 NODES = 200  # of branch and bound, in each solve; the same on every machine
-_MORE_MICRO_BATCHES = 5
-_BISECTIONS = 8
+_MICRO_BATCHES_TRIED = 5
+_BISECTIONS = 5
 _GAP = 0.05
 _HOPELESS = 5.0  # times the seconds that even ranks would need
 
@@ -34,18 +38,14 @@ def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
     order = longest_first(lengths)
     least = max(1, -(-int(lengths.sum()) // (ranks.count * ranks.capacity)))
     best: tuple[float, list[list[Group]]] | None = None
-    tried = 0
-    for count in range(least, 2 * least + _MORE_MICRO_BATCHES):
+    for count in range(least, least + _MICRO_BATCHES_TRIED):
         groups = _micro_batches(split_evenly(order, lengths, count), lengths, ranks)
         if groups is None:
-            continue  # too few for the memory
-        tried += 1
+            break  # a document that no group holds
         seconds = sum(of_one[0] for of_one in groups)
         if best is not None and seconds >= best[0]:
             break  # nor would more micro-batches be faster
         best = seconds, [of_one[1] for of_one in groups]
-        if tried == _MORE_MICRO_BATCHES:
-            break
     if best is None:
         raise UserError(
             f"FlexSP finds no groups of {ranks.count} ranks of {ranks.capacity} tokens for documents of up to "
@@ -63,13 +63,18 @@ def group_sizes(ranks: Ranks) -> list[int]:
 
 
 def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> list[tuple[float, list[Group]]] | None:
-    """Seconds and groups of all micro-batches; None where one of them does not fit."""
+    """Seconds and groups of all micro-batches, longest documents first; None where no group holds one of these."""
     solved = []
-    for documents in runs:
+    left = runs[::-1]
+    while left:
+        documents = left.pop()
         one = _micro_batch(documents, lengths, ranks)
-        if one is None:
+        if one is not None:
+            solved.append(one)
+        elif len(documents) == 1:
             return None
-        solved.append(one)
+        else:
+            left += split_evenly(documents, lengths, 2)[::-1]
     return solved
 
 
@@ -81,6 +86,9 @@ def _micro_batch(documents: list[int], lengths: Integers, ranks: Ranks) -> tuple
     mean = np.array([lengths[bucket].mean() for bucket in buckets])
     seconds = _seconds(longest, sizes, ranks)
     counts = np.array([len(bucket) for bucket in buckets])
+    room = sizes * ranks.capacity
+    by_tokens = mean[:, None] / room
+    one_by_one = 1 / np.maximum(room // longest[:, None], 1)
     possible = np.where(longest[:, None] <= sizes * ranks.capacity, seconds, np.inf)
     low = max(float(((possible * sizes).min(axis=1) * counts).sum()) / ranks.count, float(possible.min(axis=1).max()))
     if low == np.inf:
@@ -91,8 +99,11 @@ def _micro_batch(documents: list[int], lengths: Integers, ranks: Ranks) -> tuple
     found, high = alone, 2 * low if alone is None else alone[0]
     for _ in range(_BISECTIONS):
         bound = high if found is None else (low + high) / 2
-        solution = _solve(seconds, sizes, counts, longest, mean, bound, ranks)
-        groups = None if solution is None else _dealt(solution, buckets, sizes, lengths, ranks)
+        for shares in (by_tokens, one_by_one):
+            solution = _solve(seconds, sizes, counts, np.where(longest[:, None] <= room, shares, np.inf), bound, ranks)
+            groups = None if solution is None else _dealt(solution, buckets, sizes, lengths, ranks)
+            if solution is None or groups is not None:
+                break
         if groups is not None and (found is None or groups[0] < found[0]):
             found, high = groups, min(bound, groups[0])
         elif found is None:
@@ -134,19 +145,19 @@ def _solve(
     seconds: NDArray[np.float64],
     sizes: NDArray[np.int64],
     counts: Integers,
-    longest: Integers,
-    mean: NDArray[np.float64],
+    shares: NDArray[np.float64],
     bound: float,
     ranks: Ranks,
 ) -> tuple[Integers, Integers] | None:
     """Documents of each bucket in groups of each size, (buckets, sizes), and the number of groups; None if impossible.
 
-    Columns: documents by bucket and size, bucket-major, then groups of each size. Fewest ranks, of what is possible.
+    A document takes ``shares`` of a group's memory, shape (buckets, sizes); infinite ones are not allowed. Columns:
+    documents by bucket and size, bucket-major, then groups of each size. Fewest ranks, of what is possible.
     """
     optimize = require("scipy.optimize", "solver")
     buckets, kinds = seconds.shape
     count = buckets * kinds
-    allowed = longest[:, None] <= sizes * ranks.capacity
+    allowed = np.isfinite(shares)
     upper = np.concatenate([(allowed * counts[:, None]).ravel(), ranks.count // sizes])
     each = np.zeros((buckets, count + kinds))
     time, memory = np.zeros((kinds, count + kinds)), np.zeros((kinds, count + kinds))
@@ -154,8 +165,8 @@ def _solve(
         each[bucket, bucket * kinds : (bucket + 1) * kinds] = 1
     for kind in range(kinds):
         time[kind, kind:count:kinds] = seconds[:, kind] / bound
-        memory[kind, kind:count:kinds] = mean / ranks.capacity
-        time[kind, count + kind], memory[kind, count + kind] = -1, -sizes[kind]
+        memory[kind, kind:count:kinds] = np.where(allowed[:, kind], shares[:, kind], 0.0)
+        time[kind, count + kind] = memory[kind, count + kind] = -1
     used = np.concatenate([np.zeros(count), sizes])[None]
     constraints = [
         optimize.LinearConstraint(each, counts, counts),
@@ -185,7 +196,7 @@ def _dealt(
     """Seconds of the slowest group, and all groups; None where documents that were counted do not fit one by one."""
     shares, of_size = solution
     groups: list[Group] = []
-    slowest, first = 0.0, 0
+    first = 0
     left_over: list[int] = []  # of smaller groups, which larger ones may have room for
     cuts = np.concatenate([np.zeros((len(buckets), 1), np.int64), np.cumsum(shares, axis=1)], axis=1)
     for kind in range(len(sizes)):
@@ -202,7 +213,15 @@ def _dealt(
         by_cost[mine] = _seconds(lengths[mine], np.array([size]), ranks)[:, 0]
         members, left_over = lightest(mine, by_cost, count, lengths, size * ranks.capacity)
         for documents in filter(None, members):
-            slowest = max(slowest, float(by_cost[documents].sum()))
             groups.append(Group(0, tuple(range(first, first + size)), tuple(documents)))
             first += size
-    return None if left_over else (slowest, groups)
+    for document in left_over:
+        length = int(lengths[document])
+        rooms = [len(g.ranks) * ranks.capacity - int(lengths[list(g.documents)].sum()) for g in groups]
+        tightest = min((room, index) for index, room in enumerate([*rooms, math.inf]) if room >= length)[1]
+        if tightest == len(groups):
+            return None
+        group = groups[tightest]
+        groups[tightest] = group._replace(documents=(*group.documents, document))
+    seconds = (float(_seconds(lengths[list(g.documents)], np.array([len(g.ranks)]), ranks).sum()) for g in groups)
+    return max(seconds), groups
