@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.reproduce.test_reports import check_report
+from wlb.errors import UserError
 from wlb.reproduce import rivals
 from wlb.reproduce.experiment import Settings
 from wlb.rivals import BASE, POLICIES, Outcome
@@ -20,14 +22,17 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The GPUs of every job that is computed; DistCA is the fastest on it, and FlexSP finds no layout."""
     jobs: list[int] = []
 
-    def compare(names, space, lengths, *, on_progress):
+    def compare(names, space, lengths):
         jobs.append(space.gpus)
+        if space.gpus == 64 and space.context_window == 2**18:
+            raise UserError("no layout")
         speeds = {"best": 8.0, "distca": 5.0}
         outcomes = [replace(PLAIN, policy=name, seconds=speeds.get(name, 10.0)) for name in names if name != "flexsp"]
         return outcomes, {"flexsp": "no layout"}
 
     monkeypatch.setattr(rivals, "compare", compare)
-    monkeypatch.setattr(rivals, "JOBS", rivals.JOBS[:2])
+    monkeypatch.setattr(rivals, "_workers", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(rivals, "JOBS", rivals.JOBS[:4])
     return jobs
 
 
@@ -36,9 +41,10 @@ def test_its_table_has_every_policy_beside_its_claim(computed: list[int], tmp_pa
     check_report(report)
     rows = {row[0]: row[1:] for row in report.tables[0].rows}
     assert [*rows] == [*POLICIES]
-    assert rows["distca"][:2] == (2.0, 2.0)
-    assert rows["flexsp"][:2] == (None, None)
-    assert rows["libra"][2] == rivals.CLAIMS["libra"]
+    assert rows["distca"][:3] == (2.0, 2.0, 2.0)
+    assert rows["flexsp"][:3] == (None, None, None)
+    assert rows["libra"][3] == rivals.CLAIMS["libra"]
+    assert "llama3-8b-256k-64" in report.notes[-1]  # too large for its GPUs
     assert not any(finding.holds for finding in report.findings)  # ours is slower than DistCA here
     report.draw(tmp_path / "picture.png")
 
@@ -46,9 +52,9 @@ def test_its_table_has_every_policy_beside_its_claim(computed: list[int], tmp_pa
 def test_a_job_that_is_done_is_read_and_one_of_other_settings_is_not(computed: list[int], tmp_path: Path):
     rivals.run(Settings(steps=2, out=tmp_path))
     rivals.run(Settings(steps=2, out=tmp_path))
-    assert computed == [64, 128]
+    assert computed == [64, 256, 1024, 64]
     rivals.run(Settings(steps=3, out=tmp_path))
-    assert computed == [64, 128, 64, 128]
+    assert computed == [64, 256, 1024, 64] * 2
 
 
 def test_claims_are_of_policies_that_are_compared():

@@ -56,7 +56,7 @@ def configure(folder: Path, preset: str) -> JobConfig:
         model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68},
         data={"context_window": WINDOW},
         parallel=LAYOUTS[preset],
-        packing={"outlier_thresholds": [16, 40], "pool_micro_batches": 3},
+        packing={"outlier_thresholds": [16, 40], "pool_micro_batches": 3, "grouping": "alike"},
         training={"steps": STEPS, "dtype": "float64", "learning_rate": 0.02, "gradient_clip": 0.5},
         metrics={"dir": str(folder / preset / "metrics")},
     )
