@@ -158,3 +158,14 @@ def test_the_estimate_says_what_it_is_made_of():
     assert "GiB (weights 12.6, optimizer 25.1, " in text
     for part in ("weights", "optimizer", "gradients", "activations"):
         assert part in text
+
+
+def test_weights_that_are_kept_are_there_all_step():
+    """Without a pipeline, of 8 layers: kept, all are whole from the start; else three units at once are."""
+    freed = predict_memory(job(ParallelConfig(dp=4), micro_batches=2), [1, 1])
+    kept = predict_memory(job(ParallelConfig(dp=4), micro_batches=2, keeps_weights=True), [1, 1])
+    whole = kept.parts["gathered weights"] / SHAPE.layers
+    assert kept.parts["gathered weights"] > 2 * freed.parts["gathered weights"]
+    assert whole >= 4 * (2 * SHAPE.hidden + 3 * SHAPE.hidden * SHAPE.ffn_hidden)
+    pipeline = job(ParallelConfig(dp=4, pp=2))
+    assert total(pipeline, 8) == total(replace(pipeline, keeps_weights=True), 8)  # which keeps them anyhow

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.rivals.ranks import lengths_of, ranks
 from tests.simulate.jobs import SHAPE, documents, job
 from wlb.errors import UserError
+from wlb.memory.step import predict_even_step
 from wlb.planning.planner import StepPlanner
 from wlb.rivals import BASE, POLICIES, chosen, compare
 from wlb.rivals.hotspa import HotSwitching, switched_bytes
 from wlb.rivals.hydraulis import Heterogeneous, Pipelines, greedy
 from wlb.rivals.plan import Group, GroupPlan, Ranks
 from wlb.rivals.policy import first_batches
-from wlb.rivals.pricing import model_weights, price_groups
+from wlb.rivals.pricing import model_weights, peak_memory, price_groups
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulate, simulate_step
+from wlb.simulate.costs import JobCosts
 from wlb.simulate.search import SearchSpace
 from wlb.workload import hardware_preset, make_workload
+from wlb.workload.flops import gemm_flops_per_token
 
 LAYOUTS = [
     {"dp": 2, "cp": 2, "pp": 1, "micro_batches": 3},
@@ -127,6 +132,29 @@ def test_rows_of_ours_are_those_of_the_simulator():
     kind = outcome.layout.rsplit(", ", 1)[1]
     own = job("fixed-4d", **layout, micro_batches=16 // layout["dp"], activation_checkpointing=kind)
     assert outcome.seconds == pytest.approx(simulate(own, lengths, 2).seconds)
+
+
+def test_memory_counts_gradients_of_several_micro_batches_and_a_full_pipeline():
+    alone = ranks(8)
+    whole_gradients = 4 * model_weights(SHAPE)
+    assert peak_memory(alone, 4096, 1) > whole_gradients
+    interleaved = ranks(4, pp=2, virtual_pp=2, schedule="interleaved_1f1b")
+    filling, full = (
+        predict_even_step(replace(interleaved.job.memory_settings, micro_batches=count), 65_536).total
+        for count in (2, 8)
+    )
+    assert filling < full <= peak_memory(interleaved, 65_536, 1)
+
+
+def test_a_micro_batch_of_few_tokens_takes_as_long_as_moving_the_weights():
+    costs = JobCosts(job("fixed-4d"))
+    forward, backward = (costs.blocks(1, d) + costs.head(1, d) for d in ("forward", "backward"))
+    bandwidth = costs.job.hardware.memory_bandwidth
+    multiplied = gemm_flops_per_token(SHAPE) / 2
+    assert forward == pytest.approx(2 * multiplied / bandwidth)
+    assert backward == pytest.approx((2 + 2 * 4) * multiplied / bandwidth)  # weights, and gradients there and back
+    assert costs.blocks(100_000, "forward") == pytest.approx(100 * costs.blocks(1000, "forward"), rel=0.01)
+    assert costs.blocks(0, "forward") == 0.0
 
 
 def test_names_are_checked_and_the_base_is_always_there():

@@ -16,7 +16,7 @@ import numpy as np
 from wlb.errors import UserError
 from wlb.rivals.filling import Integers, best_fit, longest_first, power_of_two
 from wlb.rivals.layouts import candidate_ranks, layout_text
-from wlb.rivals.plan import Group, GroupPlan, Ranks
+from wlb.rivals.plan import GroupPlan, Ranks
 from wlb.rivals.policy import Outcome, PricedStep, best_of, first_batches
 from wlb.rivals.pricing import StepPrice, begun_together, group_seconds, model_weights, price_groups, step_seconds
 from wlb.simulate.search import SearchSpace
@@ -30,17 +30,10 @@ _GRADIENT_BYTES = 4
 def same_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
     """Groups of one size, the least that holds the longest document; short ones packed, dearest micro-batch first."""
     size = power_of_two(ranks.needed(int(lengths.max())))
-    groups = ranks.count // size
     cost = ranks.job.sharding_workload.document_seconds(lengths)
     packed = best_fit(longest_first(lengths), lengths, ranks.capacity * size)
     packed.sort(key=lambda documents: -float(cost[documents].sum()))
-    return GroupPlan(
-        lengths,
-        tuple(
-            Group(index // groups, tuple(range(index % groups * size, (index % groups + 1) * size)), tuple(documents))
-            for index, documents in enumerate(packed)
-        ),
-    )
+    return GroupPlan.of_fixed_groups(lengths, packed, ranks, size)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def _tiled(home: Tasks, size: int, first_lane: int, ranks: Ranks) -> Tasks:
     owner = tiles.lane - first_lane
     placed = owner.copy()
     resident: dict[tuple[int, int], NDArray[np.int64]] = {}  # last key of a document's head group on each rank
-    ratio = job.shape.heads / max(1, 2 * job.shape.kv_heads) * 2  # bytes of a query and its output over a key's
+    ratio = job.shape.heads / job.shape.kv_heads  # bytes of a query and its output, over those of a key and its value
     for tile in np.argsort(-pairs, kind="stable").tolist():
         mine = int(owner[tile])
         place = (int(tiles.document[tile]), tile % groups)

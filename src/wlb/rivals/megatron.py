@@ -34,13 +34,7 @@ def dp_balanced(lengths: Integers, ranks: Ranks) -> GroupPlan:
         if len(largest) < 2:
             break
         packed[:1] = [largest[: len(largest) // 2], largest[len(largest) // 2 :]]
-    return GroupPlan(
-        lengths,
-        tuple(
-            Group(index // groups, tuple(range(index % groups * size, (index % groups + 1) * size)), tuple(documents))
-            for index, documents in enumerate(packed)
-        ),
-    )
+    return GroupPlan.of_fixed_groups(lengths, packed, ranks, size)
 
 
 @dataclass

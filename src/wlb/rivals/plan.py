@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,19 @@ class GroupPlan:
     barriers: frozenset[int] = frozenset()
     sharding: str = "per_document"
     exchange: Exchange = "keys and values"
+
+    @classmethod
+    def of_fixed_groups(
+        cls, lengths: Integers, micro_batches: Sequence[Sequence[int]], ranks: Ranks, size: int, **rest: Any
+    ) -> Self:
+        """Groups of ``size`` ranks, to which micro-batches, lists of documents, are dealt in turn; empty ones idle."""
+        count = ranks.count // size
+        groups = [
+            Group(index // count, tuple(range(index % count * size, (index % count + 1) * size)), tuple(documents))
+            for index, documents in enumerate(micro_batches)
+            if documents
+        ]
+        return cls(lengths, tuple(groups), **rest)
 
     @property
     def slots(self) -> int:

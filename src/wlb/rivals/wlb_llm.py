@@ -7,7 +7,7 @@ without outlier queues, and section 5 for adaptive sharding.
 from __future__ import annotations
 
 from wlb.rivals.filling import Integers, lightest, longest_first, power_of_two
-from wlb.rivals.plan import Group, GroupPlan, Ranks
+from wlb.rivals.plan import GroupPlan, Ranks
 
 LENGTH_FACTOR = 1.5  # L_max over the mean micro-batch, as this project's WLB-LLM has it
 
@@ -25,12 +25,4 @@ def without_delay(lengths: Integers, ranks: Ranks) -> GroupPlan:
         if not left_over:
             break
         count += groups
-    return GroupPlan(
-        lengths,
-        tuple(
-            Group(index // groups, tuple(range(index % groups * size, (index % groups + 1) * size)), tuple(documents))
-            for index, documents in enumerate(members)
-            if documents
-        ),
-        sharding="adaptive",
-    )
+    return GroupPlan.of_fixed_groups(lengths, members, ranks, size, sharding="adaptive")

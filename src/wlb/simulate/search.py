@@ -35,7 +35,7 @@ _SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not f
 _SYSTEMS = ("fixed-4d", "wlb-llm", "best")
 _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
-_LARGEST_CP = 16
+_LARGEST_CP = 32
 _LARGEST_PP = 32
 
 
