@@ -42,7 +42,7 @@ MAY_IMPORT = {
         "schedules",
     },
     "serving": {"sharding", "workload"},
-    "rivals": {"config", "documents", "memory", "planning", "schedules", "sharding", "simulate", "workload"},
+    "rivals": {"config", "documents", "memory", "packing", "planning", "schedules", "sharding", "simulate", "workload"},
     "report": {"config", "documents", "memory", "packing", "planning", "rivals", "sharding", "simulate", "workload"},
     "reproduce": {"config", "documents", "packing", "planning", "report", "rivals", "sharding", "simulate", "workload"},
     "attention": {"sharding"},
