@@ -61,7 +61,7 @@ def reproduce(
     """Reproduce the paper's evaluation, with quoted, simulated and measured numbers in columns of their own.
 
     Prints each table and writes it, with a picture, to --out. convergence trains 12 small models, for over an hour, and
-    rivals searches layouts of 19 policies for eight jobs, for about as long; both can be interrupted and continued.
+    rivals searches layouts of 19 policies for 24 jobs, on all cores; both can be interrupted and continued.
 
     Examples: wlb reproduce speedups · wlb reproduce all · nohup wlb reproduce convergence &
     """
