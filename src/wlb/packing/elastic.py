@@ -9,7 +9,7 @@ into micro-batches in one of two ways:
   dear, by the rules of ``makespan``.
 * ``alike``: documents of like lengths together, so that micro-batches are even in tokens. Those of short documents
   exchange no keys and values, and in those of long ones attention hides the exchange. They differ in workload, which
-  costs nothing where ranks run one after another of them in step, and little in a pipeline that runs them in order.
+  costs nothing where one pool runs them one after another, and little in a pipeline that runs many of them in order.
 """
 
 from __future__ import annotations

@@ -75,9 +75,10 @@ class ElasticPolicy:
 
 
 def _sizes(ranks: Ranks) -> list[int]:
-    """Pools that hold a window and divide the ranks, largest first."""
+    """Pools that hold a window and divide the ranks, largest first; where all are too large, the smallest of them."""
     halves = (ranks.count >> exponent for exponent in range(ranks.count.bit_length()))
-    return [size for size in halves if size <= _LARGEST_POOL and size * ranks.capacity >= ranks.window]
+    sizes = [size for size in halves if ranks.count % size == 0 and size * ranks.capacity >= ranks.window]
+    return [size for size in sizes if size <= _LARGEST_POOL] or sizes[-1:]
 
 
 def _pooled(
