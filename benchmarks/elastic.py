@@ -166,7 +166,7 @@ def paper_job(name: str, steps: int) -> Row:
 
 
 def planning(turns: int) -> list[Row]:
-    """Milliseconds of a step on 256 and on 8,192 GPUs."""
+    """Milliseconds of a step on 256 and on 8,192 GPUs, and their part of the step's simulated seconds."""
     jobs = {"256 GPUs": mesh_job(131_072, "elastic"), "8,192 GPUs": named_job("405b-128k", "elastic", **INTERLEAVED)}
     rows = []
     for name, undecided in jobs.items():
@@ -179,12 +179,17 @@ def planning(turns: int) -> list[Row]:
             (plan,) = islice(plans, 1)
             planned.append(time.process_time() - began)
             began = time.process_time()
-            for micro_batch in plan.ranks[0]:
-                make_shard_plan(micro_batch.lengths, job.cp, "elastic", workload=job.sharding_workload)
+            for micro_batch in filter(len, (held.lengths for held in plan.ranks[0])):
+                make_shard_plan(micro_batch, job.cp, "elastic", workload=job.sharding_workload)
             sharded.append(time.process_time() - began)
-        rows.append(
-            {"job": name, "planning ms": 1e3 * median(planned), "sharding ms": 1e3 * median(sharded)} | job.layout
-        )
+        step = _simulated(job, turns).mean_step_seconds
+        row = {
+            "job": name,
+            "planning ms": 1e3 * median(planned),
+            "sharding ms": 1e3 * median(sharded),
+            "of the step": (median(planned) + median(sharded)) / step,
+        }
+        rows.append(row | job.layout)
     return rows
 
 
