@@ -18,7 +18,7 @@ from wlb.training.dry_run.job import DryRun, Place, RankReport, distinct_roles, 
 
 CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.toml"))
 CONFIG = next(path for path in CONFIGS if path.stem == "7b_128k")
-QUICK = ("tiny", "tiny_elastic")
+QUICK = ("tiny_elastic",)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,14 @@ def result(config: JobConfig) -> DryRun:
 
 
 def check_predictions(report: RankReport) -> set[str]:
-    """That memory is within 10% of the model, kind by kind, and traffic is the simulator's; the purposes it prices."""
+    """That memory is within 10% of the model and traffic is the simulator's; the purposes it prices.
+
+    So is each kind of memory, unless it is off by less than 1% of all.
+    """
     assert abs(report.total.error) < 0.1, report.role
-    assert all(abs(kind.error or 0) < 0.1 for kind in report.memory.values()), (report.role, report.memory)
+    for kind, compared in report.memory.items():
+        off = abs(compared.run - compared.predicted)
+        assert off <= max(0.1 * compared.run, 0.01 * report.total.run), (report.role, kind, compared)
     priced = {purpose: compared for purpose, compared in report.traffic.items() if compared.predicted is not None}
     assert all(compared.run == compared.predicted for compared in priced.values()), (report.role, priced)
     return set(priced)
