@@ -133,9 +133,8 @@ def test_the_operator_beneath_takes_its_arguments_in_this_order():
 def test_a_batch_is_copied_without_waiting():
     plan = make_shard_plan((40, 9), 2, "per_document")
     local = int(plan.tokens_per_rank[0])
-    on_host = [torch.empty(local, dtype=torch.int64, device="cpu") for _ in range(3)]
-    batch = ShardedBatch(*on_host, local, plan)
-    moved = batch.to(CUDA)
+    tokens, labels, positions = (torch.empty(local, dtype=torch.int64, device="cpu") for _ in range(3))
+    moved = ShardedBatch(tokens, labels, positions, local, plan).to(CUDA)
     assert {part.device for part in (moved.tokens, moved.labels, moved.positions)} == {CUDA}
 
 

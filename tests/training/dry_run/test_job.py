@@ -39,9 +39,9 @@ def check_predictions(report: RankReport) -> set[str]:
 
     So is each kind of memory, unless it is off by less than 1% of all.
     """
-    assert abs(report.total.error) < 0.1, report.role
+    assert abs(report.total.error or 0) < 0.1, report.role
     for kind, compared in report.memory.items():
-        off = abs(compared.run - compared.predicted)
+        off = abs(compared.run - (compared.predicted or 0))
         assert off <= max(0.1 * compared.run, 0.01 * report.total.run), (report.role, kind, compared)
     priced = {purpose: compared for purpose, compared in report.traffic.items() if compared.predicted is not None}
     assert all(compared.run == compared.predicted for compared in priced.values()), (report.role, priced)

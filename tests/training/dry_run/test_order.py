@@ -94,7 +94,7 @@ def test_every_call_can_be_made_under_other_presets_and_layouts(preset, checkpoi
 @st.composite
 def layouts(draw):
     """Sizes of every dimension, of eight ranks at most."""
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name in draw(st.permutations(["pp", "dp", "cp", "tp"])):
         room = 8 // math.prod(sizes.values())
         sizes[name] = draw(
