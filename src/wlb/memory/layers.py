@@ -135,10 +135,14 @@ class LayerMemory:
         work_forward, work_backward = self._attention_work(kind)
         attending = self.norm + self.gathered + projected + kept_attention + work_forward
         # Of SwiGLU: its last product, then the gate, then the first two products, when four results are two gradients.
-        narrowing, gating, widening = self.partial_sums + wide, 2 * wide, 2 * self.partial_sums - 2 * wide
+        # The gradients of their matrices wait for the end of the block where they are to be added up in a wider type.
+        narrower = self.compute < self.master
+        matrix = shape.hidden * (feed_forward_width(shape, kind) // settings.parallel.tp) * self.compute * narrower
+        narrowing, gating = self.partial_sums + wide + matrix, 2 * wide + matrix
+        widening = 2 * self.partial_sums - 2 * wide + 3 * matrix
         backward = max(
             self.stream + max(narrowing, gating, widening),
-            2 * self.stream + 2 * attention_out + projected + work_backward - last_half,
+            2 * self.stream + 2 * attention_out + projected + work_backward - last_half + 3 * matrix,
         )
         weights = -(-block_weights(shape, kind) // settings.parallel.tp) + 2 * shape.hidden
         if settings.activation_checkpointing == "none":
