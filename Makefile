@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-torch slowest equivalence lint setup peers docs site release-check clean
+.PHONY: demo test test-all test-torch slowest equivalence rehearsal lint setup peers docs site release-check clean
 
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -46,6 +46,10 @@ slowest: setup
 # Loss and gradients in every layout of up to 8 processes, and 20 steps of every preset, against single documents.
 equivalence: setup
 	$(BIN)/pytest tests/training/test_equivalence.py tests/training/test_steps_equivalence.py -m "" --all-layouts --timeout 1800
+
+# Jobs of 32 and 64 processes, which lose a node and go on without it; 8 GiB, and half an hour on two cores.
+rehearsal: setup
+	$(BIN)/python -m tests.training.rehearsal
 
 docs: setup
 	$(BIN)/python scripts/configuration_reference.py

@@ -290,6 +290,7 @@ OUTPUTS: dict[str, Any] = {
         "hardware": str,
         "data": str,
         "problems?": [str],
+        "step": int,
         "step_tokens": int,
         "imbalance": {"micro_batches": float, "gpus": float},
         "memory_limit_bytes": int,

@@ -127,7 +127,7 @@ MODELS = (
     *("mistral-7b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "gemma3-12b"),
     *("gemma3-27b", "gpt-oss-20b", "gpt-oss-120b", "qwen3-next-80b-a3b"),
 )
-HARDWARE = ("a100", "h100", "h200", "cpu")
+HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 
 COMMANDS = {
     "prepare": "--stdlib --out --tokenizer --train-bpe --end-token --text-field --chat --unit --workers "

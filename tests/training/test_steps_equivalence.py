@@ -6,27 +6,19 @@ gets the same plans, runs one segment at a time on the unparallelised model and 
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import read_steps, settings, write_store
-from wlb.attention import segment_attention
+from tests.training.oracle import losses_of_single_documents
 from wlb.config import JobConfig
-from wlb.documents.store.reader import TokenStore
-from wlb.models.initialise import initialise_weights
-from wlb.models.transformer import Transformer
-from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.data.batch import labelled_tokens, make_batch
+from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep
-from wlb.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from wlb.training.preflight import check_job
-from wlb.training.runtime.environment import trained_model
 from wlb.training.trainer import Trainer
 
 STEPS = 20
@@ -77,37 +69,6 @@ def _train(config: JobConfig) -> list[StepPlan]:
     return plans
 
 
-def _oracle(config: JobConfig, plans: list[StepPlan]) -> list[float]:
-    store = TokenStore.open(config.data.stores[0])
-    model_config = trained_model(config, store)
-    model = Transformer(model_config).double()
-    initialise_weights(model, layers=model_config.shape.layers, seed=config.training.seed)
-    optimizer = build_optimizer(model, config.training)
-    losses = []
-    for step, plan in enumerate(plans, start=1):
-        optimizer.zero_grad()
-        loss_tokens, total = labelled_tokens(plan, store), 0.0
-        for segment in plan.segments:
-            batch = make_batch(MicroBatch((segment,), 0.0), store)
-            attend = partial(segment_attention, segment_lengths=batch.segment_lengths, backend="reference")
-            scores = model(batch.tokens, batch.positions, attend)
-            loss = F.cross_entropy(scores, batch.labels, reduction="sum") / loss_tokens
-            loss.backward()
-            total += loss.item()
-        _clip([weight.grad for weight in model.parameters() if weight.grad is not None], config.training.gradient_clip)
-        set_learning_rate([optimizer], learning_rate(step, config.training))
-        optimizer.step()
-        losses.append(total)
-    return losses
-
-
-def _clip(gradients: list[torch.Tensor], largest: float) -> None:
-    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()  # torch's clip_grad_norm_ adds 1e-6 to it
-    if norm > largest:
-        for gradient in gradients:
-            gradient *= largest / norm
-
-
 @pytest.mark.parametrize(
     "preset", [pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ()) for name in LAYOUTS]
 )
@@ -117,4 +78,4 @@ def test_twenty_steps_have_the_losses_of_single_documents(preset: str, folder: P
     losses = [row["loss"] for row in read_steps(folder / preset)]
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
-    assert losses == pytest.approx(_oracle(config, plans), rel=1e-9)
+    assert losses == pytest.approx(losses_of_single_documents(config, plans), rel=1e-9)

@@ -112,7 +112,7 @@ def test_a_workload_travels_between_processes_and_does_not_change():
     ("arguments", "message"),
     [
         ({"model": "8b"}, "unknown model '8b'; choose one of tiny, 550m, 7b, 30b, 70b, llama3-8b"),
-        ({"hardware": "v100"}, "unknown hardware 'v100'; choose one of a100, h100, h200, cpu"),
+        ({"hardware": "v100"}, "unknown hardware 'v100'; choose one of a100, h100, h200, b200, mi300x, cpu"),
         ({"tp": 3}, "tp = 3 does not divide 32 query heads and 32 key/value heads"),
         ({"model": "70b", "tp": 16}, "8 key/value heads"),
         ({"tp": 0}, "tp = 0"),

@@ -21,7 +21,7 @@ from wlb.workload.links import Link, Traffic, group_link, shard_bytes
 
 H100 = HARDWARE["h100"]
 TRAFFIC: tuple[Traffic, ...] = get_args(Traffic)
-GPU_HARDWARE = st.sampled_from([HARDWARE[name] for name in ("a100", "h100", "h200")])
+GPU_HARDWARE = st.sampled_from([HARDWARE[name] for name in ("a100", "h100", "h200", "b200", "mi300x")])
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "workload.md"
 
 

@@ -20,7 +20,16 @@ from wlb.simulate.compare import packer_for
 from wlb.simulate.pipeline_cost import Cluster
 from wlb.workload import Workload
 
-METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "fixed_solver", "variable_length:paper", "variable_length")
+METHODS = (
+    "sequential",
+    "fixed_greedy",
+    "fixed_greedy:8",
+    "fixed_solver",
+    "variable_length:paper",
+    "variable_length",
+    "makespan",
+    "elastic",
+)
 MICRO_BATCHES = 4
 LONGEST_FACTOR = 1.5  # L_max in windows
 SKIPPED_STEPS = 8

@@ -40,8 +40,10 @@ def dry_run(config: Path, overrides: list[str], rank: str, device: str | None, h
 def _print(config: Path, result: DryRun) -> None:
     shown = result.to_json()
     data = "its token store" if shown["data"] == "store" else "synthetic documents, as its token store is not here"
-    stdout.print(f"{config} on {shown['gpus']:,} x {shown['hardware']}: one step of {shown['step_tokens']:,} tokens")
-    stdout.print(f"planned on {data}")
+    stdout.print(
+        f"{config} on {shown['gpus']:,} x {shown['hardware']}: step {shown['step']}, of {shown['step_tokens']:,} tokens"
+    )
+    stdout.print(f"planned on {data}; of the first steps, the one in which ranks exchange most")
     imbalance = ", ".join(f"{name.replace('_', '-')} {value:.3f}" for name, value in shown["imbalance"].items())
     stdout.print(f"imbalance of the plan (slowest over mean, predicted): {imbalance}")
     worst, limit = (_gib(shown[name]) for name in ("worst_step_bytes", "memory_limit_bytes"))

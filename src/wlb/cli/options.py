@@ -70,7 +70,10 @@ Model = Annotated[
         help="Model preset (llama3-8b, 7b, ...), or a Hugging Face model: its directory or its config.json.",
     ),
 ]
-Hardware = Annotated[str, typer.Option("--hardware", metavar="NAME", help="Hardware preset: a100, h100, h200, cpu.")]
+Hardware = Annotated[
+    str,
+    typer.Option("--hardware", metavar="NAME", help="Hardware preset: a100, h100, h200, b200, mi300x, cpu."),
+]
 Profile = Annotated[
     Path | None,
     typer.Option(

@@ -134,9 +134,15 @@ class LayerMemory:
 
         work_forward, work_backward = self._attention_work(kind)
         attending = self.norm + self.gathered + projected + kept_attention + work_forward
+        # Of SwiGLU: its last product, then the gate, then the first two products, when four results are two gradients.
+        # The gradients of their matrices wait for the end of the block where they are to be added up in a wider type.
+        narrower = self.compute < self.master
+        matrix = shape.hidden * (feed_forward_width(shape, kind) // settings.parallel.tp) * self.compute * narrower
+        narrowing, gating = self.partial_sums + wide + matrix, 2 * wide + matrix
+        widening = 2 * self.partial_sums - 2 * wide + 3 * matrix
         backward = max(
-            2 * wide + self.stream + 2 * self.partial_sums,
-            2 * self.stream + 2 * attention_out + projected + work_backward - last_half,
+            self.stream + max(narrowing, gating, widening),
+            2 * self.stream + 2 * attention_out + projected + work_backward - last_half + 3 * matrix,
         )
         weights = -(-block_weights(shape, kind) // settings.parallel.tp) + 2 * shape.hidden
         if settings.activation_checkpointing == "none":
@@ -215,18 +221,23 @@ class LayerMemory:
         return Unit(weights, 0, self.gathered, matrix * self.compute, root=True, whole_gradient=matrix)
 
     def head(self) -> Unit:
-        """Final norm, scores, and the loss: log-probabilities are kept, and their two gradients come on top."""
+        """Final norm, scores, and the loss: log-probabilities are kept, and their two gradients come on top.
+
+        Where the vocabulary is split, the loss is composed of operators, whose results are one more of each (DTensor's
+        ``loss_parallel``, torch 2.13).
+        """
         settings, shape = self.settings, self.settings.shape
         scores = self.rows * shape.vocab_size // settings.parallel.tp
         matrix = shape.vocab_size * shape.hidden // settings.parallel.tp
         pipelined = scores * self.compute if settings.parallel.pp > 1 else 0  # the stage keeps its output
         held = self.norm + self.gathered + scores * self.master + pipelined
         tied = settings.tied_embeddings and len(settings.stage_blocks) == 1
-        backward = max(2 * scores * self.master, scores * self.compute + matrix * self.compute)
+        between = scores * self.master if settings.parallel.tp > 1 else 0
+        backward = max(2 * scores * self.master + between, scores * self.compute + matrix * self.compute)
         return Unit(
             (0 if tied else matrix) + shape.hidden,
             held,
-            held + scores * self.master,
+            held + scores * self.master + between,
             backward,
             scores=scores * self.master + pipelined,
             root=True,

@@ -242,7 +242,7 @@ class _Walk:
             self.with_gradients.add((stage, index))
             self.held["gradients"] += unit.gradient * self.settings.master_bytes
         if self.settings.compute_bytes < self.settings.master_bytes:  # this micro-batch's, before they are added
-            self._note(working=unit.gradient * self.settings.compute_bytes)
+            self._note(gradients=unit.gradient * self.settings.compute_bytes)
 
     def _reduce(self, stage: int, index: int, unit: Unit) -> None:
         """Sum gradients over the ranks that share the weights, and keep this rank's shard."""
@@ -252,7 +252,9 @@ class _Walk:
         self.with_gradients.discard((stage, index))
         self.held["gradients"] += -(-whole // self.shards) - unit.gradient * self.settings.master_bytes
 
-    def _note(self, working: int) -> None:
-        total = self.held.total() + working
+    def _note(self, working: int = 0, gradients: int = 0) -> None:
+        """Remember what is held now with what is there for a moment, if that is the most so far."""
+        total = self.held.total() + working + gradients
         if total > self.most_total:
-            self.most, self.most_total = self.held + Counter(working=working), total
+            self.most = self.held + Counter(working=working, gradients=gradients)
+            self.most_total = total

@@ -7,6 +7,7 @@ profile (``wlb.workload.profile``) where it matters.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from wlb.errors import UserError
@@ -35,6 +36,7 @@ class Hardware:
     bytes_per_value: int  # of an activation
     memory_bytes: float  # of one GPU
     device_type: str = "cuda"  # as torch calls it
+    peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, where each two have a link of their own
     wide_rates: tuple[tuple[str, float], ...] = ()  # of wider types, and their peak over this one's
 
     def computing_in(self, dtype: str) -> Hardware:
@@ -59,6 +61,9 @@ _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 # "ML Engineering", table of maximum achievable matmul FLOPS. Assumed: a block's shapes reach 82% of the best.
 _A100_GEMM_EFFICIENCY = 0.82 * 268 / 312
 _HOPPER_GEMM_EFFICIENCY = 0.82 * 794 / 989
+# Quoted: 1,745 TFLOP/s on B200 and 668 on MI300X, the same table (commit 744d01e). Assumed: the same 82%.
+_B200_GEMM_EFFICIENCY = 0.82 * 1745 / 2250
+_MI300X_GEMM_EFFICIENCY = 0.82 * 668 / 1307
 
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
@@ -128,6 +133,35 @@ HARDWARE: dict[str, Hardware] = {
     "h100": _H100,
     # The same chip with faster and more memory; quoted: NVIDIA H200 data sheet.
     "h200": replace(_H100, memory_bandwidth=_MEMORY_EFFICIENCY * 4.8e12, memory_bytes=141e9),
+    "b200": replace(
+        _H100,
+        peak_flops=2250e12,  # quoted: NVIDIA B200 SXM data sheet, bf16 dense
+        gemm_efficiency=_B200_GEMM_EFFICIENCY,
+        # Quoted: FlashAttention-2, which torch runs unless told otherwise; it is no faster than on H100. Forward: 362
+        # TFLOP/s at 8,192 tokens, head_dim 128 (tritonbench pull request 171); backward: 334 at 16,384, head_dim 64
+        # (flash-attention issue 1589). Taken as rates at unbounded length.
+        attention_forward_flops=362e12,
+        attention_backward_flops=334e12,
+        memory_bandwidth=_MEMORY_EFFICIENCY * 8.0e12,  # quoted: data sheet
+        node_bandwidth=680e9,  # quoted: 673 to 682 GB/s of an all-reduce over rings (ML Engineering, network)
+        memory_bytes=180e9,  # quoted: data sheet
+        # Quoted: data sheet, 80 and 40 TFLOP/s. The adapter is assumed to be H100's, 400 Gb/s for each GPU.
+        wide_rates=(("float32", 80 / 2250), ("float64", 40 / 2250)),
+    ),
+    "mi300x": replace(
+        _H100,
+        peak_flops=1307e12,  # quoted: AMD Instinct MI300X data sheet, bf16 dense
+        gemm_efficiency=_MI300X_GEMM_EFFICIENCY,
+        # Derived: FlashAttention-2's backward is 1% to 4% faster than on H100 (Zyphra, "Frontier training kernels for
+        # transformers and SSMs on AMD Instinct MI300X"), and so, assumed, is the forward.
+        attention_forward_flops=1.02 * _HOPPER_ATTENTION_FORWARD,
+        attention_backward_flops=1.02 * _HOPPER_ATTENTION_BACKWARD,
+        memory_bandwidth=_MEMORY_EFFICIENCY * 5.3e12,  # quoted: data sheet
+        node_bandwidth=313e9,  # quoted: 4 GiB all-reduce of 8 GPUs (ML Engineering, network)
+        peer_bandwidth=47.7e9,  # quoted: the same of 2 GPUs
+        memory_bytes=192e9,  # quoted: data sheet
+        wide_rates=(("float32", 163.4 / 1307), ("float64", 163.4 / 1307)),  # quoted: data sheet, matrix cores
+    ),
     # Measured on one core of an AMD EPYC (family 26) with torch 2.13.0, one thread, float32: matrix products,
     # norms, rotary embedding and SwiGLU of a block of hidden size 128, torch's flash attention over 4 heads x 32
     # for 16 to 8,192 tokens (attention and linear part of a document together within 10%), and gloo between

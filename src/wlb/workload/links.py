@@ -46,15 +46,21 @@ def group_link(hardware: Hardware, traffic: Traffic, size: int, stride: int) -> 
     """
     nodes = min(size, math.ceil(size * stride / hardware.node_size))
     steps = 1 if traffic == "point_to_point" else size - 1
+    inside = min(hardware.node_bandwidth, _peers(traffic, size / nodes) * hardware.peer_bandwidth)
     if nodes == 1:
-        return Link(hardware.node_latency + steps * hardware.step_latency, hardware.node_bandwidth)
+        return Link(hardware.node_latency + steps * hardware.step_latency, inside)
     bandwidth = _adapters(traffic, size, size / nodes) * hardware.network_bandwidth
-    return Link(hardware.network_latency + steps * hardware.step_latency, min(bandwidth, hardware.node_bandwidth))
+    return Link(hardware.network_latency + steps * hardware.step_latency, min(bandwidth, inside))
 
 
 def shard_bytes(whole_bytes: float, ranks: int) -> float:
     """What a rank receives when ``ranks`` of them gather (or reduce and scatter) ``whole_bytes``."""
     return whole_bytes * (ranks - 1) / ranks
+
+
+def _peers(traffic: Traffic, on_a_node: float) -> float:
+    """GPUs of its node that a rank receives from at once; rings run over all their links."""
+    return 1.0 if traffic == "point_to_point" else max(1.0, on_a_node - 1)
 
 
 def _adapters(traffic: Traffic, size: int, on_a_node: float) -> float:

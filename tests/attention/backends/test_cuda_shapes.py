@@ -12,10 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wlb.attention.backends import cuda
 from wlb.attention.context_parallel import _attend_received, _received_gradients
-from wlb.attention.exchange import add_returned
+from wlb.attention.exchange import add_returned, return_gradients, send_keys
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import shard_layout
 from wlb.sharding import make_shard_plan
+from wlb.training.data.sharded_batch import ShardedBatch
+from wlb.training.dry_run.fake_rank import fake_process_group
 
 CUDA = torch.device("cuda", 0)
 # Where PyTorch was built without CUDA, it can add no two tensors of that device, fake or not.
@@ -96,6 +98,44 @@ def test_received_keys_are_attended_and_merged(rank: int):
         returned = tensor(sum(part.send_counts), 2, HEAD_DIM, device=ADDED_ON)
         grad = add_returned(torch.empty_like(key), [returned], [part])
         assert (grad.shape, grad.dtype) == (key.shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_exchanged_is_what_nccl_takes(rank: int):
+    """Both ways of the key/value exchange, with tensors of device cuda: contiguous, of the rows that the plan says."""
+    plan = make_shard_plan((300, 12, 200), 2, "per_document")
+    layout = shard_layout(plan, rank, CUDA)
+    rows = int(plan.tokens_per_rank[rank])
+    with fake_process_group(rank, 2):
+        for part in layout.parts:
+            arrival = send_keys(tensor(rows, 2, HEAD_DIM), tensor(rows, 2, HEAD_DIM), part, None)
+            returning = return_gradients(torch.empty_like(arrival.wait()), part, None)
+            for message, counts in (
+                (arrival.sent, part.send_counts),
+                (arrival.received, part.receive_counts),
+                (returning.sent, part.receive_counts),
+                (returning.wait(), part.send_counts),
+            ):
+                assert message.shape == (sum(counts), 2, 2, HEAD_DIM)
+                assert (message.dtype, message.device) == (torch.bfloat16, CUDA)
+                assert message.is_contiguous()
+
+
+def test_the_operator_beneath_takes_its_arguments_in_this_order():
+    """It is not public; ``cuda.backward`` hands over most by position, on every torch that is supported."""
+    names = [argument.name for argument in torch.ops.aten._flash_attention_backward.default._schema.arguments]
+    assert names == [
+        *("grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
+        *("dropout_p", "is_causal", "rng_state", "unused", "scale", "window_size_left", "window_size_right"),
+    ]
+
+
+def test_a_batch_is_copied_without_waiting():
+    plan = make_shard_plan((40, 9), 2, "per_document")
+    local = int(plan.tokens_per_rank[0])
+    tokens, labels, positions = (torch.empty(local, dtype=torch.int64, device="cpu") for _ in range(3))
+    moved = ShardedBatch(tokens, labels, positions, local, plan).to(CUDA)
+    assert {part.device for part in (moved.tokens, moved.labels, moved.positions)} == {CUDA}
 
 
 @pytest.mark.parametrize(

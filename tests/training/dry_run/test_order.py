@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.training.dry_run.recorded import recorded_calls, small_job
+from wlb.config import PRESETS
 from wlb.simulate.traffic import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL
 from wlb.training.dry_run.calls import Call
 from wlb.training.dry_run.order import OrderError, check_order
@@ -20,7 +22,7 @@ NOWHERE = Path("/nowhere")
 
 @cache
 def calls_of(
-    preset: str, hardware: str, checkpointing: str, layout: tuple[tuple[str, int], ...]
+    preset: str, hardware: str, checkpointing: str, layout: tuple[tuple[str, int], ...], seed: int = 0
 ) -> dict[int, list[Call]]:
     parallel: dict[str, Any] = dict(layout)
     if parallel.get("virtual_pp", 1) > 1:
@@ -30,7 +32,8 @@ def calls_of(
     config = small_job(
         NOWHERE,
         preset,
-        model={"layers": stages, "kv_heads": 2, "vocab_size": 64},
+        model={"layers": stages, "heads": 4, "kv_heads": 4, "vocab_size": 64},
+        data={"seed": seed},
         parallel=parallel,
         packing={"micro_batches": 2 * ranks * parallel.get("pp", 1)},
         training={"activation_checkpointing": checkpointing},
@@ -65,7 +68,7 @@ def test_every_call_of_an_elastic_job_can_be_made():
     assert check_order(calls_of(*ELASTIC))
 
 
-# The same proof on more layouts.
+# The same proof on more layouts: every dimension with four ranks, every schedule, pools, and dimensions that meet.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("preset", "checkpointing", "sizes"),
@@ -73,13 +76,47 @@ def test_every_call_of_an_elastic_job_can_be_made():
         ("plain-4d", "selective", layout(pp=2, cp=2, tp=2)),
         ("best", "selective", layout(pp=2, virtual_pp=2)),
         ("elastic", "full", layout(pp=2, dp=2)),
+        ("elastic", "none", layout(pp=2, dp=2, cp=2, virtual_pp=2, pool=4)),
         ("wlb-llm", "none", layout(pp=2, virtual_pp=2, cp=2)),
         ("wlb-llm", "full", layout(dp=2, cp=2, tp=2)),
+        ("best", "none", layout(cp=4)),
+        ("best", "full", layout(dp=4)),
+        ("fixed-4d", "selective", layout(pp=4)),
+        ("fixed-4d", "none", layout(tp=4)),
     ],
     ids=str,
 )
 def test_every_call_can_be_made_under_other_presets_and_layouts(preset, checkpointing, sizes):
     calls = calls_of(preset, "h100", checkpointing, sizes)
+    assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
+
+
+@st.composite
+def layouts(draw):
+    """Sizes of every dimension, of eight ranks at most."""
+    sizes: dict[str, int] = {}
+    for name in draw(st.permutations(["pp", "dp", "cp", "tp"])):
+        room = 8 // math.prod(sizes.values())
+        sizes[name] = draw(
+            st.sampled_from([size for size in (1, 2, 3, 4) if size <= room and (name, size) != ("tp", 3)])
+        )
+    if sizes["pp"] > 1:
+        sizes["virtual_pp"] = draw(st.sampled_from([1, 2]))
+    return layout(**sizes)
+
+
+# The same proof on plans and layouts that nobody has chosen.
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@settings(max_examples=8, deadline=None)
+@given(
+    preset=st.sampled_from(list(PRESETS)),
+    checkpointing=st.sampled_from(["none", "selective", "full"]),
+    sizes=layouts(),
+    seed=st.integers(0, 1000),
+)
+def test_every_call_of_any_job_can_be_made(preset, checkpointing, sizes, seed):
+    calls = calls_of(preset, "h100", checkpointing, sizes, seed)
     assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
 
 

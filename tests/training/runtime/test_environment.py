@@ -38,6 +38,8 @@ def test_auto_is_the_type_the_device_is_fast_in(dtype, device, expected):
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA GH200 480GB", "h100"),  # H100's chip
         ("NVIDIA L4", "h100"),
     ],

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,6 +44,8 @@ class StepWatcher(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor or the like: its parts come by themselves
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device  # asked for at every turn, and no operator of the job
         if func is torch.ops.aten._local_scalar_dense.default and (isinstance(args[0], FakeTensor) or _is_faking()):
             return 1.0 if args[0].is_floating_point() else 1
         self.operators += 1
@@ -73,7 +74,8 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Run the kernels that a GPU would."""
-    with mock.patch.dict(BACKENDS, cuda=_CudaShapes()), _FusedNorms():
+    norms = mock.patch.object(torch.nn.functional, "rms_norm", _fused_norm)
+    with mock.patch.dict(BACKENDS, cuda=_CudaShapes()), norms:
         try:
             yield
         finally:
@@ -88,15 +90,20 @@ class _CudaShapes:
     unsupported = staticmethod(cuda.unsupported_by_kernel)
 
 
-class _FusedNorms(TorchFunctionMode):
-    """RMSNorm is one kernel on CUDA, and several on the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is torch.rms_norm or func is torch.nn.functional.rms_norm:
-            return _fused_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def _fused_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    normed: Tensor = torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+    normed: Tensor = _FusedNorm.apply(x, weight)
     return normed
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What the kernel keeps and returns, without its numbers: PyTorch composes it of several operators on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x[..., :1].to(torch.float32))  # one over the norm, of each row
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), grad.flatten(0, -2).sum(0).to(weight.dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb.config import JobConfig
 from wlb.documents.store.mixture import document_lengths
@@ -29,6 +29,8 @@ from wlb.training.dry_run.problems import FoundJob, find_problems
 from wlb.training.dry_run.rank import Place, RankRun, run_ranks
 from wlb.training.dry_run.synthetic_store import SyntheticStore
 from wlb.training.runtime.environment import trained_model
+
+_LOOK_AHEAD = 4  # steps to choose from: a job's first have few long documents where packing lets those wait
 
 # What is shown, of what is counted in a step and of what the memory model says.
 KINDS = {
@@ -92,9 +94,13 @@ class RankReport:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What is known of a job before it runs: problems at its start, its first step's plan, and some of its ranks."""
+    """What is known of a job before it runs: problems at its start, the plan of a step, and some of its ranks in it.
+
+    ``step`` counts from 1.
+    """
 
     found: FoundJob
+    step: int
     plan: StepPlan
     simulated: StepResults
     ranks: tuple[RankReport, ...]
@@ -107,6 +113,7 @@ class DryRun:
             "hardware": self.found.hardware,
             "data": "synthetic" if isinstance(self.found.store, SyntheticStore) else "store",
             "problems": list(self.found.problems),
+            "step": self.step,
             "step_tokens": self.plan.tokens,
             "imbalance": self.imbalance,
             "memory_limit_bytes": int(self.found.limit.number_of_bytes),
@@ -128,35 +135,53 @@ class DryRun:
 def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = "h100") -> DryRun:
     """Try ``config`` on GPUs (or CPUs) of ``hardware`` as one rank, or as one of every kind of rank.
 
-    Raises ``UserError`` for a rank that the job has not, and where no step of it can be planned.
+    Of the job's first steps, the one is run in which ranks exchange the most keys and values. Raises ``UserError`` for
+    a rank that the job has not, and where no step of it can be planned.
     """
     found = find_problems(config, hardware)
     job = found.job
-    plan = next(StepPlanner(job, document_lengths(found.store))).plan
-    simulated = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
-    shards = _shards(plan, simulated)
     if ranks != "all" and not 0 <= ranks < job.gpus:
         raise UserError(f"rank {ranks} is not in a job of {job.gpus} ranks; give one from 0 to {job.gpus - 1}")
-    roles = distinct_roles(job, shards.tokens.sum(axis=1)) if ranks == "all" else {ranks: "as asked"}
-    runs = run_ranks(found.config, list(roles), hardware)
+    simulated = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
+    step, plan, shards = _heaviest_step(found, simulated)
+    roles = distinct_roles(job, shards) if ranks == "all" else {ranks: "as asked"}
+    runs = run_ranks(found.config, list(roles), hardware, [step])
     reports = tuple(_report(run, roles[run.rank], found, shards) for run in runs)
-    return DryRun(found, plan, simulate_step(plan, simulated), reports)
+    return DryRun(found, step, plan, simulate_step(plan, simulated), reports)
 
 
-def distinct_roles(job: JobSpec, tokens: NDArray[np.int64]) -> dict[int, str]:
-    """Ranks that differ in what they do, by what they are: the first, a middle and the last pipeline rank, each with
-    the most and the fewest tokens of the step. Tensor-parallel ranks are alike.
+def _heaviest_step(found: FoundJob, job: SimulatedJob) -> tuple[int, StepPlan, Shards]:
+    """Of the first steps, the one with the most exchanged and then the most tokens; its number, from 1."""
+    steps = min(_LOOK_AHEAD, found.config.training.steps or _LOOK_AHEAD)
+    planner = StepPlanner(
+        found.job, document_lengths(found.store), epochs=1 if found.config.training.steps is None else None
+    )
+    plans = [planned.plan for planned in islice(planner, steps)]
+    choices = [(step, plan, _shards(plan, job)) for step, plan in enumerate(plans, 1)]
+    return max(choices, key=lambda choice: (int(choice[2].received.sum()), choice[1].tokens))
 
-    ``tokens`` has shape (dp, cp).
+
+def distinct_roles(job: JobSpec, shards: Shards) -> dict[int, str]:
+    """Ranks that differ in what they do, by what they are. Tensor-parallel ranks are alike.
+
+    These are the first, a middle and the last pipeline rank with the largest share of the step's tokens; and with the
+    smallest, and with the most received keys, the first of them: what a share changes, it changes on all alike.
+    ``shards`` have shape (dp, micro-batches of a rank, cp).
     """
     pipeline = {0: "first stage", job.pp - 1: "last stage"} | ({job.pp // 2: "middle stage"} if job.pp > 2 else {})
     if job.pp == 1:
         pipeline = {0: "all stages"}
-    shares = {int(tokens.argmin()): "fewest tokens", int(tokens.argmax()): "most tokens"}
+    tokens, received = shards.tokens.sum(axis=1), shards.received.sum(axis=1)
+    shares = {int(tokens.argmin()): "fewest tokens"}
+    if received.any():
+        shares[int(received.argmax())] = "most received"
+    largest = int(tokens.argmax())
+    shares[largest] = "most tokens"
     return {
         rank_at(job, Place(pp, share // job.cp, share % job.cp, 0)): f"{stage}, {amount}"
         for pp, stage in sorted(pipeline.items())
         for share, amount in shares.items()
+        if pp == 0 or share == largest
     }
 
 

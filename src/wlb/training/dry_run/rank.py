@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -66,20 +66,21 @@ class RankRun:
     seconds: float
 
 
-def run_ranks(config: JobConfig, ranks: Sequence[int], hardware: str, steps: int = 1) -> Iterator[RankRun]:
-    """Run ``steps`` steps of each of ``ranks``, in the order given, as many at a time as there are cores.
+def run_ranks(config: JobConfig, ranks: Sequence[int], hardware: str, steps: Iterable[int] = (1,)) -> Iterator[RankRun]:
+    """Run ``steps`` of each of ``ranks``, in the order given, as many ranks at a time as there are cores.
 
-    Nothing may be left to decide in ``config``. A ``data.store`` that cannot be opened is replaced by synthetic
-    documents. ``hardware`` is a preset's name.
+    Steps count from 1, and those before and between them are planned and not run. Nothing may be left to decide in
+    ``config``. A ``data.store`` that cannot be opened is replaced by synthetic documents. ``hardware`` is a preset's
+    name.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_ENTRY])
     workers = min(len(ranks), usable_cores())
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
-        yield from pool.map(partial(run_rank, config, hardware=hardware, steps=steps), ranks)
+        yield from pool.map(partial(run_rank, config, hardware=hardware, steps=tuple(steps)), ranks)
 
 
-def run_rank(config: JobConfig, rank: int, *, hardware: str, steps: int = 1) -> RankRun:
+def run_rank(config: JobConfig, rank: int, *, hardware: str, steps: Sequence[int] = (1,)) -> RankRun:
     """``run_ranks`` of one rank, in this process."""
     started = time.perf_counter()
     config = _without_side_effects(config)
@@ -102,8 +103,11 @@ def run_rank(config: JobConfig, rank: int, *, hardware: str, steps: int = 1) -> 
         calls = []
         data = build_data(config, store, model, None)
         with data.loader, meter.watching_torch(), log.listening():
-            for step in range(1, steps + 1):
-                loaded = _on_device(next(data.loader), fake)
+            for step in range(1, max(steps) + 1):
+                planned = next(data.loader)
+                if step not in steps:
+                    continue
+                loaded = _on_device(planned, fake)
                 meter.adopt((t for b in loaded.batches for t in (b.tokens, b.labels, b.positions)), BATCHES)
                 meter.forget_peak()
                 with watcher:

@@ -77,9 +77,11 @@ class PlannedStage(PipelineStage):
         with self._clock.measuring("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         with self._clock.measuring("backward", bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep what was received
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:

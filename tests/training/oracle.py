@@ -1,0 +1,51 @@
+"""What training has to come to: a plain loop over single documents, in one process, on the unparallelised model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from wlb.attention import segment_attention
+from wlb.config import JobConfig
+from wlb.documents.store.reader import TokenStore
+from wlb.models.initialise import initialise_weights
+from wlb.models.transformer import Transformer
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.training.data.batch import labelled_tokens, make_batch
+from wlb.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from wlb.training.runtime.environment import trained_model
+
+
+def losses_of_single_documents(config: JobConfig, plans: Sequence[StepPlan]) -> list[float]:
+    """The loss of every step of ``plans``, trained from the first on in float64, one segment at a time."""
+    store = TokenStore.open(config.data.stores[0])
+    model_config = trained_model(config, store)
+    model = Transformer(model_config).double()
+    initialise_weights(model, layers=model_config.shape.layers, seed=config.training.seed)
+    optimizer = build_optimizer(model, config.training)
+    losses = []
+    for step, plan in enumerate(plans, start=1):
+        optimizer.zero_grad()
+        loss_tokens, total = labelled_tokens(plan, store), 0.0
+        for segment in plan.segments:
+            batch = make_batch(MicroBatch((segment,), 0.0), store)
+            attend = partial(segment_attention, segment_lengths=batch.segment_lengths, backend="reference")
+            scores = model(batch.tokens, batch.positions, attend)
+            loss = F.cross_entropy(scores, batch.labels, reduction="sum") / loss_tokens
+            loss.backward()
+            total += loss.item()
+        _clip([weight.grad for weight in model.parameters() if weight.grad is not None], config.training.gradient_clip)
+        set_learning_rate([optimizer], learning_rate(step, config.training))
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+def _clip(gradients: list[torch.Tensor], largest: float) -> None:
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()  # torch's clip_grad_norm_ adds 1e-6 to it
+    if norm > largest:
+        for gradient in gradients:
+            gradient *= largest / norm
