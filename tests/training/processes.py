@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from wlb.training.observe.metrics import LEGEND
+
 SECONDS = 90.0
 
 
@@ -113,6 +115,6 @@ def _scheduling(pid: int) -> list[str]:
 
 
 def said(err: str) -> Sequence[str]:
-    """What a job wrote to stderr, without progress, greeting, and warnings (a busy machine has slow ranks)."""
-    passed_over = ("step ", "starting ", "resuming ", "wlb: warning: ")
+    """What a job wrote to stderr, without progress, greeting, legend, and warnings (a busy machine has slow ranks)."""
+    passed_over = ("step ", "starting ", "resuming ", "wlb: warning: ", *LEGEND.splitlines())
     return [line for line in err.splitlines() if line and not line.startswith(passed_over)]
