@@ -66,5 +66,5 @@ def test_micro_batches_of_verl_keep_its_limit_and_hold_every_document():
 
 def test_a_verl_without_the_function_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(verl_balancing, "get_seqlen_balanced_partitions")
-    with pytest.raises(UserError, match=r"no verl.utils.seqlen_balancing\\.get_seqlen_balanced_partitions"):
+    with pytest.raises(UserError, match=r"no verl.utils.seqlen_balancing\.get_seqlen_balanced_partitions"):
         reroute_balancing()
