@@ -19,6 +19,7 @@ from wlb.planning.memory import limit_of_gpu
 from wlb.rivals.filling import power_of_two
 from wlb.rivals.plan import Integers, Ranks
 from wlb.rivals.pricing import ideal_seconds, peak_memory
+from wlb.sharding import MOST_RANKS
 from wlb.simulate.job import SimulatedJob, replicate_kv_heads, simulated_job
 from wlb.simulate.search import SearchSpace
 
@@ -140,7 +141,7 @@ def _most_tokens(job: SimulatedJob, space: SearchSpace, keeps_weights: bool) -> 
 
     def peak(tokens: int) -> float:
         group = 2 * power_of_two(-(-space.context_window // tokens))  # some policies double the ranks of a document
-        return peak_memory(Ranks(job, tokens, keeps_weights), tokens, group)
+        return peak_memory(Ranks(job, tokens, keeps_weights), tokens, min(group, MOST_RANKS))
 
     low, high = map(peak, _PROBED)
     most = _PROBED[0] + (limit - low) * (_PROBED[1] - _PROBED[0]) / (high - low)
