@@ -32,6 +32,7 @@ def test_all_come_once_and_none_is_kept_that_was_trained(lengths, at_once, overl
     }
     assert sum(segment.length for segment in segments) == kept[overlong]
     assert documents.lengths.tolist() == lengths
+    assert documents.state_dict()["overlong"]["tokens_dropped"] == sum(lengths) - kept[overlong]
 
 
 def test_reading_again_keeps_what_waits():

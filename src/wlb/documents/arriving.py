@@ -8,13 +8,14 @@ what was trained.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.overlong import split_overlong
+from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 
@@ -40,7 +41,8 @@ class ArrivingDocuments(Generic[T]):
             raise UserError("the stream has no documents; give at least one")
         self.first = beginning[0]
         self._documents = chain(beginning, arriving)
-        self._length_of, self._context_window, self._overlong = length_of, context_window, overlong
+        self._length_of, self._context_window, self._policy = length_of, context_window, overlong
+        self._overlong = OverlongReport()  # of all documents taken
         self._lengths = np.zeros(1024, np.int64)
         self._taken = 0
         self._kept: dict[int, T] = {}
@@ -60,7 +62,8 @@ class ArrivingDocuments(Generic[T]):
         """The segments of the next ``documents`` documents, or of as many as the stream has."""
         arrived = [self._arrive(document) for document in islice(self._documents, documents)]
         self.epoch_is_over = len(arrived) < documents
-        segments, _ = split_overlong(arrived, self._context_window, self._overlong)
+        segments, report = split_overlong(arrived, self._context_window, self._policy)
+        self._overlong += report
         for document, _, length in segments:
             self._tokens_left[document] = self._tokens_left.get(document, 0) + length
         for document, _, _ in arrived:
@@ -101,11 +104,12 @@ class ArrivingDocuments(Generic[T]):
         """Nothing: a stream is where it is."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"documents": self._taken, "over": self.epoch_is_over}
+        return {"documents": self._taken, "over": self.epoch_is_over, "overlong": asdict(self._overlong)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, after ``read_again``."""
         self.epoch_is_over = state["over"]
+        self._overlong = OverlongReport(**state["overlong"])
 
     def begin_after(self, state: dict[str, Any]) -> None:
         raise UserError("a stream cannot take the place of other documents; begin a new job with it")
