@@ -15,8 +15,10 @@ from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import labelled_tokens, make_batch
+from wlb.training.data.loader import LoadedStep
 from wlb.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 from wlb.training.runtime.environment import trained_model
+from wlb.training.trainer import Trainer
 
 
 def losses_of_single_documents(config: JobConfig, plans: Sequence[StepPlan]) -> list[float]:
@@ -49,3 +51,16 @@ def _clip(gradients: list[torch.Tensor], largest: float) -> None:
     if norm > largest:
         for gradient in gradients:
             gradient *= largest / norm
+
+
+def remembered_plans(trainer: Trainer) -> list[StepPlan]:
+    """A list to which ``trainer`` adds the plan of every step that it trains from now on."""
+    plans: list[StepPlan] = []
+    train_step = trainer._train_step
+
+    def remember(loaded: LoadedStep) -> None:
+        plans.append(loaded.plan)
+        train_step(loaded)
+
+    trainer._train_step = remember  # type: ignore[method-assign]
+    return plans

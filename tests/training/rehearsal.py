@@ -32,12 +32,11 @@ import torch
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import read_steps, settings, write_store
-from tests.training.oracle import losses_of_single_documents
+from tests.training.oracle import losses_of_single_documents, remembered_plans
 from tests.training.processes import wait_until
 from wlb.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.checkpoint.resuming import newest_checkpoint
-from wlb.training.data.loader import LoadedStep
 from wlb.training.preflight import check_job
 from wlb.training.trainer import Trainer
 
@@ -167,14 +166,7 @@ def _rows_of(config: JobConfig) -> list[dict[str, Any]]:
 
 def _train(config: JobConfig) -> RankTimes:
     trainer = Trainer(config, torch.device("cpu"))
-    plans: list[StepPlan] = []
-    train_step = trainer._train_step
-
-    def remember(loaded: LoadedStep) -> None:
-        plans.append(loaded.plan)
-        train_step(loaded)
-
-    trainer._train_step = remember  # type: ignore[method-assign]
+    plans = remembered_plans(trainer)
     first_step = trainer.step + 1
     step_ends = [time.time(), *(time.time() for _ in trainer.steps())]
     return RankTimes(first_step, plans, step_ends, *_memory())

@@ -14,10 +14,9 @@ import torch
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import read_steps, settings, write_store
-from tests.training.oracle import losses_of_single_documents
+from tests.training.oracle import losses_of_single_documents, remembered_plans
 from wlb.config import JobConfig
 from wlb.packing.plan import StepPlan
-from wlb.training.data.loader import LoadedStep
 from wlb.training.preflight import check_job
 from wlb.training.trainer import Trainer
 
@@ -57,14 +56,7 @@ def configure(folder: Path, preset: str) -> JobConfig:
 
 def _train(config: JobConfig) -> list[StepPlan]:
     trainer = Trainer(config, torch.device("cpu"))
-    plans: list[StepPlan] = []
-    train_step = trainer._train_step
-
-    def remember(loaded: LoadedStep) -> None:
-        plans.append(loaded.plan)
-        train_step(loaded)
-
-    trainer._train_step = remember  # type: ignore[method-assign]
+    plans = remembered_plans(trainer)
     trainer.run()
     return plans
 
