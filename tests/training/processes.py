@@ -71,6 +71,12 @@ def free_port() -> int:
     return port
 
 
+def is_listening(port: int) -> bool:
+    """Whether a process of this machine accepts connections there."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from tests.training.jobs import VOCABULARY, read_steps, write_config, write_store
-from tests.training.processes import SECONDS, free_port, process, steps_written, wait_until
+from tests.training.processes import SECONDS, free_port, is_listening, process, steps_written, wait_until
 from wlb.config_file import dp_of, load_config
 from wlb.errors import UserError
 from wlb.planning.job import JobSpec
@@ -51,10 +51,12 @@ class Listener:
 @pytest.mark.timeout(400)
 def test_a_job_outlives_a_machine_and_takes_it_back(tmp_path: Path, config: Path) -> None:
     store = write_store(tmp_path / "store")
-    endpoint = f"localhost:{free_port()}"
+    port = free_port()
+    endpoint = f"localhost:{port}"
     agent = partial(process, EXAMPLE, endpoint, "1:2", "1", config, program="bash", PYTHON=sys.executable)
     with agent(RDZV_CONF=PATIENCE) as head:
         said = Listener(head)
+        wait_until(lambda: is_listening(port))  # or the other machine may be the first, and hold the store of both
         with agent(RDZV_CONF=PATIENCE) as other:
             Listener(other)
             wait_until(lambda: "on 2 cpu processes" in said.text, 2 * SECONDS)
