@@ -4,10 +4,10 @@
         [--out FILE]
 
 Trains every preset with pp = 2, dp = 2 and cp = 2 as ``training.py`` does, on the same documents, and simulates the
-same plans from a profile measured at the start. A step's error is predicted over measured less one; what is reported is
-its median and the median of its absolute value. Other work on the machine only ever adds time, so a step's measured
-seconds are the smallest of its repetitions. Presets take turns, a step each, in the same processes; the first step is
-not counted. Every process needs a core of its own.
+same plans from profiles measured before and after each repetition, as the speed of a shared machine drifts; a step's
+predicted seconds are the mean of the two. Its error is predicted over measured less one; what is reported is the
+median error and the median absolute error over all repetitions. Presets take turns, a step each, in the same processes;
+the first step is not counted. Every process needs a core of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -41,7 +42,7 @@ TARGET = 0.05  # median absolute error that the simulator is held to
 
 @dataclass(frozen=True)
 class Fidelity:
-    """One preset in one layout; seconds of each counted step."""
+    """One preset in one layout; seconds of each counted step of every repetition."""
 
     layout: str
     preset: str
@@ -58,30 +59,33 @@ def main() -> None:
     out: Path = arguments.directory
     out.mkdir(parents=True, exist_ok=True)
     store = prepare(out)
-    profile = measure_profile(out)
     rows: list[Fidelity] = []
     for layout in arguments.layouts.split(","):
+        profiles = [measure_profile(out)]
         for repetition in range(arguments.repetitions):
             train_in_turns(layout, repetition, arguments, store)
-        rows += [fidelity_of(layout, preset, arguments, store, profile) for preset in arguments.presets]
+            profiles.append(measure_profile(out))
+        rows += [fidelity_of(layout, preset, arguments, store, profiles) for preset in arguments.presets]
     report(rows, arguments)
 
 
 def fidelity_of(
-    layout: str, preset: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile
+    layout: str, preset: str, arguments: argparse.Namespace, store: Path, profiles: Sequence[WorkloadProfile]
 ) -> Fidelity:
     config = job_config(layout, preset, arguments, store)
     plans = plan_steps(config, arguments.steps + 1)[1:]
     repetitions = measured_rows(layout, preset, arguments, plans)
-    measured = [min(row["step_seconds"] for row in rows) for rows in zip(*repetitions, strict=True)]
-    return Fidelity(layout, preset, measured, predicted_seconds(plans, config, profile))
+    measured = [row["step_seconds"] for rows in repetitions for row in rows]
+    at_profile = [predicted_seconds(plans, config, profile) for profile in profiles]
+    predicted = [(before + after) / 2 for pair in pairwise(at_profile) for before, after in zip(*pair, strict=True)]
+    return Fidelity(layout, preset, measured, predicted)
 
 
 def report(rows: Sequence[Fidelity], arguments: argparse.Namespace) -> None:
     here = machine() | versions("torch")
     table = Table(
         title=f"seconds of a step on {PROCESSES} processes with one thread each, {here['cpu']}, torch {here['torch']}; "
-        f"smallest of {arguments.repetitions} repetitions, {arguments.steps} steps"
+        f"{arguments.repetitions} repetitions of {arguments.steps} steps"
     )
     for heading in ("= 2", "preset", "measured", "simulated", "median error", "median |error|"):
         table.add_column(heading, justify="left" if heading in ("= 2", "preset") else "right")
