@@ -1,4 +1,4 @@
-"""Presets beside published measurements: the table of docs/workload.md says what the presets give."""
+"""Presets beside published measurements: the table of docs/presets.md says what the presets give."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wlb.workload import HARDWARE
 from wlb.workload.hardware import Hardware
 from wlb.workload.links import group_link
 
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "workload.md"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "presets.md"
 
 
 class Row(NamedTuple):
