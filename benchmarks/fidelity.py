@@ -8,6 +8,9 @@ same plans from profiles measured before and after each repetition, as the speed
 predicted seconds are the mean of the two. Its error is predicted over measured less one; what is reported is the
 median error and the median absolute error over all repetitions. Presets take turns, a step each, in the same processes;
 the first step is not counted. Every process needs a core of its own.
+
+The simulator's ranks compute as evenly as the profile says. How much longer ranks take on this machine because they
+are interrupted at different moments is measured beside (``parts/training/jitter.py``): errors are no smaller than that.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from rich.table import Table
 from parts.measurement import machine, versions
 from parts.training.turns import (
     PROCESSES,
+    ROOT,
     job_config,
     make_parser,
     measure_profile,
@@ -33,6 +37,7 @@ from parts.training.turns import (
     plan_steps,
     predicted_seconds,
     prepare,
+    run,
     train_in_turns,
 )
 from wlb.workload.profile import WorkloadProfile
@@ -59,6 +64,7 @@ def main() -> None:
     out: Path = arguments.directory
     out.mkdir(parents=True, exist_ok=True)
     store = prepare(out)
+    jitter = measure_jitter(out)
     rows: list[Fidelity] = []
     for layout in arguments.layouts.split(","):
         profiles = [measure_profile(out)]
@@ -66,7 +72,15 @@ def main() -> None:
             train_in_turns(layout, repetition, arguments, store)
             profiles.append(measure_profile(out))
         rows += [fidelity_of(layout, preset, arguments, store, profiles) for preset in arguments.presets]
-    report(rows, arguments)
+    report(rows, jitter, arguments)
+
+
+def measure_jitter(directory: Path) -> dict[str, float]:
+    """How many times as long two ranks take if they synchronise, by the milliseconds after which they do."""
+    path = directory / "jitter.json"
+    run(ROOT / "benchmarks" / "parts" / "training" / "jitter.py", "--out", path, processes=PROCESSES)
+    measured: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))
+    return measured
 
 
 def fidelity_of(
@@ -81,7 +95,7 @@ def fidelity_of(
     return Fidelity(layout, preset, measured, predicted)
 
 
-def report(rows: Sequence[Fidelity], arguments: argparse.Namespace) -> None:
+def report(rows: Sequence[Fidelity], jitter: dict[str, float], arguments: argparse.Namespace) -> None:
     here = machine() | versions("torch")
     table = Table(
         title=f"seconds of a step on {PROCESSES} processes with one thread each, {here['cpu']}, torch {here['torch']}; "
@@ -101,9 +115,11 @@ def report(rows: Sequence[Fidelity], arguments: argparse.Namespace) -> None:
     overall = median(abs(error) for row in rows for error in row.errors)
     console = Console(width=110)
     console.print(table)
+    costs = ", ".join(f"{ratio:.2f} ({apart} ms)" for apart, ratio in jitter.items())
+    console.print(f"two ranks that synchronise every so often take this many times as long as two that do not: {costs}")
     console.print(f"median |error| over all steps: {overall:.1%} (target {TARGET:.0%})")
     if arguments.out:
-        summary = {"machine": here, "median_absolute_error": overall, "target": TARGET}
+        summary = {"machine": here, "jitter": jitter, "median_absolute_error": overall, "target": TARGET}
         results = [asdict(row) | {"errors": row.errors} for row in rows]
         arguments.out.write_text(json.dumps(summary | {"results": results}, indent=1) + "\n", encoding="utf-8")
 
