@@ -60,7 +60,7 @@ _CommandLineError = cast(
 def _root(
     context: typer.Context,
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version and leave."
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
     if context.invoked_subcommand is None:

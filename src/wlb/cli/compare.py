@@ -96,7 +96,7 @@ def compare(
             min=0.0,
             metavar="X",
             rich_help_panel=options.PREFILL_ONLY,
-            help="Arrivals, as a share of what ranks can do; 0: all at once.",
+            help="Rate of arrivals, as a share of what ranks can sustain; 0: all at once.",
         ),
     ] = 0.0,
     lock_step: Annotated[
@@ -104,7 +104,7 @@ def compare(
         typer.Option(
             "--lock-step/--independent",
             rich_help_panel=options.PREFILL_ONLY,
-            help="Ranks run passes together, or each its own.",
+            help="Ranks start passes together, or each at its own pace.",
         ),
     ] = True,
     seed: Annotated[
@@ -120,7 +120,7 @@ def compare(
     batches together; variable_length:1 has one outlier queue, variable_length:auto tunes its thresholds as documents
     arrive, variable_length:paper is the paper's Algorithm 1, without early release.
 
-    With --prefill the lengths are prompts, and the command is wlb prefill.
+    With --prefill the lengths are prompts, and the command does what wlb prefill does.
 
     Example: wlb compare synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """

@@ -35,7 +35,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a directory that Hugging Face transformers, vLLM and others open.
 
-    With config.json, safetensors and, where the job has them, the tokenizer's files.
+    It holds config.json, safetensors and, where the job has them, the tokenizer's files.
 
     Example: wlb export configs/tiny.toml --out runs/tiny/model
     """

@@ -42,10 +42,13 @@ def prefill(
     ] = None,
     chunked: Annotated[bool, typer.Option("--chunked/--whole", help="Cut prompts into chunks, or not.")] = True,
     load: Annotated[
-        float, typer.Option(min=0.0, metavar="X", help="Arrivals, as a share of what ranks can do; 0: all at once.")
+        float,
+        typer.Option(
+            min=0.0, metavar="X", help="Rate of arrivals, as a share of what ranks can sustain; 0: all at once."
+        ),
     ] = 0.0,
     lock_step: Annotated[
-        bool, typer.Option("--lock-step/--independent", help="Ranks run passes together, or each its own.")
+        bool, typer.Option("--lock-step/--independent", help="Ranks start passes together, or each at its own pace.")
     ] = True,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the arrivals.")] = 0,
     json: options.Json = False,
@@ -54,7 +57,8 @@ def prefill(
 
     Simulates time to first token, throughput, GPU-seconds and energy of every method on the same number of GPUs
     (dp x pp x tp x cp). count, tokens, workload and workload:shortest choose what a rank batches; loongserve has
-    elastic sequence parallelism over instances of tp GPUs; dynamollm has pools by length, with degrees and clocks.
+    elastic sequence parallelism over instances of tp GPUs; dynamollm has pools by prompt length, each with a degree and
+    a clock.
 
     Example: wlb prefill synthetic:2000:128K:0 --token-budget 8K --dp 8 --model llama3-8b --tp 1 --load 0.4
     """

@@ -62,8 +62,8 @@ def profile(
 ) -> None:
     """Measure attention and everything else of a model's blocks on this device.
 
-    Writes a workload profile for --profile of other commands, and prints how well it predicts sizes that it
-    has not seen. One block is measured, forward and backward.
+    Writes a workload profile for --profile of other commands, and prints its error on sizes that were held out. One
+    block is measured, forward and backward.
 
     Example: wlb profile --out profile.json --plot profile.png
     """

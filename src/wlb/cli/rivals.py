@@ -52,7 +52,7 @@ def rivals(
     """Compare balancing policies on the same documents, model, GPUs and global batch, each in its best layout.
 
     Everything is simulated, with one model of computing, links and pipelines for all; planning seconds are measured
-    here. Speed at equal work is over plain-4d, which is always there.
+    here. Speed at equal work is over plain-4d, which is always included.
 
     Example: wlb rivals synthetic:20000:128K:0 --gpus 64 --context-window 128K --policies distca,bytescale,best
     """

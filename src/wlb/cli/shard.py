@@ -45,8 +45,8 @@ def shard(
 ) -> None:
     """Compare sharding strategies on micro-batches of a list of document lengths.
 
-    Packs the documents sequentially, shares sampled micro-batches among context-parallel ranks with every strategy and
-    prints how even the ranks are and what must be gathered.
+    Packs the documents sequentially, divides sampled micro-batches over context-parallel ranks with every strategy and
+    prints how even the ranks are and how many keys and values they exchange.
 
     Example: wlb shard synthetic:20000:128K:0 --context-window 128K --cp 8
     """

@@ -47,7 +47,7 @@ def train(
         "--hardware",
         metavar="NAME",
         rich_help_panel=options.DRY_RUN_ONLY,
-        help="Hardware preset: a100, h100, h200, cpu.",
+        help="Hardware preset: a100, h100, h200, b200, mi300x, cpu.",
     ),
 ) -> int:
     """Train a model on this machine, with one process per rank of \\[parallel].

@@ -54,9 +54,9 @@ def tune(
     """Choose outlier thresholds and L_max for variable_length packing, and see whether it is worth it.
 
     Packs a sample of the documents with many settings, keeps those within the bounds on token delay and memory, and
-    prints the trade-off between balance and delay, the tuned setting beside other methods (--methods, as in compare;
-    default: sequential) and beside makespan, which has no thresholds, with the same L_max. Recommended is makespan
-    where it is within the bound on token delay and no more than 1% slower at equal work.
+    prints the trade-off between balance and delay. Compares the tuned setting with other methods (--methods, as in
+    compare; default: sequential) and with makespan, which has no thresholds, at the same L_max. Recommends makespan if
+    it keeps the bound on token delay and is at most 1% slower at equal work.
 
     Example: wlb tune synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
