@@ -32,6 +32,34 @@ def test_a_signal_while_the_command_line_is_imported_is_one_line(tmp_path: Path,
     assert result.stderr == f"wlb: {line}\n"
 
 
+@pytest.mark.parametrize(
+    ("option", "wrong", "line"),
+    [
+        ("--micro-batches", "0", "Input should be greater than or equal to 1 (got 0)"),
+        ("--max-token-delay", "some", "unable to parse string as a number (got some)"),
+        ("--max-length-factor", "1001", "less than or equal to 1000 (got 1001)"),
+    ],
+)
+def test_what_an_option_refuses_is_named(wlb, option, wrong, line):
+    status, _, err = wlb("tune", "synthetic:500:1K", "--context-window", "1K", "--micro-batches", 2, option, wrong)
+    assert status == 2
+    assert err.startswith(f"wlb: error: Invalid value for '{option}': ")
+    assert err.endswith(f"{line}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["compare", "synthetic:500:1K", "--context-window", "1K", "--micro-batches", 2], "--methods"),
+        (["shard", "synthetic:500:1K", "--context-window", "1K", "--cp", 2], "--strategies"),
+        (["simulate", "7b-64k"], "--systems"),
+    ],
+)
+def test_an_empty_name_in_a_list_is_refused_by_option(wlb, arguments, option):
+    status, _, err = wlb(*arguments, option, "any,")
+    assert (status, err) == (2, f"wlb: error: {option} 'any,' has an empty name; list names as a,b,c\n")
+
+
 def test_tokens_have_units_on_the_way_in_and_none_on_the_way_out(wlb):
     size = ["--context-window", "1K", "--micro-batches", 2]
     status, out, _ = wlb("compare", "synthetic:500:1k", *size, "--methods", "sequential", "--json")

@@ -17,7 +17,9 @@ def test_a_job_without_its_store_is_tried_on_synthetic_documents(wlb, tmp_path, 
     status, out, _ = wlb(*TRIED, "--set", "model.layers=2", "--rank", "1", "--json")
     shown = json.loads(out)
     assert status == 1
-    assert shown["problems"] == ["token store index runs/data/stdlib.idx does not exist"]
+    assert shown["problems"] == [
+        "token store index runs/data/stdlib.idx does not exist; make the store with wlb prepare"
+    ]
     assert shown["data"] == "synthetic"
     (rank,) = shown["ranks"]
     assert rank["place"] == {"pp": 1, "dp": 0, "cp": 0, "tp": 0}

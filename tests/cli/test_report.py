@@ -53,6 +53,7 @@ def test_a_run_directory_becomes_a_page(tmp_path: Path):
         ([*SMALL, "--micro-batches", "3"], "multiple"),
         (["missing.json"], "missing.json"),
         (["."], "has no steps.jsonl"),
+        (["README.md", "--before", "runs"], "README.md has no steps.jsonl: name the metrics.dir of a training job"),
         ([*SMALL, "--out", "no/such/report.html"], "make it first"),
         (["synthetic:20:8192:0", *SMALL[1:]], "give more documents"),
     ],

@@ -89,6 +89,17 @@ for panel, commands in _COMMANDS.items():
         app.command(command.__name__, help=paragraphs, rich_help_panel=panel)(command)
 
 
+def _with_value(error: typer.BadParameter) -> str:
+    """The message of ``error`` with the refused value, which Typer leaves out where pydantic has checked it."""
+    from pydantic import ValidationError
+
+    message, cause = error.format_message(), error.__cause__
+    if not isinstance(cause, ValidationError):
+        return message
+    given = cause.errors()[0]["input"]
+    return message if repr(given) in message else f"{message} (got {given})"
+
+
 def main() -> None:
     """Run the command line; exits 0 on success, 2 with one line on stderr for a user's mistake.
 
@@ -97,7 +108,7 @@ def main() -> None:
     try:
         status = app(standalone_mode=False)
     except (UserError, _CommandLineError) as error:
-        message = str(error) if isinstance(error, UserError) else error.format_message()
+        message = str(error) if isinstance(error, UserError) else _with_value(error)
         print(f"wlb: error: {' '.join(message.splitlines())}", file=sys.stderr)  # names of files may have line ends
         sys.exit(2)
     except typer.Abort:

@@ -164,7 +164,7 @@ def compare(
         read_lengths(lengths), cluster.micro_batches, context_window, overlong=overlong, steps=steps
     )
     own = {"max_length_factor": max_length_factor, "max_delay": max_delay, "solver_seconds": solver_seconds}
-    names = options.method_names(methods, DEFAULT_METHODS)
+    names = options.names_in("--methods", methods, DEFAULT_METHODS)
     results = compare_packers(
         [(name, packer_for(name, cluster, workload, **own)) for name in names], documents, cluster, workload
     )

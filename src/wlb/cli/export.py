@@ -39,12 +39,12 @@ def export(
 
     Example: wlb export configs/tiny.toml --out runs/tiny/model
     """
-    torch = require("torch", "train")
-    from wlb.config_file import load_config
-    from wlb.training.checkpoint.export import export_checkpoint
-
-    loaded = load_config(config, overrides or (), auto_dp=lambda of_one_rank: 1)
     with stderr.status("reading the checkpoint and writing the model"):
+        torch = require("torch", "train")
+        from wlb.config_file import load_config
+        from wlb.training.checkpoint.export import export_checkpoint
+
+        loaded = load_config(config, overrides or (), auto_dp=lambda of_one_rank: 1)
         exported = export_checkpoint(loaded, out, step=step, dtype=getattr(torch, dtype.value))
     tokenizer = list(exported.tokenizer)
     if json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -136,13 +136,13 @@ def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> Non
             raise UserError(f"{spelled} {why} (got {given}); leave it out")
 
 
-def method_names(methods: str | None, default: Sequence[str]) -> list[str]:
-    """The methods that ``--methods`` lists, or the default ones where it was not given."""
-    if methods is None:
+def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[str]:
+    """The names that ``option`` lists, separated by commas, or the default ones where it was not given."""
+    if listed is None:
         return list(default)
-    names = [name.strip() for name in methods.split(",")]
+    names = [name.strip() for name in listed.split(",")]
     if not all(names):
-        raise UserError(f"--methods {methods!r} has an empty name; list methods as a,b,c")
+        raise UserError(f"{option} {listed!r} has an empty name; list names as a,b,c")
     return names
 
 

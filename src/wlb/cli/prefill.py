@@ -143,7 +143,7 @@ def _methods(context: typer.Context, methods: str | None, job: PrefillJob) -> li
     from wlb.serving.policies import POLICIES, policy
 
     names = []
-    for name in options.method_names(methods, list(POLICIES)):
+    for name in options.names_in("--methods", methods, POLICIES):
         try:
             policy(name).check(job)
         except UserError as error:

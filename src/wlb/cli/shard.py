@@ -63,7 +63,7 @@ def shard(
     )
     priced_by = {name: value for name, value in priced_by.items() if name != "cp"}
     micro_batches = sample_micro_batches(read_lengths(lengths), context_window, samples, seed)
-    names = [name.strip() for name in strategies.split(",")] if strategies is not None else list(STRATEGIES)
+    names = options.names_in("--strategies", strategies, STRATEGIES)
     results: list[StrategyResult] = []
     with progress_bar() as bar:
         for name in names:

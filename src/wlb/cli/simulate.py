@@ -192,11 +192,11 @@ def _jobs(
     if name in NAMED_JOBS:
         if settings:
             raise UserError("--set overrides a configuration file; a named job has none")
-        chosen = options.method_names(systems, list(PRESETS))
+        chosen = options.names_in("--systems", systems, PRESETS)
         jobs = {preset: named_job(name, preset, hardware=hardware) for preset in chosen}
         sources = [f"synthetic:{_DOCUMENTS}:{NAMED_JOBS[name].context_window}:0"]
     elif Path(name).suffix == ".toml":
-        path, chosen = Path(name), options.method_names(systems, ["plain-4d"])
+        path, chosen = Path(name), options.names_in("--systems", systems, ["plain-4d"])
         config = load_config(path, settings)
         configs = {_CONFIGURED: config} | {
             preset: load_config(path, [*settings, f"preset={preset}", *_without_pools(preset)]) for preset in chosen

@@ -81,7 +81,7 @@ def tune(
     shared = {"max_length_factor": best.max_length_factor, "max_delay": max_delay}
     packers = {
         name: packer_for(name, cluster, workload, max_delay=max_delay)
-        for name in options.method_names(methods, ["sequential"])
+        for name in options.names_in("--methods", methods, ["sequential"])
     }
     packers[_TUNED] = packer_for(
         "variable_length", cluster, workload, **shared, outlier_thresholds=best.outlier_thresholds
@@ -166,7 +166,7 @@ def _trade_off_table(curve: Sequence[Trial], best: Trial) -> Table:
 
     table = Table(
         title="variable_length: trade-off of balance against delay",
-        caption="simulated; the tuned setting is highlighted",
+        caption="simulated, without the documents left over at the end; the tuned setting is highlighted",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )

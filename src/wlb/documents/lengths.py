@@ -72,7 +72,10 @@ def _index_of(path: Path) -> Path:
         raise UserError(f"{path} is a directory; name a file of lengths or a token store in it")
     if path.is_file():
         raise UserError(f"{path} is of no known kind; lengths come from {', '.join(_READERS)} or a token store prefix")
-    raise UserError(f"neither {path} nor a token store {index_path(path)} exists")
+    raise UserError(
+        f"neither {path} nor a token store {index_path(path)} exists; name a file of lengths, or make a store with: "
+        f"wlb prepare SOURCE --out {path}"
+    )
 
 
 def _check_range(path: Path, lengths: Integers, where: str) -> None:

@@ -189,7 +189,7 @@ def _ranks(runs: Sequence[TrainingRun]) -> list[Markup]:
     return [
         heat_map(
             "ranks-chart",
-            "Compute of every GPU",
+            "Compute of every rank",
             [(name, seconds) for name, seconds in panels if seconds is not None],
             "Measured seconds of compute in a step, without collectives and idle time",
             f"Mean of the last diagnosed steps ({_diagnosed(runs)}). Rows are pipeline ranks, columns context-parallel "

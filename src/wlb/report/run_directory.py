@@ -87,7 +87,7 @@ def read_diagnosis(metrics_dir: Path) -> dict[str, Any]:
     try:
         diagnosis: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         _check_diagnosis(diagnosis)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{metrics_dir} has no {DIAGNOSIS}: name the metrics.dir of a job that has trained metrics.diagnose_every "
             "steps"
@@ -115,7 +115,7 @@ def _check_diagnosis(diagnosis: dict[str, Any]) -> None:
 def _read_steps(path: Path) -> list[dict[str, float]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a file of lengths beside --before
         raise UserError(f"{path.parent} has no {STEPS}: name the metrics.dir of a training job") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

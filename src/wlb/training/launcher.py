@@ -23,7 +23,7 @@ from wlb.config import JobConfig
 from wlb.config_file import load_config
 from wlb.errors import UserError, require
 from wlb.training.checkpoint.files import step_of
-from wlb.training.runtime.console import say
+from wlb.training.runtime.console import meanwhile, say, show_meanwhile
 from wlb.training.runtime.failures import (
     HUNG_STATUS,
     TERMINATED_STATUS,
@@ -50,11 +50,12 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     before the processes start, and ``KeyboardInterrupt`` on Ctrl-C once they have ended.
     """
     with _EndRequest() as request:
-        config = load_config(config_path, overrides, auto_dp=_dp_of_this_machine)
-        require("torch", "train")
-        from wlb.training.preflight import check_job
+        with meanwhile("checking the job"):
+            config = load_config(config_path, overrides, auto_dp=_dp_of_this_machine)
+            require("torch", "train")
+            from wlb.training.preflight import check_job
 
-        check_job(config, local_processes=config.parallel.world_size)
+            check_job(config, local_processes=config.parallel.world_size)
         arguments = ["-m", "wlb.training", str(config_path)]
         for override in overrides:
             arguments += ["--set", override]
@@ -153,6 +154,7 @@ def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest
         error_files = [Path(folder, f"rank-{rank}.json") for rank in range(config.parallel.world_size)]
         ranks: list[subprocess.Popen[bytes]] = []
         try:
+            show_meanwhile(f"starting {len(error_files)} processes")
             for rank, error_file in enumerate(error_files):
                 ranks.append(_start(arguments, environment, rank, error_file))
             unfinished = _wait(ranks, request, config.training.grace_seconds)

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
 import pytest
 
-from wlb.training.runtime.console import end_progress, flush, say, show_progress
+from wlb.training.runtime.console import end_progress, flush, meanwhile, say, show_meanwhile, show_progress
+
+
+def test_what_shows_while_one_waits_leaves_no_trace_on_a_terminal_and_none_at_all_in_a_log(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def shown(stream: io.StringIO) -> str:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(RuntimeError), meanwhile("checking"):
+            raise RuntimeError
+        show_meanwhile("starting")
+        say("step 1")
+        return stream.getvalue()
+
+    erase = "\r\x1b[K"
+    assert shown(Terminal()) == f"{erase}checking{erase}{erase}starting{erase}step 1\n"
+    assert shown(io.StringIO()) == "step 1\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_lines_are_lost_where_the_reader_has_ended(monkeypatch: pytest.MonkeyPatch):

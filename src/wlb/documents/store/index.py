@@ -99,7 +99,7 @@ def read_index(path: Path) -> TokenIndex:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise UserError(f"token store index {path} does not exist") from None
+        raise UserError(f"token store index {path} does not exist; make the store with wlb prepare") from None
     except OSError as error:
         raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
     if len(content) < _HEADER.size or not content.startswith(MAGIC):

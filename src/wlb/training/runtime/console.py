@@ -10,6 +10,8 @@ import errno
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 _ERASE_LINE = "\r\x1b[K"
@@ -28,6 +30,23 @@ def show_progress(line: str) -> None:
         _write(f"{_ERASE_LINE}{line[: columns - 1]}")
     else:
         say(line)
+
+
+def show_meanwhile(line: str) -> None:
+    """Show ``line`` in place of the progress line, on a terminal only: a log needs no line that others replace."""
+    if _on_terminal():
+        show_progress(line)
+
+
+@contextmanager
+def meanwhile(line: str) -> Iterator[None]:
+    """``show_meanwhile`` until the block ends."""
+    show_meanwhile(line)
+    try:
+        yield
+    finally:
+        if _on_terminal():
+            _write(_ERASE_LINE)
 
 
 def end_progress() -> None:
