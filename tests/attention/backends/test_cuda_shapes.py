@@ -53,8 +53,13 @@ def check_as_the_kernel(tensors: tuple[Tensor, ...], runs: Runs, heads: tuple[in
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
 @pytest.mark.parametrize(
     "runs",
-    [Runs.of_segments((30, 34)), Runs((30, 34), (50, 7), causal=False), Runs((1, 1), (5, 9), causal=False)],
-    ids=["own", "received", "single queries"],
+    [
+        Runs.of_segments((30, 34)),
+        Runs.of_segments((30, 34), window=8),
+        Runs((30, 34), (50, 7), causal=False),
+        Runs((1, 1), (5, 9), causal=False),
+    ],
+    ids=["own", "window", "received", "single queries"],
 )
 def test_every_call_is_accepted(runs: Runs, heads: tuple[int, int]):
     query = tensor(sum(runs.query_lengths), heads[0], HEAD_DIM)
@@ -121,13 +126,19 @@ def test_what_is_exchanged_is_what_nccl_takes(rank: int):
                 assert message.is_contiguous()
 
 
-def test_the_operator_beneath_takes_its_arguments_in_this_order():
-    """It is not public; ``cuda.backward`` hands over most by position, on every torch that is supported."""
-    names = [argument.name for argument in torch.ops.aten._flash_attention_backward.default._schema.arguments]
-    assert names == [
-        *("grad_out", "query", "key", "value", "out", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
-        *("dropout_p", "is_causal", "rng_state", "unused", "scale", "window_size_left", "window_size_right"),
-    ]
+def arguments_of(operator: torch._ops.OpOverload) -> list[str]:
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def test_the_operators_take_their_arguments_in_this_order():
+    """They are not public; ``cuda`` hands over most by position, on every torch that is supported."""
+    attended = ["query", "key", "value"]
+    extents = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    options = ["scale", "window_size_left", "window_size_right"]
+    forward = arguments_of(torch.ops.aten._flash_attention_forward.default)
+    assert forward[:13] == [*attended, *extents, "return_debug_mask", *options]
+    backward = arguments_of(torch.ops.aten._flash_attention_backward.default)
+    assert backward == ["grad_out", *attended, "out", "logsumexp", *extents, "rng_state", "unused", *options]
 
 
 def test_a_batch_is_copied_without_waiting():

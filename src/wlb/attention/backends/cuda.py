@@ -1,9 +1,9 @@
 """PyTorch's variable-length flash attention: one CUDA kernel for all runs.
 
-The forward pass is the public ``varlen_attn``; from torch 2.12 on grouped queries must be asked for by name,
-before that they may not be, and ``_options`` is the one place that knows. Its gradient cannot be used as it is,
-because the output and log-sum-exp of queries that attend two sets of keys are merged ones; so the backward pass
-calls the operator beneath it.
+Both passes call the operators beneath the public ``torch.nn.attention.varlen.varlen_attn``. Its gradient cannot be
+used as it is, because the output and log-sum-exp of queries that attend two sets of keys are merged ones. Nor can its
+forward pass: from torch 2.15 on it may run cuDNN's kernel on GPUs of compute capability 9.0 and 10.0, whose log-sum-exp
+is meant for cuDNN's own backward.
 
 Both follow ``torch.nn.attention.activate_flash_attention_impl``: where FlashAttention 3 or 4 is installed and
 activated, they run it.
@@ -11,21 +11,19 @@ activated, they run it.
 
 from __future__ import annotations
 
-import inspect
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from wlb.attention.runs import Runs
 
 _TYPES = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD_DIM = 256  # of FlashAttention-2, which also wants multiples of 8
-_ANY, _CAUSAL = (-1, -1), (-1, 0)  # tokens seen to the left and to the right; -1 is any number
-_NO_DROPOUT, _NO_RANDOM_STATE = 0.0, 2  # the operator wants a state of two numbers also where nothing is random
+_ANY = -1  # number of tokens that a query sees to its left or right
+_NO_DROPOUT, _NO_DEBUG_MASK = 0.0, False
+_NO_RANDOM_STATE = 2  # the operator wants a state of two numbers also where nothing is random
 
 
 def unsupported(query: Tensor) -> str | None:
@@ -48,14 +46,16 @@ def unsupported_by_kernel(query: Tensor) -> str | None:
 
 def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, as ``AttentionBackend.forward``."""
-    out, log_sum_exp = varlen_attn(
+    is_causal, window = _mask(runs)
+    out, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
         *_extents(runs, query.device),
-        return_aux=AuxRequest(lse=True),
-        window_size=_window_size(runs),
-        **_options(query.shape[1] != key.shape[1]),
+        _NO_DROPOUT,
+        is_causal,
+        _NO_DEBUG_MASK,
+        **window,
     )
     return out, log_sum_exp
 
@@ -64,6 +64,7 @@ def backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, runs: Runs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, as ``AttentionBackend.backward``."""
+    is_causal, window = _mask(runs)
     grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
         grad_out.contiguous(),
         query,
@@ -73,24 +74,23 @@ def backward(
         log_sum_exp.contiguous(),
         *_extents(runs, query.device),
         _NO_DROPOUT,
-        runs.causal,
+        is_causal,
         torch.zeros(_NO_RANDOM_STATE, dtype=torch.uint64, device=query.device),
         torch.empty(0, device=query.device),
-        **_window_options(runs),
+        **window,
     )
     return grad_query, grad_key, grad_value
 
 
-def _window_size(runs: Runs) -> tuple[int, int]:
-    if runs.window is not None:  # aligned at the last query and the last key, as the runs are
-        return runs.window - 1, 0
-    return _CAUSAL if runs.causal else _ANY
+def _mask(runs: Runs) -> tuple[bool, dict[str, int]]:
+    """What a query sees as the operators take it: causal or not, and how many tokens to the left and to the right.
 
-
-def _window_options(runs: Runs) -> dict[str, int]:
-    """For the operator beneath, which takes a window beside ``causal``."""
-    left, right = _window_size(runs)
-    return {} if runs.window is None else {"window_size_left": left, "window_size_right": right}
+    Both are aligned at the last query and the last key, as the runs are; a window is not called causal, as in
+    ``varlen_attn``.
+    """
+    if runs.window is not None:
+        return False, {"window_size_left": runs.window - 1, "window_size_right": 0}
+    return runs.causal, {"window_size_left": _ANY, "window_size_right": 0 if runs.causal else _ANY}
 
 
 @lru_cache(maxsize=64)  # every layer of a micro-batch asks for the same
@@ -101,8 +101,3 @@ def _extents(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int
         for lengths in (runs.query_lengths, runs.key_lengths)
     )
     return queries, keys, max(runs.query_lengths), max(runs.key_lengths)
-
-
-@cache
-def _options(grouped: bool) -> dict[str, Any]:
-    return {"enable_gqa": True} if grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
