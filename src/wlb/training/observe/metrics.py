@@ -163,24 +163,27 @@ class MetricsWriter:
 
 
 LEGEND = (
-    "imbalance: slowest over mean micro-batch, predicted, then of each dimension as predicted/measured (1: even)\n"
-    "delay: steps a token waits, mean; pending: documents taken in and not trained yet; data wait: share of the step"
+    "imbalance: slowest over mean micro-batch, predicted; at the end by dimension, predicted/measured (1: even)\n"
+    "delay: steps a token waits, mean; data wait: share of the step; pending: documents taken in and not trained yet"
 )
 
 
 def live_line(metrics: StepMetrics, *, pooled: bool = False) -> str:
-    """A step in one line; imbalance by dimension is predicted/measured, where the dimension has more than one rank."""
+    """A step in one line, of which 80 columns show what matters most.
+
+    Imbalance by dimension is predicted/measured, where the dimension has more than one rank.
+    """
     short = _SHORT_OF_POOLS if pooled else _SHORT
     by_dimension = "".join(
-        f" {short.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
+        f"  {short.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
         for name, factor in metrics.imbalance.items()
         if factor["predicted"] is not None and factor["measured"] is not None and factor["measured"] != 1
     )
     return (
         f"step {metrics.step}  loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
-        f"mfu {metrics.mfu:.1%}  imbalance {metrics.imbalance_degree:.3f}{by_dimension}  "
-        f"delay {metrics.token_delay:.2f}  {metrics.pending_documents} pending  {metrics.step_seconds:.2f} s  "
-        f"data wait {metrics.data_wait_seconds / metrics.step_seconds:.0%}"
+        f"{metrics.step_seconds:.2f} s  imbalance {metrics.imbalance_degree:.3f}  delay {metrics.token_delay:.2f}  "
+        f"mfu {metrics.mfu:.1%}  data wait {metrics.data_wait_seconds / metrics.step_seconds:.0%}  "
+        f"{metrics.pending_documents} pending{by_dimension}"
     )
 
 
