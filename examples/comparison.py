@@ -37,11 +37,20 @@ SHAPE = ModelShape(
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--documents", type=int, default=256, help="documents, a multiple of 16")
-    parser.add_argument("--context-window", type=int, default=4096)
-    parser.add_argument("--micro-batches", type=int, default=2, help="of a step on each rank")
-    parser.add_argument("--turns", type=int, default=2, help="of the original and the balanced run")
-    return parser.parse_args()
+    parser.add_argument("--documents", type=_at_least_1, default=256, help="documents, a multiple of 16")
+    parser.add_argument("--context-window", type=_at_least_1, default=4096)
+    parser.add_argument("--micro-batches", type=_at_least_1, default=2, help="of a step on each rank")
+    parser.add_argument("--turns", type=_at_least_1, default=2, help="of the original and the balanced run")
+    arguments = parser.parse_args()
+    if not dist.is_torchelastic_launched():
+        parser.error("this needs two processes: torchrun --standalone --nproc-per-node 2 examples/...")
+    return arguments
+
+
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
 
 
 def stdlib_texts(count: int, longest: int) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from wlb.config import JobConfig
 from wlb.config_file import load_config
+from wlb.errors import UserError
 from wlb.training.memory_budget import with_agreed_factor
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import joined_job
@@ -32,7 +33,11 @@ _WIDTH = 29  # of what is printed of a job
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", nargs="+", action="append", required=True, metavar="CONFIG [section.key=value]")
-    configs = [load_config(Path(config), overrides) for config, *overrides in parser.parse_args().job]
+    jobs = parser.parse_args().job
+    try:
+        configs = [load_config(Path(config), overrides) for config, *overrides in jobs]
+    except UserError as error:
+        parser.error(str(error))
     with joined_job(configs[0]) as device:
         processes = int(os.environ["LOCAL_WORLD_SIZE"])
         trainers = [Trainer(with_agreed_factor(check_job(config, processes).config), device) for config in configs]
