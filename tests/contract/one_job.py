@@ -21,6 +21,7 @@ from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.memory.step import MemoryEstimate, predict_memory
 from wlb.models.transformer import TransformerConfig
+from wlb.packing.elastic import ElasticOptions
 from wlb.packing.plan import StepPlan
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import USABLE_SHARE, predicted_memory
@@ -135,7 +136,13 @@ def _decided(case: Case) -> tuple[JobConfig, JobSpec]:
     if config.packing.length_factor == "auto":
         usable = USABLE_SHARE * hardware_preset(case.hardware).memory_bytes / 2**30
         training = config.training.model_copy(update={"memory_gib": usable})
-        config = within_memory(config.model_copy(update={"training": training}), job, 1)
+        try:
+            config = within_memory(config.model_copy(update={"training": training}), job, 1)
+        except UserError:
+            if not isinstance(job.packing.options, ElasticOptions):
+                raise  # so does the simulator
+            if job.pools_decided:
+                config = config.model_copy(update={"packing": job.with_length_factor(job.least_length_factor).packing})
     return config, replace(job, packing=config.packing)
 
 

@@ -150,6 +150,7 @@ def test_the_shape_is_the_same(case: Case):
 @example(case_of(hardware="cpu", checkpoint={"dir": "checkpoints"}))
 @example(case_of(parallel={"cp": 2}, packing={"max_length_factor": "auto"}))
 @example(case_of(model={"name": "70b"}))  # too large
+@example(case_of(hardware="cpu", preset="elastic", model={"name": "550m"}, parallel={"dp": 1}))  # and with "auto"
 def test_the_memory_estimate_is_the_same(case: Case):
     assert outcome(trained_memory, case) == outcome(simulated_memory, case)
 
