@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import numpy as np
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.contract.one_job import (
@@ -139,7 +139,9 @@ def assert_equal(trained: list[T] | Refusal, simulated: list[T] | Refusal) -> No
 @example(case_of(model={"ffn_hidden": 99}, parallel={"tp": 2}))
 @example(case_of(model={"vocab_size": 513}, parallel={"tp": 2}))
 def test_the_shape_is_the_same(case: Case):
-    assert outcome(trained_shape, case) == outcome(simulated_shape, case)
+    simulated = outcome(simulated_shape, case)
+    assume(not (isinstance(simulated, Refusal) and "GiB a GPU" in simulated.message))  # the next test is of memory
+    assert outcome(trained_shape, case) == simulated
 
 
 @settings(deadline=None, max_examples=60)
