@@ -67,13 +67,8 @@ class HotSwitching:
         moved = switched_bytes([ranks for ranks, _ in used])
         job = used[0][0].job
         seconds += float(group_link(job.hardware, "point_to_point", job.gpus, 1).seconds(moved))
-        plans = [plan for _, plan in used]
-        return PricedStep(
-            StepPrice(seconds, exchanged + moved, memory),
-            sum(plan.tokens for plan in plans),
-            sum(plan.pairs for plan in plans),
-            planning,
-        )
+        trained = np.concatenate([plan.trained for _, plan in used])
+        return PricedStep(StepPrice(seconds, exchanged + moved, memory), trained, planning)
 
 
 def in_buckets(lengths: Integers, longest: Sequence[int]) -> list[Integers]:
