@@ -56,11 +56,17 @@ def make_shard_plan(
 
 def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Workload) -> Pieces:
     """The pieces that ``make_shard_plan`` makes of each micro-batch; arguments and errors as there."""
-    if strategy not in STRATEGIES:
-        raise UserError(f"sharding strategy {strategy!r} is unknown; choose from {', '.join(STRATEGIES)}")
+    shard = STRATEGIES[checked_strategy(strategy)]
     if cp_size < 1:
         raise UserError(f"cp_size = {cp_size} is not a group size; it must be at least 1")
-    return STRATEGIES[strategy](micro_batches, cp_size, workload)
+    return shard(micro_batches, cp_size, workload)
+
+
+def checked_strategy(name: str) -> str:
+    """``name``, if a sharding strategy has it. Raises ``UserError`` otherwise."""
+    if name not in STRATEGIES:
+        raise UserError(f"sharding strategy {name!r} is unknown; choose from {', '.join(STRATEGIES)}")
+    return name
 
 
 def check_group_size(cp: int) -> None:

@@ -234,7 +234,7 @@ def _layer_types(document: Document, layers: int, other: str, is_other: Callable
         raise UserError(f"layer_types has {unknown[0]!r}, which is not priced; choose another model")
     if len(types) != layers:
         raise UserError(f"layer_types has {len(types)} types for num_hidden_layers = {layers}; correct one of them")
-    return types
+    return [str(name) for name in types]
 
 
 def _period(types: list[str]) -> int:
