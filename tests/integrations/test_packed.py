@@ -169,13 +169,13 @@ def _loss_without_labels(cp: int) -> list[tuple[int, float, float, list[str]]]:
     return result
 
 
+def _losses_without_labels(of_cp: list[int]) -> list[Any]:
+    return [step for cp in of_cp for step in _loss_without_labels(cp)]
+
+
 def test_a_step_without_labels_is_zero_and_reported_by_the_first_rank():
     said = ["wlb: a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"]
-    for of_ranks in (
-        [_loss_without_labels(1)],
-        run_ranks(2, _loss_without_labels, 1),
-        run_ranks(2, _loss_without_labels, 2),
-    ):
+    for of_ranks in ([_losses_without_labels([1])], run_ranks(2, _losses_without_labels, [1, 2])):
         for rank, steps in enumerate(of_ranks):
             assert steps
             assert all(step == (0, 0.0, 0.0, [] if rank else said) for step in steps)
