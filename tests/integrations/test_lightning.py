@@ -48,12 +48,11 @@ def steps_as_lightning_runs_them(
     steps: list[tuple[torch.Tensor, list[int]]] = []
     batches = list(sampler)
     for first in range(0, len(batches), accumulated):
-        weight.grad = None
+        weight.grad = torch.zeros_like(weight)
         for indices in batches[first : first + accumulated]:
             batch = FlatteningCollator()([documents[index] for index in indices])
             labels = torch.cat([batch["labels"][0, 1:], torch.tensor([-100])])
             (loss(weight[batch["input_ids"][0]], labels, len(steps)) / accumulated).backward()
-        assert weight.grad is not None
         if ranks > 1:
             dist.all_reduce(weight.grad)
         steps.append((weight.grad / ranks, [index for of in batches[first : first + accumulated] for index in of]))

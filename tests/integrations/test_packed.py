@@ -131,9 +131,9 @@ def test_every_document_learns_what_its_own_fields_say():
                 seen += 1
         assert step.loss_tokens == sum(int((batch.labels >= 0).sum()) for batch in step.batches)
     assert seen == len(DOCUMENTS)
-    batch = FlatteningCollator()(mixed())
-    assert batch["input_ids"][0].tolist() == [token for ids in DOCUMENTS for token in ids.tolist()]
-    assert batch["labels"][0].tolist() == [label for labels in _learnt(DOCUMENTS) for label in (-100, *labels)]
+    collated = FlatteningCollator()(mixed())
+    assert collated["input_ids"][0].tolist() == [token for ids in DOCUMENTS for token in ids.tolist()]
+    assert collated["labels"][0].tolist() == [label for labels in _learnt(DOCUMENTS) for label in (-100, *labels)]
 
 
 def _loss_tokens_of_a_rank() -> list[tuple[int, int]]:
