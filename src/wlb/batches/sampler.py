@@ -120,6 +120,11 @@ class PlannedBatchSampler:
         _check_documents(state, len(self._lengths))
         self._state, self._pass, self._counts = dict(state), state["pass"], None
 
+    @property
+    def rank(self) -> int | None:
+        """The process whose micro-batches are yielded; None where those of all are."""
+        return self._rank
+
     def steps(self) -> Iterator[StepPlan]:
         """The plans of a pass, on which nothing here has an effect: what a report or a monitor looks at."""
         return self._steps(self._pass)
