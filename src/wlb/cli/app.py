@@ -122,8 +122,8 @@ def main() -> None:
     except OSError as error:  # whichever path a command could not read or write: missing, a directory, too long
         if error.strerror is None:
             raise
-        where = f"{error.filename!s:.200} cannot be used: " if error.filename else ""
-        _refuse(f"{where}{error.strerror}; name another path, or make room for it and the right to use it")
+        where = f"{error.filename} cannot be used: " if error.filename else ""
+        _refuse(f"{where}{error.strerror}; name another path, or mend what is wrong with it")
     except typer.Abort:
         status = _INTERRUPTED
     if status == _INTERRUPTED:
