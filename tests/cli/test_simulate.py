@@ -140,7 +140,7 @@ def test_a_pretrained_model_is_simulated_as_it_is_trained(trained: Path, tmp_pat
 
 
 def test_a_job_that_the_trainer_refuses_is_simulated_with_a_warning():
-    asked = ["--systems", "plain-4d,best", "--lengths", "synthetic:200:128K:0", "--steps", "1", "--json"]
+    asked = ["--systems", "plain-4d,best", "--lengths", "synthetic:400:128K:0", "--steps", "1", "--json"]
     result = wlb("simulate", "70b-128k", *asked)
     assert result.returncode == 0
     (line,) = result.stderr.splitlines()
