@@ -50,6 +50,10 @@ def config(tmp_path: Path) -> Path:
         "training.betas=[true, 0.9]",
         "training.prefetch=1000000",
         "model.rope_theta=1e-300",
+        "model.rope_theta=1",
+        "model.rope_theta=inf",
+        "parallel.dp=１",
+        "data.context_window=１K",
         "data.store=' '",
         'data.store="a\\u0000"',
     ],
@@ -58,6 +62,18 @@ def test_values_out_of_range_are_refused(config, override):
     with pytest.raises(UserError, match=override.partition("=")[0].replace(".", r"\.")) as refusal:
         load_config(config, [override])
     assert "\n" not in str(refusal.value)
+
+
+def test_an_override_sets_one_setting(config):
+    for more in ("data.seed=1\nshuffle = false", "training.seed=1\n[data]\nseed = 2"):
+        with pytest.raises(
+            UserError, match=r"sets more than (data|training)\.seed; give each setting a --set of its own"
+        ):
+            load_config(config, [more])
+    assert load_config(config, ["training.betas=[0.8,\n0.9]"]).training.betas == (0.8, 0.9)
+    for endless in ("9" * 5000, "[" * 5000):
+        with pytest.raises(UserError, match=r"training\.seed: Input should be a valid integer"):
+            load_config(config, [f"training.seed={endless}"])
 
 
 def test_tokens_may_have_a_binary_unit(config):
@@ -97,7 +113,7 @@ def test_true_is_no_number(config, name):
     yarn = (
         ["model.rope_scaling.rope_type=yarn"] if name.endswith(("beta_fast", "beta_slow", "attention_factor")) else []
     )
-    over_one = ("high_freq_factor", "straggler_factor", "beta_fast")
+    over_one = ("high_freq_factor", "straggler_factor", "beta_fast", "rope_theta")
     assert load_config(config, [*yarn, f"{name}={2 if name.endswith(over_one) else 1}"])
 
 

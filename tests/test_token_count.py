@@ -1,11 +1,11 @@
-"""Numbers of tokens with binary units."""
+"""Numbers as people write them, those of tokens with binary units."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.token_count import MOST_TOKENS, parse_tokens
+from wlb.token_count import MOST_TOKENS, parse_count, parse_tokens
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,12 @@ def test_units_are_binary(text, tokens):
     assert parse_tokens(text) == tokens
 
 
+@pytest.mark.parametrize("text", ["", "-1", "+1", " 1", "1_0", "１", "٣", "²", "9" * 21])
+def test_counts_are_written_in_plain_digits(text):
+    assert parse_count(text) is None
+    assert parse_count("0012") == 12
+
+
 @given(st.integers(1, MOST_TOKENS))
 def test_plain_numbers_stay(tokens):
     assert parse_tokens(str(tokens)) == tokens
@@ -31,7 +37,25 @@ def test_plain_numbers_stay(tokens):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "K", "0", "0K", "-1", "-1K", "1.5K", "128KB", "128 K", "1e5", "1__0", "2048M", "2147483648", "²", "9" * 99],
+    [
+        "",
+        "K",
+        "0",
+        "0K",
+        "-1",
+        "-1K",
+        "1.5K",
+        "128KB",
+        "128 K",
+        "1e5",
+        "1__0",
+        "2048M",
+        "2147483648",
+        "²",
+        "１２",
+        "٣",
+        "9" * 99,
+    ],
 )
 def test_anything_else_is_refused_by_name(text):
     with pytest.raises(

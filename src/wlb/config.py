@@ -78,7 +78,9 @@ class RopeScalingConfig(Section):
     original_max_position_embeddings: Tokens = Field(
         8192, description="The original context, in tokens; not for linear"
     )
-    beta_fast: Number = Field(32.0, gt=0, description="yarn: turns over the original context from which they are kept")
+    beta_fast: Number = Field(
+        32.0, gt=0, le=1e6, description="yarn: turns over the original context from which they are kept"
+    )
     beta_slow: Number = Field(
         1.0, gt=0, description="yarn: turns over the original context up to which they are divided"
     )
@@ -115,7 +117,7 @@ class ModelConfig(Section):
     head_dim: PositiveInt | None = Field(None, description="Width of a head; default: the preset's or hidden / heads")
     ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
     vocab_size: PositiveInt | None = Field(None, description="Token ids are below this; default: the store's")
-    rope_theta: Number = Field(500_000.0, ge=1, description="Base of the rotary position frequencies")
+    rope_theta: Number = Field(500_000.0, gt=1, description="Base of the rotary position frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="Scaling of rotary positions to a longer context")
     norm_eps: Number = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
     qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2)")

@@ -33,7 +33,7 @@ def load_config(path: Path, overrides: Iterable[str] = (), *, auto_dp: Callable[
         raise UserError(f"config {path} does not exist") from None
     except OSError as error:
         raise UserError(f"config {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, of text, of a number of too many digits
         raise UserError(f"config {path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(document, override)
@@ -85,9 +85,12 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     if not (separator and all((*sections, key)) and (sections or key == "preset")):
         raise UserError(f"--set {override!r} is not of the form section.key=value or preset=NAME")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # a number of too many digits is another ValueError
+        parsed = {"value": text}
+    value = parsed.pop("value")
+    if parsed:
+        raise UserError(f"--set {override!r} sets more than {name.strip()}; give each setting a --set of its own")
     table = document
     for section in sections:
         table = table.setdefault(section, {})

@@ -1,4 +1,4 @@
-"""Numbers of tokens as people write them: 131072, 131_072, 128K or 1M, where K is 1024 and M is 1024 K."""
+"""Numbers as people write them: whole ones, and of tokens also 131_072, 128K or 1M (K is 1024 and M is 1024 K)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ MOST_TOKENS = 2**31 - 1  # of a document, a window, a batch
 _UNITS = {"": 1, "K": 1024, "M": 1024**2}
 _WRITTEN = re.compile(r"(\d+(?:_\d+)*)([KM]?)", re.ASCII | re.IGNORECASE)
 _LONGEST = 40  # characters of what is no number that an error shows
+_MOST_DIGITS = 20  # of a whole number: more than any count has, and int() refuses thousands
+
+
+def parse_count(text: str) -> int | None:
+    """The number that ``text`` says in the digits 0 to 9; None for anything else, such as digits of other scripts."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def parse_tokens(text: str) -> int:

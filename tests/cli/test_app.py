@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.training.processes import ignore_nothing
+from wlb.cli.app import main
 
 
 @pytest.mark.parametrize(("sent", "status", "line"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
@@ -86,6 +88,60 @@ def test_what_is_no_number_of_tokens_is_refused_by_option(wlb, arguments, wrong)
     assert (status, out) == (2, "")
     assert err.startswith(f"wlb: error: Invalid value for '{arguments[-1]}': '{wrong}' is not a number of tokens")
     assert err.count("\n") == 1
+
+
+def test_any_path_that_the_system_refuses_is_one_line(wlb, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text('[data]\nstore = "corpus"\n')
+    for setting in ("data.store", "model.name"):
+        status, out, err = wlb("simulate", "job.toml", "--set", f"{setting}={'a' * 300}")
+        assert (status, out) == (2, "")
+        assert "File name too long" in err or "does not exist" in err
+        assert err.count("\n") == 1
+    for error, line in (
+        (
+            OSError(30, "Read-only file system", "/disk/x"),
+            "/disk/x cannot be used: Read-only file system; name another",
+        ),
+        (OSError(28, "No space left on device"), "No space left on device; name another path"),
+    ):
+        monkeypatch.setattr("wlb.documents.lengths.read_lengths", Mock(side_effect=error))
+        status, _, err = wlb(*COMPARE)
+        assert status == 2
+        assert err.startswith(f"wlb: error: {line}")
+    bug = OSError("nothing that the system said")
+    monkeypatch.setattr("wlb.documents.lengths.read_lengths", Mock(side_effect=bug))
+    monkeypatch.setattr(sys, "argv", ["wlb", *map(str, COMPARE)])
+    with pytest.raises(OSError, match="nothing that the system said"):
+        main()
+
+
+def test_one_document_or_too_few_are_refused_at_once(wlb, tmp_path):
+    for lengths, message in (
+        ([2**31 - 1, 5], "document 0 has 2147483647 tokens and alone fills over 64 steps of"),
+        ([10, 20, 30], "the documents have 60 tokens, and one step"),
+    ):
+        (tmp_path / "l.json").write_text(json.dumps(lengths))
+        for arguments in (
+            [*SIMULATE[:2], "--lengths", tmp_path / "l.json"],
+            [*SEARCH[:-1], tmp_path / "l.json", "--gpus", 1, "--batch-tokens", "64K"],
+            ["rivals", tmp_path / "l.json", "--gpus", 1, "--model", "tiny", "--context-window", "4K"],
+            ["report", tmp_path / "l.json", "--context-window", "4K", "--out", tmp_path / "r.html"],
+        ):
+            status, out, err = wlb(*arguments)
+            assert (status, out) == (2, "")
+            assert message in err
+            assert err.count("\n") == 1
+
+
+def test_without_torch_training_names_the_extra(wlb, tmp_path, monkeypatch):
+    (tmp_path / "job.toml").write_text('[data]\nstore = "corpus"\n[checkpoint]\ndir = "c"\n')
+    for name in [name for name in sys.modules if name.startswith("wlb.training.dry_run")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for arguments in (["train", tmp_path / "job.toml", "--dry-run"], ["train", tmp_path / "job.toml"]):
+        status, _, err = wlb(*arguments)
+        assert (status, err) == (2, "wlb: error: torch is not installed; run: pip install 'wlb-llm[train]'\n")
 
 
 COMPARE = ["compare", "synthetic:500:4K", "--context-window", "4K", "--micro-batches", 2]
@@ -205,6 +261,7 @@ def test_pictures_say_their_format(wlb, command):
     "arguments",
     [
         COMPARE[:1],
+        [*COMPARE, "--model"],
         [*COMPARE, "--profile"],
         TUNE[:1],
         SHARD[:1],

@@ -39,7 +39,15 @@ def test_a_job_that_would_start_is_shown_rank_by_rank(wlb, tmp_path):
 
 
 def test_wrong_options_are_refused_in_a_line(wlb):
-    for wrong, remedy in ((("--rank", "first"), "give a number, or all"), (("--device", "tpu"), "choose cpu or cuda")):
+    for wrong, remedy in (
+        (("--rank", "first"), "give a number, or all"),
+        (("--rank", "１"), "give a number, or all"),
+        (("--device", "tpu"), "choose cpu or cuda"),
+        (("--hardware", "foo"), "unknown hardware 'foo'; choose one of"),
+        (("--hardware", "foo", "--device", "cpu"), "unknown hardware 'foo'; choose one of"),
+        (("--hardware", "h100", "--device", "cpu"), "--hardware h100 has no effect on a job of --device cpu"),
+        (("--hardware", "cpu"), "--hardware cpu has no effect on a job of --device cuda"),
+    ):
         status, _, err = wlb(*TRIED, *wrong)
         assert status == 2
         assert remedy in err

@@ -66,6 +66,11 @@ def test_a_mixture_is_simulated_on_the_lengths_of_its_stores(tmp_path: Path):
     assert shown["lengths"] == f"{tmp_path / 'short'} + {tmp_path / 'long'}"
     plain = shown["systems"][1]
     assert plain["tokens"] == 10 * 4 * 4096
+    assert plain["epochs"] == 2  # of the smaller store
+    result = CliRunner().invoke(app, ["simulate", str(path), "--steps", "10", "--hardware", "cpu"])
+    assert "the documents fill fewer steps and are repeated: 2 passes over them began" in " ".join(
+        result.stdout.split()
+    )
 
 
 def test_a_named_job_prints_where_the_time_goes():
@@ -135,7 +140,7 @@ def test_a_pretrained_model_is_simulated_as_it_is_trained(trained: Path, tmp_pat
 
 
 def test_a_job_that_the_trainer_refuses_is_simulated_with_a_warning():
-    asked = ["--systems", "plain-4d,best", "--lengths", "synthetic:200:128K:0", "--steps", "1", "--json"]
+    asked = ["--systems", "plain-4d,best", "--lengths", "synthetic:400:128K:0", "--steps", "1", "--json"]
     result = wlb("simulate", "70b-128k", *asked)
     assert result.returncode == 0
     (line,) = result.stderr.splitlines()

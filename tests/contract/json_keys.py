@@ -68,6 +68,7 @@ _SIMULATED = {
     },
     "imbalance": {"gpus": float, "cp": float, "micro_batches": float, "dp": float, "pp": float},
     "attention_kept": float,
+    "epochs": int,
     "work_seconds": float,
     "speed_at_equal_work": float,
 }
@@ -236,6 +237,7 @@ OUTPUTS: dict[str, Any] = {
                 "speed_at_equal_work": float,
             }
         ],
+        "epochs": int,
         "without_layout": dict,
     },
     "reproduce": {

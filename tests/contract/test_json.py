@@ -93,7 +93,7 @@ def test_prepare(tmp_path: Path):
         ("prefill", (LENGTHS, "--token-budget", 1024, "--model", "tiny")),
         ("tune", (LENGTHS, *STEP)),
         ("shard", (LENGTHS, "--context-window", WINDOW, "--cp", 2, "--model", "tiny", "--samples", 2)),
-        ("simulate", ("550m-64k", "--lengths", "synthetic:300:65536:0", "--steps", 1, "--systems", "plain-4d,best")),
+        ("simulate", ("550m-64k", "--lengths", "synthetic:600:65536:0", "--steps", 1, "--systems", "plain-4d,best")),
         ("rivals", (LENGTHS, "--gpus", 2, *SEARCHED, "--steps", 1, "--policies", "plain-4d,bytescale,distca")),
         ("simulate --search", ("--gpus", 2, *SEARCHED, "--lengths", LENGTHS, "--steps", 1)),
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.documents.filling import cut_at_windows, documents_for
+from wlb.documents.filling import check_filling, cut_at_windows, documents_for
 from wlb.documents.segments import Segment
+from wlb.errors import UserError
 from wlb.packing import make_packer
 from wlb.workload import make_workload
 
@@ -37,3 +39,18 @@ def test_sequential_and_elastic_train_the_same_segments_of_documents_that_are_cu
     assert len(together) > 10
     for left, right in together:
         assert sorted(left.segments) == sorted(right.segments)
+
+
+def test_documents_that_fill_no_step_and_one_that_fills_far_too_many_are_refused():
+    check_filling(np.array([64 * 100]), 100, 10, steps=1)
+    check_filling(np.array([99 * 100]), 100, 10, steps=99)
+    check_filling(np.array([10**9] * 10), 100, 10, overlong="truncate", steps=1)
+    with pytest.raises(UserError, match="the documents have 99 tokens, and one step takes 100; give more documents"):
+        check_filling(np.array([90, 9]), 100, 10, steps=1)
+    with pytest.raises(UserError, match="the documents have 40 tokens"):
+        check_filling(np.array([10**9] * 4), 100, 10, overlong="truncate", steps=1)
+    refusal = "document 1 has 6401 tokens and alone fills over 64 steps of 100 tokens; leave it out, cut it, or take"
+    with pytest.raises(UserError, match=refusal):
+        check_filling(np.array([5, 6401]), 100, 10, steps=1)
+    with pytest.raises(UserError, match=refusal):
+        documents_for(np.array([5, 6401]), 10, 10, steps=1)

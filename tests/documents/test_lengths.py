@@ -65,7 +65,18 @@ def test_synthetic_source():
     np.testing.assert_array_equal(read_lengths("synthetic:100:4k:3"), sample_lengths(100, 4096, 3))
 
 
-@pytest.mark.parametrize("bad", ["synthetic:", "synthetic:10", "synthetic:a:b", "synthetic:1:2:3:4", "synthetic:-1:5"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "synthetic:",
+        "synthetic:10",
+        "synthetic:a:b",
+        "synthetic:1:2:3:4",
+        "synthetic:-1:5",
+        "synthetic:１0:5",
+        "synthetic:10:5:٣",
+    ],
+)
 def test_malformed_synthetic_source(bad):
     with pytest.raises(UserError, match="synthetic:DOCUMENTS:WINDOW"):
         read_lengths(bad)
@@ -112,6 +123,7 @@ def test_unsigned_values_do_not_wrap(tmp_path):
         ("l.txt", b"5\n6.0\n", "line 2 is '6.0'"),
         ("l.txt", b"5 6\n", "line 1 is '5 6'"),
         ("l.txt", b"5\nnan\n", "line 2 is 'nan'"),
+        ("l.txt", "5\n１２\n".encode(), "line 2 is '１２'"),
         ("l.txt", b"9" * 5000, "line 1 is '9999"),
         ("l.txt", b"\xff\xfe\x00", "is not text"),
         ("l.npy", b"not numpy", "not a NumPy array file"),

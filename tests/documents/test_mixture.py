@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,21 @@ def test_stores_of_one_size_have_orders_of_their_own():
 def test_mistakes_are_refused(data, problem):
     with pytest.raises(ValidationError, match=problem):
         DataConfig.model_validate(data)
+
+
+@pytest.mark.parametrize("other", ["corpus", "./corpus", "folder/../corpus", "link/corpus", "{}/corpus", "alias"])
+def test_a_store_in_two_spellings_is_one_store(tmp_path, monkeypatch, other):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.idx").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "alias.idx").symlink_to("corpus.idx")
+    other = other.format(tmp_path)
+    mixture = [{"store": "folder/part", "weight": 1}, {"store": "corpus", "weight": 1}, {"store": other, "weight": 2}]
+    with pytest.raises(ValidationError, match=f"as corpus and as {Path(other)}; add up its weights"):
+        DataConfig.model_validate({"mixture": mixture})
+    mixture[2]["store"] = "folder/corpus"
+    assert len(DataConfig.model_validate({"mixture": mixture}).stores) == 3
 
 
 def test_a_store_without_anything_to_train_is_named():

@@ -10,6 +10,7 @@ import pytest
 from tests.simulate.jobs import WINDOW, documents, job
 from wlb.config import DataConfig
 from wlb.documents.order import DocumentStream
+from wlb.errors import UserError
 from wlb.packing.arrange import arrange
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
@@ -99,7 +100,7 @@ def test_work_is_that_of_the_documents_trained():
 def test_a_hundred_thousand_gpus():
     simulated = job("plain-4d", tp=8, cp=16, pp=8, dp=98, micro_batches=8)
     assert simulated.gpus > 100_000
-    result = simulate(simulated, documents(), 2)
+    result = simulate(simulated, documents(40_000), 2)
     assert result.gpu_seconds.shape == (8, 98, 16)
     assert result.imbalance["gpus"] > 1
 
@@ -109,3 +110,13 @@ def test_the_order_of_documents_is_that_of_the_configuration():
     simulated = job("plain-4d")
     plan = next(StepPlanner(SimulatedJob(**{**vars(simulated), "data": unshuffled}), LENGTHS).plans())
     assert next(iter(plan.segments)).document == 0
+
+
+def test_documents_that_are_repeated_are_counted_in_epochs():
+    simulated = job("plain-4d")
+    epoch = int(LENGTHS.sum()) // (WINDOW * simulated.packing.micro_batches)
+    assert simulate(simulated, LENGTHS, epoch).epochs == 1
+    assert simulate(simulated, LENGTHS, epoch + 1).epochs == 2
+    assert simulate(simulated, LENGTHS, 3 * epoch + 3).to_json()["epochs"] == 4
+    with pytest.raises(UserError, match="the documents have 60 tokens, and one step takes"):
+        simulate(simulated, np.array([10, 20, 30]), 1)

@@ -7,10 +7,11 @@ Commands import what they need when they run, so that ``wlb --help`` answers at 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import typer
 
@@ -49,6 +50,7 @@ def _version(show: bool) -> None:
 
 
 _INTERRUPTED = 130  # what Typer returns after Ctrl-C
+_UNREAD = 141  # exit status after SIGPIPE, as shells have it
 
 # The base of every mistake on the command line; Typer carries its own copy of click from 0.29 on.
 _CommandLineError = cast(
@@ -100,6 +102,11 @@ def _with_value(error: typer.BadParameter) -> str:
     return message if repr(given) in message else f"{message} (got {given})"
 
 
+def _refuse(message: str) -> NoReturn:
+    print(f"wlb: error: {' '.join(message.splitlines())}", file=sys.stderr)  # names of files may have line ends
+    sys.exit(2)
+
+
 def main() -> None:
     """Run the command line; exits 0 on success, 2 with one line on stderr for a user's mistake.
 
@@ -108,9 +115,15 @@ def main() -> None:
     try:
         status = app(standalone_mode=False)
     except (UserError, _CommandLineError) as error:
-        message = str(error) if isinstance(error, UserError) else _with_value(error)
-        print(f"wlb: error: {' '.join(message.splitlines())}", file=sys.stderr)  # names of files may have line ends
-        sys.exit(2)
+        _refuse(str(error) if isinstance(error, UserError) else _with_value(error))
+    except BrokenPipeError:  # whoever read the output has enough of it; Python would complain again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_UNREAD)
+    except OSError as error:  # whichever path a command could not read or write: missing, a directory, too long
+        if error.strerror is None:
+            raise
+        where = f"{error.filename} cannot be used: " if error.filename else ""
+        _refuse(f"{where}{error.strerror}; name another path, or mend what is wrong with it")
     except typer.Abort:
         status = _INTERRUPTED
     if status == _INTERRUPTED:

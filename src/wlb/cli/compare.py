@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -16,6 +17,8 @@ from wlb.cli.prefill import prefill as simulate_prefill
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from rich.table import Table
 
     from wlb.documents.segments import Segment
@@ -28,6 +31,7 @@ _PACKING_ONLY = (
     *("context_window", "micro_batches", "max_length_factor", "max_delay"),
     *("steps", "overlong", "solver_seconds", "plot"),
 )
+_MANY_STEPS = 2000  # which take the methods together about half a minute
 
 
 def compare(
@@ -160,9 +164,10 @@ def compare(
     workload, priced_by = options.workload_from(
         context, model, hardware, tp, cp, context_window, profile, pp=cluster.pp
     )
-    documents, report = documents_for(
-        read_lengths(lengths), cluster.micro_batches, context_window, overlong=overlong, steps=steps
-    )
+    tokens = read_lengths(lengths)
+    if steps is None:
+        note_many_steps(tokens, cluster)
+    documents, report = documents_for(tokens, cluster.micro_batches, context_window, overlong=overlong, steps=steps)
     own = {"max_length_factor": max_length_factor, "max_delay": max_delay, "solver_seconds": solver_seconds}
     names = options.names_in("--methods", methods, DEFAULT_METHODS)
     results = compare_packers(
@@ -200,6 +205,13 @@ def check_dealing(cluster: Cluster) -> None:
             f"--micro-batches {cluster.micro_batches} counts all data-parallel ranks; make it a multiple of "
             f"--dp {cluster.dp}"
         )
+
+
+def note_many_steps(lengths: NDArray[np.int64], cluster: Cluster) -> None:
+    """Say on stderr what to do where all of the documents take minutes to plan."""
+    filled = int(lengths.sum()) // (cluster.micro_batches * cluster.context_window)
+    if filled > _MANY_STEPS:
+        print(f"wlb: note: the documents fill {filled:,} steps; --steps N takes as many as fill N", file=sys.stderr)
 
 
 def title_of(cluster: Cluster, priced_by: dict[str, str | int]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich import box
 from rich.table import Table
 
 from wlb.cli.console import emit_json, print_table, stderr, stdout
-from wlb.errors import UserError
+from wlb.errors import UserError, require
+from wlb.token_count import parse_count
 
 if TYPE_CHECKING:
     from wlb.training.dry_run.job import Compared, DryRun, RankReport
@@ -17,19 +18,30 @@ if TYPE_CHECKING:
 _PROBLEMS = 1  # exit status of a job that would not start
 
 
-def dry_run(config: Path, overrides: list[str], rank: str, device: str | None, hardware: str, as_json: bool) -> int:
+def dry_run(
+    config: Path, overrides: list[str], rank: str, device: str | None, hardware: str | None, as_json: bool
+) -> int:
     """Try a job without running it; 1 where something would stop it at its start."""
     from wlb.config_file import load_config
-    from wlb.training.dry_run.job import dry_run as run
+    from wlb.workload.hardware import hardware_preset
 
     loaded = load_config(config, overrides)
     wanted = device or ("cpu" if loaded.training.device == "cpu" else "cuda")
     if wanted not in ("cpu", "cuda"):
         raise UserError(f"--device {wanted!r} is unknown; choose cpu or cuda")
-    if rank != "all" and not rank.isdecimal():
+    chosen: int | Literal["all"] | None = "all" if rank == "all" else parse_count(rank)
+    if chosen is None:
         raise UserError(f"--rank {rank!r} is not a rank; give a number, or all")
+    name = hardware or ("cpu" if wanted == "cpu" else "h100")
+    if (kind := hardware_preset(name).device_type) != wanted:
+        raise UserError(
+            f"--hardware {name} has no effect on a job of --device {wanted}; leave it out, or choose --device {kind}"
+        )
+    require("torch", "train")
+    from wlb.training.dry_run.job import dry_run as run
+
     with stderr.status("one step of every kind of rank" if rank == "all" else f"one step of rank {rank}"):
-        result = run(loaded, "all" if rank == "all" else int(rank), "cpu" if wanted == "cpu" else hardware)
+        result = run(loaded, chosen, name)
     if as_json:
         emit_json(result.to_json())
     else:

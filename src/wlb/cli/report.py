@@ -10,6 +10,7 @@ import typer
 from wlb.cli import options
 from wlb.cli.console import emit_json, progress_bar, stdout
 from wlb.errors import UserError
+from wlb.token_count import parse_count
 
 if TYPE_CHECKING:
     from wlb.report.evidence import Evidence
@@ -111,8 +112,8 @@ def parallel_sizes(text: str) -> dict[str, Any]:
         name, _, value = (piece.strip() for piece in part.partition("="))
         if name == "schedule" and value in _SCHEDULES:
             sizes[name] = value
-        elif name in _SIZES and value.isdecimal() and int(value) > 0:
-            sizes[name] = int(value)
+        elif name in _SIZES and (size := parse_count(value)):
+            sizes[name] = size
         else:
             raise UserError(
                 f"--parallel {text!r}: {part.strip()!r} is not a size or schedule; give dp=4,pp=4,cp=2,tp=8, "

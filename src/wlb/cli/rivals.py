@@ -58,7 +58,7 @@ def rivals(
     """
     from wlb.documents.lengths import read_lengths
     from wlb.report.rivals import draw_speeds
-    from wlb.rivals import chosen, compare
+    from wlb.rivals import chosen, compare, epochs
     from wlb.simulate.search import search_space
 
     if plot is not None:
@@ -76,6 +76,7 @@ def rivals(
             bar.update(task, description=name, completed=done)
 
         outcomes, without = compare(names, space, documents, on_progress=show)
+    passes = epochs(names, space, documents)
     title = f"{gpus:,} GPUs, {model}, {space.micro_batches} windows of {context_window:,} tokens a step"
     if plot is not None:
         draw_speeds(plot, outcomes, title)
@@ -88,6 +89,7 @@ def rivals(
                 "context_window": context_window,
                 "batch_tokens": space.micro_batches * context_window,
                 "lengths": lengths,
+                "epochs": passes,
                 "policies": [outcome.to_json(outcomes[0]) for outcome in outcomes],
                 "without_layout": without,
             }
@@ -95,6 +97,8 @@ def rivals(
         return
     print_table(rivals_table(outcomes, title, space))
     print_table(layouts_table(outcomes))
+    if passes > 1:
+        print(f"wlb: note: the documents fill fewer steps and are repeated: up to {passes} passes", file=sys.stderr)
     for name, why in without.items():
         print(f"wlb: note: {name}: {why}", file=sys.stderr)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -40,6 +41,7 @@ def simulation_table(
     table = Table(
         title=f"{title} on {first.job.gpus:,} GPUs\nsimulated ({priced})",
         caption=f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
+        f"{_repeated(results.values())}"
         f"speed at equal work: predicted seconds of work done in a second, over {base}\n"
         "tokens/s counts attention that is cut away, and documents still delayed, as gains\n"
         + ("shares" if narrow else "seconds")
@@ -79,6 +81,12 @@ def simulation_table(
 def _part(seconds: float, of_step: float, narrow: bool = False) -> str:
     share = f"{seconds / of_step:6.1%}"
     return share if narrow else f"{seconds:.3f} {share}"
+
+
+def _repeated(results: Iterable[SimulationResult]) -> str:
+    """A line where the documents did not fill the steps."""
+    epochs = max(result.epochs for result in results)
+    return f"the documents fill fewer steps and are repeated: {epochs} passes over them began\n" if epochs > 1 else ""
 
 
 def _base_of(results: dict[str, SimulationResult]) -> str:
@@ -124,7 +132,7 @@ def search_table(found: SearchResult, *, narrow: bool = False) -> Table:
     table = Table(
         title=f"{job.gpus:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens a step\n"
         f"simulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
-        caption="speed at equal work: over plain-4d in the fastest layout, the last row",
+        caption=f"{_repeated(rows)}speed at equal work: over plain-4d in the fastest layout, the last row",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

@@ -42,12 +42,12 @@ def train(
         rich_help_panel=options.DRY_RUN_ONLY,
         help="Where the job would run; default: as configured.",
     ),
-    hardware: str = typer.Option(
-        "h100",
+    hardware: str | None = typer.Option(
+        None,
         "--hardware",
         metavar="NAME",
         rich_help_panel=options.DRY_RUN_ONLY,
-        help="Hardware preset: a100, h100, h200, b200, mi300x, cpu.",
+        help="Hardware preset: a100, h100, h200, b200, mi300x, cpu; default: h100, or cpu with --device cpu.",
     ),
 ) -> int:
     """Train a model on this machine, with one process per rank of \\[parallel].

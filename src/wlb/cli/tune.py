@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.compare import check_dealing, compare_packers, show_comparison, title_of
+from wlb.cli.compare import check_dealing, compare_packers, note_many_steps, show_comparison, title_of
 from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 
 if TYPE_CHECKING:
@@ -69,7 +69,10 @@ def tune(
     cluster = Cluster(micro_batches, context_window, dp, pp)
     check_dealing(cluster)
     workload, priced_by = options.workload_from(context, model, hardware, tp, cp, context_window, profile, pp=pp)
-    documents, _ = documents_for(read_lengths(lengths), micro_batches, context_window, steps=steps)
+    tokens = read_lengths(lengths)
+    if steps is None:
+        note_many_steps(tokens, cluster)
+    documents, _ = documents_for(tokens, micro_batches, context_window, steps=steps)
     trials = _trials(
         documents,
         PackingTask(micro_batches, context_window, workload),

@@ -11,6 +11,8 @@ from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 
+_MOST_STEPS_OF_ONE = 64  # that a document may fill where fewer are asked for
+
 
 def documents_for(
     lengths: NDArray[np.int64],
@@ -23,12 +25,14 @@ def documents_for(
     """The documents of ``lengths`` as segments that fit the window; with ``steps``, only as many as fill those steps.
 
     A step takes ``micro_batches`` windows. ``overlong`` is a policy of ``wlb.documents.overlong``, or "cut" for
-    ``cut_at_windows``. Raises ``UserError`` where the documents fill not a single step.
+    ``cut_at_windows``. Raises ``UserError`` where the documents fill not a single step, and where one document fills
+    far more than ``steps``.
     """
     step_tokens = micro_batches * context_window
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
     if steps is not None:
         trained = _trained_lengths(lengths, context_window, overlong)
+        _check_longest(trained, step_tokens, steps)
         whole = whole[: documents_filling(trained, steps * step_tokens)]
     if overlong == "cut":
         documents, report = cut_at_windows(whole, context_window), OverlongReport()
@@ -41,6 +45,33 @@ def documents_for(
             f"{step_tokens}; give more documents, fewer micro-batches or a smaller context window"
         )
     return documents, report
+
+
+def check_filling(
+    lengths: NDArray[np.int64], step_tokens: int, context_window: int, *, overlong: str = "split", steps: int
+) -> None:
+    """Raise ``UserError`` where documents that are repeated as needed cannot show what ``steps`` steps take.
+
+    Those that fill not a single step would be in it several times; and one that alone fills far more than is asked for
+    would take its time to be planned, and be all that is shown.
+    """
+    trained = _trained_lengths(lengths, context_window, overlong)
+    if (tokens := int(trained.sum())) < step_tokens:
+        raise UserError(
+            f"the documents have {tokens} tokens, and one step takes {step_tokens}; give more documents, a smaller "
+            "global batch or a smaller context window"
+        )
+    _check_longest(trained, step_tokens, steps)
+
+
+def _check_longest(trained: NDArray[np.int64], step_tokens: int, steps: int) -> None:
+    most = max(steps, _MOST_STEPS_OF_ONE)
+    longest = int(trained.argmax())
+    if trained[longest] > most * step_tokens:
+        raise UserError(
+            f"document {longest} has {trained[longest]} tokens and alone fills over {most} steps of {step_tokens} "
+            "tokens; leave it out, cut it, or take more --steps"
+        )
 
 
 def cut_at_windows(documents: Iterable[Segment], window: int) -> list[Segment]:

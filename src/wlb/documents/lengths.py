@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
-from wlb.token_count import parse_tokens
+from wlb.token_count import parse_count, parse_tokens
 
 Integers = NDArray[np.integer[Any]]
 
@@ -107,9 +107,10 @@ def _from_txt(path: Path) -> tuple[Integers, str]:
     values: list[Any] = []
     for number, line in enumerate(lines, 1):
         text = line.strip()
-        if not text.removeprefix("-").isdecimal() or len(text) > 20:
+        size = parse_count(text.removeprefix("-"))
+        if size is None:
             raise UserError(f"{path}: line {number} is {text[:40]!r}; a whole number is needed")
-        values.append(int(text))
+        values.append(-size if text.startswith("-") else size)
     return _from_integers(path, values, "line"), "line"
 
 
@@ -161,17 +162,14 @@ def _from_index(path: Path) -> tuple[Integers, str]:
 
 def _synthetic(source: str) -> NDArray[np.int64]:
     fields = source.split(":")[1:]
-    if len(fields) not in (2, 3) or not all(map(_is_count, (fields[0], *fields[2:]))):
+    documents, window, seed = (*fields, "0", "0")[:3]
+    count, first = parse_count(documents), parse_count(seed)
+    if len(fields) not in (2, 3) or count is None or first is None:
         raise UserError(
             f"{source!r} is not of the form synthetic:DOCUMENTS:WINDOW[:SEED], in whole numbers; "
             "write it as synthetic:20000:128K:0"
         )
-    documents, window, seed = (*fields, "0")[:3]
-    return sample_lengths(int(documents), parse_tokens(window), int(seed))
-
-
-def _is_count(field: str) -> bool:
-    return field.isdecimal() and len(field) <= 20  # int() refuses thousands of digits
+    return sample_lengths(count, parse_tokens(window), first)
 
 
 _READERS: dict[str, Callable[[Path], tuple[Integers, str]]] = {

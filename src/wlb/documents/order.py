@@ -8,6 +8,7 @@ stores (``wlb.documents.mixture``) documents are counted through all of them.
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,6 +19,7 @@ from pydantic import Field, model_validator
 
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.segments import Segment
+from wlb.documents.store.index import index_path
 from wlb.errors import UserError
 from wlb.settings import NonEmptyPath, NonNegativeInt, Number, Section, Tokens
 
@@ -58,8 +60,11 @@ class DataConfig(Section):
             raise ValueError("data.store is missing and has no default; set it, or [[data.mixture]]")
         if self.store is not None and self.mixture:
             raise ValueError("data.store and data.mixture both say what to train on; leave one out")
-        if len(set(self.stores)) < len(self.stores):
-            raise ValueError("data.mixture names a store twice; add up its weights")
+        spelled: dict[str, Path] = {}
+        for store in self.stores:
+            first = spelled.setdefault(os.path.realpath(index_path(store)), store)
+            if first is not store:
+                raise ValueError(f"data.mixture names a store twice, as {first} and as {store}; add up its weights")
         return self
 
 

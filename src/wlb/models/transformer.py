@@ -200,16 +200,7 @@ def _stretched(frequencies: Tensor, scaling: RotaryScaling) -> Tensor:
 
 def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     """YaRN (arXiv 2309.00071, section 3.2): a ramp over the pairs of dimensions, from those kept to those divided."""
-
-    def pair_that_turns(times: float) -> float:
-        """The pair of dimensions, as a fraction, that turns so many times over the original context."""
-        context = scaling.original_max_position_embeddings
-        return len(frequencies) * math.log(context / (times * 2 * math.pi)) / math.log(theta)
-
-    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * len(frequencies) - 1)
+    first, last = scaling.ramp(theta, len(frequencies))
     pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
     divided = ((pairs - first) / (last - first or 1e-3)).clamp(0.0, 1.0)
     return torch.lerp(frequencies, frequencies / scaling.factor, divided)

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 
 from wlb.errors import UserError
 from wlb.settings import NonNegativeInt, Number, Section
+from wlb.token_count import parse_count
 
 LARGEST_AUTO_FACTOR = 4.0  # of L_max: a bound where memory sets none, as for a small model on a large device
 
@@ -84,6 +85,7 @@ class LengthFactorOptions(DelayOptions):
 
 def whole_number(argument: str, *, least: int) -> int:
     """``argument`` as a number. Raises ``UserError`` where it is none of at least ``least``."""
-    if not argument.isdecimal() or int(argument) < least:
+    number = parse_count(argument)
+    if number is None or number < least:
         raise UserError(f"{argument!r} is not a whole number of at least {least}")
-    return int(argument)
+    return number

@@ -78,12 +78,17 @@ class _Rope(_Strict):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: Annotated[Number, Field(ge=1)] = 10_000.0
+    rope_theta: Annotated[Number, Field(gt=1)] = 10_000.0
     partial_rotary_factor: Number = 1.0
 
 
-class _Scale(_Strict):
-    scale: Number
+class _Stretch(_Strict):
+    """The types of a scaling's values, where JSON is stricter than a file of settings; bounds are the settings'."""
+
+    original_max_position_embeddings: PositiveInt | None = None
+    truncate: bool | None = None
+    mscale: Annotated[Number, Field(ge=0)] | None = None
+    mscale_all_dim: Annotated[Number, Field(ge=0)] | None = None
 
 
 def read_config(directory: Path) -> TransformerConfig:
@@ -246,9 +251,10 @@ def _rotary(document: Mapping[str, Any], described: _ConfigJson) -> tuple[float,
 
 
 def _scaling(kind: str, stretch: dict[str, Any]) -> Scaling:
-    scales = [stretch.pop(key, None) for key in ("mscale", "mscale_all_dim")]
-    section = RopeScalingConfig.model_validate({"rope_type": kind} | stretch)
-    if all(scales) and section.attention_factor is None:  # DeepSeek's way to say it
-        above, below = (yarn_length(section.factor, _Scale(scale=scale).scale) for scale in scales)
-        section = section.model_copy(update={"attention_factor": above / below})
+    typed = _Stretch.model_validate(stretch)
+    settings = {"rope_type": kind} | {key: value for key, value in stretch.items() if not key.startswith("mscale")}
+    section = RopeScalingConfig.model_validate(settings)
+    if typed.mscale and typed.mscale_all_dim and section.attention_factor is None:  # DeepSeek's way to say it
+        above, below = (yarn_length(section.factor, scale) for scale in (typed.mscale, typed.mscale_all_dim))
+        section = RopeScalingConfig.model_validate(settings | {"attention_factor": above / below})
     return scaling_of(section)

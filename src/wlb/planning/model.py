@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from wlb.errors import UserError
 from wlb.planning.rotary import RotaryScaling as RotaryScaling
-from wlb.planning.rotary import Scaling
+from wlb.planning.rotary import Scaling, YarnScaling
 from wlb.workload.shapes import ModelShape
 
 
@@ -14,7 +15,7 @@ from wlb.workload.shapes import ModelShape
 class TransformerConfig:
     """What a ``Transformer`` needs beyond its shape; see ``wlb.config.ModelConfig`` for the meaning.
 
-    Raises ``UserError`` for heads that rotary positions cannot turn.
+    Raises ``UserError`` for heads that rotary positions cannot turn, and for frequencies that they cannot have.
     """
 
     shape: ModelShape
@@ -36,3 +37,10 @@ class TransformerConfig:
                 f"model head_dim = {self.shape.head_dim} is odd; rotary positions turn pairs of dimensions, choose an "
                 "even one"
             )
+        if not 1 < self.rope_theta < math.inf:
+            raise UserError(
+                f"model rope_theta = {self.rope_theta} is no base of rotary frequencies; give a number over 1, such as "
+                "10000"
+            )
+        if isinstance(self.rope_scaling, YarnScaling):
+            self.rope_scaling.ramp(self.rope_theta, self.shape.head_dim // 2)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from wlb.config import RopeScalingConfig
+from wlb.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,28 @@ class YarnScaling:
     def length(self) -> float:
         """Of cosine and sine."""
         return yarn_length(self.factor) if self.attention_factor is None else self.attention_factor
+
+    def ramp(self, theta: float, pairs: int) -> tuple[float, float]:
+        """Where the ramp over ``pairs`` pairs of dimensions begins and ends, for frequencies of base ``theta``.
+
+        Raises ``UserError`` where it would end before it begins, and so divide what is to be kept, or the reverse.
+        """
+
+        def pair_that_turns(times: float) -> float:
+            """The pair of dimensions, as a fraction, that turns so many times over the original context."""
+            return pairs * math.log(self.original_max_position_embeddings / (times * 2 * math.pi)) / math.log(theta)
+
+        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        if last < first:
+            raise UserError(
+                f"yarn with beta_fast = {self.beta_fast:g}, beta_slow = {self.beta_slow:g} and an original context of "
+                f"{self.original_max_position_embeddings} tokens has no ramp over the frequencies of rope_theta = "
+                f"{theta:g}; correct them"
+            )
+        return first, last
 
 
 Scaling: TypeAlias = RotaryScaling | LinearScaling | YarnScaling

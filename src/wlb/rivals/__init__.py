@@ -14,10 +14,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.filling import check_filling
 from wlb.errors import UserError
 from wlb.rivals import bytescale, distca, fcp, flexsp, hotspa, hydraulis, libra, megatron, verl, wlb_llm
 from wlb.rivals.elastic import ElasticPolicy
-from wlb.rivals.ours import SystemPolicy
+from wlb.rivals.ours import LONGER, SystemPolicy
 from wlb.rivals.policy import Outcome, Policy, RankPolicy
 from wlb.rivals.pricing import price_groups, price_moved
 from wlb.simulate.search import SearchSpace
@@ -138,8 +139,9 @@ def compare(
     """Every policy in its best layout, on the same documents and global batch, and why others have none.
 
     Work is priced by a single GPU's W_a + W_l, for all alike. ``on_progress`` gets the policy that comes next. Raises
-    ``UserError`` where the base has no layout.
+    ``UserError`` where the base has no layout, and where the documents fill not a single step.
     """
+    check_filling(lengths, space.micro_batches * space.context_window, space.context_window, steps=space.steps)
     work_prices = make_workload(space.shape, space.hardware)
     outcomes: list[Outcome] = []
     without: dict[str, str] = {}
@@ -154,4 +156,10 @@ def compare(
     return outcomes, without
 
 
-__all__ = ["BASE", "POLICIES", "Outcome", "Policy", "chosen", "compare"]
+def epochs(names: Sequence[str], space: SearchSpace, lengths: NDArray[np.int64]) -> int:
+    """Passes over the documents that the steps of ``names`` begin; from 2 on documents are repeated."""
+    longer = max(LONGER if getattr(POLICIES[name], "delays", False) else 1 for name in names)
+    return -(-longer * space.steps * space.micro_batches * space.context_window // int(lengths.sum()))
+
+
+__all__ = ["BASE", "POLICIES", "Outcome", "Policy", "chosen", "compare", "epochs"]

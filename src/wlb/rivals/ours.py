@@ -36,7 +36,7 @@ _TRIED = 4  # of them under every system, and as many of the most promising
 _SCREEN = "fixed-4d"
 # Steps for one that is asked for, of systems in which documents wait: at first long ones wait for others as dear,
 # and steps do less work than later ones.
-_LONGER = 4
+LONGER = 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SystemPolicy:
         jobs = _packed_jobs(self.preset, screened)
         if not jobs:
             raise no_layout(name, space)
-        longer = _LONGER if self.delays else 1
+        longer = LONGER if self.delays else 1
         job = max(jobs, key=lambda job: work_rate(job, first_plans(job, lengths, longer), work_prices))
         result = simulate(job, lengths, longer * space.steps, work_prices=work_prices)
         return outcome_of(name, result, lengths, len(jobs), f"{layout_of(job)}, {job.activation_checkpointing}")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.filling import check_filling
 from wlb.documents.mixture import DocumentLengths, joined_lengths
 from wlb.packing.plan import StepPlan
 from wlb.planning.planner import StepPlanner
@@ -37,6 +38,7 @@ class SimulationResult:
     micro-batch (``cp``), of a step's micro-batches (``micro_batches``), and of the ranks' sums over a step (``dp``,
     ``pp``). ``token_delay`` is the mean over tokens of the steps that each waited, ``tokens_cv`` the coefficient of
     variation of tokens a step. ``attention_kept`` is the share of the documents' query-key pairs that is computed.
+    ``epochs`` counts the passes over the documents that the steps began; from 2 on documents are repeated.
     ``work_seconds`` are the predicted W_a + W_l of all that was trained: documents that are cut, or still wait after
     the last step, count as far as they were computed.
     """
@@ -53,6 +55,7 @@ class SimulationResult:
     token_delay: float
     tokens_cv: float
     attention_kept: float
+    epochs: int
 
     @property
     def mean_step_seconds(self) -> float:
@@ -85,6 +88,7 @@ class SimulationResult:
             "token_delay": self.token_delay,
             "tokens_cv": self.tokens_cv,
             "attention_kept": self.attention_kept,
+            "epochs": self.epochs,
         }
 
 
@@ -99,15 +103,18 @@ def simulate(
     """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens; ``on_progress`` gets steps just done.
 
     Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``. Pools
-    that are "auto" are decided first; ``job`` of the result says how.
+    that are "auto" are decided first; ``job`` of the result says how. Documents are repeated, epoch after epoch, where
+    the steps need more; raises ``UserError`` where they fill not a single step (``check_filling``).
     """
+    data, of_documents = job.data, joined_lengths(lengths)
+    step_tokens = job.global_batch * job.context_window
+    check_filling(of_documents, step_tokens, job.context_window, overlong=data.overlong, steps=steps)
     work_prices = work_prices or job.work_prices
     job = with_decided_length(with_decided_pools(job, lengths))
     costs = JobCosts(job)
     totals = _Totals(job, work_prices)
     plans = islice(StepPlanner(job, lengths).plans(), steps)
     at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
-    of_documents = joined_lengths(lengths)
     while group := list(islice(plans, at_once)):
         totals.add(simulate_steps(group, costs))
         totals.add_documents(group, of_documents)
@@ -130,6 +137,7 @@ class _Totals:
         self._pairs = self._whole_pairs = 0.0
         self._step_tokens: list[int] = []
         self._delay_token_steps = 0
+        self._epochs = 0
 
     def add(self, results: StepResults) -> None:
         self._tokens += int(results.tokens.sum())
@@ -150,6 +158,7 @@ class _Totals:
         self._step_tokens += [plan.tokens for plan in plans]
         self._delay_token_steps += sum(plan.delay_token_steps for plan in plans)
         document, start, length = np.concatenate([plan.table for plan in plans]).T
+        self._epochs = max(self._epochs, 1 + int(document.max()) // len(lengths))
         limit = self._job.context_window
         arrived = np.minimum(lengths[document % len(lengths)] - start // limit * limit, limit)
         self._work_seconds += float(self._work_prices.document_seconds(length).sum())
@@ -171,6 +180,7 @@ class _Totals:
             token_delay=self._delay_token_steps / self._tokens,
             tokens_cv=float(np.std(self._step_tokens) / np.mean(self._step_tokens)),
             attention_kept=self._pairs / self._whole_pairs,
+            epochs=self._epochs,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LONG = {"original_max_position_embeddings": 8192}
 
 
 @pytest.fixture
@@ -61,8 +65,32 @@ def _change(model: Path, **changes: Any) -> None:
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": -1.0}}, "low_freq_factor: Input should be greater than 0"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 5.0}}, "must be over low_freq_factor = 5.0"),
         ({"rope_parameters": LLAMA3 | {"factor": True}}, "factor: Input should be a valid number"),
-        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta: Input should be greater than or equal to 1 (got 0)"),
-        ({"rope_parameters": {"rope_theta": -5.0}}, "rope_theta: Input should be greater than or equal to 1"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta: Input should be greater than 1 (got 0)"),
+        ({"rope_parameters": {"rope_theta": -5.0}}, "rope_theta: Input should be greater than 1"),
+        ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta: Input should be greater than 1 (got 1)"),
+        ({"rope_parameters": YARN | {"rope_theta": math.inf}}, "rope_theta: Input should be a finite number"),
+        (
+            {"rope_parameters": YARN | LONG | {"rope_theta": 1.001}},
+            "has no ramp over the frequencies of rope_theta = 1.001",
+        ),
+        (
+            {"rope_parameters": YARN | {"beta_slow": 20.0, "truncate": False}},
+            "beta_slow = 20 and an original context of 64 tokens has no",
+        ),
+        ({"rope_parameters": YARN | {"beta_fast": 1e308}}, "beta_fast: Input should be less than or equal to 1000000"),
+        ({"rope_parameters": YARN | {"factor": math.nan}}, "factor: Input should be a finite number"),
+        ({"rope_parameters": YARN | {"truncate": "no"}}, "truncate: Input should be a valid boolean (got 'no')"),
+        ({"rope_parameters": YARN | {"truncate": 0}}, "truncate: Input should be a valid boolean (got 0)"),
+        (
+            {"rope_parameters": YARN | {"original_max_position_embeddings": "1K"}},
+            "original_max_position_embeddings: Input should be a valid integer (got '1K')",
+        ),
+        ({"rope_parameters": YARN | {"mscale": ""}}, "mscale: Input should be a valid number (got '')"),
+        ({"rope_parameters": YARN | {"mscale": -1.0}}, "mscale: Input should be greater than or equal to 0"),
+        (
+            {"rope_parameters": YARN | {"mscale": 1e308, "mscale_all_dim": 1e-300, "factor": 1e300}},
+            "attention_factor: Input should be a finite number",
+        ),
         ({"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 7.0}, "rope_theta is given twice, as 7.0 and as 5.0"),
         ({"attention_dropout": 0.5}, "attention_dropout = 0.5 is not supported; set it to 0"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps: Input should be greater than 0"),

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from wlb.errors import UserError
 from wlb.files import move, sync, write_synced
+from wlb.token_count import parse_count
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -78,7 +79,7 @@ def step_of(checkpoint: Path) -> int:
 
 def named_checkpoints(directory: Path) -> list[Path]:
     """Whatever carries the name of a checkpoint in ``directory``, oldest first."""
-    named = [path for path in directory.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdecimal()]
+    named = [path for path in directory.glob(f"{_PREFIX}*") if parse_count(path.name.removeprefix(_PREFIX)) is not None]
     return sorted(named, key=step_of)
 
 

@@ -18,6 +18,7 @@ from wlb.os_limits import usable_cores
 from wlb.planning.configured_model import configured_model
 from wlb.planning.job import compute_type
 from wlb.planning.model import TransformerConfig
+from wlb.token_count import parse_count
 from wlb.training.runtime.watchdog import backend_timeout
 from wlb.workload.hardware import HARDWARE
 from wlb.workload.shapes import check_built
@@ -129,7 +130,7 @@ def threads_per_process(config: TrainingConfig, local_processes: int) -> int:
         raise UserError(
             f"training.threads = {config.threads} for each process, but this machine has {cores} cores; lower it"
         )
-    given = min(int(wanted), cores) if wanted.isdecimal() else 0
+    given = min(parse_count(wanted) or 0, cores)
     return config.threads or given or max(1, usable_cores() // local_processes)
 
 
