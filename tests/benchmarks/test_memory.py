@@ -21,7 +21,6 @@ def test_predictions_are_within_fifteen_percent_of_what_processes_hold(tmp_path)
         [sys.executable, str(BENCHMARK), "--layers", "6", "--tokens", "1024", *chosen, "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=240,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr
