@@ -63,7 +63,7 @@ def befall(fault: str, rank: str, step: str, limit: str, config: str) -> None:
         for of_this_rank in watchdogs:
             of_this_rank._limit_seconds = float(limit)
 
-    watchdog.Watchdog = Watchdog  # type: ignore[misc]
+    watchdog.Watchdog = Watchdog  # type: ignore[misc, assignment]
     trainer.Trainer._train_step = faulty  # type: ignore[method-assign, assignment]
 
 

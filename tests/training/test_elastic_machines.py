@@ -22,7 +22,7 @@ from wlb.planning.job import JobSpec
 from wlb.planning.planner import StepPlanner
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_elastic.sh"
-PATIENCE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
+PATIENCE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8"
 
 
 @pytest.fixture
