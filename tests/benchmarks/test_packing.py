@@ -8,8 +8,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 SMALL: dict[str, list[float]] = {
-    "--documents": [200],
-    "--context-window": [2048],
+    "--documents": [600],
+    "--context-window": [4096],
     "--turns": [1],
     "--scaling": [2, 4],
     "--solver-steps": [1],
@@ -36,8 +36,8 @@ def test_small_run_reports_every_section(tmp_path):
     results = json.loads(out.read_text())
     rows = {row["method"]: row for row in results["balance"]}
     assert all(row["every_document_whole"] for row in rows.values())
-    assert rows["sequential (plain-4D)"]["documents_out"] == 200
-    assert rows["fixed_greedy, window 1"]["longest_micro_batch_tokens"] <= 2048
+    assert rows["sequential (plain-4D)"]["documents_out"] == 600
+    assert rows["fixed_greedy, window 1"]["longest_micro_batch_tokens"] <= 4096
     assert rows["variable_length, 0 queues"]["mean_token_delay"] == 0
     assert any("next fit" in name for name in rows)
     assert [row["micro_batches"] for row in results["scaling"]] == [2, 4]
