@@ -45,7 +45,7 @@ slowest: setup
 
 # Loss and gradients in every layout of up to 8 processes, and 20 steps of every preset, against single documents.
 equivalence: setup
-	$(BIN)/pytest tests/training/test_equivalence.py tests/training/test_steps_equivalence.py -m "" --all-layouts --timeout 1800
+	$(BIN)/pytest tests/training/test_equivalence.py tests/training/test_steps_equivalence.py -m "" --all-layouts --timeout 18000
 
 # Jobs of 32 and 64 processes, which lose a node and go on without it; 8 GiB, and half an hour on two cores.
 rehearsal: setup

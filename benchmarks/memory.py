@@ -16,8 +16,8 @@ import argparse
 import gc
 import json
 import os
-import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,7 +39,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 WARM_UP_TOKENS = 64
 STEPS = 3
 SHARES = (1.0, 0.6, 1.2, 0.9)  # of --tokens: micro-batches of different lengths
-TIMEOUT = timedelta(minutes=5)
+TIMEOUT = timedelta(minutes=30)
 MIB = 2**20
 
 
@@ -90,16 +90,13 @@ def measure(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
 
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(
-        _measure_rank, args=(case, shape, list(tokens), port, results), nprocs=case.parallel.world_size
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (case, shape, list(tokens), Path(folder) / "store", results)
+        torch.multiprocessing.spawn(_measure_rank, args=arguments, nprocs=case.parallel.world_size)
     return max(int(results.get()) for _ in range(case.parallel.world_size))
 
 
-def _measure_rank(rank, case, shape, tokens, port, results) -> None:  # type: ignore[no-untyped-def]
+def _measure_rank(rank, case, shape, tokens, store, results) -> None:  # type: ignore[no-untyped-def]
     import torch
     import torch.distributed as dist
 
@@ -107,9 +104,8 @@ def _measure_rank(rank, case, shape, tokens, port, results) -> None:  # type: ig
 
     torch.set_num_threads(1)
     bound_compiled_products()
-    address = f"tcp://127.0.0.1:{port}"
     size = case.parallel.world_size
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
     small = ModelShape(hidden=64, layers=shape.layers, heads=4, kv_heads=2, head_dim=16, ffn_hidden=64, vocab_size=64)
     _train(case, small, [WARM_UP_TOKENS] * len(tokens))
     gc.collect()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# A deadline is an assertion about time, and fails on a busy machine.
-settings.register_profile("usual", deadline=None, max_examples=60)
-settings.register_profile("exhaustive", deadline=None, max_examples=300)
+# A deadline is an assertion about time, and fails on a busy machine; so does the check that drawing examples is quick.
+ANY_TIME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("usual", ANY_TIME, max_examples=60)
+settings.register_profile("exhaustive", ANY_TIME, max_examples=300)
 settings.load_profile("usual")
 
 

@@ -38,7 +38,7 @@ def test_an_example_trains_the_same_documents_once_in_both_ways(name: str):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        out, err = started.communicate(timeout=240)
+        out, err = started.communicate()
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)

@@ -107,4 +107,4 @@ def test_the_planning_half_imports_no_torch():
     elsewhere = {*TORCH, "integrations", "__main__", "__init__", ""}
     names = [name for name, _ in modules() if name.partition(".")[0] not in elsewhere]
     code = "\n".join(["import sys", *(f"import wlb.{name}" for name in names), "assert 'torch' not in sys.modules"])
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)

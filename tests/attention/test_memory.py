@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.attention.live_bytes import LiveBytes
 from tests.attention.oracle import random_inputs
-from tests.training.distributed import run_ranks
+from tests.training.distributed import join_again, run_ranks
 from wlb.attention.context_parallel import Resends, context_parallel_attention
 from wlb.attention.shard_layout import shard_layout
 from wlb.sharding import make_shard_plan
@@ -36,25 +36,18 @@ class Memory:
     backward_peak: int
 
 
-def _settled(live: LiveBytes) -> int:
-    """Bytes held once gloo's threads have let go of what they sent, a moment after the exchange is over."""
-    least = live.now
-    for _ in range(25):
-        time.sleep(0.02)
-        least = min(least, live.now)
-    return least
-
-
-def _measure(plan: ShardPlan, rank: int, group: dist.ProcessGroup | None) -> Memory:
+def _measure(plan: ShardPlan, folder: Path) -> Memory:
+    rank = dist.get_rank()
     layout = shard_layout(plan, rank, torch.device("cpu"))
     tokens = int(plan.tokens_per_rank[rank])
     query, key, value, grad_out = random_inputs(tokens, HEADS, KV_HEADS, HEAD_DIM, seed=rank)
     for tensor in (query, key, value):
         tensor.requires_grad_()
     with LiveBytes() as live:
-        out = context_parallel_attention(query, key, value, plan, group)
-        forward_peak, held = live.peak, _settled(live)
-        live.peak = live.now
+        out = context_parallel_attention(query, key, value, plan, None)
+        forward_peak = live.peak
+        join_again(folder / plan.strategy)
+        live.peak = held = live.now
         grads = torch.autograd.grad(out, (query, key, value), grad_out)
         backward_peak = live.peak - held
     assert len(grads) == 3
@@ -64,18 +57,18 @@ def _measure(plan: ShardPlan, rank: int, group: dist.ProcessGroup | None) -> Mem
     return Memory(tokens, attending, received, exchanged, held, forward_peak, backward_peak)
 
 
-def _measure_all(plans: list[dict[str, object]]) -> list[Memory]:
-    return [_measure(ShardPlan.from_json(plan), dist.get_rank(), None) for plan in plans]
+def _measure_all(plans: list[dict[str, object]], folder: Path) -> list[Memory]:
+    return [_measure(ShardPlan.from_json(plan), folder) for plan in plans]
 
 
-def test_memory_is_bounded_by_what_the_plan_needs() -> None:
+def test_memory_is_bounded_by_what_the_plan_needs(tmp_path: Path) -> None:
     lengths = [700, 40, 33, 500, 1, 260]
     whole = ShardPlan("whole", (400, 400), (np.array([[0, 0, 400]]), np.array([[1, 0, 400]])))
     heads, tails = ([[s, 0, 250] for s in range(3)], [[s, 250, 300] for s in range(3)])
     apart = ShardPlan("apart", (300, 300, 300), (np.array(heads), np.array(tails)))
     plans = [make_shard_plan(lengths, 2, strategy) for strategy in ("per_sequence", "per_document")] + [whole, apart]
     assert [plan.keeps_received for plan in plans] == [True, True, True, False]
-    for memories in run_ranks(2, _measure_all, [plan.to_json() for plan in plans]):
+    for memories in run_ranks(2, _measure_all, [plan.to_json() for plan in plans], tmp_path):
         for plan, memory in zip(plans, memories, strict=True):
             own = memory.tokens * (QUERY_ROW + LOG_SUM_EXP_ROW)
             own_grads = memory.tokens * (QUERY_ROW + KEY_VALUE_ROW)
@@ -90,7 +83,7 @@ def test_memory_is_bounded_by_what_the_plan_needs() -> None:
             assert memory.backward_peak <= 2 * own_grads + 4 * attending + 2 * exchanged, plan.strategy
 
 
-def _held_after_layers(plan: dict[str, object]) -> tuple[int, int]:
+def _held_after_layers(plan: dict[str, object], folder: Path) -> tuple[int, int]:
     """Bytes held after forward and backward of some layers while the graph is alive: of all of them, and of one."""
     shard_plan = ShardPlan.from_json(plan)
     held = []
@@ -104,13 +97,14 @@ def _held_after_layers(plan: dict[str, object]) -> tuple[int, int]:
                 outs.append(context_parallel_attention(outs[-1], key, value, shard_plan, None, resends=resends))
             outs[-1].sum().backward()
             outs = outs[-1:]
+            join_again(folder / str(layers))
             held.append(live.now)
     return held[0], held[1]
 
 
-def test_what_is_sent_again_is_not_held_once_it_was_used() -> None:
+def test_what_is_sent_again_is_not_held_once_it_was_used(tmp_path: Path) -> None:
     lengths = (300, 300, 300)
     heads, tails = ([[s, 0, 250] for s in range(3)], [[s, 250, 300] for s in range(3)])
     apart = ShardPlan("apart", lengths, (np.array(heads), np.array(tails)))
-    for of_four, of_one in run_ranks(2, _held_after_layers, apart.to_json()):
+    for of_four, of_one in run_ranks(2, _held_after_layers, apart.to_json(), tmp_path):
         assert of_four == of_one

@@ -11,9 +11,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "balance.py"
 def test_small_run_compares_on_equal_terms(tmp_path):
     out = tmp_path / "balance.json"
     small = ["--repetitions", "2", "--most-documents", "64", "--out", str(out)]
-    finished = subprocess.run(
-        [sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, timeout=120, check=False
-    )
+    finished = subprocess.run([sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     results = json.loads(out.read_text())
     assert "Karmarkar-Karp" in results["peer"]

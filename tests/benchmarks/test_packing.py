@@ -24,7 +24,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(REPOSITORY / "benchmarks" / "packing.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
 

@@ -47,9 +47,7 @@ def test_area_is_counted_query_by_query(benchmark):
 def test_small_run_writes_what_it_prints(tmp_path):
     out = tmp_path / "sharding.json"
     small = ["--documents", "500", "--samples", "4", "--cp", "2", "4", "--turns", "1", "--out", str(out)]
-    finished = subprocess.run(
-        [sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, timeout=120, check=False
-    )
+    finished = subprocess.run([sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     for cp_rows in json.loads(out.read_text())["cp"].values():
         rows = {row["method"]: row for row in cp_rows}

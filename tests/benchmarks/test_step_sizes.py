@@ -17,7 +17,7 @@ def test_rows_say_what_the_presets_do(tmp_path: Path) -> None:
     lengths = np.tile([window, 900, 40_000, 20_000, 700, 3_000], 120)
     np.save(tmp_path / "lengths.npy", lengths)
     command = ["step_sizes.py", "--job", "7b-64k", "--steps", "12", "--lengths", tmp_path / "lengths.npy", "--out", out]
-    subprocess.run([sys.executable, *map(str, command)], check=True, timeout=120, cwd=BENCHMARKS, capture_output=True)
+    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=BENCHMARKS, capture_output=True)
     rows = {row["system"]: row for row in json.loads(out.read_text())["steps"]}
     plain, best, elastic = rows["plain-4d"], rows["best"], rows["elastic"]
     assert plain["least"] == plain["most"] == 1

@@ -26,7 +26,6 @@ def test_a_signal_while_the_command_line_is_imported_is_one_line(tmp_path: Path,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=50,
         check=False,
         preexec_fn=ignore_nothing,
     )

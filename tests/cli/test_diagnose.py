@@ -46,7 +46,7 @@ def test_a_folder_without_a_diagnosis_is_a_users_mistake(tmp_path, monkeypatch, 
 
 def test_it_needs_no_torch(folder):
     code = "import sys; sys.modules['torch'] = None; from wlb.cli.app import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, "diagnose", str(folder)], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, "diagnose", str(folder)], capture_output=True)
     assert done.returncode == 0
     assert b"slowest/mean" in done.stdout
 

@@ -42,7 +42,7 @@ def test_json_has_every_method_and_setting(wlb):
 def test_table_names_the_setting():
     options = ["--token-budget", "16384", "--whole", "--independent", "--methods", "tokens,workload,loongserve"]
     command = [sys.executable, "-m", "wlb", *PREFILL, *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     for words in ("all at once", "chunked prefill off", "independent", "2 GPUs", "GPU-s", "kJ"):
         assert words in result.stdout

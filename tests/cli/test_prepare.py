@@ -116,7 +116,7 @@ def test_a_disk_that_takes_no_more_is_one_line_and_status_2(tmp_path):
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, preexec_fn=small_files)
+    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=small_files)
     assert result.returncode == 2
     assert "cannot write token store" in result.stderr
     assert result.stderr.count("\n") == 1

@@ -14,7 +14,7 @@ from wlb.workload.profile import read_profile
 
 def started(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, check=False
     )
 
 

@@ -13,7 +13,7 @@ SIZE = ["--context-window", "131072", "--cp", "4"]
 
 def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, check=False
     )
 
 

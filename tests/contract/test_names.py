@@ -177,7 +177,7 @@ assert all(getattr(wlb, name) is not None for name in wlb.__all__)
 import wlb.planning.memory, wlb.simulate
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -127,7 +127,6 @@ def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -239,7 +239,6 @@ def test_plans_do_not_depend_on_the_process():
             env=os.environ | {"PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=60,
             check=True,
         ).stdout
         for seed in ("0", "1", "12345")

@@ -86,4 +86,4 @@ job = SimulatedJob.from_config(JobConfig.model_validate(sections), vocab_size=30
 assert (job.shape.layers, job.shape.vocab_size, job.tied_embeddings) == (2, 320, True)
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

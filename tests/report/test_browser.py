@@ -38,7 +38,6 @@ def show(page: Path, *, dark: bool = False) -> tuple[np.ndarray[Any, Any], list[
         ],
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert picture.exists(), result.stderr

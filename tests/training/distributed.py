@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.limits import HUNG_SECONDS
+
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.pipelining"])
 
@@ -32,7 +34,9 @@ class RankFailure(AssertionError):
     """A process raised, died or ran out of time."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *arguments: Any, seconds: float = HUNG_SECONDS
+) -> list[Any]:
     """Call ``function(*arguments)`` in ``world_size`` gloo processes; results in rank order.
 
     Raises ``RankFailure`` with the traceback of the first rank that fails, or after ``seconds``.
@@ -56,7 +60,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, se
         try:
             results = _collect(receivers, deadline=time.monotonic() + seconds)
             for process in processes:
-                process.join(timeout=10)
+                process.join()
         finally:
             for process in processes:
                 if process.is_alive():
@@ -96,16 +100,27 @@ def _run_rank(
     torch.set_num_threads(1)
     try:
         function, arguments = pickle.loads(call)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=seconds),
-        )
+        _join(store, rank, world_size, seconds)
         outcome = ("", function(*arguments))
         dist.barrier()
         dist.destroy_process_group()
     except Exception:
         outcome = (traceback.format_exc(), None)
     sender.send_bytes(pickle.dumps(outcome))
+
+
+def _join(store: Path, rank: int, world_size: int, seconds: float) -> None:
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+
+
+def join_again(store: Path) -> None:
+    """Leave the process group and join the same ranks in a new one, which meet in the file ``store``.
+
+    A collective is over a moment before gloo's thread lets go of its tensors. Leaving ends the threads, so afterwards
+    only what Python holds is held.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    _join(store, rank, world_size, HUNG_SECONDS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.limits import HUNG_SECONDS
 from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
@@ -19,7 +20,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "model": {"hidden": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_hidden": 24},
     "data": {"context_window": WINDOW},
     "packing": {"micro_batches": 4, "outlier_thresholds": [16, 64]},
-    "training": {"steps": 6, "warmup_steps": 2, "device": "cpu", "timeout_seconds": 30.0, "threads": 1},
+    "training": {"steps": 6, "warmup_steps": 2, "device": "cpu", "timeout_seconds": HUNG_SECONDS, "threads": 1},
     "metrics": {"document_ids": True, "tensorboard": False},
 }
 

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.limits import HUNG_SECONDS
 from wlb.training.observe.metrics import LEGEND
-
-SECONDS = 90.0
 
 
 @contextmanager
@@ -36,7 +35,7 @@ def process(
     finally:
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
-        started.communicate(timeout=SECONDS)
+        started.communicate()
 
 
 def ignore_nothing() -> None:
@@ -48,8 +47,7 @@ def ignore_nothing() -> None:
 @contextmanager
 def ranks(world_size: int, *arguments: str | Path) -> Iterator[list[subprocess.Popen[str]]]:
     """``python ARGUMENTS`` as each rank of a job, without a launcher; rank 0 holds the store."""
-    port = free_port()
-    with ExitStack() as stack:
+    with reserved_port() as port, ExitStack() as stack:
         yield [
             stack.enter_context(
                 process(
@@ -64,11 +62,14 @@ def ranks(world_size: int, *arguments: str | Path) -> Iterator[list[subprocess.P
         ]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port: int = free.getsockname()[1]
-    return port
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nobody else is given as long as it is reserved, and on which one may listen who asks for it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("localhost", 0))
+        port: int = holder.getsockname()[1]
+        yield port
 
 
 def is_listening(port: int) -> bool:
@@ -77,7 +78,7 @@ def is_listening(port: int) -> bool:
         return probe.connect_ex(("localhost", port)) == 0
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = HUNG_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "ran out of time"

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.limits import HUNG_SECONDS
 from tests.training.jobs import VOCABULARY, read_steps, write_config
 from tests.training.processes import ranks_of, steps_written
 from wlb.config import PRESETS
@@ -68,13 +69,13 @@ def soak(
         place.mkdir(parents=True)
         _write_store(place / "store", documents)
     with running(peaceful, launcher, preset, restarts=0) as process:
-        process.wait(timeout=60 + documents)
+        process.wait(timeout=HUNG_SECONDS + documents)
     expected = read_steps(peaceful)
     report = Report(steps=len(expected), documents=documents)
     began = time.monotonic()
     with running(disturbed, launcher, preset, restarts=kills) as process:
         _disturb(process, disturbed, kills, len(expected), random.Random(seed), report)
-        process.wait(timeout=60 + documents)
+        process.wait(timeout=HUNG_SECONDS + documents)
     report.seconds = time.monotonic() - began
     report.differences = list(_differences(expected, disturbed, process.returncode, documents))
     return report
@@ -124,7 +125,7 @@ def _disturb(
     """Kill at moments that are spread over the job: for each, wait for a step, then for something to happen there."""
     for kill in range(kills):
         moment = MOMENTS[kill % len(MOMENTS)]
-        from_step = int(kill / kills * (steps - 2 * EVERY))
+        from_step = 1 + int(kill / kills * (steps - 2 * EVERY))
         if moment == "at the start":  # of the restart after the kill before
             _wait(process, lambda: bool(ranks_of(process.pid)))
             time.sleep(rng.uniform(0, _START_SECONDS))
@@ -142,7 +143,7 @@ def _disturb(
         _wait(process, lambda before=ranks: not set(before) & set(ranks_of(process.pid)))  # type: ignore[misc]
 
 
-def _wait(process: subprocess.Popen[bytes], condition: Callable[[], bool], seconds: float = 120.0) -> None:
+def _wait(process: subprocess.Popen[bytes], condition: Callable[[], bool], seconds: float = HUNG_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while process.poll() is None and not condition():
         assert time.monotonic() < deadline, "ran out of time"

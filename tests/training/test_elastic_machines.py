@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from functools import partial
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -15,14 +15,14 @@ from typing import IO
 import pytest
 
 from tests.training.jobs import VOCABULARY, read_steps, write_config, write_store
-from tests.training.processes import SECONDS, free_port, is_listening, process, steps_written, wait_until
+from tests.training.processes import is_listening, process, reserved_port, steps_written, wait_until
 from wlb.config_file import dp_of, load_config
 from wlb.errors import UserError
 from wlb.planning.job import JobSpec
 from wlb.planning.planner import StepPlanner
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_elastic.sh"
-PATIENCE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=4"
+PATIENCE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8"
 
 
 @pytest.fixture
@@ -48,29 +48,30 @@ class Listener:
             self.text += line
 
 
-@pytest.mark.timeout(400)
 def test_a_job_outlives_a_machine_and_takes_it_back(tmp_path: Path, config: Path) -> None:
     store = write_store(tmp_path / "store")
-    port = free_port()
-    endpoint = f"localhost:{port}"
-    agent = partial(process, EXAMPLE, endpoint, "1:2", "1", config, program="bash", PYTHON=sys.executable)
-    with agent(RDZV_CONF=PATIENCE) as head:
+
+    def agent(port: int) -> AbstractContextManager[subprocess.Popen[str]]:
+        arguments = (f"localhost:{port}", "1:2", "1", config)
+        return process(EXAMPLE, *arguments, program="bash", PYTHON=sys.executable, RDZV_CONF=PATIENCE)
+
+    with reserved_port() as port, agent(port) as head:
         said = Listener(head)
         wait_until(lambda: is_listening(port))  # or the other machine may be the first, and hold the store of both
-        with agent(RDZV_CONF=PATIENCE) as other:
+        with agent(port) as other:
             Listener(other)
-            wait_until(lambda: "on 2 cpu processes" in said.text, 2 * SECONDS)
+            wait_until(lambda: "on 2 cpu processes" in said.text)
             seen = steps_written(tmp_path)
-            wait_until(lambda: steps_written(tmp_path) >= max(seen, 7), 2 * SECONDS)
+            wait_until(lambda: steps_written(tmp_path) >= max(seen, 7))
             os.killpg(other.pid, signal.SIGKILL)  # the agent and its rank: the machine is gone
         heard = len(said.text)
-        wait_until(lambda: "on 1 cpu processes" in said.text[heard:], 2 * SECONDS)
+        wait_until(lambda: "on 1 cpu processes" in said.text[heard:])
         after = steps_written(tmp_path)
         wait_until(lambda: steps_written(tmp_path) > after + 5)
         heard = len(said.text)
-        with agent(RDZV_CONF=PATIENCE) as returned:
+        with agent(port) as returned:
             Listener(returned)
-            wait_until(lambda: "on 2 cpu processes" in said.text[heard:], 2 * SECONDS)
+            wait_until(lambda: "on 2 cpu processes" in said.text[heard:])
             after = steps_written(tmp_path)
             wait_until(lambda: steps_written(tmp_path) > after + 3)
     rows = read_steps(tmp_path)

@@ -106,4 +106,4 @@ def _resident_mib() -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_does_not_grow_with_every_new_length(tmp_path):
     with ProcessPoolExecutor(1, get_context("forkserver")) as alone:
-        assert alone.submit(_growth_over_lengths, tmp_path).result(timeout=120) < 100
+        assert alone.submit(_growth_over_lengths, tmp_path).result() < 100

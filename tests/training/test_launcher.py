@@ -15,8 +15,9 @@ from shlex import quote
 
 import pytest
 
+from tests.limits import HUNG_SECONDS
 from tests.training.jobs import read_steps, write_config, write_store
-from tests.training.processes import SECONDS, is_running, process, ranks_of, said, steps_written, wait_until
+from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.config import JobConfig
 from wlb.training import launcher as launch_module
 from wlb.training.runtime.failures import Ending
@@ -50,7 +51,7 @@ def started(*arguments: str | Path) -> AbstractContextManager[subprocess.Popen[s
 def test_train_writes_metrics_and_a_summary(folder):
     config = write_config(folder, parallel=PARALLEL)
     with started(config, "--json", "--set", "training.steps=4") as process:
-        out, err = process.communicate(timeout=SECONDS)
+        out, err = process.communicate()
     assert process.returncode == 0, err
     rows = read_steps(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -67,7 +68,7 @@ def test_without_restarts_a_killed_rank_ends_the_job_and_resuming_loses_nothing(
     with started(config, "--set", "training.max_restarts=0") as process:
         wait_until(lambda: steps_written(folder) >= 7)
         os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate()
     assert process.returncode == 1
     (line,) = said(err)
     assert "rank 1" in line
@@ -77,7 +78,7 @@ def test_without_restarts_a_killed_rank_ends_the_job_and_resuming_loses_nothing(
         for stream in (process.stdout, process.stderr):
             assert stream is not None
             stream.close()  # nobody reads what the job says any more
-        assert process.wait(timeout=SECONDS) == 0
+        assert process.wait() == 0
     rows = read_steps(folder)
     assert [row["step"] for row in rows] == list(range(1, max(len(before) // 5 * 5, 12) + 1))
     for row in rows:
@@ -92,7 +93,7 @@ def test_ctrl_c_ends_the_job_at_once(folder):
         ranks = ranks_of(process.pid)
         assert len(ranks) == 2
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches every process of a terminal
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate()
     assert process.returncode == 130
     assert err.splitlines()[-1] == "wlb: interrupted"
     assert "Traceback" not in err
@@ -106,7 +107,7 @@ def test_ranks_do_not_outlive_their_launcher(folder, launcher, steps):
         wait_until(lambda: len(ranks_of(job.pid)) == 2 and steps_written(folder) >= steps)
         ranks = ranks_of(job.pid)
         job.kill()
-        wait_until(lambda: not any(is_running(rank) for rank in ranks), seconds=5)  # they look five times a second
+        wait_until(lambda: not any(is_running(rank) for rank in ranks))
 
 
 def listens(pid: int) -> bool:
@@ -119,9 +120,9 @@ def listens(pid: int) -> bool:
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_job_that_is_terminated_while_it_starts_says_so(folder, ranks):
     with started(endless(folder)) as process:
-        wait_until(lambda: listens(process.pid) and len(ranks_of(process.pid)) == ranks)
+        wait_until(lambda: listens(process.pid) and len(ranks_of(process.pid)) >= ranks)
         process.terminate()
-        _, err = process.communicate(timeout=SECONDS)
+        _, err = process.communicate()
     assert (process.returncode, err) == (143, "wlb: terminated before the first step\n")
 
 
@@ -146,7 +147,7 @@ class Script:
         """How a job of these ranks ends; ``seconds`` are the launcher's limits by name, the others are long."""
         monkeypatch.setattr(launch_module, "_start", self._start)
         for limit in ("last_words", "lost_peer", "beyond_grace"):
-            monkeypatch.setattr(launch_module, f"_{limit.upper()}_SECONDS", seconds.get(limit, SECONDS))
+            monkeypatch.setattr(launch_module, f"_{limit.upper()}_SECONDS", seconds.get(limit, HUNG_SECONDS))
         config = JobConfig.model_validate(
             {
                 "data": {"store": "s"},
@@ -183,7 +184,7 @@ def test_a_rank_that_does_not_end_is_killed_when_another_has_failed(monkeypatch,
     [("record hung; exit 124", "last_words", 124), ("kill -KILL $$", "last_words", 1), ("exit 1", "lost_peer", 1)],
 )
 def test_the_others_have_longer_to_end_where_a_peer_may_have_been_killed(monkeypatch, failure, limit, status):
-    ending = Script(failure, f"sleep {SECONDS}; exit 2").run(monkeypatch, **{limit: 0.2})
+    ending = Script(failure, f"sleep {HUNG_SECONDS}; exit 2").run(monkeypatch, **{limit: 0.2})
     assert ending is not None
     assert ending.status == status  # and not that of a rank that had the time to end by itself
 
@@ -217,7 +218,7 @@ def test_a_mistake_found_by_the_ranks_is_told_once(folder):
     (folder / "store.json").unlink()  # without it nothing says that tokens go up to 66, until they are read
     config = write_config(folder, parallel=PARALLEL, model={"vocab_size": 66})
     with started(config) as process:
-        out, err = process.communicate(timeout=SECONDS)
+        out, err = process.communicate()
     assert process.returncode == 2
     assert out == ""
     assert err.count("wlb: error: token 66 is outside the vocabulary of model.vocab_size = 66") == 1
@@ -231,7 +232,6 @@ def run_rank(config: Path, **environment: str) -> subprocess.CompletedProcess[st
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=SECONDS,
     )
 
 
@@ -253,7 +253,7 @@ def test_a_second_job_keeps_off_the_files_of_the_first(folder):
     with started(config) as first:
         wait_until(lambda: steps_written(folder) >= 1)
         with started(config) as second:
-            _, err = second.communicate(timeout=SECONDS)
+            _, err = second.communicate()
         assert first.poll() is None
     assert second.returncode == 2
     (line,) = err.splitlines()
@@ -261,7 +261,7 @@ def test_a_second_job_keeps_off_the_files_of_the_first(folder):
 
 
 def test_a_rank_without_arguments_says_what_is_missing_in_one_line():
-    done = subprocess.run([sys.executable, "-m", "wlb.training"], capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run([sys.executable, "-m", "wlb.training"], capture_output=True, text=True)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("wlb: error: the following arguments are required: config")

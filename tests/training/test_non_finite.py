@@ -75,7 +75,7 @@ def configure(folder: Path, parallel: dict[str, int], **training: Any) -> JobCon
 
 @pytest.mark.parametrize("parallel", [{"pp": 2}, {"cp": 2}])
 def test_a_skipped_step_changes_nothing_and_training_goes_on(folder, parallel):
-    results = run_ranks(2, _train, configure(folder, parallel, non_finite="skip"), seconds=60.0)
+    results = run_ranks(2, _train, configure(folder, parallel, non_finite="skip"))
     rows = read_steps(folder)
     (bad,) = [index for index, row in enumerate(rows) if row.get("skipped")]
     assert POISONED in rows[bad]["document_ids"]
@@ -92,7 +92,7 @@ def test_a_skipped_step_changes_nothing_and_training_goes_on(folder, parallel):
 
 def test_by_default_training_stops_and_names_the_document(folder):
     with pytest.raises(RankFailure, match=r"step \d+: loss is nan .* micro-batches of documents .*\b11\b"):
-        run_ranks(2, _train, configure(folder, {"dp": 2}), seconds=60.0)
+        run_ranks(2, _train, configure(folder, {"dp": 2}))
 
 
 PLAN = StepPlan(
@@ -137,6 +137,6 @@ def _train_on(config: JobConfig) -> None:
 
 def test_a_job_that_has_only_skipped_steps_so_far_continues_from_its_checkpoint(folder):
     checkpoint = {"dir": str(folder / "checkpoints"), "every": 1}
-    run_ranks(1, _skip_every_step, job(folder, training={"steps": 1}, checkpoint=checkpoint), seconds=60.0)
-    run_ranks(1, _train_on, job(folder, training={"steps": 2}, checkpoint=checkpoint), seconds=60.0)
+    run_ranks(1, _skip_every_step, job(folder, training={"steps": 1}, checkpoint=checkpoint))
+    run_ranks(1, _train_on, job(folder, training={"steps": 2}, checkpoint=checkpoint))
     assert [row["step"] for row in read_steps(folder)] == [1, 2]

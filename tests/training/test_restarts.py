@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +17,10 @@ from tests.training.checkpoint.test_checkpointer import damage, fake_checkpoint
 from tests.training.checkpoint.test_files import write_checkpoint
 from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import (
-    SECONDS,
-    free_port,
     is_running,
     process,
     ranks_of,
+    reserved_port,
     said,
     stands_still,
     steps_written,
@@ -90,9 +89,12 @@ def test_a_job_without_checkpoints_is_not_restarted():
     assert Restarts(configure(None)).take() is None
 
 
+# test_watchdog has each of the two hangs, test_launcher that ranks which found one are started again, the kills below
+# that a job goes on after it. This is all of it together, and has to let a time limit pass that busy machines keep.
+@pytest.mark.exhaustive
 def test_a_job_that_is_suspended_starts_again_and_ends_where_it_gets_nowhere(tmp_path):
     """First all of it stands still, as in a machine that is paused; then one rank does not come back."""
-    limit = 6.0  # ranks may start some seconds apart on a busy machine
+    limit = 30.0  # on a busy machine ranks start some seconds apart
     write_store(tmp_path / "store")
     config = write_config(
         tmp_path,
@@ -117,16 +119,16 @@ def test_a_job_that_is_suspended_starts_again_and_ends_where_it_gets_nowhere(tmp
         wait_until(lambda: steps_written(tmp_path) >= 2)
         ranks = ranks_of(job.pid)
         os.kill(ranks[1], signal.SIGSTOP)
-        _, err = job.communicate(timeout=SECONDS)
+        _, err = job.communicate()
     assert job.returncode == 124
     first, last = said(err)
     assert re.fullmatch(
-        r"wlb: no progress for 6 s \(training.timeout_seconds\): rank 0 waited in \w+ \(.*\), step \d+: "
+        r"wlb: no progress for 30 s \(training.timeout_seconds\): rank 0 waited in \w+ \(.*\), step \d+: "
         r"Timed out waiting \d+ms for \w+ operation to complete; ranks were suspended, or cannot reach each other; "
         r"restarting from the first step, as there is no checkpoint yet, restarts left: 0",
         first,
     )
-    assert last.startswith("wlb: error: no progress for 6 s (training.timeout_seconds): rank 1 does not answer")
+    assert last.startswith("wlb: error: no progress for 30 s (training.timeout_seconds): rank 1 does not answer")
     assert last.endswith("there was no newer checkpoint since the last restart, and no restart is left")
     assert not any(is_running(rank) for rank in ranks)
 
@@ -156,12 +158,14 @@ def test_two_nodes_survive_a_kill_on_one_of_them(tmp_path):
         training={"steps": 40},
         checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 5},
     )
-    agent = partial(process, EXAMPLE, f"localhost:{free_port()}", "1", config, program="bash", PYTHON=sys.executable)
-    with agent() as one, agent() as other:
+    with ExitStack() as stack:
+        endpoint = f"localhost:{stack.enter_context(reserved_port())}"
+        agent = partial(process, EXAMPLE, endpoint, "1", config, program="bash", PYTHON=sys.executable)
+        one, other = (stack.enter_context(agent()) for _ in range(2))
         wait_until(lambda: steps_written(tmp_path) >= 7)
         os.kill(ranks_of(other.pid)[0], signal.SIGKILL)
         for node in (one, other):
-            _, err = node.communicate(timeout=SECONDS)
+            _, err = node.communicate()
             assert node.returncode == 0, err
     rows = read_steps(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 41))

@@ -64,7 +64,7 @@ def test_every_layout_trains_the_same(tmp_path, store):
     for number, parallel in enumerate([{}, *LAYOUTS]):
         folder = tmp_path / str(number)
         config = configure(folder, store, parallel, steps=3)
-        run_ranks(config.parallel.world_size, _train, config, seconds=60.0)
+        run_ranks(config.parallel.world_size, _train, config)
         rows.append(read_steps(folder))
     alone, others = rows[0], rows[1:]
     assert alone[0]["loss"] == pytest.approx(math.log(67), rel=0.05)  # random weights on 67 tokens
@@ -78,7 +78,7 @@ def test_every_layout_trains_the_same(tmp_path, store):
 def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
     config = configure(tmp_path, store, {"pp": 2}, steps=None)
     audited = config.metrics.model_copy(update={"document_ids": "segments"})
-    summary = run_ranks(2, _train, config.model_copy(update={"metrics": audited}), seconds=60.0)[0]
+    summary = run_ranks(2, _train, config.model_copy(update={"metrics": audited}))[0]
     rows = read_steps(tmp_path)
     documents = [document for row in rows for document in row["document_ids"]]
     opened = TokenStore.open(store)
@@ -98,7 +98,7 @@ def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
 def test_a_loss_that_is_not_a_number_ends_training(tmp_path, store):
     config = configure(tmp_path, store, {"pp": 2})
     with pytest.raises(RankFailure, match=r"step 1: loss is nan .* micro-batches of documents \d+, \d+"):
-        run_ranks(2, _train_with_broken_weights, config, seconds=60.0)
+        run_ranks(2, _train_with_broken_weights, config)
     assert read_steps(tmp_path) == []
 
 
@@ -106,4 +106,4 @@ def test_ranks_that_plan_differently_do_not_train(tmp_path, store):
     config = configure(tmp_path, store, {"dp": 2})
     other = config.model_copy(update={"data": config.data.model_copy(update={"seed": 9})})
     with pytest.raises(RankFailure, match="step 1: ranks planned different steps"):
-        run_ranks(2, _train_with_own_data, config, other, seconds=60.0)
+        run_ranks(2, _train_with_own_data, config, other)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 
+from tests.training.processes import reserved_port
 from wlb.training.worker import _store_answers
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> int:
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Nobody listens there."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free: int = server.getsockname()[1]
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("GROUP_RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(free))
-    return free
+    with reserved_port() as free:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        monkeypatch.setenv("GROUP_RANK", "0")
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(free))
+        yield free
 
 
 def test_a_store_that_refuses_is_gone(port: int):

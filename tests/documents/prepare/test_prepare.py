@@ -10,13 +10,13 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.training.processes import wait_until
 from wlb.documents.prepare import prepare_store, train_tokenizer
 from wlb.documents.prepare.sources import FileCorpus
 from wlb.documents.prepare.tokenization import BytesTokenizer, load_tokenizer
@@ -119,13 +119,6 @@ def test_a_source_damaged_in_the_middle_makes_no_store(tmp_path, words):
     assert [path.name for path in tmp_path.iterdir()] == ["d.jsonl.gz"]
 
 
-def wait_for(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("replacing", [False, True])
 def test_kill_9_leaves_nothing_that_reads_as_a_store(tmp_path, words, replacing):
     prefix, source = tmp_path / "s", tmp_path / "d.jsonl"
@@ -149,10 +142,10 @@ def test_kill_9_leaves_nothing_that_reads_as_a_store(tmp_path, words, replacing)
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         part = tmp_path / "s.bin.part"
-        wait_for(lambda: part.exists() and part.stat().st_size > 0)
+        wait_until(lambda: part.exists() and part.stat().st_size > 0)
         workers = children(process.pid)
         process.send_signal(signal.SIGKILL)
-        assert process.wait(timeout=60) == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
     finally:
         process.kill()
     if before is None:
@@ -161,7 +154,7 @@ def test_kill_9_leaves_nothing_that_reads_as_a_store(tmp_path, words, replacing)
     else:
         assert contents(prefix) == before
     # Nothing is left running either, and the next run is not hindered.
-    wait_for(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
     assert workers
     prepare_store(FileCorpus([tmp_path / "d.jsonl"]), prefix, BytesTokenizer(), overwrite=True)
     assert TokenStore.open(prefix).tokens == 25 * sum(len(text) + 1 for text in words)
@@ -228,7 +221,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
             for _ in range(times):
                 file.write((json.dumps({"text": "x" * 100}) + "\n") * 50_000)
         command = [sys.executable, "-c", MEMORY_PROGRAM, str(source), str(tmp_path / f"s{times}")]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks.append(int(result.stdout) / 1024)
     # 35 MB more corpus and 350,000 more documents; noise of the allocator is a few MiB.
     assert peaks[1] - peaks[0] < 6, peaks

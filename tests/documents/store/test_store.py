@@ -123,7 +123,7 @@ def test_a_store_can_be_pickled_and_read_by_threads(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join()
     assert all(results[part] == documents[part::4] for part in range(4))
 
 

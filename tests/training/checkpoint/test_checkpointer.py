@@ -82,7 +82,7 @@ def configure(
 
 
 def train(config: JobConfig) -> None:
-    run_ranks(config.parallel.world_size, _train, config, seconds=60.0)
+    run_ranks(config.parallel.world_size, _train, config)
 
 
 class StraightJobs(dict[str, Path]):
@@ -203,7 +203,7 @@ def test_the_configuration_decides_the_settings_of_training(straight, tmp_path):
     config = configure(tmp_path, LAYOUTS["pp"])
     changed = config.training.model_copy(update={"weight_decay": 0.25, "betas": (0.8, 0.9), "dtype": "float32"})
     changed_config = config.model_copy(update={"training": changed})
-    for found in run_ranks(2, _settings_after_resuming, changed_config, seconds=60.0):
+    for found in run_ranks(2, _settings_after_resuming, changed_config):
         assert found == {(0.25, (0.8, 0.9)), (0.0, (0.8, 0.9))}
 
 
@@ -231,7 +231,7 @@ def damage(checkpoint: Path, how: str) -> None:
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(straight, how, named, tmp_path):
     shutil.copytree(straight["dp"], tmp_path, dirs_exist_ok=True)
     damage(tmp_path / "checkpoints" / "step-00000006", how)
-    run_ranks(2, _train_aloud, configure(tmp_path, LAYOUTS["dp"]), tmp_path / "said", seconds=60.0)
+    run_ranks(2, _train_aloud, configure(tmp_path, LAYOUTS["dp"]), tmp_path / "said")
     (warning,) = [line for line in (tmp_path / "said").read_text().splitlines() if "warning: checkpoint" in line]
     assert f"step-00000006 is damaged and not used: {named}" in warning
     for key in ("step", "document_ids", "loss", "grad_norm"):
@@ -332,14 +332,11 @@ def test_ranks_that_see_different_checkpoints_stop_together(first, second, tmp_p
     for folder, steps in zip(folders, (first, second), strict=True):
         for step in steps:
             fake_checkpoint(folder, step)
-    one, other = run_ranks(2, _agreement_of, folders, seconds=30.0)
+    one, other = run_ranks(2, _agreement_of, folders)
     for message, folder in ((one, folders[0]), (other, folders[1])):
         assert f"checkpoint.dir {folder} must be shared by all machines" in message
         assert "\n" not in message
-    assert (
-        run_ranks(2, _agreement_of, folders[:1] * 2, seconds=30.0)
-        == [f"step-{max(first):08d}" if first else "none"] * 2
-    )
+    assert run_ranks(2, _agreement_of, folders[:1] * 2) == [f"step-{max(first):08d}" if first else "none"] * 2
 
 
 def checkpointers(directory: Path, *keep: int) -> tuple[list[Checkpointer], Tensor]:
@@ -382,7 +379,7 @@ def _save_while_weights_change(directory: Path) -> None:
 
 
 def test_a_checkpoint_holds_what_was_trained_when_it_was_saved(tmp_path):
-    run_ranks(1, _save_while_weights_change, tmp_path / "checkpoints", seconds=60.0)
+    run_ranks(1, _save_while_weights_change, tmp_path / "checkpoints")
 
 
 def _continue_beside_a_damaged_one(directory: Path) -> tuple[str | None, list[str], list[str]]:
@@ -413,7 +410,7 @@ def _full_disk(*_: object) -> None:
 
 
 def test_a_damaged_checkpoint_does_not_count_as_one_to_fall_back_on(tmp_path):
-    ((newest, before, after),) = run_ranks(1, _continue_beside_a_damaged_one, tmp_path, seconds=60.0)
+    ((newest, before, after),) = run_ranks(1, _continue_beside_a_damaged_one, tmp_path)
     assert newest == "step-00000002"
     assert before == ["step-00000002", "step-00000006"]  # keep is 1 now, so there is room before anything is written
     assert after == ["step-00000007"]
@@ -427,4 +424,4 @@ def _agreed_with_damage(directory: Path) -> str | None:
 def test_ranks_pass_over_what_only_one_of_them_has_read(straight, tmp_path):
     shutil.copytree(straight["dp"] / "checkpoints", tmp_path, dirs_exist_ok=True)
     damage(tmp_path / "step-00000006", "flipped")
-    assert run_ranks(3, _agreed_with_damage, tmp_path, seconds=30.0) == ["step-00000003"] * 3
+    assert run_ranks(3, _agreed_with_damage, tmp_path) == ["step-00000003"] * 3

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.limits import HUNG_SECONDS
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, write_config, write_store
 from wlb.config import JobConfig
@@ -22,7 +23,6 @@ from wlb.errors import UserError
 from wlb.training.checkpoint.files import HIDDEN, complete_checkpoints
 from wlb.training.trainer import Trainer
 
-SECONDS = 90.0
 CPU = torch.device("cpu")
 _LARGEST_FILE = 20_000  # bytes, less than a rank's share of a checkpoint
 
@@ -47,7 +47,7 @@ def mounts() -> list[str]:
     """The start of a command that runs in a mount namespace of its own, in which it may mount."""
     command = ["unshare", "--map-root-user", "--mount"]
     try:
-        subprocess.run([*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=True, capture_output=True, timeout=30)
+        subprocess.run([*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("this system lets nobody mount")
     return command
@@ -59,9 +59,7 @@ def train_where(mount: str, mounts: list[str], folder: Path, config: Path) -> su
     script = f'{mount} || exit 99; shift; "$@"; status=$?; ls -A "$0"; exit $status'
     train = [sys.executable, "-m", "wlb", "train", str(config)]
     directory = str(folder / "checkpoints")
-    return subprocess.run(
-        [*mounts, "sh", "-c", script, directory, directory, *train], capture_output=True, text=True, timeout=SECONDS
-    )
+    return subprocess.run([*mounts, "sh", "-c", script, directory, directory, *train], capture_output=True, text=True)
 
 
 def test_a_disk_without_room_for_one_checkpoint_ends_the_job_at_the_first(folder, mounts):
@@ -114,7 +112,7 @@ def _train_with_small_files(config: JobConfig, steps: range, said: Path) -> None
 def test_training_goes_on_after_a_checkpoint_that_one_rank_cannot_write(folder):
     checkpoint = checkpoints_every(2, folder, keep=9, asynchronous=False)
     config = job(folder, parallel={"dp": 2}, checkpoint=checkpoint)
-    run_ranks(2, _train_with_small_files, config, range(3, 6), folder / "said", seconds=SECONDS)
+    run_ranks(2, _train_with_small_files, config, range(3, 6), folder / "said")
     assert steps_saved(folder) == [2, 6]
     (line,) = [line for line in (folder / "said").read_text().splitlines() if "could not be written" in line]
     assert "checkpoint of step 4" in line
@@ -127,7 +125,7 @@ def test_the_last_checkpoint_must_be_written(folder, first):
     with pytest.raises(
         RankFailure, match=r"checkpoint of step \d could not be .*: File too large \(rank 1\); mend that"
     ):
-        run_ranks(2, _train_with_small_files, config, range(first, 9), folder / "said", seconds=SECONDS)
+        run_ranks(2, _train_with_small_files, config, range(first, 9), folder / "said")
     assert steps_saved(folder) == ([2] if first == 3 else [])
     assert len(read_steps(folder)) == (6 if first == 3 else 2)
 
@@ -145,11 +143,11 @@ def _train(config: JobConfig) -> None:
 def test_a_rank_killed_while_checkpoints_are_written_costs_nothing(folder, tmp_path_factory):
     straight = tmp_path_factory.mktemp("straight")
     write_store(straight / "store")
-    run_ranks(2, _train, job(straight, parallel={"dp": 2}, checkpoint=checkpoints_every(2, straight)), seconds=SECONDS)
+    run_ranks(2, _train, job(straight, parallel={"dp": 2}, checkpoint=checkpoints_every(2, straight)))
     config = job(folder, parallel={"dp": 2}, checkpoint=checkpoints_every(2, folder))
     with pytest.raises(RankFailure):
-        run_ranks(2, _train_and_die_while_writing, config, seconds=SECONDS)
-    run_ranks(2, _train, config, seconds=SECONDS)
+        run_ranks(2, _train_and_die_while_writing, config)
+    run_ranks(2, _train, config)
     expected, actual = read_steps(straight), read_steps(folder)
     for key in ("step", "loss", "grad_norm", "document_ids"):
         assert [row[key] for row in actual] == [row[key] for row in expected], key
@@ -177,10 +175,10 @@ def _train_without_store(config: JobConfig) -> None:
 
 def test_a_store_removed_while_it_is_read_is_missed_at_the_next_start(folder):
     config = job(folder, checkpoint=checkpoints_every(3, folder))
-    run_ranks(1, _train_without_store, config, seconds=SECONDS)
+    run_ranks(1, _train_without_store, config)
     assert [row["step"] for row in read_steps(folder)] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(RankFailure, match=r"store\.idx does not exist"):
-        run_ranks(1, _train, config, seconds=SECONDS)
+        run_ranks(1, _train, config)
 
 
 def test_a_store_truncated_while_it_is_read_is_named_after_the_restart(folder):
@@ -188,7 +186,7 @@ def test_a_store_truncated_while_it_is_read_is_named_after_the_restart(folder):
     train = [sys.executable, "-m", "wlb", "train", str(config)]
     with subprocess.Popen(train, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None
-        killer = threading.Timer(SECONDS, os.killpg, (process.pid, signal.SIGKILL))
+        killer = threading.Timer(HUNG_SECONDS, os.killpg, (process.pid, signal.SIGKILL))
         killer.start()
         try:
             lines = []

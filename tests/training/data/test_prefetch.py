@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.training.processes import wait_until
 from wlb.training.data.prefetch import Prefetcher, Shutdown
 
 
@@ -30,38 +31,31 @@ def test_stays_within_its_depth():
 
     shutdown = Shutdown()
     items = Prefetcher(source(), 3, "items", shutdown)
-    assert third.wait(10)
-    time.sleep(0.05)
+    third.wait()
+    time.sleep(0.05)  # in which it would take a fifth
     assert taken == [0, 1, 2, 3]  # three in the buffer, one waiting for room
     shutdown.close()
     items.join()
 
 
 def test_a_failure_overtakes_what_is_buffered():
-    failed = threading.Event()
-
     def source() -> Iterator[int]:
         yield from range(2)
-        failed.set()
         raise RuntimeError("disk gone")
 
     shutdown = Shutdown()
     items = Prefetcher(Prefetcher(source(), 5, "inner", shutdown), 5, "outer", shutdown)
-    assert failed.wait(10)
-    time.sleep(0.05)
+    wait_until(lambda: shutdown.failure is not None)
     with pytest.raises(RuntimeError, match="disk gone"):
         next(items)
     items.join()
 
 
 def test_closing_ends_all_threads():
-    before = threading.active_count()
     shutdown = Shutdown()
     inner = Prefetcher(iter(int, 1), 2, "inner", shutdown)  # endless
     outer = Prefetcher(inner, 2, "outer", shutdown)
     assert next(outer) == 0
     shutdown.close()
-    inner.join()
-    outer.join()
-    assert threading.active_count() == before
+    wait_until(lambda: not {"inner", "outer"} & {thread.name for thread in threading.enumerate()})
     assert next(outer, None) is None

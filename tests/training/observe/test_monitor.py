@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +15,10 @@ import torch.distributed as dist
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job, read_steps, write_store
 from wlb.config import JobConfig
-from wlb.training.observe import observer
+from wlb.training.observe import compute_clock, observer
 from wlb.training.trainer import Trainer
 
 DIMENSIONS = {"tp", "cp", "pp", "dp", "micro_batches"}
-_BUSY = "import time\nprint(flush=True)\nend = time.monotonic() + 120\nwhile time.monotonic() < end: pass"
 
 
 def _train(config: JobConfig) -> list[str]:
@@ -34,22 +30,18 @@ def _train(config: JobConfig) -> list[str]:
     return said
 
 
-def _train_beside_a_busy_process(config: JobConfig) -> list[str]:
-    """Each rank has a core, but rank 1 shares it with a process that is always busy and more important."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[dist.get_rank()]})
-    hogs = [subprocess.Popen([sys.executable, "-c", _BUSY], stdout=subprocess.PIPE) for _ in range(dist.get_rank())]
-    try:
-        for hog in hogs:
-            assert hog.stdout is not None
-            hog.stdout.readline()  # it is running
-            os.nice(10)
+def _train_by_clock(config: JobConfig, *seconds: tuple[float, float]) -> list[str]:
+    """The same where a reading of the clock adds ``seconds`` of each rank, those it ran and those it had no core."""
+    ran, without_core = seconds[dist.get_rank()]
+    readings = count()
+
+    def now() -> tuple[float, float]:
+        reading = next(readings)
+        return reading * ran, reading * without_core
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute_clock, "thread_seconds", lambda: now)
         return _train(config)
-    finally:
-        for hog in hogs:
-            hog.kill()
-            hog.wait()
-        os.sched_setaffinity(0, cores)
 
 
 def names_in_trace(path: Path) -> set[str]:
@@ -66,7 +58,7 @@ def test_a_job_shows_its_imbalance_and_leaves_traces(tmp_path):
         checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 2},
         metrics={"profile": True, "diagnose_every": 4},
     )
-    said = run_ranks(4, _train, config, seconds=120.0)
+    said = run_ranks(4, _train, config)
     rows = read_steps(tmp_path)
     for row in rows:
         assert set(row["imbalance"]) == DIMENSIONS
@@ -93,25 +85,16 @@ def test_a_job_shows_its_imbalance_and_leaves_traces(tmp_path):
         assert ("loss micro-batch 3" in names) == (rank >= 2)
 
 
-# A step computes for some 30 ms: long enough for the scheduler to share the core evenly.
-LARGER: dict[str, dict[str, Any]] = {
-    "model": {"hidden": 256, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_hidden": 512},
-    "data": {"context_window": 512},
-    "packing": {"micro_batches": 2, "outlier_thresholds": "auto"},
-    "parallel": {"dp": 2},
-    "training": {"steps": 7},
-}
-
-
-@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: [0])(0)) < 2, reason="needs a core for each rank")
-def test_a_rank_on_a_busy_core_is_reported_by_name(tmp_path):
+# That a thread beside busy processes waits for its core by this clock, test_compute_clock shows.
+def test_a_rank_that_waits_for_its_core_is_reported_by_name(tmp_path):
     write_store(tmp_path / "store")
-    config = job(tmp_path, **LARGER)
-    said, _ = run_ranks(2, _train_beside_a_busy_process, config, seconds=120.0)
+    config = job(tmp_path, parallel={"dp": 2}, training={"steps": 7})
+    said, _ = run_ranks(2, _train_by_clock, config, (1.0, 0.0), (1.0, 9.0))
     process = json.loads((tmp_path / "metrics" / "diagnosis.json").read_text())["ranks"][1]["process"]
     (warning,) = [line for line in said if "warning" in line]
     pattern = (
-        rf"wlb: warning: rank 1 \(host \S+, process {process}, cpu:?0?\) is slow: \S+ s of compute a step where \S+ s"
+        rf"wlb: warning: rank 1 \(host \S+, process {process}, cpu:?0?\) is slow: 60 s of compute a step where \S+ s "
+        r"is expected of it; 54 s of it waiting for a core that others have$"
     )
     assert re.match(pattern, warning)
     assert read_steps(tmp_path)[-1]["slow_ranks"] == [1]
@@ -120,8 +103,7 @@ def test_a_rank_on_a_busy_core_is_reported_by_name(tmp_path):
 
 def test_an_even_job_warns_of_nobody(tmp_path):
     write_store(tmp_path / "store")
-    # On a loaded machine ranks wait for cores, which is what the warning is about; so only a large factor is safe here.
-    config = job(tmp_path, **LARGER, metrics={"straggler_factor": 5.0})
-    said, _ = run_ranks(2, _train, config, seconds=120.0)
+    config = job(tmp_path, parallel={"dp": 2}, training={"steps": 7})
+    said, _ = run_ranks(2, _train_by_clock, config, (1.0, 0.0), (1.0, 0.0))
     assert not [line for line in said if "warning" in line]
     assert all(row["slow_ranks"] == [] for row in read_steps(tmp_path))

@@ -18,7 +18,7 @@ def _numbers(parallel: ParallelConfig) -> tuple[tuple[int, ...], list[float]]:
 
 
 def test_tensor_parallel_ranks_alone_draw_the_same():
-    found = run_ranks(4, _numbers, ParallelConfig(dp=2, tp=2), seconds=60.0)
+    found = run_ranks(4, _numbers, ParallelConfig(dp=2, tp=2))
     assert len({place for place, _ in found}) == 2
     for (place, numbers), (other_place, other) in itertools.combinations(found, 2):
         assert (numbers == other) == (place == other_place)

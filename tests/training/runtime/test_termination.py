@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.jobs import read_steps, write_config, write_store
-from tests.training.processes import SECONDS, is_running, process, ranks_of, steps_written, wait_until
+from tests.training.processes import is_running, process, ranks_of, steps_written, wait_until
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
 from wlb.training.runtime import termination as termination_module
 from wlb.training.runtime.failures import Terminated
@@ -48,7 +48,7 @@ def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to, asked):
         wait_until(lambda: steps_written(folder) >= 3)
         ranks = ranks_of(job.pid)
         os.kill(job.pid if to == "launcher" else ranks[1], asked)
-        _, err = job.communicate(timeout=SECONDS)
+        _, err = job.communicate()
     last = read_steps(folder)[-1]["step"]
     lines = [line for line in err.splitlines() if line.startswith("wlb: ")]
     assert lines == [f"wlb: terminated after step {last}; checkpoint saved, run the same command to continue"]
@@ -59,7 +59,7 @@ def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to, asked):
         assert "Traceback" not in err
         return
     with process("-m", "wlb", "train", config, "--set", f"training.steps={last + 2}") as job:
-        _, err = job.communicate(timeout=SECONDS)
+        _, err = job.communicate()
     assert job.returncode == 0, err
     assert f"resuming after step {last} " in err
     trained = [document for row in read_steps(folder) for document in row["document_ids"]]
@@ -72,10 +72,10 @@ def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
         training={"steps": 100_000, "grace_seconds": 1.0},
         checkpoint={"dir": str(folder / "checkpoints"), "every": 10_000},
     )
-    with process("-m", "tests.training.faulty_rank", "sleep", "0", "3", config) as job:
+    with process("-m", "tests.training.faulty_rank", "sleep", "0", "3", "1", config) as job:
         wait_until(lambda: steps_written(folder) >= 3)
         job.send_signal(signal.SIGTERM)
-        _, err = job.communicate(timeout=SECONDS)
+        _, err = job.communicate()
     assert job.returncode == 143
     assert "wlb: terminated: training.grace_seconds = 1 were too few to finish the step and save it" in err
     assert complete_checkpoints(folder / "checkpoints") == []

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import wlb
+from tests.limits import HUNG_SECONDS
 from tests.training.jobs import write_config, write_store
-from tests.training.processes import SECONDS, ranks
+from tests.training.processes import ranks
 from wlb.training.runtime.failures import HungError, TrainingError
 from wlb.training.runtime.watchdog import (
     Pulse,
@@ -47,11 +48,11 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_the_rank_that_others_wait_for_is_named(folder, fault, verdict):
-    config = write_config(folder, parallel={"dp": 2}, training={"steps": 100_000, "timeout_seconds": LIMIT})
-    with ranks(2, "-m", "tests.training.faulty_rank", fault, "1", "3", config) as (waiting, missing):
-        _, err = waiting.communicate(timeout=SECONDS)
+    config = write_config(folder, parallel={"dp": 2}, training={"steps": 100_000})
+    with ranks(2, "-m", "tests.training.faulty_rank", fault, "1", "3", str(LIMIT), config) as (waiting, missing):
+        _, err = waiting.communicate()
         if fault != "stop":
-            missing.communicate(timeout=SECONDS)
+            missing.communicate()
             assert missing.returncode == 124
     assert waiting.returncode == 124
     (line,) = [line for line in err.splitlines() if "error:" in line]
@@ -77,7 +78,7 @@ def test_many_ranks_are_abbreviated():
 
 
 def wait_for_a_rank() -> None:
-    store, limit = dist.HashStore(), timedelta(seconds=SECONDS)
+    store, limit = dist.HashStore(), timedelta(seconds=HUNG_SECONDS)
     with ThreadPoolExecutor(2) as pool:
         rank, _ = pool.map(lambda rank: dist.ProcessGroupGloo(store, rank, 2, limit), range(2))
     options = dist.AllreduceOptions()
