@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,8 +55,9 @@ def register_attention(
         network.set_attn_implementation(name)
     if network.config._attn_implementation != name:
         raise UserError(
-            f"{type(model).__name__} does not attend through transformers' AttentionInterface, so that this attention "
-            "would have no effect and documents would attend each other; train a model that does, such as Llama"
+            f"{type(model).__name__} does not say that it attends through transformers' AttentionInterface "
+            "(_supports_attention_backend), without which this attention has no effect and packed documents attend "
+            "each other; train a model that does, such as Llama"
         )
 
 
@@ -72,10 +74,10 @@ def check_model(model: nn.Module) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = {kind for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
     if getattr(model, "_is_stateful", False) or kinds - _LAYERS:
-        named = f"layers of {', '.join(sorted(kinds - _LAYERS))}" if kinds - _LAYERS else "recurrent layers"
+        named = ", ".join(sorted(kinds - _LAYERS)) or "recurrence"
         raise UserError(
-            f"{type(model).__name__} has {named}, which carry what they read from one packed document into the next; "
-            "train a model whose layers all attend, or this one unpacked"
+            f"{type(model).__name__} has layers of {named}, and packed documents are known to be kept apart in those "
+            "of full and sliding attention only; train a model that has no others, or this one without packing"
         )
 
 
@@ -120,8 +122,10 @@ class PackedAttention:
         width = max(query.shape[-1], value.shape[-1])  # latent attention has narrower values than keys
         if not math.isclose(wanted, width**-0.5, rel_tol=1e-6):
             query = query * (wanted * width**0.5)
+        kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
         q, k, v = (
-            F.pad(tensor[0].transpose(0, 1), (0, width - tensor.shape[-1])).contiguous()
+            F.pad(tensor[0].transpose(0, 1), (0, width - tensor.shape[-1])).to(dtype).contiguous()
             for tensor in (query, key, value)
         )
         if plan is None:
@@ -190,7 +194,10 @@ def _refuse(
             'generate with another attention implementation, such as "sdpa"'
         )
     if "cu_seq_lens_q" not in arguments and arguments.get("shard_plan") is None:
-        raise UserError("the batch has no cu_seq_lens_q, so documents are not known; use FlatteningCollator")
+        raise UserError(
+            "the batch has no cu_seq_lens_q, so documents are not known; use FlatteningCollator, and a model that "
+            "hands its keyword arguments on to its attention"
+        )
     if dropout:
         raise UserError(f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0")
     for name, value in arguments.items():

@@ -23,7 +23,7 @@ from wlb.packing.plan import MicroBatch
 
 _DOCUMENTS = 4  # of the micro-batch that a Trainer checks
 _TOKENS = 8192  # over which a document is not among them, if there are others: sdpa masks windows with a square matrix
-_SCALE = 1024.0  # of the loss, so that its gradients do not underflow in float16
+_SCALE = 1024.0  # of the loss under float16, so that its gradients do not underflow
 
 
 def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
@@ -64,8 +64,9 @@ def check_trainer(
     def loss_of(inputs: Mapping[str, Any], weight: float = 1.0) -> Tensor:
         with trainer.compute_loss_context_manager():
             loss: Tensor = trainer.compute_loss(wrapped, trainer._prepare_inputs(inputs), num_items_in_batch=count)
-        return loss * (weight * _SCALE)
+        return loss * (weight * scale)
 
+    scale = _SCALE if trainer.accelerator.mixed_precision == "fp16" else 1.0
     whole = 1 / sampler.job.cp  # each document alone is trained by all ranks that share the packed ones
     alone = (partial(loss_of, trainer.data_collator([document]), whole) for document in documents)
     with _undisturbed(model):
