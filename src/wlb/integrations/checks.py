@@ -95,13 +95,15 @@ def check_packing(
 
 
 def packing_tolerance(model: nn.Module) -> float:
-    """The tolerance for the least exact type among the parameters of ``model``, frozen ones included."""
-    return max((TOLERANCE.get(parameter.dtype, _QUANTISED) for parameter in model.parameters()), default=_QUANTISED)
+    """The tolerance for the least exact type in use: of the parameters, frozen ones included, or of autocast."""
+    types = {(parameter.dtype, parameter.device.type) for parameter in model.parameters()}
+    computed = {torch.get_autocast_dtype(kind) for _, kind in types if torch.is_autocast_enabled(kind)}
+    return max((TOLERANCE.get(dtype, _QUANTISED) for dtype in {dtype for dtype, _ in types} | computed), default=0.0)
 
 
 def _backward(compute: Callable[[], Tensor], sign: float) -> float:
     loss = compute()
-    (sign * loss).backward()  # type: ignore[no-untyped-call]
+    (sign * loss).backward()
     return float(loss.detach())
 
 

@@ -132,8 +132,7 @@ class PackedAttention:
             out = segment_attention(q, k, v, lengths, window=window)
         else:
             local = int(plan.tokens_per_rank[dist.get_rank(self._group)])
-            mine = (tensor[:local] for tensor in (q, k, v))
-            out = context_parallel_attention(*mine, plan, self._group, window=window)
+            out = context_parallel_attention(q[:local], k[:local], v[:local], plan, self._group, window=window)
             out = F.pad(out, (0, 0, 0, 0, 0, len(q) - local))
         return out[None, ..., : value.shape[-1]], None
 

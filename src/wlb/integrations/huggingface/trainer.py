@@ -268,7 +268,7 @@ def model_shape_of(config: Any) -> ModelShape:
     model is priced as a dense decoder of its size. Raises ``UserError`` for a shape that cannot be priced.
     """
     renamed = {usual: getattr(config, usual, None) for usual in getattr(config, "attribute_map", ())}
-    document = language_model(config.to_dict() | renamed)
+    document = dict(language_model(config.to_dict() | renamed))
     if document.get("intermediate_size") is None and document.get("hidden_size"):
         document["intermediate_size"] = 4 * document["hidden_size"]  # what GPT-2, Bloom and Falcon leave out
     return FAMILIES.get(document["model_type"], dense)(document)
