@@ -58,7 +58,7 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any, folder: Path,
     run.gradient_error = check_batch(model, FlatteningCollator()(documents[:8])).gradient_error
     trainer_class = run.timed(SFTTrainer)
     if use_wlb:
-        trainer_class = balanced(trainer_class, context_window=arguments.context_window)
+        trainer_class = balanced(trainer_class, context_window=arguments.context_window, check=False)  # see above
     trainer = trainer_class(
         model=model,
         args=training_arguments(folder, documents, arguments),

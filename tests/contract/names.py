@@ -45,9 +45,9 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.batches.PlannedBatchSampler.state_dict": "",
     "wlb.batches.PlannedBatchSampler.steps": "",
     "wlb.integrations.checks.BalanceMonitor": "dp=..., cp=..., device=...",
-    "wlb.integrations.checks.check_packing": "model, packed, singles",
+    "wlb.integrations.checks.check_packing": "model, packed, singles, *, tolerance=..., sharded=...",
     "wlb.integrations.huggingface.balanced": (
-        "trainer_class, *, context_window, cp=..., sharding=..., monitor=..., **settings"
+        "trainer_class, *, context_window, cp=..., sharding=..., monitor=..., check=..., **settings"
     ),
     "wlb.integrations.huggingface.check_batch": "model, batch",
     "wlb.integrations.huggingface.context_parallel_group": "cp",

@@ -9,7 +9,8 @@ context-parallel group share every micro-batch by a ``ShardPlan``. Trainer's own
 ``num_items_in_batch`` counts the labelled tokens of all ranks; resuming is Trainer's own, too.
 """
 
-from wlb.integrations.huggingface.attention import check_batch, register_attention
+from wlb.integrations.huggingface.attention import register_attention
+from wlb.integrations.huggingface.check import check_batch
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
 from wlb.integrations.huggingface.trainer import balanced, model_shape_of
 

@@ -1,11 +1,10 @@
-"""Our attention as a ``transformers`` attention implementation, and a check of a model's gradients under it."""
+"""Our attention as a ``transformers`` attention implementation, and the models for which it is exact."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from functools import partial
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +14,18 @@ from torch import Tensor, nn
 
 from wlb.attention import context_parallel_attention, segment_attention
 from wlb.errors import UserError, require
-from wlb.integrations.checks import PackingCheck, check_packing
 
 NAME = "wlb"  # of the attention implementation
+
+# Layers that this attention computes, or refuses by the length of the documents, by the names in ``config.layer_types``
+# ("attention" is an older one). Layers of any other kind carry a state over the tokens or choose what they attend.
+_LAYERS = {"full_attention", "attention", "sliding_attention", "chunked_attention"}
+
+# Arguments of an attention function with numbers or tensors that this one may pass over.
+_HARMLESS = {
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids", "cache_position", "seq_idx"),
+    *("shard_plan", "shift_labels", "num_items_in_batch", "logits_to_keep", "sliding_window"),
+}
 
 
 def register_attention(
@@ -28,31 +36,66 @@ def register_attention(
     A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
     ``shard_plan`` one rank's share of them (``context_parallel_share``), which the ranks of ``group`` attend together;
     None is the default group. It is exact, as fast as what it runs on (``wlb.attention``), and its memory does not grow
-    with the square of the tokens.
+    with the square of the tokens. Sliding windows are attended as such.
 
-    Raises ``UserError`` for a model whose ``config.use_cache`` is on. The attention raises it for what would silently
-    train something else: an attention mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout,
-    sliding windows, attention that is not causal.
+    Raises ``UserError`` for a model whose ``config.use_cache`` is on, that does not attend through ``transformers``'
+    AttentionInterface, or that has layers other than attention. The attention raises it for what would silently train
+    something else: an attention mask, a cache, a batch without ``cu_seq_lens_q`` or of several rows, dropout, a
+    document longer than the chunks of chunked attention, attention that is not causal, and any number or tensor that
+    the model gives to its attention and that is not known here (softcap, sinks, a position bias).
     """
     transformers = require("transformers", "hf")
-    transformers.AttentionInterface.register(name, _PackedAttention(group))
-    transformers.AttentionMaskInterface.register(name, _no_mask)
-    if model is not None:
-        check_model(model)
-        model.set_attn_implementation(name)  # type: ignore[operator]  # of every pretrained model
+    transformers.AttentionInterface.register(name, PackedAttention(group))
+    transformers.AttentionMaskInterface.register(name, _mask)
+    if model is None:
+        return
+    check_model(model)
+    network: Any = model
+    if getattr(network, "_supports_attention_backend", False) and network._can_set_attn_implementation():
+        network.set_attn_implementation(name)
+    if network.config._attn_implementation != name:
+        raise UserError(
+            f"{type(model).__name__} does not say that it attends through transformers' AttentionInterface "
+            "(_supports_attention_backend), without which this attention has no effect and packed documents attend "
+            "each other; train a model that does, such as Llama"
+        )
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ``UserError`` for a model with settings under which packed documents attend each other."""
+    """Raise ``UserError`` for a model with settings or layers under which packed documents see each other."""
     config: Any = getattr(model, "config", None)
+    if config is None:
+        return
     if getattr(config, "use_cache", False):
         raise UserError(
             "model.config.use_cache = True makes transformers leave out the mask between packed documents, so they "
             "would attend each other; set model.config.use_cache = False"
         )
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kinds = {kind for name in ("layer_types", "layers_block_type") for kind in getattr(text, name, None) or ()}
+    if getattr(model, "_is_stateful", False) or kinds - _LAYERS:
+        named = ", ".join(sorted(kinds - _LAYERS)) or "recurrence"
+        raise UserError(
+            f"{type(model).__name__} has layers of {named}, and packed documents are known to be kept apart in those "
+            "of full and sliding attention only; train a model that has no others, or this one without packing"
+        )
 
 
-class _PackedAttention:
+def is_packed_attention(model: nn.Module) -> bool:
+    """Whether ``model`` attends with what ``register_attention`` registered, under whichever name."""
+    interface = require("transformers", "hf").AttentionInterface()
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return name in interface and isinstance(interface[name], PackedAttention)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """In place of the mask of layers whose tokens attend the ``size`` tokens up to their own, or in their chunk."""
+
+    size: int
+
+
+class PackedAttention:
     """An attention function as ``transformers`` calls it: tensors of shape (1, heads, tokens, head_dim)."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -66,22 +109,32 @@ class _PackedAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | _Local | None,
         scaling: float | None = None,
         dropout: float = 0.0,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
         _refuse(module, query, key, attention_mask, dropout, arguments)
-        if scaling is not None and not math.isclose(scaling, query.shape[-1] ** -0.5, rel_tol=1e-6):
-            query = query * (scaling * query.shape[-1] ** 0.5)
-        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
         plan = arguments.get("shard_plan")
+        lengths = self._segment_lengths(arguments) if plan is None else plan.segment_lengths
+        window = _window(attention_mask, arguments.get("sliding_window"), lengths)
+        wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
+        width = max(query.shape[-1], value.shape[-1])  # latent attention has narrower values than keys
+        if not math.isclose(wanted, width**-0.5, rel_tol=1e-6):
+            query = query * (wanted * width**0.5)
+        kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+        q, k, v = (
+            F.pad(tensor[0].transpose(0, 1), (0, width - tensor.shape[-1])).to(dtype).contiguous()
+            for tensor in (query, key, value)
+        )
         if plan is None:
-            return segment_attention(q, k, v, self._segment_lengths(arguments))[None], None
-        rank = dist.get_rank(self._group)
-        local = int(plan.tokens_per_rank[rank])
-        out = context_parallel_attention(q[:local], k[:local], v[:local], plan, self._group)
-        return F.pad(out, (0, 0, 0, 0, 0, len(q) - local))[None], None
+            out = segment_attention(q, k, v, lengths, window=window)
+        else:
+            local = int(plan.tokens_per_rank[dist.get_rank(self._group)])
+            out = context_parallel_attention(q[:local], k[:local], v[:local], plan, self._group, window=window)
+            out = F.pad(out, (0, 0, 0, 0, 0, len(q) - local))
+        return out[None, ..., : value.shape[-1]], None
 
     def _segment_lengths(self, arguments: Mapping[str, Any]) -> list[int]:
         extents: Tensor = arguments["cu_seq_lens_q"]
@@ -90,21 +143,45 @@ class _PackedAttention:
         return self._lengths
 
 
-def _no_mask(*positional: Any, attention_mask: Tensor | None = None, **arguments: Any) -> None:
+def _mask(
+    *positional: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **arguments: Any
+) -> _Local | None:
     """In place of the mask that ``transformers`` would make: none is needed, and none may be given."""
     if attention_mask is not None:
         raise UserError(
             f"an attention_mask of shape {tuple(attention_mask.shape)} was given; packed micro-batches have none: use "
             "FlatteningCollator, which leaves it out"
         )
+    if "allow_is_bidirectional_skip" in arguments or arguments.get("use_vmap"):  # what transformers gives for these
+        raise UserError("attention that is not causal, or has a mask of the model's own, is not supported")
+    return None if local_size is None else _Local(local_size)
+
+
+def _window(mask: Tensor | _Local | None, window: int | None, lengths: Sequence[int]) -> int | None:
+    """The sliding window to attend with, None where every document fits into it."""
+    local = mask.size if isinstance(mask, _Local) else None
+    sizes = [size for size in (local, window) if size is not None]
+    if max(lengths) <= min(sizes, default=max(lengths)):
+        return None
+    if local != window:  # a mask without a window is that of chunked attention
+        raise UserError(
+            f"a document has {max(lengths)} tokens, over the {min(sizes)} of the model's attention_chunk_size or "
+            "sliding_window, and its layers do not attend in a plain sliding window; give shorter documents"
+        )
+    return window
 
 
 def _refuse(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, arguments: Mapping[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | _Local | None,
+    dropout: float,
+    arguments: Mapping[str, Any],
 ) -> None:
     """Raise ``UserError`` for what this attention would not compute."""
-    if mask is not None:
-        _no_mask(attention_mask=mask)
+    if isinstance(mask, Tensor):
+        _mask(attention_mask=mask)
     if query.shape[0] != 1:
         raise UserError(
             f"a batch of {query.shape[0]} rows, query (b, heads, s, head_dim) = {tuple(query.shape)}, is not packed; "
@@ -116,39 +193,15 @@ def _refuse(
             'generate with another attention implementation, such as "sdpa"'
         )
     if "cu_seq_lens_q" not in arguments and arguments.get("shard_plan") is None:
-        raise UserError("the batch has no cu_seq_lens_q, so documents are not known; use FlatteningCollator")
+        raise UserError(
+            "the batch has no cu_seq_lens_q, so documents are not known; use FlatteningCollator, and a model that "
+            "hands its keyword arguments on to its attention"
+        )
     if dropout:
         raise UserError(f"attention_dropout = {dropout} is not supported; set model.config.attention_dropout = 0.0")
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if arguments.get(name) is not None:
-            raise UserError(f"{name} = {arguments[name]} is not supported; use flash_attention_2 for this model")
+    for name, value in arguments.items():
+        if name not in _HARMLESS and isinstance(value, Tensor | int | float) and not isinstance(value, bool):
+            shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"= {value}"
+            raise UserError(f"{name} {shown} is not supported; use flash_attention_2 for this model")
     if arguments.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UserError("attention that is not causal is not supported; use another attention implementation")
-
-
-def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
-    """``check_packing`` of one collated micro-batch of a model that is not wrapped yet (by DDP, FSDP, ...).
-
-    Raises ``UserError`` where packing it changes loss or gradients.
-    """
-
-    def loss_of(inputs: Mapping[str, Any]) -> Tensor:
-        loss: Tensor = model(**inputs, num_items_in_batch=1).loss  # the sum over labelled tokens
-        return loss
-
-    return check_packing(model, partial(loss_of, batch), (partial(loss_of, one) for one in _singles(batch)))
-
-
-def _singles(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The documents of ``batch``, each as a micro-batch of its own."""
-    extents = batch["cu_seq_lens_q"].tolist()
-    for start, stop in pairwise(extents):
-        one = torch.tensor([0, stop - start], dtype=torch.int32)
-        yield {
-            **{name: batch[name][:, start:stop] for name in ("input_ids", "position_ids", "labels")},
-            "cu_seq_lens_q": one,
-            "cu_seq_lens_k": one,
-            "max_length_q": stop - start,
-            "max_length_k": stop - start,
-            "use_cache": False,
-        }

@@ -37,25 +37,24 @@ def context_parallel_share(
 ) -> dict[str, Any]:
     """What ``rank`` of a context-parallel group of ``cp`` trains of a collated micro-batch.
 
-    Tokens, positions and labels are those at ``shard_plan.positions(rank)``; ``shift_labels`` (the token to predict at
-    each position) take the place of labels, because the next token may lie on another rank. A rank without tokens gets
-    one that is neither attended nor learnt. ``cu_seq_lens_q`` stays that of the whole micro-batch.
+    Tokens and positions are those at ``shard_plan.positions(rank)``, of shape (1, local tokens + 1): the last one is
+    padding that is neither attended nor learnt. As the next token may lie on another rank, ``shift_labels`` has the one
+    to predict at each position, and ``labels`` the same one place further on, so that a loss that shifts labels by
+    itself (label smoothing, ``compute_loss_func``) is right, too. ``cu_seq_lens_q`` stays that of the whole
+    micro-batch; other tensors of shape (1, tokens) are shared like the tokens.
     """
     lengths = batch["cu_seq_lens_q"].diff().tolist()
     plan = make_shard_plan(lengths, cp, sharding, workload=workload)
     positions = torch.from_numpy(plan.positions(rank))
-    padding = 0 if len(positions) else 1
-    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_LABEL)
-
-    def mine(tensor: Tensor, value: int = 0) -> Tensor:
-        return F.pad(tensor[:, positions], (0, padding), value=value)
-
-    shifted = mine(labels, IGNORE_LABEL)
+    rows = (1, sum(lengths))
+    share = {
+        name: F.pad(value[:, positions], (0, 1)) if isinstance(value, Tensor) and value.shape == rows else value
+        for name, value in batch.items()
+    }
+    shifted = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_LABEL)[:, positions]
     return {
-        **batch,
-        "input_ids": mine(batch["input_ids"]),
-        "position_ids": mine(batch["position_ids"]),
-        "labels": shifted,  # only counted: the loss reads shift_labels
-        "shift_labels": shifted,
+        **share,
+        "labels": F.pad(shifted, (1, 0), value=IGNORE_LABEL),
+        "shift_labels": F.pad(shifted, (0, 1), value=IGNORE_LABEL),
         "shard_plan": plan,
     }

@@ -19,6 +19,7 @@ from wlb.errors import UserError, require
 from wlb.integrations.checks import BalanceMonitor
 from wlb.integrations.document_fields import FIELDS, token_count
 from wlb.integrations.huggingface.attention import check_model, register_attention
+from wlb.integrations.huggingface.check import check_trainer
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
 from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
 from wlb.packing.plan import StepPlan
@@ -33,6 +34,7 @@ def balanced(
     cp: int = 1,
     sharding: str = "hybrid",
     monitor: bool = False,
+    check: bool = True,
     **settings: Any,
 ) -> type[Any]:
     """A subclass of ``trainer_class`` (``Trainer``, ``SFTTrainer``) that trains balanced micro-batches.
@@ -43,6 +45,11 @@ def balanced(
         cp: Neighbouring processes that share every micro-batch, with the attention of ``register_attention``.
         sharding: The strategy by which they do.
         monitor: Measure every step: ``trainer.balance_monitor`` is a ``BalanceMonitor`` then.
+        check: Train a few documents packed and one at a time before the first step, also after resuming, and refuse
+            where losses or gradients differ. It costs up to two micro-batches and no memory; what is trained afterwards
+            is the same to the bit. All processes check the same documents on the wrapped model (DDP, FSDP), with
+            dropout off, by the Trainer's own loss and the data collator, which is called for them. Under DeepSpeed
+            it is left out, with a warning.
         settings: Further keywords of ``wlb.batches.steps.balanced_job``: hardware, preset ("elastic" pools all
             processes anew, so leave ``cp`` out), pool, workload, seed, options of the packer. ``model`` is the
             trained one.
@@ -50,14 +57,17 @@ def balanced(
     All epochs are one stream, so for Trainer they are one epoch: strategies "epoch" of saving, evaluating and logging
     are refused where there are several. Gradient accumulation is the number of micro-batches.
 
-    The constructor raises ``UserError`` for settings that silently break packing: ``use_cache``, a loss that is
-    averaged rank by rank, a data set without lengths, ``padding_free=False`` of ``SFTTrainer``.
+    The constructor raises ``UserError`` for what would silently train something else: ``use_cache``, layers that carry
+    a state from one document into the next, a model whose loss takes no ``num_items_in_batch``, a loss that is averaged
+    rank by rank, processes that are not data-parallel, several devices in one process, a data set without lengths,
+    ``padding_free=False`` of ``SFTTrainer``; and for a ``train_sampling_strategy``, as the sampler is ours.
     """
 
     class Balanced(_BalancedTrainer, trainer_class):
         _wlb_planning = {"context_window": context_window, "cp": cp, **settings}  # noqa: RUF012  # never changed
         _wlb_sharding = sharding
         _wlb_monitors = monitor
+        _wlb_checks = check
 
     Balanced.__name__ = Balanced.__qualname__ = f"Balanced{trainer_class.__name__}"
     return Balanced
@@ -69,6 +79,7 @@ class _BalancedTrainer:
     _wlb_planning: Mapping[str, Any]
     _wlb_sharding: str
     _wlb_monitors: bool
+    _wlb_checks: bool
 
     def __init__(self, *positional: Any, **arguments: Any) -> None:
         if arguments.get("data_collator") is None and not hasattr(arguments.get("args"), "padding_free"):
@@ -76,6 +87,7 @@ class _BalancedTrainer:
         super().__init__(*positional, **arguments)
         trainer: Any = self
         check_model(trainer.model)
+        _check_trainer_is_exact(trainer)
         self._wlb_epochs = _checked_epochs(trainer)
         self.train_sampler = self._wlb_sampler(trainer)
         self._wlb_share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -89,15 +101,14 @@ class _BalancedTrainer:
         self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
         if self.balance_monitor is not None:
             trainer.add_callback(_monitor_callback(self.balance_monitor, self.train_sampler))
+        if self._wlb_checks:
+            trainer.add_callback(_check_callback(self))
 
     def get_train_dataloader(self) -> Any:
         trainer: Any = self
-        dataset = trainer.train_dataset
-        if hasattr(dataset, "column_names"):
-            dataset = trainer._remove_unused_columns(dataset, description="training")
         workers = trainer.args.dataloader_num_workers
         loader = DataLoader(
-            dataset,
+            self._wlb_dataset(),
             batch_sampler=self.train_sampler,
             collate_fn=_Collation(trainer.data_collator, self._wlb_share),
             num_workers=workers,
@@ -106,6 +117,13 @@ class _BalancedTrainer:
             prefetch_factor=trainer.args.dataloader_prefetch_factor if workers else None,
         )
         return trainer.accelerator.prepare(loader)
+
+    def _wlb_dataset(self) -> Any:
+        trainer: Any = self
+        dataset = trainer.train_dataset
+        if hasattr(dataset, "column_names"):
+            dataset = trainer._remove_unused_columns(dataset, description="training")
+        return dataset
 
     def training_step(self, *positional: Any, **arguments: Any) -> Any:
         with self.balance_monitor.computing() if self.balance_monitor else nullcontext():
@@ -156,6 +174,33 @@ class _Collation:
         return batch if self._share is None else self._share(batch)
 
 
+def _check_trainer_is_exact(trainer: Any) -> None:
+    """Raise ``UserError`` for a loss that is averaged by micro-batch, and for processes that share documents."""
+    args = trainer.args
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        raise UserError(
+            f"the loss of {type(trainer.model).__name__} takes no num_items_in_batch, so each micro-batch would be "
+            "averaged and documents of long ones would count less; give its forward **kwargs that reach its loss, or "
+            "the Trainer a compute_loss_func that divides by num_items_in_batch"
+        )
+    if args.n_gpu > 1:
+        raise UserError(
+            f"one process has {args.n_gpu} devices, among which torch.nn.DataParallel would cut packed micro-batches; "
+            "start a process for each: torchrun --nproc-per-node ..."
+        )
+    for kind in ("tp", "cp", "sp"):
+        size = getattr(trainer, f"get_{kind}_size", lambda: 1)()
+        if size > 1:
+            raise UserError(
+                f"{kind} = {size} processes of the Trainer would share documents, and the sampler gives each its own; "
+                "use data parallelism alone, or balanced(..., cp=...) for context parallelism"
+            )
+    strategy = "group_by_length" if getattr(args, "group_by_length", False) else None
+    strategy = str(getattr(args, "train_sampling_strategy", None) or strategy or "random")
+    if not strategy.endswith("random"):
+        raise UserError(f'train_sampling_strategy = "{strategy}" has no effect, as documents are planned; leave it out')
+
+
 def _checked_epochs(trainer: Any) -> int:
     """Epochs of the stream. Raises ``UserError`` for arguments that break packing or cut epochs."""
     args = trainer.args
@@ -168,8 +213,9 @@ def _checked_epochs(trainer: Any) -> int:
         raise UserError(
             "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
         )
-    if getattr(args, "accelerator_config", None) is not None and args.accelerator_config.split_batches:
-        raise UserError("accelerator_config.split_batches = True cuts planned micro-batches; set it to False")
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(getattr(args, "accelerator_config", None), name, None):
+            raise UserError(f"accelerator_config.{name} = True cuts planned micro-batches; set it to False")
     epochs = args.num_train_epochs
     if epochs != int(epochs) and args.max_steps <= 0:
         raise UserError(f"num_train_epochs = {epochs} ends inside an epoch; give a whole number, or max_steps")
@@ -224,11 +270,25 @@ def _monitor_callback(monitor: BalanceMonitor, sampler: PlannedBatchSampler) -> 
     return MonitorCallback()
 
 
+def _check_callback(trainer: Any) -> Any:
+    """A ``TrainerCallback`` that checks packing before the first step, when the model is wrapped and loaded."""
+    callback_class: type[Any] = require("transformers", "hf").TrainerCallback
+
+    class CheckCallback(callback_class):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
+            check_trainer(trainer, trainer.train_sampler, trainer._wlb_dataset(), trainer._wlb_share)
+
+    return CheckCallback()
+
+
 def model_shape_of(config: Any) -> ModelShape:
     """The shape of a Hugging Face decoder from its ``config``, to price documents for it.
 
     Experts, windows, latent and linear attention are priced in the families of ``wlb.workload.model_json``; another
     model is priced as a dense decoder of its size. Raises ``UserError`` for a shape that cannot be priced.
     """
-    document = language_model(config.to_dict())
+    renamed = {usual: getattr(config, usual, None) for usual in getattr(config, "attribute_map", ())}
+    document = dict(language_model(config.to_dict() | renamed))
+    if document.get("intermediate_size") is None and document.get("hidden_size"):
+        document["intermediate_size"] = 4 * document["hidden_size"]  # what GPT-2, Bloom and Falcon leave out
     return FAMILIES.get(document["model_type"], dense)(document)

@@ -1,0 +1,237 @@
+"""Which Hugging Face models train packed documents exactly under our attention, and which are refused: measured.
+
+    .venv/bin/python benchmarks/huggingface_models.py [--models Llama,Mistral,..] [--out FILE]
+
+Every model is a tiny one of two layers with random weights in float64. Five documents of 5 to 40 tokens, longer than
+its windows and chunks of 16, are trained packed, by transformers' own attention and by ours, and over two gloo
+processes that share them (cp = 2). The error is that of the gradient against one document at a time by transformers'
+own attention; the loss is taken from the scores in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from parts.measurement import machine, versions
+from wlb.errors import UserError, require
+from wlb.integrations.huggingface import context_parallel_share, register_attention
+from wlb.integrations.packed import FlatteningCollator
+
+Row = dict[str, Any]
+CP = 2
+EXACT = 1e-7  # some models take parts in float32
+SIZES: Row = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+EXPERTS: Row = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+LATENT: Row = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+MAMBA: Row = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+LLAMA4: Row = {**EXPERTS, "head_dim": 8, "intermediate_size_mlp": 64}
+UNDROPPED: Row = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+MODELS: dict[str, Row] = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
+    "Qwen3Moe": EXPERTS,
+    "Mistral": {"sliding_window": 16},
+    "Mixtral": EXPERTS,
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "sliding_window": 16},
+    "Gemma3": {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "Phi": {},
+    "Phi3": {"sliding_window": 16},
+    "GPT2": UNDROPPED,
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "Olmo2": {},
+    "Olmo3": {"sliding_window": 16},
+    "Olmoe": EXPERTS,
+    "Cohere": {},
+    "Cohere2": {"sliding_window": 16, "head_dim": 8},
+    "Starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "SmolLM3": {},
+    "Granite": {},
+    "Glm4": {"head_dim": 8},
+    "Glm4Moe": EXPERTS,
+    "DeepseekV3": {**EXPERTS, **LATENT},
+    "MiniCPM3": LATENT,
+    "GptOss": {**EXPERTS, "sliding_window": 16, "head_dim": 8},
+    "Llama4": {**LLAMA4, "attention_chunk_size": 16},
+    "Llama4 chunks of 64": {**LLAMA4, "attention_chunk_size": 64},
+    "Phimoe": {**EXPERTS, "sliding_window": 16},
+    "StableLm": {},
+    "Nemotron": {},
+    "DeepseekV32": {**EXPERTS, **LATENT},
+    "Bloom": {"n_head": 4},
+    "Falcon": {"num_kv_heads": 4},
+    "Mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+    "Mamba": {},
+    "Mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "Jamba": {**EXPERTS, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "Bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "Zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid"]},
+    "GraniteMoeHybrid": {
+        **EXPERTS,
+        **MAMBA,
+        "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 32,
+    },
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "MiniMax": {**EXPERTS, "layer_types": ["linear_attention", "full_attention"], "block_size": 16},
+    "RecurrentGemma": {},
+    "Qwen3Next": {**EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
+}
+RANDOM = np.random.default_rng(0)
+DOCUMENTS = [{"input_ids": RANDOM.integers(3, 97, length).tolist()} for length in (40, 5, 23, 31, 17)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the models asked for, print a table and write it as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", default="", help="which of the table; all of them by default")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    options = parser.parse_args(arguments)
+    names = options.models.split(",") if options.models else [*MODELS]
+    unknown = [name for name in names if name not in MODELS]
+    if unknown:
+        print(f"models benchmark: error: unknown model {unknown[0]!r}; choose of {', '.join(MODELS)}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_rank, (folder, names), nprocs=CP)
+        rows = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
+    Console(width=160).print(table_of(rows))
+    if options.out:
+        results = {"machine": machine(), "versions": versions("torch", "transformers"), "models": rows}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def run_rank(rank: int, folder: str, names: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    require("transformers", "hf").logging.set_verbosity_error()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=CP, timeout=timedelta(seconds=60)
+    )
+    rows = [row_of(name) for name in names]
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def row_of(name: str) -> Row:
+    """One model; a number is the error of its gradient, text says why there is none. Both processes call it."""
+    model = model_of(name)
+    for document in DOCUMENTS:
+        ids = torch.tensor([document["input_ids"]])
+        train(model, {"input_ids": ids, "use_cache": False}, ids[:, 1:])
+    expected = gradient(model)
+    batch = FlatteningCollator()(DOCUMENTS)
+    row: Row = {"model": name, "transformers": error_of(model, batch, expected, shared=False)}
+    try:
+        register_attention(model)
+    except UserError as error:
+        return row | {"packed": str(error), "shared": str(error)}
+    return row | {
+        "packed": error_of(model, batch, expected, shared=False),
+        "shared": error_of(model, batch, expected, shared=True),
+    }
+
+
+def model_of(name: str) -> Any:
+    transformers, family = require("transformers", "hf"), name.partition(" ")[0]
+    torch.manual_seed(0)
+    named = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = named(**SIZES | MODELS[name])
+    config.use_cache = False
+    config._experts_implementation = "eager"  # the others need float32
+    of_family = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+    return of_family(config).double().eval()
+
+
+def error_of(model: Any, batch: Mapping[str, Any], expected: Tensor, *, shared: bool) -> float | str:
+    model.zero_grad()
+    inputs = dict(context_parallel_share(batch, CP, dist.get_rank(), "per_document") if shared else batch)
+    labels = inputs.pop("labels")[:, 1:]
+    try:
+        train(model, inputs, labels)
+    except (UserError, ValueError) as error:  # transformers raises the second
+        return str(error)
+    found = gradient(model)
+    if shared:
+        dist.all_reduce(found)
+    return float((found - expected).norm() / expected.norm())
+
+
+def train(model: Any, inputs: Mapping[str, Any], labels: Tensor) -> None:
+    scores = model(**inputs).logits[0, :-1].double()
+    torch.nn.functional.cross_entropy(scores, labels[0], reduction="sum").backward()
+
+
+def gradient(model: Any) -> Tensor:
+    grads = [parameter.grad for parameter in model.parameters()]
+    return torch.cat([torch.zeros(0) if grad is None else grad.flatten() for grad in grads]).clone()
+
+
+def verdict(result: float | str) -> str:
+    """As the table says it: exact, refused, or wrong, which none may be under our attention."""
+    if isinstance(result, str):
+        return f"refused: {' '.join(result.split()[:9])} ..."
+    return f"{'exact' if result < EXACT else 'WRONG'}, {result:.0e}"
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    table = Table(title="Gradient of packed documents against one document at a time, float64", box=None)
+    for heading in ("model", "transformers' attention", "ours", f"ours, cp = {CP}"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        shared = "" if row["shared"] == row["packed"] else verdict(row["shared"])
+        table.add_row(row["model"], verdict(row["transformers"]), verdict(row["packed"]), shared)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Whether packing changes what a model trains: one micro-batch against its documents one at a time.
+
+The documents alone go through the model's own attention (``sdpa``) where it otherwise attends with ours, so that the
+check also finds what our attention would leave out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wlb.batches import PlannedBatchSampler
+from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
+from wlb.integrations.huggingface.attention import is_packed_attention
+from wlb.packing.plan import MicroBatch
+
+_DOCUMENTS = 4  # of the micro-batch that a Trainer checks
+_TOKENS = 8192  # over which a document is not among them, if there are others: sdpa masks windows with a square matrix
+_SCALE = 1024.0  # of the loss under float16, so that its gradients do not underflow
+
+
+def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
+    """``check_packing`` of one collated micro-batch of a model that is not wrapped yet (by DDP, FSDP, ...).
+
+    Dropout is off meanwhile. Raises ``UserError`` where packing the micro-batch changes loss or gradients.
+    """
+
+    def loss_of(inputs: Mapping[str, Any]) -> Tensor:
+        loss: Tensor = model(**inputs, num_items_in_batch=1).loss  # the sum over labelled tokens
+        return loss
+
+    with _undisturbed(model):
+        singles = _by_own_attention(model, (partial(loss_of, one) for one in _singles(batch)))
+        return check_packing(model, partial(loss_of, batch), singles)
+
+
+def check_trainer(
+    trainer: Any, sampler: PlannedBatchSampler, dataset: Any, share: Callable[[dict[str, Any]], dict[str, Any]] | None
+) -> PackingCheck | None:
+    """``check_packing`` of a few documents of the first planned micro-batch that has several, in a Trainer's own terms.
+
+    The model is the wrapped one, the loss the Trainer's. All processes train the same documents, so that they call the
+    same collectives and refuse together; with ``share`` each its share of them, and then all of each document alone.
+    None, with a warning, under DeepSpeed, whose engine has a backward of its own.
+    """
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        warnings.warn("balanced: the check of packing does not run under DeepSpeed; run check_batch", stacklevel=2)
+        return None
+    wrapped = trainer.model_wrapped
+    model = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+    documents = [dataset[id_ % len(dataset)] for id_ in _checked_documents(sampler)]
+    packed = trainer.data_collator(documents)
+    packed = packed if share is None else share(packed)
+    _, count = trainer.get_batch_samples(iter([packed]), 1, trainer.args.device)
+    trainer.current_gradient_accumulation_steps = 1  # some losses look; the Trainer sets it in every step
+
+    def loss_of(inputs: Mapping[str, Any], weight: float = 1.0) -> Tensor:
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(wrapped, trainer._prepare_inputs(inputs), num_items_in_batch=count)
+        return loss * (weight * scale)
+
+    scale = _SCALE if trainer.accelerator.mixed_precision == "fp16" else 1.0
+    whole = 1 / sampler.job.cp  # each document alone is trained by all ranks that share the packed ones
+    alone = (partial(loss_of, trainer.data_collator([document]), whole) for document in documents)
+    with _undisturbed(model):
+        singles = _by_own_attention(model, alone)
+        tolerance = _tolerance(trainer, model)
+        check = check_packing(wrapped, partial(loss_of, packed), singles, tolerance=tolerance, sharded=True)
+    if hasattr(trainer, "_metrics"):
+        trainer._metrics["eval"].clear()  # TRL's, of a model that is not in training mode
+    return check
+
+
+def _checked_documents(sampler: PlannedBatchSampler) -> list[int]:
+    """Of the first micro-batch that has several: its longest document and its shortest ones."""
+    micro_batches = (batch for plan in sampler.steps() for rank in plan.ranks for batch in rank)
+    chosen: MicroBatch = next((batch for batch in micro_batches if len(batch.segments) > 1), None) or next(
+        batch for plan in sampler.steps() for rank in plan.ranks for batch in rank
+    )
+    by_length = sorted(chosen.segments, key=lambda segment: segment.length)
+    short = [segment for segment in by_length if segment.length <= _TOKENS]
+    candidates = short if len(short) > 1 else by_length
+    taken = [candidates[-1], *candidates[: min(_DOCUMENTS, len(candidates)) - 1]]
+    return [segment.document for segment in taken]
+
+
+def _tolerance(trainer: Any, model: nn.Module) -> float:
+    """For the least exact type that ``model`` computes in."""
+    mixed = {"no": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+    computed = mixed.get(trainer.accelerator.mixed_precision, torch.bfloat16)
+    tf32 = torch.float64 if torch.get_float32_matmul_precision() == "highest" else torch.float16
+    return max(packing_tolerance(model), TOLERANCE[computed], TOLERANCE[tf32])
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and with modes, attention and random numbers as before afterwards; checkpointing stays on."""
+    modes = [(module, module.training) for module in model.modules()]
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    model.eval()
+    for module, _ in modes:
+        module.training = bool(getattr(module, "gradient_checkpointing", False))  # it checkpoints in this mode only
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        if attention is not None and attention != model.config._attn_implementation:  # type: ignore[union-attr]
+            model.set_attn_implementation(attention)  # type: ignore[operator]
+
+
+def _by_own_attention(model: Any, losses: Iterable[Callable[[], Tensor]]) -> Iterator[Callable[[], Tensor]]:
+    """``losses``, while ``model`` attends as it would without us."""
+    ours = is_packed_attention(model)
+    name = model.config._attn_implementation if ours else None
+    if ours:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    yield from losses
+    if ours:
+        model.set_attn_implementation(name)
+
+
+def _singles(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The documents of ``batch``, each as a micro-batch of its own."""
+    for start, stop in pairwise(batch["cu_seq_lens_q"].tolist()):
+        one = torch.tensor([0, stop - start], dtype=torch.int32)
+        yield {
+            **{name: batch[name][:, start:stop] for name in ("input_ids", "position_ids", "labels")},
+            "cu_seq_lens_q": one,
+            "cu_seq_lens_k": one,
+            "max_length_q": stop - start,
+            "max_length_k": stop - start,
+            "use_cache": False,
+        }
