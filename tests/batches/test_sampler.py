@@ -133,7 +133,7 @@ def test_too_few_documents_for_the_ranks_are_refused():
 
 def test_a_state_of_other_documents_is_refused():
     state = sampler().state_dict()
-    with pytest.raises(UserError, match="of 300 documents, this one has 299"):
+    with pytest.raises(UserError, match="documents = 300, this run has 299"):
         sampler(LENGTHS[1:]).load_state_dict(state)
 
 
