@@ -233,8 +233,8 @@ def one_at_a_time(**planning: Any) -> torch.Tensor:
 
 def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_path: Path):
     pytest.importorskip("accelerate")
-    save = {"save_strategy": "steps", "save_steps": 5}
-    weights, seen, steps = train(str(tmp_path / "whole"), **save, dataloader_num_workers=0)
+    save: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
+    weights, seen, steps = train(str(tmp_path / "whole"), **save)
     assert Counter(seen) == dict.fromkeys(range(len(DATA)), 2)
     assert relative(weights, one_at_a_time()) < 1e-7
     # A loader with workers is ahead of what a checkpoint has trained.

@@ -113,10 +113,8 @@ def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple
     """
     if not resume_from_checkpoint or args.ignore_data_skip:
         return None
-    utils = require("transformers.trainer_utils", "hf")
-    folder = resume_from_checkpoint
-    if resume_from_checkpoint is True:
-        folder = utils.get_last_checkpoint(args.output_dir)
+    last: Callable[[str], str | None] = require("transformers.trainer_utils", "hf").get_last_checkpoint
+    folder = last(args.output_dir) if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
     if folder is None:
         return None  # which Trainer refuses
     path = Path(folder) / "trainer_state.json"

@@ -161,7 +161,10 @@ class _Collation:
 
 
 def _checked_epochs(trainer: Any) -> int | None:
-    """Epochs of the stream; None where max_steps ends it. Raises ``UserError`` for arguments that break packing or cut epochs."""
+    """Epochs of the stream, None where max_steps ends it.
+
+    Raises ``UserError`` for arguments that break packing or cut epochs.
+    """
     args = trainer.args
     if not getattr(args, "average_tokens_across_devices", True) and args.world_size > 1:
         raise UserError(
