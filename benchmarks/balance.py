@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -96,7 +96,7 @@ def compare(
     for _ in range(arguments.repetitions):
         tokens = LENGTHS[lengths](random, documents)
         values = tokens if price == "tokens" else (workload.document_seconds(tokens) * 1e12).astype(np.int64)
-        prices = None if price == "tokens" else Given(values)
+        prices: Given | Literal["tokens"] = "tokens" if price == "tokens" else Given(values)
         as_list, whole = tokens.tolist(), values.tolist()
         methods: dict[str, Callable[[], list[list[int]]]] = {
             "ours": partial(wlb.balance, as_list, parts, equal_size=equal_size, workload=prices),

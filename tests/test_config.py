@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args, get_origin
 
+import numpy as np
 import pytest
 from pydantic import BaseModel
 
 from wlb.config import PRESETS, JobConfig
 from wlb.config_file import load_config
 from wlb.errors import UserError
+from wlb.sharding import STRATEGIES
+from wlb.sharding.static import per_sequence
+from wlb.simulate import SimulatedJob, simulate
 
 
 @pytest.fixture
@@ -202,6 +206,22 @@ def test_a_job_may_depart_from_its_preset(config):
 def test_an_unknown_preset_is_refused(config):
     with pytest.raises(UserError, match=r"preset: .*'plain-4d', .* 'best' or 'elastic'.*got 'worst'"):
         load_config(config, ["preset=worst"])
+
+
+def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
+    sharded = []
+
+    def toy(micro_batches, cp_size, workload):
+        sharded.append(cp_size)
+        return per_sequence(micro_batches, cp_size, workload)
+
+    monkeypatch.setitem(STRATEGIES, "toy", toy)
+    job = load_config(config, ["sharding.strategy=toy", "parallel.cp=2"])
+    simulate(SimulatedJob.from_config(job), np.array([4000, 3000, 2000, 1000] * 20), 1)
+    assert set(sharded) == {2}
+    known = "per_sequence, per_document, adaptive, hybrid, elastic, toy"
+    with pytest.raises(UserError, match=rf"sharding\.strategy: .*'worst' is unknown; choose from {known}"):
+        load_config(config, ["sharding.strategy=worst"])
 
 
 def test_thresholds_over_the_window_are_refused(config):

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "schedules": {"workload"},
     "packing": {"documents", "workload", "schedules"},
     "sharding": {"workload"},
-    "config": {"documents", "packing", "schedules", "workload"},
+    "config": {"documents", "packing", "schedules", "sharding", "workload"},
     "config_file": {"config"},
     "memory": {"config", "workload", "schedules"},
     "planning": {"config", "config_file", "documents", "memory", "packing", "sharding", "workload", "schedules"},

@@ -28,6 +28,7 @@ from wlb.settings import (
     Section,
     Tokens,
 )
+from wlb.sharding import STRATEGIES, checked_strategy
 from wlb.workload.base import DocumentPrices
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
@@ -262,8 +263,10 @@ class PackingConfig(_PackerSettings):
 class ShardingConfig(Section):
     """How context-parallel ranks share a micro-batch (used when parallel.cp > 1)."""
 
-    strategy: Literal["per_sequence", "per_document", "adaptive", "hybrid", "elastic"] = Field(
-        "hybrid", description="Which context-parallel rank attends for which tokens"
+    strategy: Annotated[str, AfterValidator(checked_strategy)] = Field(
+        "hybrid",
+        description="Which context-parallel rank attends for which tokens",
+        json_schema_extra={"enum": [*STRATEGIES]},
     )
 
 

@@ -41,6 +41,7 @@ PUBLISHED: dict[str, str | None] = {
         "**settings"
     ),
     "wlb.batches.PlannedBatchSampler.load_state_dict": "state",
+    "wlb.batches.PlannedBatchSampler.micro_batches_of_steps": "",
     "wlb.batches.PlannedBatchSampler.set_epoch": "epoch",
     "wlb.batches.PlannedBatchSampler.state_dict": "",
     "wlb.batches.PlannedBatchSampler.steps": "state=...",
@@ -53,7 +54,9 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.integrations.huggingface.context_parallel_group": "cp",
     "wlb.integrations.huggingface.context_parallel_share": "batch, cp, rank, sharding=..., workload=...",
     "wlb.integrations.huggingface.register_attention": "model=..., *, name=..., group=...",
-    "wlb.integrations.lightning.LightningLoss": "sampler, accumulate_grad_batches",
+    "wlb.integrations.document_fields.ids_and_labels": "document, name=...",
+    "wlb.integrations.document_fields.token_count": "document, name=...",
+    "wlb.integrations.lightning.LightningLoss": "sampler, accumulate_grad_batches, dataset=...",
     "wlb.integrations.packed.FlatteningCollator": "",
     "wlb.integrations.packed.packed_batches": (
         "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., state=..., "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,35 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     assert torch.equal(again, weights)
     assert of_all == steps
     assert len(rest) < len(seen)
+
+
+def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    few, none = [], []
+    for ids in (document["input_ids"] for document in DATA[:8]):
+        padded = {"input_ids": [*ids, 0], "attention_mask": [1] * len(ids) + [0]}
+        few.append(padded | {"completion_mask": [0] * (len(ids) - 2) + [1] * 3})
+        none.append(padded | {"completion_mask": [0] * (len(ids) + 1)})
+    for documents in (few, none):
+        packed, oracle = model(), model()
+        register_attention(packed)
+        trainer = balanced(transformers.Trainer, context_window=128)(
+            model=packed,
+            args=arguments(str(tmp_path), num_train_epochs=1, gradient_accumulation_steps=8),
+            train_dataset=documents,
+        )
+        assert trainer.train_sampler.micro_batches_of_steps() == [8]
+        trainer._set_signature_columns_if_needed()
+        assert {"completion_mask", "loss_mask", "length"} < {*trainer._signature_columns}
+        with nullcontext() if documents is few else pytest.warns(UserWarning, match="a step has no labelled token"):
+            trainer.train()
+        for document in few if documents is few else []:
+            ids = torch.tensor([document["input_ids"][:-1]])
+            labels = ids.where(torch.tensor([document["completion_mask"][:-1]]) > 0, -100)
+            oracle(input_ids=ids, labels=labels, num_items_in_batch=2 * len(few)).loss.backward()
+        for trained, expected in zip(packed.parameters(), oracle.parameters(), strict=True):
+            change = 0 if expected.grad is None else 1e-3 * expected.grad
+            torch.testing.assert_close(trained, expected - change, rtol=1e-9, atol=1e-9)
 
 
 def _train_on_a_rank(

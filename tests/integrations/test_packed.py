@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from itertools import islice, pairwise
 from typing import Any
 
@@ -30,6 +31,17 @@ def masked(documents: list[Any] = DOCUMENTS) -> list[dict[str, Any]]:
         {"input_ids": ids.tolist(), "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :].tolist()}
         for ids in documents
     ]
+
+
+def mixed(documents: list[Any] = DOCUMENTS) -> list[Any]:
+    """Documents that learn all or their second half, by each of the fields that may say so, some of them padded."""
+    result: list[Any] = []
+    for number, (ids, document) in enumerate(zip(documents, masked(documents), strict=True)):
+        flags = [int(label != -100) for label in document["labels"]]
+        mask = {"input_ids": [*ids.tolist(), 0, 0], "attention_mask": [1] * len(ids) + [0, 0]}
+        name = ("completion_mask", "loss_mask")[number % 2]
+        result.append((ids, document, mask | {name: [*flags, 1, 1]}, mask)[number % 4])
+    return result
 
 
 def documents_in(batch: Any) -> list[list[int]]:
@@ -73,7 +85,9 @@ def test_a_state_continues_after_any_step():
         packed_batches(DOCUMENTS[1:], **SIZES, state=state)
 
 
-@pytest.mark.parametrize("documents", [DOCUMENTS, masked()], ids=["tokens", "labels"])
+@pytest.mark.parametrize(
+    "documents", [DOCUMENTS, masked(), mixed()], ids=["tokens", "labels", "tokens first, then all kinds of masks"]
+)
 def test_a_stream_gives_the_steps_of_the_same_documents_in_order(documents):
     def steps(source, **more):
         return packed_batches(source, **SIZES, **more)
@@ -117,6 +131,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "7b"}, "prices ("),
     "epochs": ({"epochs": 2}, "epochs (1 on process 0, 2 on process 1)"),
     "state": ({"state": None}, "state ("),
+    "masks": ({"documents": masked()}, "labels or masks (False on process 0, True on process 1)"),
     "stream": ({"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]}, "stream of process 1"),
 }
 
@@ -213,9 +228,34 @@ def test_what_was_made_before_the_process_group_does_not_train_everything_everyw
     run_ranks(2, _made_too_early)
 
 
+def _learnt(documents: list[Any]) -> list[list[int]]:
+    """The labels of every document of ``mixed`` but the first, -100 where it does not learn."""
+    learnt = [
+        ids.tolist() if number % 4 in (0, 3) else labels["labels"]
+        for number, (ids, labels) in enumerate(zip(documents, masked(documents), strict=True))
+    ]
+    return [labels[1:] for labels in learnt]
+
+
+def test_every_document_learns_what_its_own_fields_say():
+    expected = {tuple(ids.tolist()): labels for ids, labels in zip(DOCUMENTS, _learnt(DOCUMENTS), strict=True)}
+    seen = 0
+    for step in packed_batches(mixed(), **SIZES):
+        for batch in step.batches:
+            for start, stop in pairwise(batch.cu_seqlens.tolist()):
+                ids = tuple(batch.tokens[start:stop].tolist())
+                assert batch.labels[start:stop].tolist() == [*expected[ids], -100]
+                seen += 1
+        assert step.loss_tokens == sum(int((batch.labels >= 0).sum()) for batch in step.batches)
+    assert seen == len(DOCUMENTS)
+    collated = FlatteningCollator()(mixed())
+    assert collated["input_ids"][0].tolist() == [token for ids in DOCUMENTS for token in ids.tolist()]
+    assert collated["labels"][0].tolist() == [label for labels in _learnt(DOCUMENTS) for label in (-100, *labels)]
+
+
 def _loss_tokens_of_a_rank() -> list[tuple[int, int]]:
     """Of every step: what this rank has, and what the step has."""
-    steps = packed_batches(masked(), **SIZES)
+    steps = packed_batches(mixed(), **SIZES)
     return [(sum(int((b.labels >= 0).sum()) for b in step.batches), step.loss_tokens) for step in steps]
 
 
@@ -224,8 +264,58 @@ def test_masked_labels_are_counted_over_all_ranks():
     for (first, all_of_first), (second, all_of_second) in zip(*by_rank, strict=True):
         assert all_of_first == all_of_second == first + second
     assert sum(tokens for _, tokens in by_rank[0]) == sum(
-        label != -100 for document in masked() for label in document["labels"][1:]
+        label != -100 for labels in _learnt(DOCUMENTS) for label in labels
     )
+
+
+def _loss_without_labels(cp: int) -> list[tuple[int, float, float, list[str]]]:
+    """Of every step: labelled tokens, loss, largest gradient, and what was said."""
+    nothing = [{"input_ids": ids, "loss_mask": [0] * len(ids)} for ids in DOCUMENTS[:8]]
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    weight = torch.randn(97, 97, requires_grad=True)
+    result = []
+    for step in packed_batches(nothing, **SIZES, cp=cp, dp=ranks // cp, rank=rank):
+        for batch in step.batches:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                loss = packed_loss(weight[batch.tokens], batch.labels, step.loss_tokens, averaged_over=ranks)
+                loss.backward()
+            assert weight.grad is not None
+            largest = float(weight.grad.abs().max())
+            result.append((step.loss_tokens, float(loss.detach()), largest, [str(line.message) for line in said]))
+    return result
+
+
+def _losses_without_labels(of_cp: list[int]) -> list[Any]:
+    return [step for cp in of_cp for step in _loss_without_labels(cp)]
+
+
+def test_a_step_without_labels_is_zero_and_reported_by_the_first_rank():
+    said = ["wlb: a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"]
+    for of_ranks in ([_losses_without_labels([1])], run_ranks(2, _losses_without_labels, [1, 2])):
+        for rank, steps in enumerate(of_ranks):
+            assert steps
+            assert all(step == (0, 0.0, 0.0, [] if rank else said) for step in steps)
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_the_loss_of_no_labels_is_zero_and_that_of_uncounted_ones_is_refused(kind: Any):
+    logits = torch.randn(3, 5, requires_grad=True)
+    with pytest.warns(UserWarning, match="no labelled token"):
+        packed_loss(logits, torch.full((3,), -100), kind(0)).backward()
+    assert logits.grad is not None
+    assert not logits.grad.any()
+    with pytest.raises(UserError, match="loss_tokens = 0 for a micro-batch with 2 labelled tokens"):
+        packed_loss(logits, torch.tensor([1, 2, -100]), kind(0))
+
+
+def test_documents_that_change_after_they_are_planned_are_refused():
+    documents = [{"input_ids": ids.tolist()} for ids in DOCUMENTS]
+    steps = packed_batches(documents, **SIZES)
+    for document in documents:
+        document["input_ids"].append(1)
+    with pytest.raises(UserError, match=r"document \d+ had \d+ tokens when it was planned"):
+        next(steps)
 
 
 def test_context_parallel_shares_are_the_micro_batch():
@@ -256,8 +346,6 @@ def test_the_collator_restarts_positions_and_keeps_masked_labels():
     assert "attention_mask" not in batch
     with pytest.raises(UserError, match="without documents"):
         FlatteningCollator()([])
-    with pytest.raises(UserError, match="2 input_ids and 1 labels"):
-        FlatteningCollator()([{"input_ids": [1, 2], "labels": [1]}])
 
 
 class TinyModel(torch.nn.Module):

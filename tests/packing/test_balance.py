@@ -28,7 +28,7 @@ def tasks(draw: st.DrawFn) -> dict[str, Any]:
     lengths = draw(st.lists(st.integers(1, 20_000), min_size=count, max_size=count))
     room = draw(st.sampled_from([None, 1.02, 1.5, 4.0]))
     limit = None if room is None else max(*lengths, 1, int(room * sum(lengths) / parts) + 1)
-    workload = draw(st.sampled_from([None, WORKLOAD]))
+    workload = draw(st.sampled_from([None, "tokens", WORKLOAD]))
     return {"lengths": lengths, "parts": parts, "max_tokens": limit, "equal_size": equal_size, "workload": workload}
 
 
@@ -64,23 +64,25 @@ def test_few_documents_fit_wherever_they_can(lengths: list[int], parts: int, roo
     best = optimum(lengths, parts, most)
     if best is None:
         with pytest.raises(UserError):
-            wlb.balance(lengths, parts, most)
+            wlb.balance(lengths, parts, most, workload="tokens")
     else:
-        largest = max(sum(lengths[i] for i in part) for part in wlb.balance(lengths, parts, most))
+        divided = wlb.balance(lengths, parts, most, workload="tokens")
+        largest = max(sum(lengths[i] for i in part) for part in divided)
         assert largest <= (best * 4 / 3 if most is None else most)
 
 
 @pytest.mark.parametrize("equal_size", [False, True])
 def test_whole_numbers_come_out_as_even_as_they_can(equal_size: bool):
     lengths = np.random.default_rng(0).lognormal(6, 1, 512).astype(int) + 16
-    parts = wlb.balance(lengths, 8, equal_size=equal_size)
+    parts = wlb.balance(lengths, 8, equal_size=equal_size, workload="tokens")
     assert max(lengths[part].sum() for part in parts) == -(-lengths.sum() // 8)
 
 
-def test_prices_are_balanced_and_the_limit_on_tokens_kept():
+def test_work_is_balanced_by_default_and_the_limit_on_tokens_kept():
     lengths = np.random.default_rng(1).lognormal(9, 1.2, 200).astype(int).clip(16, 100_000)
     most = int(1.1 * lengths.sum() / 8)
-    parts = wlb.balance(lengths, 8, most, workload=WORKLOAD)
+    parts = wlb.balance(lengths, 8, most)
+    assert parts == wlb.balance(lengths, 8, most, workload=WORKLOAD)
     seconds = WORKLOAD.document_seconds(lengths)
     loads = np.array([seconds[part].sum() for part in parts])
     assert loads.max() < 1.001 * loads.mean()
@@ -92,6 +94,18 @@ def test_a_limit_that_only_a_search_can_keep():
     assert fitting_bins([3, 3, 2, 2, 2], 2, 6, None) is not None
     assert fitting_bins([3, 3, 2, 2, 2], 2, 6, None, placements=3) is None
     assert fitting_bins([4, 4, 4], 2, 6, None) is None
+
+
+@given(st.integers(1, 12), st.booleans(), st.integers(1, 9))
+def test_without_a_choice_nothing_is_exchanged(count: int, equal_size: bool, parts: int):
+    """Where every document or none has a part of its own, and where all cost the same."""
+    mixed = [100 * (index + 1) for index in range(count)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("wlb.packing.balance.level", lambda *_: pytest.fail("documents were exchanged"))
+        assert wlb.balance(mixed, 1, equal_size=equal_size) == [[*range(count)]]
+        assert sorted(wlb.balance(mixed, count, equal_size=equal_size)) == [[index] for index in range(count)]
+        same = wlb.balance([100] * parts * count, parts, equal_size=equal_size)
+        assert [len(part) for part in same] == [count] * parts
 
 
 def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
@@ -106,7 +120,17 @@ def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
     [
         ({"lengths": [], "parts": 1}, "at least one number of tokens"),
         ({"lengths": [1.5], "parts": 1}, "whole numbers of tokens, not float64"),
+        ({"lengths": [4, float("nan")], "parts": 1}, r"not float64 \(document 1 is nan\)"),
+        ({"lengths": np.array([True, False]), "parts": 1}, r"not bool \(document 0 is True\)"),
+        ({"lengths": [4, True], "parts": 1}, r"not bool \(document 1 is True\)"),
+        ({"lengths": [[4], [4, 4]], "parts": 1}, "ragged"),
         ({"lengths": [4, 0], "parts": 1}, "document 1 has 0 tokens"),
+        ({"lengths": [2**63, -1], "parts": 1}, "document 1 has -1 tokens"),
+        ({"lengths": [2**62, 2**62], "parts": 1}, "have 9223372036854775808 tokens together, over 9223372036854775807"),
+        ({"lengths": [2**64], "parts": 1}, "have 18446744073709551616 tokens together"),
+        ({"lengths": np.array([2**63], np.uint64), "parts": 1}, "have 9223372036854775808 tokens together"),
+        ({"lengths": [4], "parts": 1, "workload": "7b"}, r"'7b' has no prices; give make_workload\(\"7b\"\)"),
+        ({"lengths": [4], "parts": 1, "workload": 1.5}, "workload = 1.5 has no prices"),
         ({"lengths": [4], "parts": 0}, "parts = 0 is not"),
         ({"lengths": [4], "parts": 1, "max_tokens": -1}, "max_tokens = -1 is not"),
         ({"lengths": [4], "parts": 1, "multiple_of": True}, "multiple_of = True is not"),
@@ -139,7 +163,7 @@ import numpy
 sys.meta_path.insert(0, Nothing())
 import wlb.packing, wlb.packing.balance, wlb.packing.plan
 from wlb import balance, StepPlan, Segment
-print(balance([5, 4, 3], 2))
+print(balance([9, 5, 4], 2), balance([9_000, 5_000, 4_001], 2, workload="tokens"))
 """
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert finished.stdout == "[[0], [1, 2]]\n", finished.stderr
+    assert finished.stdout == "[[0], [1, 2]] [[0], [1, 2]]\n", finished.stderr

@@ -16,7 +16,6 @@ from wlb.rivals.megatron import dp_balanced, dynamic, packing_aware
 from wlb.rivals.plan import GroupPlan
 from wlb.rivals.verl import karmarkar_karp_twice
 from wlb.rivals.wlb_llm import without_delay
-from wlb.workload.flops import attended_pairs
 
 PLANS = {
     "dp_balanced": dp_balanced,
@@ -41,8 +40,6 @@ def described(plan: GroupPlan) -> list[tuple[int, tuple[int, ...], list[int]]]:
 def test_all_documents_are_attended_whole_under_the_token_cap(name, lengths):
     plan = PLANS[name](lengths, ranks())
     assert sorted(d for group in plan.groups for d in group.documents) == [*range(len(lengths))]
-    assert plan.tokens == lengths.sum()
-    assert plan.pairs == attended_pairs(lengths).sum()
     for group in plan.groups:
         assert lengths[list(group.documents)].sum() <= CAPACITY * len(group.ranks)
     places = [(group.slot, rank) for group in plan.groups for rank in group.ranks]

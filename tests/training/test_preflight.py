@@ -25,6 +25,13 @@ def test_a_model_that_cannot_be_built_is_refused(tmp_path, changes, said):
         check_job(job(tmp_path, **changes), 1)
 
 
+def test_a_store_of_which_nothing_would_be_learnt_is_refused(tmp_path):
+    store = write_store(tmp_path / "store")
+    (tmp_path / "store.mask").write_bytes(bytes(store.tokens))
+    with pytest.raises(UserError, match=r"has no label in .*store\.mask, so nothing would be learnt"):
+        check_job(job(tmp_path), 1)
+
+
 def test_a_step_of_the_most_micro_batches_is_checked_at_once(tmp_path):
     write_store(tmp_path / "store")
     large = job(

@@ -1,12 +1,18 @@
 """Shapes from ``config.json``: of every family that is priced, and what is refused."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wlb.errors import UserError
+from wlb.planning.config_json import read_config
 from wlb.workload import MODEL_SHAPES, make_workload, model_shape
+from wlb.workload.model_json import read_shape
 from wlb.workload.shapes import DeltaNet, Experts, LatentAttention, ModelShape
 from wlb.workload.weights import parameters
 
@@ -99,6 +105,71 @@ def test_every_family_is_read_as_transformers_builds_it(family, tmp_path):
     # transformers writes defaults out, renames keys and lists the type of every layer.
     config.save_pretrained(tmp_path)
     assert model_shape(str(tmp_path / "config.json")) == shape
+
+
+WINDOWS = {
+    "use_sliding_window": st.booleans(),
+    "sliding_window": st.none() | st.integers(1, 9),
+    "max_window_layers": st.integers(0, 6),
+}
+ONE_FOR_ALL = ("mixtral", "qwen3_moe")  # whose classes read no layer_types
+
+
+@st.composite
+def windowed(draw: st.DrawFn) -> dict[str, Any]:
+    """``config.json`` of a family with windows: keys that agree, that do not, and that are absent."""
+    family = draw(st.sampled_from(["mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"]))
+    layers = draw(st.integers(1, 6))
+    types = st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=layers, max_size=layers)
+    in_order = types.map(sorted)  # full attention comes first, as Qwen has it
+    keys = draw(st.fixed_dictionaries({}, optional=WINDOWS | {"layer_types": st.none() | types | in_order}))
+    more = LOCAL_EXPERTS if family in ("mixtral", "gpt_oss") else ROUTED if family == "qwen3_moe" else {}
+    return SMALL | more | keys | {"model_type": family, "num_hidden_layers": layers}
+
+
+@given(windowed())
+def test_windows_are_those_of_transformers_for_pricing_and_training(tmp_path_factory, document):
+    transformers = pytest.importorskip("transformers")
+    directory = tmp_path_factory.mktemp("model")
+    written(directory, document)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    layers, types = document["num_hidden_layers"], getattr(config, "layer_types", None)
+    if types is None or document["model_type"] in ONE_FOR_ALL:
+        theirs = [config.sliding_window] * layers
+    else:
+        theirs = [config.sliding_window if name == "sliding_attention" else None for name in types]
+        if config.sliding_window is None and "sliding_attention" in types:  # where theirs fails in the first step
+            with pytest.raises(UserError, match="there is no window by sliding_window and use_sliding_window"):
+                read_shape(directory)
+            return
+    blocks_in_order = theirs == sorted(theirs, key=bool)
+    shape, refusal = read_or_refused(read_shape, directory)
+    assert (shape is None) == ("layer_types does not repeat" in refusal)
+    if shape is None:
+        assert not blocks_in_order
+        return
+    kinds = [shape.block_kind(layer).attention for layer in range(layers)]
+    assert [shape.sliding_window if kind == "sliding" else None for kind in kinds] == theirs
+    if document["model_type"] in ("mistral", "qwen2", "qwen3"):
+        trained, refusal = read_or_refused(read_config, directory)
+        if trained is None:
+            assert "layer_types" in refusal
+            assert not blocks_in_order or document["model_type"] == "mistral"
+        else:
+            assert trained.shape == shape
+
+
+def read_or_refused(read: Callable[[Path], Any], directory: Path) -> tuple[Any, str]:
+    try:
+        return read(directory), ""
+    except UserError as refusal:
+        return None, str(refusal)
+
+
+def test_types_of_layers_are_one_for_each(tmp_path):
+    document = {"model_type": "gpt_oss", "layer_types": ["full_attention"] * 3} | SMALL | LOCAL_EXPERTS
+    with pytest.raises(UserError, match="layer_types has 3 types for num_hidden_layers = 4; correct one of them"):
+        read_shape(Path(written(tmp_path, document)))
 
 
 def test_kimi_k2_is_read_as_deepseek(tmp_path):

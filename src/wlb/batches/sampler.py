@@ -129,6 +129,11 @@ class PlannedBatchSampler:
         self._begun(state)
         self._state, self._pass, self._counts = dict(state), state["pass"], None
 
+    @property
+    def rank(self) -> int | None:
+        """The process whose micro-batches are yielded; None where those of all are."""
+        return self._rank
+
     def steps(self, state: Mapping[str, Any] | None = None) -> Iterator[StepPlan]:
         """The plans of a pass, on which nothing here has an effect: what a report or a monitor looks at.
 

@@ -40,7 +40,6 @@ class ArrivingDocuments(Generic[T]):
         beginning = list(islice(arriving, 1))
         if not beginning:
             raise UserError("the stream has no documents; give at least one")
-        self.first = beginning[0]
         self._documents = chain(beginning, arriving)
         self._length_of, self._context_window, self._policy = length_of, context_window, overlong
         self._overlong = OverlongReport()  # of all documents taken

@@ -1,13 +1,14 @@
 """Packed micro-batches as tensors: for a loop of one's own (``packed_batches``) and for data loaders (the collator).
 
-Documents come from a token store, a sequence or a stream: arrays of token ids, or dictionaries with ``input_ids``
-and, where some tokens are not to be learnt, ``labels``. Whole documents lie one after another without padding;
-positions restart with each, and no document sees another. The loss of a step is the sum over its labelled
-tokens, divided by their number over all ranks (``packed_loss``): which micro-batch a document is in cannot change it.
+Documents come from a token store, a sequence or a stream: arrays of token ids, or dictionaries whose fields
+``wlb.integrations.document_fields`` reads. Whole documents lie one after another without padding; positions restart
+with each, and no document sees another. The loss of a step is the sum over its labelled tokens, divided by their number
+over all ranks (``packed_loss``): which micro-batch a document is in cannot change it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,14 +26,13 @@ from wlb.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
+from wlb.integrations.document_fields import Document, chooses_labels, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate.job import SimulatedJob
 from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch
 from wlb.training.data.sharded_batch import shard_batch
 from wlb.training.runtime.collectives import gathered_rows
-
-Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,9 @@ def packed_batches(
     ``documents`` without a length are a stream: read once, in order of arrival, until it ends. Every process reads all
     of it and keeps what waits to be trained. With ``state`` the stream begins again and is passed over up to there.
 
-    Where documents have labels of their own, the labelled tokens of a step are counted over all processes, once a step;
-    those of a stream compare in the same call the lengths that came. Raises ``UserError`` as the sampler does.
+    Where documents say which of their tokens are learnt, the labelled tokens of a step are counted over all processes,
+    once a step; those of a stream compare in the same call the lengths that came. Raises ``UserError`` as the sampler
+    does.
     """
     steps = PackedSteps(
         documents,
@@ -152,8 +153,7 @@ class PackedSteps(Iterator[PackedStep]):
         if not hasattr(documents, "__getitem__") and not isinstance(documents, TokenStore):
             self._stream = _arriving(documents, context_window, overlong, epochs)
         kept: Any = documents if self._stream is None else self._stream
-        self._source: TokenStore | _Column = kept if isinstance(kept, TokenStore) else _Column(kept, "input_ids")
-        self._labels = None if isinstance(kept, TokenStore) else _Column.of_labels(kept)
+        self._source: TokenStore | _Documents = kept if isinstance(kept, TokenStore) else _Documents(kept)
         lengths = None
         if self._stream is None:
             lengths = checked_lengths(self._source.lengths, context_window if overlong == "error" else None)
@@ -194,11 +194,12 @@ class PackedSteps(Iterator[PackedStep]):
 
     def _begins_with(self, state: Mapping[str, Any] | None) -> dict[str, Any]:
         """What processes compare before they train on, beside the settings of the steps."""
-        return {"epochs": self._epochs, "sharding": self._sharding, "state": digest(state)}
+        masks = self._source.has_labels if isinstance(self._source, _Documents) else None
+        return {"epochs": self._epochs, "sharding": self._sharding, "labels or masks": masks, "state": digest(state)}
 
     def _read(self, micro_batch: MicroBatch) -> TokenBatch:
-        batch = make_batch(micro_batch, self._source)
-        return batch if self._labels is None else replace(batch, labels=make_batch(micro_batch, self._labels).labels)
+        source = self._source
+        return make_batch(micro_batch, source) if isinstance(source, TokenStore) else source.batch(micro_batch)
 
     def _share(self, batch: TokenBatch) -> PackedBatch:
         if self.job.cp == 1:
@@ -209,54 +210,89 @@ class PackedSteps(Iterator[PackedStep]):
 
     def _loss_tokens(self, plan: StepPlan | None, batches: Sequence[TokenBatch]) -> int:
         """Labelled tokens of the step on all processes. Those of a stream compare on the way what came of it."""
+        chosen = plan is not None and isinstance(self._source, _Documents) and self._source.choose_labels(plan)
         labelled = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in batches)
-        if self._labels is None and plan is not None:
-            labelled = labelled_tokens(plan, self._source)
+        if plan is not None and not chosen:
+            source = self._source
+            labelled = labelled_tokens(plan, _Arrays(source.lengths, {}) if isinstance(source, _Documents) else source)
         ranks = self._processes.ranks
-        counted = self._labels is not None and plan is not None
-        if ranks == 1 or (self._stream is None and not counted):
+        if ranks == 1 or (self._stream is None and not chosen):
             return labelled
         if not dist.is_initialized():
-            if counted:
-                raise UserError(
-                    "labels of several ranks are counted together; call torch.distributed.init_process_group"
-                )
+            if chosen:
+                raise UserError(_NO_GROUP)
             return labelled
         come = (0, 0, 0) if self._stream is None else (len(self._stream.lengths), self._stream.digest, plan is None)
         group = self._processes.group
         device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-        rows = gathered_rows([labelled if self._cp_rank == 0 else 0, *come], torch.int64, device, group)
+        rows = gathered_rows([labelled if self._cp_rank == 0 else 0, chosen, *come], torch.int64, device, group)
         for process, row in enumerate(rows[:, 1:]):
             if not torch.equal(row, rows[0, 1:]):
                 raise UserError(
-                    f"the stream of process {process} has documents of other lengths than that of process 0, among the "
-                    f"first {int(max(row[0], rows[0, 1]))}; give every process the whole stream, in the same order"
+                    f"the stream of process {process} differs in lengths or masks from that of process 0, among the "
+                    f"first {int(max(row[1], rows[0, 2]))}; give every process the whole stream, in the same order"
                 )
-        return int(rows[:, 0].sum()) * ranks // len(rows) if counted else labelled
+        return int(rows[:, 0].sum()) * ranks // len(rows) if chosen else labelled
 
 
-class _Column:
-    """Documents as a ``TokenSource``: their token ids, or their labels."""
+_NO_GROUP = "labels of several ranks are counted together; call torch.distributed.init_process_group"
 
-    def __init__(self, documents: Sequence[Document] | ArrivingDocuments[Document], name: str) -> None:
-        self._documents, self._name = documents, name
+
+def summed_over_ranks(count: int) -> int:
+    """The sum of every process's ``count`` of labelled tokens; a collective call of the default process group."""
+    if not dist.is_initialized():
+        raise UserError(_NO_GROUP)
+    total = torch.tensor(count, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(total)
+    return int(total)
+
+
+class _Documents:
+    """Documents of a sequence, or of a stream, as micro-batches."""
+
+    def __init__(self, documents: Sequence[Document] | ArrivingDocuments[Document]) -> None:
+        self._documents = documents
+        self.has_labels: bool | None = None  # of a stream, not known beforehand
         if not isinstance(documents, ArrivingDocuments):
-            self._lengths = np.array([len(_field(document, name)) for document in documents], dtype=np.int64)
-
-    @classmethod
-    def of_labels(cls, documents: Sequence[Document] | ArrivingDocuments[Document]) -> _Column | None:
-        """The labels, where documents have some."""
-        first = documents.first if isinstance(documents, ArrivingDocuments) else next(iter(documents), None)
-        return cls(documents, "labels") if isinstance(first, Mapping) and "labels" in first else None
+            lengths, choose = [], False
+            for index, document in enumerate(documents):  # once, as reading one may be costly
+                lengths.append(token_count(document, f"document {index}"))
+                choose = choose or chooses_labels(document)
+            self._lengths, self.has_labels = np.array(lengths, np.int64), choose
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Of all documents, or of those of a stream that have come."""
         return self._documents.lengths if isinstance(self._documents, ArrivingDocuments) else self._lengths
 
-    def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
-        values = np.asarray(_field(self._documents[document], self._name))
-        return values[start:] if length is None else values[start : start + length]
+    def choose_labels(self, plan: StepPlan) -> bool:
+        """Whether labels of ``plan`` have to be counted, as documents choose them; the same on every rank."""
+        if not isinstance(self._documents, ArrivingDocuments):
+            return bool(self.has_labels)
+        return any(chooses_labels(self._documents[segment.document]) for segment in plan.segments)
+
+    def batch(self, micro_batch: MicroBatch) -> TokenBatch:
+        lengths = self.lengths
+        ids, labels = _Arrays(lengths, {}), _Arrays(lengths, {})
+        for index in {segment.document % len(lengths) for segment in micro_batch.segments}:
+            ids.of[index], labels.of[index] = ids_and_labels(self._documents[index], f"document {index}")
+            if len(ids.of[index]) != lengths[index]:
+                raise UserError(
+                    f"document {index} had {lengths[index]} tokens when it was planned and has {len(ids.of[index])} "
+                    "now; let documents stay as they are"
+                )
+        return replace(make_batch(micro_batch, ids), labels=make_batch(micro_batch, labels).labels)
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """A ``TokenSource`` of the documents that a micro-batch has: their token ids, or their labels."""
+
+    lengths: NDArray[np.int64]
+    of: dict[int, NDArray[np.int64]]
+
+    def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[np.int64]:
+        return self.of[document][start : None if length is None else start + length]
 
     def loss_mask(self, document: int, start: int, length: int) -> None:
         """None: what is not to be learnt says so by its label."""
@@ -267,11 +303,7 @@ def _arriving(
 ) -> ArrivingDocuments[Document]:
     if epochs != 1:
         raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave epochs out, or repeat documents in it")
-    return ArrivingDocuments(documents, lambda document: len(_field(document, "input_ids")), context_window, overlong)
-
-
-def _field(document: Document, name: str) -> Any:
-    return document[name] if isinstance(document, Mapping) else document
+    return ArrivingDocuments(documents, token_count, context_window, overlong)
 
 
 def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int | Tensor, averaged_over: int = 1) -> Tensor:
@@ -285,19 +317,42 @@ def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int | Tensor, avera
             processes (dp x cp): the loss is multiplied by it, so that they are summed instead. 1 where they are summed.
 
     Returns:
-        A scalar in float32, or float64 where logits are.
+        A scalar in float32, or float64 where logits are. Of a step without labelled tokens it is zero, as are its
+        gradients, and a warning says so.
+
+    Raises:
+        UserError: There are labels here, and none in the whole step.
     """
+    if _known_to_be_zero(loss_tokens):
+        if labelled := int((labels != IGNORE_LABEL).sum()):
+            raise UserError(
+                f"loss_tokens = 0 for a micro-batch with {labelled} labelled tokens; count those of the whole step"
+            )
+        warn_of_no_labels()
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(exact, labels, ignore_index=IGNORE_LABEL, reduction="sum")
-    return total * averaged_over / loss_tokens
+    divisor = loss_tokens.clamp(min=1) if isinstance(loss_tokens, Tensor) else max(loss_tokens, 1)
+    return total * averaged_over / divisor
+
+
+def warn_of_no_labels() -> None:
+    """Warn of a step that teaches nothing; on the first process only, once for each line of code that comes here."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        message = "a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"
+        warnings.warn(f"wlb: {message}", stacklevel=3)
+
+
+def _known_to_be_zero(count: int | Tensor) -> bool:
+    """Whether ``count`` is zero, without waiting for a device."""
+    return not (isinstance(count, Tensor) and count.device.type != "cpu") and int(count) == 0
 
 
 class FlatteningCollator:
     """Lays the documents of a batch one after another: ``collate_fn`` beside a planned batch sampler.
 
-    Documents are dictionaries with ``input_ids`` and, if some tokens are not to be learnt, ``labels`` (as long, -100
-    there), as Hugging Face data sets have them; or the token ids alone. What comes out is what packed models of Hugging
-    Face take, with one row:
+    Documents are dictionaries as Hugging Face data sets have them, of which ``wlb.integrations.document_fields`` says
+    what is trained (``input_ids``, ``labels``, masks) and what is refused; or the token ids alone. What comes out is
+    what packed models of Hugging Face take, with one row:
 
     - ``input_ids``, ``position_ids`` (restarting with each document) and ``labels``, int64 of shape (1, tokens). Labels
       are those of the tokens themselves, and -100 for the first of each document, which nothing predicts;
@@ -311,20 +366,16 @@ class FlatteningCollator:
             raise UserError("a batch without documents cannot be packed; a planned batch sampler makes none")
         tokens, labels = [], []
         for document in documents:
-            fields = document if isinstance(document, Mapping) else {"input_ids": document}
-            ids = torch.as_tensor(fields["input_ids"], dtype=torch.int64)
-            own = torch.as_tensor(fields.get("labels", ids), dtype=torch.int64).clone()
-            if own.shape != ids.shape:
-                raise UserError(f"a document has {len(ids)} input_ids and {len(own)} labels; give one label for each")
-            own[:1] = IGNORE_LABEL
+            ids, own = ids_and_labels(document)
+            own[0] = IGNORE_LABEL
             tokens.append(ids)
             labels.append(own)
         lengths = [len(ids) for ids in tokens]
         extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return {
-            "input_ids": torch.cat(tokens)[None],
+            "input_ids": torch.from_numpy(np.concatenate(tokens))[None],
             "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-            "labels": torch.cat(labels)[None],
+            "labels": torch.from_numpy(np.concatenate(labels))[None],
             "cu_seq_lens_q": extents,
             "cu_seq_lens_k": extents.clone(),
             "max_length_q": max(lengths),

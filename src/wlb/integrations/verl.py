@@ -19,10 +19,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
+import numpy as np
 import verl.utils.seqlen_balancing as verl_balancing
 
 from wlb.errors import UserError
 from wlb.packing.balance import balance
+from wlb.workload.base import Seconds
 
 _NAME = "get_seqlen_balanced_partitions"
 
@@ -32,7 +34,7 @@ def balanced_partitions(seqlen_list: Iterable[float], k_partitions: int, equal_s
 
     Args:
         seqlen_list: What each document costs, in any unit: verl gives its estimate of FLOPs, or lengths. A list, array
-            or tensor; rounded to whole numbers of at least 1.
+            or tensor. What costs nothing counts as costing next to nothing.
         k_partitions: Number of partitions.
         equal_size: All partitions hold equally many documents.
 
@@ -40,10 +42,21 @@ def balanced_partitions(seqlen_list: Iterable[float], k_partitions: int, equal_s
         The indices of each partition's documents, ascending. No partition is empty.
 
     Raises:
-        UserError: Fewer documents than partitions, or a number that ``equal_size`` cannot divide.
+        UserError: Fewer documents than partitions, a number that ``equal_size`` cannot divide, or a cost below 0.
     """
-    values = seqlen_list.tolist() if hasattr(seqlen_list, "tolist") else seqlen_list
-    return balance([max(1, round(value)) for value in values], k_partitions, equal_size=equal_size)
+    costs = np.array(seqlen_list.tolist() if hasattr(seqlen_list, "tolist") else list(seqlen_list), np.float64)
+    prices = _Prices(np.where(costs == 0, np.finfo(np.float64).tiny, costs))
+    return balance([1] * len(costs), k_partitions, equal_size=equal_size, workload=prices)
+
+
+class _Prices:
+    """Prices of the documents at hand, which do not follow from lengths."""
+
+    def __init__(self, prices: Seconds) -> None:
+        self._prices = prices
+
+    def document_seconds(self, lengths: object) -> Seconds:
+        return self._prices
 
 
 def reroute_balancing() -> None:

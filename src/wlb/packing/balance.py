@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,10 @@ from wlb.packing.bins import fitting_bins
 from wlb.packing.differencing import differenced
 from wlb.packing.levelling import Indices, Limits, Prices, level
 
-if TYPE_CHECKING:  # importing it needs more than NumPy
+if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
 
+_MOST_TOKENS = 2**63 - 1  # of all documents together, which are summed as 64-bit integers
 _FEW = 6  # documents of a part: with so few, exchanges may end early, and a second start is tried
 _FEW_PARTS = 64
 
@@ -39,7 +40,7 @@ def balance(
     equal_size: bool = False,
     multiple_of: int = 1,
     *,
-    workload: DocumentPrices | None = None,
+    workload: DocumentPrices | Literal["tokens"] | None = None,
 ) -> list[list[int]]:
     """Divide documents of ``lengths`` tokens into ``parts`` micro-batches whose dearest is as cheap as can be found.
 
@@ -52,16 +53,18 @@ def balance(
         equal_size: All parts hold the same number of documents.
         multiple_of: The number of parts is raised to a multiple of this, such as the number of data-parallel ranks, so
             that every rank runs equally many.
-        workload: Prices of documents, for example ``make_workload("7b")``. By default the price of a document is its
-            length: attention is left out, which is right only while documents are short (docs/adoption.md).
+        workload: Prices of documents, by default those of a 7B model on H100: predicted seconds of forward and backward
+            with attention, ``make_workload("7b", "h100")``. Give ``make_workload`` of your model, or ``"tokens"`` where
+            the price is the length, as for a model without attention.
 
     Returns:
         For every part the indices of its documents, ascending.
 
     Raises:
-        UserError: A length or size below 1; ``parts`` and ``max_tokens`` both None; fewer documents than parts; with
-            ``equal_size``, a number of documents that is no multiple of the parts; a document over ``max_tokens``, or
-            documents for which no ``parts`` parts of ``max_tokens`` tokens are found.
+        UserError: A length that is no whole number, or a length or size below 1; 2**63 tokens or more together; a
+            ``workload`` of another kind, such as the name of a model; ``parts`` and ``max_tokens`` both None; fewer
+            documents than parts; with ``equal_size``, a number of documents that is no multiple of the parts; a
+            document over ``max_tokens``, or documents for which no ``parts`` parts of ``max_tokens`` tokens are found.
     """
     tokens = _checked(lengths)
     task = _Task(tokens, _prices(tokens, workload), _positive("max_tokens", max_tokens), equal_size)
@@ -82,7 +85,12 @@ class _Task(NamedTuple):
 
 def _divided(task: _Task, parts: int) -> list[Indices]:
     _check_possible(task, parts)
-    start = _placed(task, parts) or _fitted(task, parts)
+    if parts in (1, len(task.tokens)):
+        return np.array_split(np.arange(len(task.tokens)), parts)
+    start = _placed(task, parts)
+    if start is not None and task.prices.min() == task.prices.max():
+        return start  # as even as it gets
+    start = start or _fitted(task, parts)
     if start is None:
         size = len(task.tokens) // parts if task.equal_size else None
         start = fitting_bins(task.tokens.tolist(), parts, task.most_tokens or 0, size)
@@ -213,19 +221,44 @@ def _check_possible(task: _Task, parts: int) -> None:
 
 
 def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
-    array = np.asarray(lengths)
+    try:
+        array = np.asarray(lengths)
+    except ValueError:
+        raise UserError("lengths to balance are ragged; give one number of tokens for each document") from None
     if array.ndim != 1 or array.size == 0:
         raise UserError("lengths to balance must be a list of at least one number of tokens")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"document lengths must be whole numbers of tokens, not {array.dtype}; convert them to int")
-    if (shortest := int(array.min())) < 1:
-        raise UserError(f"document {int(array.argmin())} has {shortest} tokens; lengths must be at least 1")
-    return array.astype(np.int64)
+    # NumPy makes integers of booleans among integers, and floats or objects of integers over 64 bits.
+    if array.dtype.kind not in "iu" or (isinstance(lengths, list | tuple) and bool in set(map(type, lengths))):
+        for document, length in enumerate(lengths):
+            if isinstance(length, bool) or not isinstance(length, int | np.integer):
+                kind = "bool" if isinstance(length, bool) else array.dtype
+                raise UserError(
+                    f"document lengths must be whole numbers of tokens, not {kind} (document {document} is "
+                    f"{str(length)[:40]}); convert them to int"
+                )
+    tokens = [int(length) for length in (lengths if array.dtype.kind == "f" else array.tolist())]
+    if (shortest := min(tokens)) < 1:
+        raise UserError(f"document {tokens.index(shortest)} has {shortest} tokens; lengths must be at least 1")
+    if (total := sum(tokens)) > _MOST_TOKENS:
+        raise UserError(
+            f"the documents have {total} tokens together, over {_MOST_TOKENS}; give lengths in tokens, and other costs "
+            "as workload"
+        )
+    return np.array(tokens, np.int64)
 
 
-def _prices(tokens: Indices, workload: DocumentPrices | None) -> Prices:
-    if workload is None:
+def _prices(tokens: Indices, workload: DocumentPrices | Literal["tokens"] | None) -> Prices:
+    if isinstance(workload, str) and workload == "tokens":
         return tokens.astype(np.float64)
+    if workload is None:
+        from wlb.workload import default_workload  # loaded where it is needed
+
+        workload = default_workload()
+    if not hasattr(workload, "document_seconds"):
+        raise UserError(
+            f'workload = {repr(workload)[:40]} has no prices; give make_workload("7b") or that of another model, or '
+            '"tokens"'
+        )
     prices = np.asarray(workload.document_seconds(tokens), np.float64)
     if prices.shape != tokens.shape or not (prices > 0).all() or not np.isfinite(prices).all():
         raise UserError("workload.document_seconds must give every document a finite price over 0")

@@ -18,8 +18,7 @@ from wlb.config import NonNegativeInt, Number, PositiveInt, RopeScalingConfig
 from wlb.errors import UserError
 from wlb.planning.model import TransformerConfig
 from wlb.planning.rotary import Scaling, scaling_json, scaling_of, yarn_length
-from wlb.workload.model_json import read_config_json
-from wlb.workload.shapes import ModelShape
+from wlb.workload.model_json import FAMILIES, read_config_json
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -28,8 +27,6 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _BIASED = ("llama", "qwen3")  # families that read attention_bias
-_WINDOW, _FIRST_WINDOWED = 4096, 28  # defaults of Mistral and Qwen for sliding_window and max_window_layers
-_QWEN3_HEAD_DIM = 128  # where config.json does not say
 _REQUIRED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "linear": ("factor",),
@@ -65,7 +62,7 @@ class _ConfigJson(_Strict):
     attention_bias: bool = False
     use_sliding_window: bool = False
     sliding_window: PositiveInt | None = None
-    max_window_layers: NonNegativeInt = _FIRST_WINDOWED
+    max_window_layers: NonNegativeInt | None = None
     layer_types: list[str] | None = None
     # What follows is refused where it says anything else; see _check_supported.
     hidden_act: str = "silu"
@@ -173,27 +170,16 @@ def _mistake(error: ValidationError) -> str:
 def _from_json(document: Mapping[str, Any]) -> TransformerConfig:
     if (family := document.get("model_type", "llama")) not in list(_CLASSES):  # other families have other keys
         raise UserError(f"model_type {family!r} is not supported; choose a model of {', '.join(_CLASSES)}")
-    windowless = family == "mistral" and "sliding_window" in document and document["sliding_window"] is None
+    whole = {"model_type": family, **document}
     document = {name: value for name, value in document.items() if value is not None}  # null is the default
     described = _ConfigJson.model_validate(document)
-    _check_supported(described)
+    _check_supported(described, family)
     if family != "llama" and "num_key_value_heads" not in document:  # its default is that of one size of the family
         raise UserError("num_key_value_heads is missing; complete it")
     theta, scaling = _rotary(document, described)
-    window, full_layers = (None, 0) if windowless else _sliding_window(described, family)
     biased = described.attention_bias and family in _BIASED
     return TransformerConfig(
-        ModelShape(
-            hidden=described.hidden_size,
-            layers=described.num_hidden_layers,
-            heads=described.num_attention_heads,
-            kv_heads=described.num_key_value_heads or described.num_attention_heads,
-            head_dim=described.head_dim or (_QWEN3_HEAD_DIM if family == "qwen3" else _even_share(described)),
-            ffn_hidden=described.intermediate_size,
-            vocab_size=described.vocab_size,
-            sliding_window=window,
-            full_attention_layers=full_layers or None,
-        ),
+        FAMILIES[family](whole),
         rope_theta=theta,
         norm_eps=described.rms_norm_eps,
         rope_scaling=scaling,
@@ -204,38 +190,7 @@ def _from_json(document: Mapping[str, Any]) -> TransformerConfig:
     )
 
 
-def _sliding_window(described: _ConfigJson, family: str) -> tuple[int | None, int]:
-    """Tokens that windowed layers attend, and how many layers come before them; None and 0 without windows."""
-    layers, types = described.num_hidden_layers, described.layer_types
-    if family == "mistral":
-        return described.sliding_window or _WINDOW, 0
-    if family == "llama":
-        return None, 0
-    first = min(described.max_window_layers, layers) if described.use_sliding_window else layers
-    if types is not None:
-        first = types.index("sliding_attention") if "sliding_attention" in types else layers
-        if types != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
-            raise UserError(
-                "layer_types is supported where full_attention comes first and sliding_attention follows, one for each "
-                "layer; choose another model"
-            )
-        if first < layers and not described.use_sliding_window:
-            raise UserError("layer_types has sliding_attention, but use_sliding_window is false; correct one of them")
-    return (described.sliding_window or _WINDOW, first) if first < layers else (None, 0)
-
-
-def _even_share(described: _ConfigJson) -> int:
-    """The width of a head that is not given."""
-    head_dim, rest = divmod(described.hidden_size, described.num_attention_heads)
-    if rest:
-        raise UserError(
-            f"hidden_size = {described.hidden_size} is not a multiple of num_attention_heads = "
-            f"{described.num_attention_heads}, and there is no head_dim; correct them"
-        )
-    return head_dim
-
-
-def _check_supported(described: _ConfigJson) -> None:
+def _check_supported(described: _ConfigJson, family: str) -> None:
     if described.attention_dropout:
         raise UserError(
             f"attention_dropout = {described.attention_dropout} is not supported; set it to 0 to train without dropout"
@@ -250,6 +205,17 @@ def _check_supported(described: _ConfigJson) -> None:
         if is_refused:
             shown = f" = {value!r}" if isinstance(value := getattr(described, key), str | bool) else ""
             raise UserError(f"{key}{shown} is not supported; choose another model")
+    layers, types = described.num_hidden_layers, described.layer_types
+    if types is None or family == "llama":  # which does not read it
+        return
+    first = types.count("full_attention")
+    if len(types) != layers or types != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+        raise UserError(
+            "layer_types is supported where full_attention comes first and sliding_attention follows, one for each "
+            "layer; choose another model"
+        )
+    if family == "mistral" and 0 < first < layers:
+        raise UserError("layer_types of mistral is supported where all layers have one type; choose another model")
 
 
 def _rotary(document: Mapping[str, Any], described: _ConfigJson) -> tuple[float, Scaling | None]:

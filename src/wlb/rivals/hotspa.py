@@ -18,10 +18,11 @@ from wlb.rivals.filling import Integers, best_fit, longest_first, power_of_two
 from wlb.rivals.layouts import candidate_ranks, layout_text
 from wlb.rivals.plan import GroupPlan, Ranks
 from wlb.rivals.policy import Outcome, PricedStep, best_of, first_batches
-from wlb.rivals.pricing import StepPrice, begun_together, group_seconds, model_weights, price_groups, step_seconds
+from wlb.rivals.pricing import StepPrice, begun_together, group_seconds, price_groups, step_seconds
 from wlb.simulate.search import SearchSpace
 from wlb.workload.base import DocumentPrices
 from wlb.workload.links import group_link
+from wlb.workload.weights import parameters
 
 BUCKETS = (1 / 16, 1 / 4, 1.0)  # of the context window: the longest document of each; assumed
 _GRADIENT_BYTES = 4
@@ -67,13 +68,8 @@ class HotSwitching:
         moved = switched_bytes([ranks for ranks, _ in used])
         job = used[0][0].job
         seconds += float(group_link(job.hardware, "point_to_point", job.gpus, 1).seconds(moved))
-        plans = [plan for _, plan in used]
-        return PricedStep(
-            StepPrice(seconds, exchanged + moved, memory),
-            sum(plan.tokens for plan in plans),
-            sum(plan.pairs for plan in plans),
-            planning,
-        )
+        trained = np.concatenate([plan.trained for _, plan in used])
+        return PricedStep(StepPrice(seconds, exchanged + moved, memory), trained, planning)
 
 
 def in_buckets(lengths: Integers, longest: Sequence[int]) -> list[Integers]:
@@ -92,7 +88,7 @@ def switched_bytes(strategies: Sequence[Ranks]) -> float:
         old = strategies[index - 1]
         share = 1 / (new.job.tp * new.job.pp)
         held = 1 / (max(new.job.tp, old.job.tp) * max(new.job.pp, old.job.pp))
-        values = model_weights(new.job.shape) * (share - held)
+        values = parameters(new.job.shape) * (share - held)
         total += values * (new.job.hardware.bytes_per_value + (_GRADIENT_BYTES if index else 0))
     return total
 

@@ -66,7 +66,8 @@ class Heterogeneous:
         dealt = greedy(lengths, self.kinds)
         planning = time.perf_counter() - began
         prices: list[StepPrice] = []
-        exchanged, tokens, pairs, first = 0.0, 0, 0, 0
+        trained: list[Integers] = []
+        exchanged, first = 0.0, 0
         for kind in self.kinds:
             mine = dealt[first : first + kind.count]
             first += kind.count
@@ -75,12 +76,12 @@ class Heterogeneous:
             plan = packed(mine, lengths, kind)
             prices.append(price_groups(plan, kind.ranks))
             exchanged += prices[-1].exchanged_bytes * kind.ranks.count * kind.ranks.job.pp * kind.ranks.job.tp
-            tokens, pairs = tokens + plan.tokens, pairs + plan.pairs
+            trained.append(plan.trained)
         gpus = self.kinds[0].ranks.job.gpus
         price = StepPrice(
             max(price.seconds for price in prices), exchanged / gpus, max(price.memory_bytes for price in prices)
         )
-        return PricedStep(price, tokens, pairs, planning)
+        return PricedStep(price, np.concatenate(trained), planning)
 
 
 def greedy(lengths: Integers, kinds: tuple[Pipelines, ...]) -> list[list[int]]:

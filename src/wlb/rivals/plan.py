@@ -96,15 +96,6 @@ class GroupPlan:
         """Lengths of all documents that groups run."""
         return self.lengths[[document for group in self.groups for document in group.documents]]
 
-    @property
-    def tokens(self) -> int:
-        return int(self.trained.sum())
-
-    @property
-    def pairs(self) -> int:
-        """Attended query-key pairs."""
-        return int(attended_pairs(self.trained).sum())
-
     def tokens_per_rank(self, ranks: int) -> NDArray[np.float64]:
         """Tokens of every rank in every slot, evenly shared by its group; shape (ranks, slots)."""
         tokens = np.zeros((ranks, self.slots))
@@ -153,12 +144,9 @@ class MovedPlan:
         return int(self.pools.shape[1])
 
     @property
-    def tokens(self) -> int:
-        return int((self.home.stop - self.home.start).sum())
-
-    @property
-    def pairs(self) -> int:
-        return round(float(self.work.pairs.sum()))
+    def trained(self) -> Integers:
+        """Lengths of all documents that lie anywhere; once, also where they lie on the ranks of several stages."""
+        return self.lengths[np.unique(self.home.document)]
 
     def by_lane(self, values: NDArray[np.float64], tasks: Tasks) -> NDArray[np.float64]:
         """Sums over ``tasks`` of ``values``, shape (ranks, slots)."""

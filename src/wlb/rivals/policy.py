@@ -31,11 +31,10 @@ _DOCUMENTS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class PricedStep:
-    """A step's price, what it trains (tokens and attended pairs) and the seconds that planning it took here."""
+    """A step's price, lengths of the documents that it trains, and the seconds that planning it took here."""
 
     price: StepPrice
-    tokens: int
-    pairs: int
+    trained: Integers
     planning_seconds: float
 
 
@@ -115,7 +114,7 @@ class RankTrial:
         began = time.perf_counter()
         plan: Plan = self.plan(lengths, self.ranks)
         planning = time.perf_counter() - began
-        return PricedStep(self.price(plan, self.ranks), plan.tokens, plan.pairs, planning)
+        return PricedStep(self.price(plan, self.ranks), plan.trained, planning)
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def best_of(
     priced += _attempted(more(fastest()[0]), batches[0])
     trial, step = fastest()
     steps = [step, *(trial.step(batch) for batch in batches[1:])]
-    return _outcome(name, trial, steps, batches, work_prices, len(priced))
+    return _outcome(name, trial, steps, work_prices, len(priced))
 
 
 def _attempted(trials: Sequence[Trial], lengths: Integers) -> list[tuple[Trial, PricedStep]]:
@@ -192,21 +191,14 @@ def _attempted(trials: Sequence[Trial], lengths: Integers) -> list[tuple[Trial, 
     return priced
 
 
-def _outcome(
-    name: str,
-    trial: Trial,
-    steps: Sequence[PricedStep],
-    batches: Sequence[Integers],
-    work_prices: DocumentPrices,
-    tried: int,
-) -> Outcome:
-    tokens = [step.tokens for step in steps]
+def _outcome(name: str, trial: Trial, steps: Sequence[PricedStep], work_prices: DocumentPrices, tried: int) -> Outcome:
+    tokens = [int(step.trained.sum()) for step in steps]
     return Outcome(
         policy=name,
         layout=trial.layout,
         steps=len(steps),
         tokens=sum(tokens),
-        work_seconds=sum(float(work_prices.document_seconds(batch).sum()) for batch in batches),
+        work_seconds=sum(float(work_prices.document_seconds(step.trained).sum()) for step in steps),
         seconds=sum(step.price.seconds for step in steps),
         token_delay=0.0,
         tokens_cv=float(np.std(tokens) / np.mean(tokens)),

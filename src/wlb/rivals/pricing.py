@@ -27,7 +27,6 @@ from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps
-from wlb.workload import ModelShape
 
 Array = NDArray[np.float64]
 
@@ -178,13 +177,6 @@ def _peak(job: SimulatedJob, tokens: int, members: int, keeps_weights: bool) -> 
     grouped = _with_groups(job, members, max(1, job.dp // members), "per_document", micro_batches=_MANY * job.pp)
     settings = replace(grouped.memory_settings, keeps_weights=keeps_weights)
     return predict_even_step(settings, tokens * members).total
-
-
-def model_weights(shape: ModelShape) -> float:
-    """Weights of the whole model."""
-    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
-    block = attention + 3 * shape.hidden * shape.ffn_hidden + 2 * shape.hidden
-    return float(shape.layers * block + 2 * shape.hidden * shape.vocab_size)
 
 
 _DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")

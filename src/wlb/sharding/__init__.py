@@ -7,7 +7,6 @@ operations; ``make_shard_plan`` is a batch of one. A new strategy is one new fil
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from wlb.sharding.latency import ShardLatency, shard_latency
 from wlb.sharding.pieces import MicroBatches, Pieces, rank_tables
 from wlb.sharding.plan import ShardPlan
 from wlb.sharding.static import per_document, per_sequence
-from wlb.workload import Workload, make_workload
+from wlb.workload import Workload, default_workload
 
 __all__ = ["STRATEGIES", "MicroBatches", "ShardLatency", "ShardPlan", "make_shard_plan", "shard_latency", "shard_many"]
 
@@ -51,17 +50,23 @@ def make_shard_plan(
     """
     lengths = _checked(document_lengths)
     micro_batch = MicroBatches(lengths, np.array([len(lengths)]))
-    pieces = shard_many(micro_batch, cp_size, strategy, workload or _default_workload())
+    pieces = shard_many(micro_batch, cp_size, strategy, workload or default_workload())
     return ShardPlan(strategy, tuple(lengths.tolist()), rank_tables(pieces, cp_size))
 
 
 def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Workload) -> Pieces:
     """The pieces that ``make_shard_plan`` makes of each micro-batch; arguments and errors as there."""
-    if strategy not in STRATEGIES:
-        raise UserError(f"sharding strategy {strategy!r} is unknown; choose from {', '.join(STRATEGIES)}")
+    shard = STRATEGIES[checked_strategy(strategy)]
     if cp_size < 1:
         raise UserError(f"cp_size = {cp_size} is not a group size; it must be at least 1")
-    return STRATEGIES[strategy](micro_batches, cp_size, workload)
+    return shard(micro_batches, cp_size, workload)
+
+
+def checked_strategy(name: str) -> str:
+    """``name``, if a sharding strategy has it. Raises ``UserError`` otherwise."""
+    if name not in STRATEGIES:
+        raise UserError(f"sharding strategy {name!r} is unknown; choose from {', '.join(STRATEGIES)}")
+    return name
 
 
 def check_group_size(cp: int) -> None:
@@ -79,8 +84,3 @@ def _checked(document_lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.
     if (shortest := int(lengths.min())) < 1:
         raise UserError(f"a document of {shortest} tokens cannot be sharded; lengths must be at least 1")
     return lengths.astype(np.int64)
-
-
-@lru_cache(maxsize=1)
-def _default_workload() -> Workload:
-    return make_workload("7b", "h100")

@@ -61,6 +61,7 @@ def settings_checks(config: JobConfig, store: TrainedStore, model: TransformerCo
     checks: list[Check] = [
         lambda: check_layout(model.shape, config.parallel),
         lambda: document_stream(document_lengths(store), config.data),  # refuses what leaves nothing to train on
+        store.check_labels,
         lambda: check_evaluation(config, store, model.shape.vocab_size),
     ]
     if config.packing.method == "fixed_solver":

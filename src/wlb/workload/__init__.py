@@ -5,13 +5,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from wlb.workload.analytic import AnalyticWorkload, analytic_workload
 from wlb.workload.base import Phase, Seconds, Workload
 from wlb.workload.flops import attention_flops, linear_flops
 from wlb.workload.hardware import HARDWARE, Hardware, hardware_preset
-from wlb.workload.profile import ProfileWorkload, load_profile
 from wlb.workload.published import MODEL_SHAPES, model_shape
 from wlb.workload.shapes import ModelShape
+
+if TYPE_CHECKING:  # importing it needs more than NumPy, which ``wlb.balance`` does without
+    from wlb.workload.profile import ProfileWorkload, load_profile
 
 __all__ = [
     "HARDWARE",
@@ -24,6 +30,7 @@ __all__ = [
     "Seconds",
     "Workload",
     "attention_flops",
+    "default_workload",
     "linear_flops",
     "load_profile",
     "make_workload",
@@ -41,3 +48,23 @@ def make_workload(
     shape = model_shape(model) if isinstance(model, str) else model
     rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
     return analytic_workload(shape, rates, tp, cp)
+
+
+@lru_cache(maxsize=1)
+def default_workload() -> AnalyticWorkload:
+    """The 7B model on one H100: prices where none are given, computed once."""
+    return make_workload()
+
+
+if not TYPE_CHECKING:  # a type checker sees the import above
+
+    def __getattr__(name: str) -> object:
+        if name not in ("ProfileWorkload", "load_profile"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module("wlb.workload.profile"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,14 +1,16 @@
 """The shape of a Hugging Face model, read from its ``config.json`` to price it.
 
 Read is what decides what a model costs: sizes, and which blocks have windows, linear attention or experts. What the
-trainer needs beside that, and what it refuses, is in ``wlb.planning.config_json``. Keys that are absent have the
-defaults of the model's class in ``transformers``, where that class has one default for models of all sizes.
+trainer needs beside that, and what it refuses, is in ``wlb.planning.config_json``, which takes the shape from here.
+Keys that are absent have the defaults of the model's class in ``transformers``, where that class has one default for
+models of all sizes. Where keys disagree, ``layer_types`` decides, as there.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ Document = Mapping[str, Any]
 # Where config.json does not say.
 _HEAD_DIMS = {"qwen3": 128, "qwen3_next": 256, "gemma3_text": 256, "gpt_oss": 64}
 _GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4}
-_WINDOW, _QWEN_FULL = 4096, 28  # sliding_window, and Qwen's max_window_layers
+_WINDOW, _GPT_OSS_WINDOW, _QWEN_FULL = 4096, 128, 28  # sliding_window, and Qwen's max_window_layers
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -64,64 +66,76 @@ def language_model(document: Document) -> Document:
     return text if isinstance(text, dict) else document
 
 
-def dense(document: Document, **variant: Any) -> ModelShape:
+def dense(document: Document, *, head_dim: int | None = None, **variant: Any) -> ModelShape:
     """The shape of a decoder whose blocks are all alike: full attention, and one feed-forward network."""
-    hidden, heads = _size(document, "hidden_size"), _size(document, "num_attention_heads")
-    share = None if hidden % heads else hidden // heads
-    head_dim = variant.pop("head_dim", None) or _size(
-        document, "head_dim", _HEAD_DIMS.get(document["model_type"], share)
-    )
     return ModelShape(
-        hidden=hidden,
+        hidden=_size(document, "hidden_size"),
         layers=_size(document, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=_size(document, "num_key_value_heads", heads),
+        heads=_size(document, "num_attention_heads"),
+        kv_heads=_size(document, "num_key_value_heads", _size(document, "num_attention_heads")),
         ffn_hidden=_size(document, "intermediate_size"),
-        head_dim=head_dim,
+        head_dim=head_dim or _head_dim(document),
         vocab_size=_size(document, "vocab_size"),
         **variant,
     )
 
 
+def _head_dim(document: Document) -> int:
+    hidden, heads = _size(document, "hidden_size"), _size(document, "num_attention_heads")
+    default = _HEAD_DIMS.get(document["model_type"])
+    if default is None and document.get("head_dim") is None and hidden % heads:
+        raise UserError(
+            f"hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and there is no head_dim; "
+            "complete it"
+        )
+    return _size(document, "head_dim", default or hidden // heads)
+
+
 def _mistral(document: Document) -> ModelShape:
-    window = document.get("sliding_window", _WINDOW)
-    return dense(document) if window is None else dense(document, **_windows(document, None))
+    window = _window(document, _WINDOW)  # with layer_types, transformers makes a Ministral of it
+    return _with_windows(dense(document), document, window, lambda layer: window is not None)
 
 
 def _mixtral(document: Document) -> ModelShape:
-    windows = {} if document.get("sliding_window") is None else _windows(document, None)
-    return dense(document, experts=_experts(document, "num_local_experts", "intermediate_size"), **windows)
+    experts = _experts(document, "num_local_experts", "intermediate_size")
+    return dense(document, experts=experts, sliding_window=_window(document, None))
 
 
-def _qwen(document: Document, **variant: Any) -> ModelShape:
-    if document.get("use_sliding_window"):
-        first = min(_size(document, "max_window_layers", _QWEN_FULL, least=0), _size(document, "num_hidden_layers"))
-        if first < _size(document, "num_hidden_layers"):
-            window = _size(document, "sliding_window", _WINDOW)
-            variant |= {"sliding_window": window, "full_attention_layers": first or None}
-    return dense(document, **variant)
+def _qwen(document: Document) -> ModelShape:
+    window, first = _qwen_window(document), _size(document, "max_window_layers", _QWEN_FULL, least=0)
+    return _with_windows(dense(document), document, window, lambda layer: window is not None and layer >= first)
 
 
-def _qwen_moe(document: Document, **variant: Any) -> ModelShape:
+def _qwen_moe(document: Document) -> ModelShape:
+    return replace(_qwen_routed(document), sliding_window=_qwen_window(document))
+
+
+def _qwen_window(document: Document) -> int | None:
+    used = document.get("use_sliding_window")
+    if used not in (None, True, False):
+        raise UserError(f"use_sliding_window = {used!r} is neither true nor false; correct it")
+    return _window(document, _WINDOW) if used else None
+
+
+def _qwen_routed(document: Document) -> ModelShape:
     if _size(document, "decoder_sparse_step", 1) != 1:
         raise UserError(f"decoder_sparse_step = {document['decoder_sparse_step']} is not priced; choose another model")
-    dense = document.get("mlp_only_layers") or []
-    if dense != [*range(len(dense))]:
-        raise UserError(f"mlp_only_layers = {dense} is not priced; only the first layers may be dense")
+    first = document.get("mlp_only_layers") or []
+    if first != [*range(len(first))]:
+        raise UserError(f"mlp_only_layers = {first} is not priced; only the first layers may be dense")
     experts = _experts(
         document,
         "num_experts" if "num_experts" in document else "num_local_experts",  # as transformers 5 writes it
         "moe_intermediate_size",
         shared_hidden=_size(document, "shared_expert_intermediate_size", 0, least=0),
-        dense_layers=len(dense),
+        dense_layers=len(first),
     )
-    return _qwen(document, experts=experts, **variant)
+    return dense(document, experts=experts)
 
 
 def _qwen3_next(document: Document) -> ModelShape:
-    every = _size(document, "full_attention_interval", 4)
-    if document.get("layer_types"):
-        every = _period(document["layer_types"], _LINEAR) or 0
+    shape, every = _qwen_routed(document), _size(document, "full_attention_interval", 4)
+    types = _layer_types(document, shape.layers, _LINEAR, lambda layer: (layer + 1) % every != 0)
     net = DeltaNet(
         key_heads=_size(document, "linear_num_key_heads"),
         value_heads=_size(document, "linear_num_value_heads"),
@@ -129,7 +143,7 @@ def _qwen3_next(document: Document) -> ModelShape:
         value_dim=_size(document, "linear_value_head_dim"),
         conv_width=_size(document, "linear_conv_kernel_dim", 4),
     )
-    return _qwen_moe(document, delta_net=net, full_attention_every=every)
+    return replace(shape, delta_net=net, full_attention_every=_period(types))
 
 
 def _deepseek(document: Document) -> ModelShape:
@@ -156,12 +170,14 @@ def _deepseek(document: Document) -> ModelShape:
 
 def _gemma3(document: Document) -> ModelShape:
     document = _GEMMA3 | dict(document)
-    return dense(document, **_windows(document, _size(document, "sliding_window_pattern", 6)))
+    every = _size(document, "sliding_window_pattern", 6)
+    window = _window(document, _WINDOW)
+    return _with_windows(dense(document), document, window, lambda layer: (layer + 1) % every != 0)
 
 
 def _gpt_oss(document: Document) -> ModelShape:
-    experts = _experts(document, "num_local_experts", "intermediate_size")
-    return dense(document, experts=experts, **_windows(document, 2))
+    shape = dense(document, experts=_experts(document, "num_local_experts", "intermediate_size"))
+    return _with_windows(shape, document, _window(document, _GPT_OSS_WINDOW), lambda layer: (layer + 1) % 2 != 0)
 
 
 def _experts(document: Document, count: str, width: str, **more: int) -> Experts:
@@ -185,26 +201,48 @@ FAMILIES: dict[str, Callable[[Document], ModelShape]] = {
 }
 
 
-def _windows(document: Document, every: int | None) -> dict[str, Any]:
-    """The windows of a model in which every ``every``-th block has full attention, unless ``layer_types`` differs."""
-    if document.get("layer_types"):
-        every = _period(document["layer_types"], _SLIDING)
-        if every == 1:
-            return {}
-    return {"sliding_window": _size(document, "sliding_window", _WINDOW), "full_attention_every": every}
+def _window(document: Document, default: int | None) -> int | None:
+    """Tokens that blocks with a window attend; null is no window."""
+    return None if document.get("sliding_window", default) is None else _size(document, "sliding_window", default)
 
 
-def _period(types: Any, other: str) -> int | None:
-    """Every so many blocks one has full attention and all between are of the ``other`` type; None where none has."""
-    unknown = set(types) - {_FULL, other} if isinstance(types, list) else {str(types)}
+def _with_windows(
+    shape: ModelShape, document: Document, window: int | None, slides: Callable[[int], bool]
+) -> ModelShape:
+    """``shape`` with a window in the blocks of which ``layer_types`` says so, or else ``slides`` of their number."""
+    types = _layer_types(document, shape.layers, _SLIDING, slides)
+    if _SLIDING not in types:
+        return shape
+    if window is None:
+        raise UserError(
+            f"layer_types has {_SLIDING}, but there is no window by sliding_window and use_sliding_window; correct one "
+            "of them"
+        )
+    first = types.index(_SLIDING)
+    if _FULL not in types[first:]:
+        return replace(shape, sliding_window=window, full_attention_layers=first or None)
+    return replace(shape, sliding_window=window, full_attention_every=_period(types))
+
+
+def _layer_types(document: Document, layers: int, other: str, is_other: Callable[[int], bool]) -> list[str]:
+    """Of every block whether its attention is full or of the ``other`` type; ``layer_types`` says so, if given."""
+    types = document.get("layer_types")
+    if types is None:
+        return [other if is_other(layer) else _FULL for layer in range(layers)]
+    unknown = [name for name in types if name not in (_FULL, other)] if isinstance(types, list) else [types]
     if unknown:
-        raise UserError(f"layer_types has {sorted(unknown)[0]!r}, which is not priced; choose another model")
-    if _FULL not in types:
-        return None
-    every = types.index(_FULL) + 1
-    if types != [_FULL if (layer + 1) % every == 0 else other for layer in range(len(types))]:
+        raise UserError(f"layer_types has {unknown[0]!r}, which is not priced; choose another model")
+    if len(types) != layers:
+        raise UserError(f"layer_types has {len(types)} types for num_hidden_layers = {layers}; correct one of them")
+    return [str(name) for name in types]
+
+
+def _period(types: list[str]) -> int:
+    """Every so many blocks one has full attention, and all between have not."""
+    every = types.index(_FULL) + 1 if _FULL in types else len(types) + 1
+    if any((name == _FULL) != ((layer + 1) % every == 0) for layer, name in enumerate(types)):
         raise UserError(f"layer_types does not repeat every {every} layers; such a model is not priced, choose another")
-    return int(every)
+    return every
 
 
 def _size(document: Document, name: str, default: int | None = None, *, least: int = 1) -> int:

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wlb.documents.store import reader
 from wlb.documents.store.index import MAGIC, read_index
+from wlb.documents.store.mixture import StoreMixture
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.documents.store.writer import token_type
 from wlb.errors import UserError
@@ -432,6 +434,41 @@ def test_a_mask_belongs_to_its_store(tmp_path):
     (tmp_path / "s.mask").unlink()
     with pytest.raises(UserError, match=r"s\.mask does not exist, and the store was written with one"):
         TokenStore.open(tmp_path / "s")
+
+
+def test_a_byte_of_the_mask_is_0_or_1(tmp_path):
+    with TokenStoreWriter(tmp_path / "s", vocab_size=50, masked=True) as writer:
+        writer.add([1, 2, 3])
+        writer.add([4, 5])
+    (tmp_path / "s.mask").write_bytes(bytes([1, 0, 1, 1, 2]))
+    store = TokenStore.open(tmp_path / "s")
+    np.testing.assert_array_equal(store.loss_mask(0, 0, 3), [True, False, True])
+    with pytest.raises(
+        UserError, match=r"s\.mask has the byte 2 for a token of document 1; write 1 for tokens that are"
+    ):
+        store.loss_mask(1, 0, 2)
+
+
+def test_a_store_without_a_label_to_learn_is_found(tmp_path, monkeypatch):
+    def stored(name: str, documents: list[list[bool]], masked: bool = True) -> TokenStore:
+        with TokenStoreWriter(tmp_path / name, vocab_size=50, masked=masked) as writer:
+            for mask in documents:
+                writer.add([1] * len(mask), mask if masked else None)
+        return TokenStore.open(tmp_path / name)
+
+    monkeypatch.setattr(reader, "_MASK_CHUNK", 2)
+    nothing = [False] * 3
+    for learnt in ([True], [], [False, True], nothing):
+        labels = [nothing, [True], learnt, [True, False], []]  # nothing predicts the first token of a document
+        store = stored(f"masked {len(learnt)} {any(learnt)}", labels)
+        if any(learnt[1:]):
+            store.check_labels()
+        else:
+            with pytest.raises(UserError, match=r"token store .* has no label in .*\.mask, so nothing would be learnt"):
+                store.check_labels()
+    stored("whole", [[True], [True, True]], masked=False).check_labels()
+    with pytest.raises(UserError, match="has documents of one token only"):
+        StoreMixture([stored("short", [[True]] * 4, masked=False)]).check_labels()
 
 
 def test_a_store_without_a_mask_leaves_none_of_the_one_it_replaces(tmp_path):

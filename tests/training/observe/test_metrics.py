@@ -59,6 +59,15 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
+def test_the_first_step_without_labels_is_reported(tmp_path, capsys):
+    writer = MetricsWriter(config(tmp_path), 0)
+    for step, labelled in enumerate((None, 3, 0, 0), 1):
+        writer.write(replace(ROW, step=step, loss_tokens=labelled))
+    writer.close()
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)
+    assert "step 3 has no labelled token among its 100" in said
+
+
 def test_a_line_holds_the_metrics_as_soon_as_it_is_written(tmp_path):
     writer = MetricsWriter(config(tmp_path), 0)
     writer.write(ROW)

@@ -71,7 +71,7 @@ def bin_path(prefix: Path) -> Path:
 
 
 def mask_path(prefix: Path) -> Path:
-    """``PREFIX.mask``: one byte for each token of ``PREFIX.bin``, which is not zero where the token is a label."""
+    """``PREFIX.mask``: one byte for each token of ``PREFIX.bin``, 1 where the token is a label and else 0."""
     return store_path(prefix, ".mask")
 
 

@@ -80,6 +80,11 @@ class StoreMixture:
         store, index = self._place(document)
         return store.loss_mask(index, start, length)
 
+    def check_labels(self) -> None:
+        """As ``TokenStore.check_labels``, for every store."""
+        for store in self.stores:
+            store.check_labels()
+
     def _place(self, document: int) -> tuple[TokenStore, int]:
         number = bisect_right(self._firsts, document, hi=len(self.stores)) - 1
         return self.stores[number], document - self._firsts[number]

@@ -25,6 +25,7 @@ __all__ = ["TokenStore", "TokenStoreWriter"]
 
 # Sidecars have a few KiB; a larger PREFIX.json is somebody's data and is not parsed.
 _LARGEST_SIDECAR = 1 << 20
+_MASK_CHUNK = 1 << 20  # tokens whose mask is looked at together
 
 
 class TokenStore:
@@ -126,12 +127,44 @@ class TokenStore:
         return view
 
     def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None:
-        """Which of ``length`` tokens of a document from token ``start`` on are labels; None where all tokens are."""
+        """Which of ``length`` tokens of a document from token ``start`` on are labels; None where all tokens are.
+
+        Raises ``UserError`` for a byte of the mask that is neither 0 nor 1.
+        """
         if self._mask is None:
             return None
         first = int(self._index.offsets[document]) + start
-        labels: NDArray[np.bool_] = self._mask[first : first + length] != 0
+        flags = self._mask[first : first + length]
+        if flags.size and flags.max() > 1:
+            raise UserError(
+                f"{mask_path(self.prefix)} has the byte {flags.max()} for a token of document {document}; write 1 for "
+                "tokens that are labels and 0 for others"
+            )
+        labels: NDArray[np.bool_] = flags.view(np.bool_)
         return labels
+
+    def check_labels(self) -> None:
+        """Raise ``UserError`` unless some document has a token that follows another and is a label.
+
+        Reads the mask, if there is one, up to the first such token.
+        """
+        if self._mask is None:
+            learnt = bool((self.lengths > 1).any())
+        else:
+            learnt = any(map(self._has_labels, range(0, self.tokens, _MASK_CHUNK)))
+        if not learnt:
+            reason = (
+                "has documents of one token only" if self._mask is None else f"has no label in {mask_path(self.prefix)}"
+            )
+            raise UserError(f"token store {self.prefix} {reason}, so nothing would be learnt; prepare it again")
+
+    def _has_labels(self, start: int) -> bool:
+        """Whether ``_MASK_CHUNK`` tokens from ``start`` on have a label that is not the first token of its document."""
+        assert self._mask is not None
+        labels = self._mask[start : start + _MASK_CHUNK] != 0
+        first, last = np.searchsorted(self._index.offsets, [start, start + len(labels)])
+        labels[self._index.offsets[first:last] - start] = False
+        return bool(labels.any())
 
     def _check_ids(self, view: NDArray[Any], document: int) -> None:
         if not view.size:

@@ -8,16 +8,19 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from wlb.batches import PlannedBatchSampler
 from wlb.errors import UserError, require
 from wlb.integrations.checks import BalanceMonitor
+from wlb.integrations.document_fields import FIELDS, token_count
 from wlb.integrations.huggingface.attention import check_model, register_attention
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
 from wlb.integrations.huggingface.resuming import TrainedBatches, state_callback, trained_state
-from wlb.integrations.packed import FlatteningCollator
+from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
 from wlb.packing.plan import StepPlan
 from wlb.training.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
@@ -130,6 +133,21 @@ class _BalancedTrainer:
         with self.balance_monitor.computing() if self.balance_monitor else nullcontext():
             return super().training_step(*positional, **arguments)  # type: ignore[misc]
 
+    def get_batch_samples(self, *positional: Any, **arguments: Any) -> Any:
+        batches, items = super().get_batch_samples(*positional, **arguments)  # type: ignore[misc]
+        if batches and items is not None and not int(items.max() if isinstance(items, Tensor) else items):
+            warn_of_no_labels()
+            items = items + 1  # the loss is a sum of nothing, divided by them
+        return batches, items
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep the columns that the collator reads, which the model does not take."""
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        trainer: Any = self
+        if isinstance(getattr(trainer, "data_collator", None), FlatteningCollator):
+            columns = trainer._signature_columns
+            trainer._signature_columns = [*columns, *(field for field in FIELDS if field not in columns)]
+
     def _wlb_sampler(self, trainer: Any) -> PlannedBatchSampler:
         planning = dict(self._wlb_planning)
         cp = planning.pop("cp")
@@ -190,7 +208,7 @@ def _checked_epochs(trainer: Any) -> int | None:
 
 
 def _lengths_of(dataset: Any) -> Sequence[int]:
-    """Tokens of every document: the column ``length``, or those of ``input_ids``."""
+    """Tokens of every document, without padding: the column ``length``, or what ``attention_mask`` and ids say."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
             "a stream of documents has no lengths to plan by; load it as a data set with a length, or train on a token "
@@ -199,9 +217,11 @@ def _lengths_of(dataset: Any) -> Sequence[int]:
     columns = getattr(dataset, "column_names", None) or ()
     if "length" in columns:
         return [int(length) for length in dataset["length"]]
+    if "attention_mask" in columns:
+        return [int(np.count_nonzero(mask)) for mask in dataset["attention_mask"]]
     if "input_ids" in columns:
         return [len(ids) for ids in dataset["input_ids"]]
-    return [len(dataset[index]["input_ids"]) for index in range(len(dataset))]
+    return [token_count(dataset[index], f"document {index}") for index in range(len(dataset))]
 
 
 def _monitor_callback(monitor: BalanceMonitor, plans: Callable[[], Iterator[StepPlan]]) -> Any:

@@ -95,6 +95,7 @@ class MetricsWriter:
         self._tokens = self._documents = 0
         self._seconds, self._imbalance = array("d"), array("d")  # of every step: 16 bytes, over months of them
         self._evaluation: Evaluation | None = None
+        self._unlabelled_reported = False
         try:
             config.dir.mkdir(parents=True, exist_ok=True)
             self._evaluations = config.dir / "evaluation.jsonl"
@@ -124,6 +125,12 @@ class MetricsWriter:
         if self._tensorboard is not None:
             for name, value in _scalars(row):
                 self._tensorboard.add_scalar(name, value, metrics.step)
+        if metrics.loss_tokens == 0 and not self._unlabelled_reported:
+            self._unlabelled_reported = True  # the others are in steps.jsonl
+            say(
+                f"wlb: warning: step {metrics.step} has no labelled token among its {metrics.tokens:,}, so its loss "
+                "and gradients are zero; look at the masks of its documents (metrics.document_ids)"
+            )
         show_progress(live_line(metrics, pooled=self._pooled))
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
