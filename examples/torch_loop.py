@@ -37,13 +37,11 @@ def train_original(documents: Any, per_batch: int, arguments: Any, run: Run, mod
 
 
 def train_balanced(documents: Any, arguments: Any, run: Run, model: Any, optimizer: Any) -> None:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     steps = packed_batches(
         documents,
         context_window=arguments.context_window,
         micro_batches=arguments.micro_batches,
-        dp=ranks,
-        rank=rank,
         model=SHAPE,
         hardware="cpu",
     )
@@ -52,7 +50,7 @@ def train_balanced(documents: Any, arguments: Any, run: Run, model: Any, optimiz
             run.batches.append([segment.document for segment in planned.segments])
             with run.computing():
                 logits = model(batch.tokens, batch.position_ids, batch.segment_lengths)
-                packed_loss(logits, batch.labels, step.loss_tokens, averaged_over=ranks).backward()
+                packed_loss(logits, batch.labels, step.loss_tokens, averaged_over=dist.get_world_size()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -60,7 +58,7 @@ def train_balanced(documents: Any, arguments: Any, run: Run, model: Any, optimiz
 def check(documents: Any, model: TinyTransformer, arguments: Any) -> float:
     """The gradient of one micro-batch against that of its documents one at a time."""
     sizes = {"context_window": arguments.context_window, "micro_batches": 1, "model": SHAPE, "hardware": "cpu"}
-    (batch,) = next(packed_batches(documents, **sizes)).batches
+    (batch,) = next(packed_batches(documents, dp=1, **sizes)).batches
 
     def loss(start: int, stop: int, lengths: Any) -> torch.Tensor:
         run = slice(start, stop)

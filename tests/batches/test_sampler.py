@@ -133,8 +133,67 @@ def test_too_few_documents_for_the_ranks_are_refused():
 
 def test_a_state_of_other_documents_is_refused():
     state = sampler().state_dict()
-    with pytest.raises(UserError, match="of 300 documents, this one has 299"):
+    with pytest.raises(UserError, match="documents = 300, this run has 299"):
         sampler(LENGTHS[1:]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"micro_batches": 4},
+        {"dp": 1},
+        {"dp": 4, "cp": 2, "rank": 0},
+        {"context_window": 1500},
+        {"preset": "wlb-llm"},
+        {"preset": "elastic", "pool": 1, "pool_micro_batches": 3},
+        {"model": "7b"},
+        {"epochs": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("taken", [4, 100])  # batches: after one step, and among the last
+def test_a_state_between_steps_continues_with_other_settings(change: dict[str, Any], taken: int):
+    first = sampler(epochs=2)
+    batches = iter(first)
+    trained = Counter(chain(*islice(batches, taken)))
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state["taken"] == 0
+    ranks = range(0, 8, 2) if "rank" in change else [None]
+    for rank in ranks:
+        resumed = sampler(**{"epochs": 2, **change, "rank": rank})
+        resumed.load_state_dict(state)
+        trained += Counter(chain(*resumed))
+    assert trained == dict.fromkeys(range(len(LENGTHS)), change.get("epochs", 2))
+
+
+def test_epochs_are_added_after_the_last_one_was_drained():
+    first = sampler()
+    assert list(first)
+    longer = sampler(epochs=2)
+    longer.load_state_dict(first.state_dict())
+    assert Counter(chain(*longer)) == dict.fromkeys(range(len(LENGTHS)), 1)
+    shorter = sampler()
+    with pytest.raises(UserError, match="the state is in epoch 2 of the documents, and this run ends with epoch 1"):
+        shorter.load_state_dict(longer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("taken", "change", "message"),
+    [
+        (4, {"seed": 7}, "saved with seed = 0, this run has 7"),
+        (4, {"shuffle": False}, "saved with shuffle = True, this run has False"),
+        (4, {"lengths": LENGTHS[::-1]}, "saved with digest of lengths = "),
+        (3, {"micro_batches": 4}, "inside a step with micro_batches = 2, this run has 4"),
+        (3, {"dp": 1}, "inside a step with processes = 2, this sampler has 1"),
+        (3, {"epochs": 2}, "inside a step with epochs = 1, this sampler has 2"),
+        (3, {"context_window": 1500}, "inside a step with context_window = 1024, this run has 1500"),
+    ],
+)
+def test_what_a_state_cannot_be_continued_with_is_refused(taken: int, change: dict[str, Any], message: str):
+    first = sampler()
+    list(islice(first, taken))
+    with pytest.raises(UserError, match=message):
+        sampler(**change).load_state_dict(first.state_dict())
 
 
 def test_own_prices_are_packed_by():

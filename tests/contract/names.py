@@ -37,13 +37,14 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.workload.make_workload": "model=..., hardware=..., tp=..., cp=...",
     # What other pages of docs/ show: where one of these moves, its page moves with it.
     "wlb.batches.PlannedBatchSampler": (
-        "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., workload=..., **settings"
+        "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., workload=..., group=..., "
+        "**settings"
     ),
     "wlb.batches.PlannedBatchSampler.load_state_dict": "state",
     "wlb.batches.PlannedBatchSampler.micro_batches_of_steps": "",
     "wlb.batches.PlannedBatchSampler.set_epoch": "epoch",
     "wlb.batches.PlannedBatchSampler.state_dict": "",
-    "wlb.batches.PlannedBatchSampler.steps": "",
+    "wlb.batches.PlannedBatchSampler.steps": "state=...",
     "wlb.integrations.checks.BalanceMonitor": "dp=..., cp=..., device=...",
     "wlb.integrations.checks.check_packing": "model, packed, singles, *, tolerance=..., sharded=...",
     "wlb.integrations.huggingface.balanced": (
@@ -59,7 +60,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.integrations.packed.FlatteningCollator": "",
     "wlb.integrations.packed.packed_batches": (
         "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., state=..., "
-        "**settings"
+        "group=..., **settings"
     ),
     "wlb.integrations.packed.packed_loss": "logits, labels, loss_tokens, averaged_over=...",
     "wlb.attention.segment_attention": "query, key, value, segment_lengths",

@@ -39,9 +39,10 @@ def test_reading_again_keeps_what_waits():
     lengths = [4, 25, 7, 3]
     documents = stream(lengths)
     taken = documents.take(3)
+    stream_state = documents.state_dict()
     again = stream(lengths)
-    again.read_again(3, taken[2:])
-    again.load_state_dict(documents.state_dict())
+    again.read_again(stream_state, taken[2:])
+    again.load_state_dict(stream_state)
     assert again[1] == "x" * 25
     with pytest.raises(KeyError):
         again[0]
@@ -58,8 +59,10 @@ def test_mistakes_are_one_line():
     with pytest.raises(UserError, match="document 0 has 11 tokens, over the context window of 10"):
         stream([11], "error").take(1)
     with pytest.raises(UserError, match="3 documents had come, this one has 2"):
-        stream([1, 1]).read_again(3, [])
+        stream([1, 1]).read_again({"documents": 3, "digest": 0}, [])
     begun = stream([1, 1])
     begun.take(1)
     with pytest.raises(UserError, match="open it anew"):
-        begun.read_again(1, [])
+        begun.read_again(begun.state_dict(), [])
+    with pytest.raises(UserError, match="the first 1 documents of this stream have other lengths"):
+        stream([2, 1]).read_again(begun.state_dict(), [])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,13 +263,13 @@ class Recording(FlatteningCollator):
 
 
 def train(
-    folder: str, resume: bool = False, planning: dict[str, Any] | None = None, **settings: Any
+    folder: str, resume: bool | str = False, planning: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[torch.Tensor, list[int], Any]:
     """Weights afterwards, the documents of this process, and what the monitor measured."""
     packed = model()
     register_attention(packed)
     collator = Recording()
-    trainer = balanced(transformers.Trainer, context_window=128, monitor=True, **planning or {})(
+    trainer = balanced(transformers.Trainer, **{"context_window": 128, "monitor": True, **(planning or {})})(
         model=packed, args=arguments(folder, **settings), train_dataset=DATA, data_collator=collator
     )
     trainer.add_callback(collator.forget_the_check())
@@ -308,13 +310,15 @@ def one_at_a_time(smoothing: float = 0.0, **planning: Any) -> torch.Tensor:
 
 def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_path: Path):
     pytest.importorskip("accelerate")
-    weights, seen, steps = train(str(tmp_path / "whole"))
+    save: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
+    weights, seen, steps = train(str(tmp_path / "whole"), **save)
     assert Counter(seen) == dict.fromkeys(range(len(DATA)), 2)
     assert relative(weights, one_at_a_time()) < 1e-7
-    half = {"save_strategy": "steps", "save_steps": steps // 2}
-    train(str(tmp_path / "halves"), **half, max_steps=steps // 2)
-    again, rest, _ = train(str(tmp_path / "halves"), resume=True)
+    # A loader with workers is ahead of what a checkpoint has trained.
+    train(str(tmp_path / "ahead"), **save, dataloader_num_workers=2, max_steps=7)
+    again, rest, of_all = train(str(tmp_path / "ahead"), resume=str(tmp_path / "ahead" / "checkpoint-5"))
     assert torch.equal(again, weights)
+    assert of_all == steps
     assert len(rest) < len(seen)
 
 
@@ -345,6 +349,45 @@ def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
         for trained, expected in zip(packed.parameters(), oracle.parameters(), strict=True):
             change = 0 if expected.grad is None else 1e-3 * expected.grad
             torch.testing.assert_close(trained, expected - change, rtol=1e-9, atol=1e-9)
+
+
+def _resume_on_a_rank(
+    folder: str, planning: dict[str, Any], resume: bool = False, **settings: Any
+) -> tuple[torch.Tensor, list[int], int]:
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    return train(folder, resume, planning, **settings)
+
+
+def test_a_trainer_resumes_with_other_settings_and_loses_nothing(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    save: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+    folder, seen = str(tmp_path), Counter[int]()
+    seen.update(train(folder, **save, max_steps=3)[1])
+    for rank in run_ranks(2, partial(_resume_on_a_rank, folder, {}, True, **save, max_steps=6)):
+        seen.update(rank[1])
+    seen.update(run_ranks(2, partial(_resume_on_a_rank, folder, {"cp": 2}, True, **save, max_steps=9))[0][1])
+    save["gradient_accumulation_steps"] = 4
+    seen.update(train(folder, True, **save, max_steps=12, save_only_model=True)[1])
+    elastic = {"context_window": 160, "preset": "elastic", "pool": 1, "pool_micro_batches": 3}
+    seen.update(train(folder, True, elastic, **save)[1])
+    assert seen == dict.fromkeys(range(len(DATA)), 2)
+
+
+def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    folder = str(tmp_path)
+    train(folder, save_strategy="steps", save_steps=2, max_steps=2)
+    with pytest.raises(UserError, match="saved with seed = 42, this run has 7; continue with what it was saved with"):
+        train(folder, True, seed=7)
+    state = tmp_path / "checkpoint-2" / "trainer_state.json"
+    plain = json.loads(state.read_text())
+    del plain["stateful_callbacks"]["BalancedState"]
+    state.write_text(json.dumps(plain))  # as another Trainer saves it
+    with pytest.raises(UserError, match="checkpoint-2 does not say which documents were trained"):
+        train(folder, True)
+    _, seen, _ = train(folder, True, ignore_data_skip=True, save_strategy="steps", save_steps=3, max_steps=3)
+    assert seen
 
 
 PLANNINGS: tuple[tuple[dict[str, Any], int, float], ...] = (  # planning, readers of a document, label smoothing

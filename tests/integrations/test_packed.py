@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from wlb.attention import segment_attention
+from wlb.batches import PlannedBatchSampler
 from wlb.errors import UserError
 from wlb.integrations.checks import BalanceMonitor, check_packing
 from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss
 
 RANDOM = np.random.default_rng(0)
 DOCUMENTS = [RANDOM.integers(0, 97, length) for length in RANDOM.integers(2, 60, 80)]
+LENGTHS = [len(ids) for ids in DOCUMENTS]
 SIZES: dict[str, Any] = {"context_window": 64, "micro_batches": 2, "model": "tiny"}
 
 
@@ -79,7 +81,7 @@ def test_a_state_continues_after_any_step():
         next(steps)
         rest = islice(packed_batches(DOCUMENTS, **SIZES, epochs=2, state=state), 30 - taken)
         assert head + [[documents_in(b) for b in step.batches] for step in rest] == expected
-    with pytest.raises(UserError, match="of 80 documents, not of 79"):
+    with pytest.raises(UserError, match="documents = 80, this run has 79"):
         packed_batches(DOCUMENTS[1:], **SIZES, state=state)
 
 
@@ -106,9 +108,124 @@ def test_what_a_stream_cannot_do_is_refused():
     with pytest.raises(UserError, match="a stream is one epoch, and epochs = 2"):
         packed_batches(iter(DOCUMENTS), **SIZES, epochs=2)
     with pytest.raises(UserError, match="preset 'elastic' chooses its pools by the lengths"):
-        packed_batches(iter(DOCUMENTS), **SIZES, preset="elastic", dp=2)
-    with pytest.raises(UserError, match="the state is of a stream, not of 80 documents"):
+        packed_batches(iter(DOCUMENTS), **SIZES, preset="elastic", dp=2, rank=0)
+    with pytest.raises(UserError, match="documents = 'a stream', this run has 80"):
         packed_batches(DOCUMENTS, **SIZES, state=packed_batches(iter(DOCUMENTS), **SIZES).state_dict())
+
+
+def contents(steps: Any) -> list[list[list[list[int]]]]:
+    return [[documents_in(batch) for batch in step.batches] for step in steps]
+
+
+# What one of two processes does otherwise, and what both are told. All left documents out and trained others twice.
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"rank": 0}, "rank = 0, 0, and dp x cp = 2"),
+    "dp of all": ({"dp": 4, "rank": None}, "dp x cp = 4 are not the 2 processes"),
+    "dp": ({"dp": 4, "rank": 1}, "dp (2 on process 0, 4 on process 1)"),
+    "seed": ({"seed": 1}, "seed (0 on process 0, 1 on process 1)"),
+    "order": ({"documents": DOCUMENTS[::-1]}, "digest of lengths ("),
+    "number": ({"documents": DOCUMENTS[1:]}, "documents (80 on process 0, 79 on process 1), digest of lengths ("),
+    "window": ({"context_window": 96}, "context_window (64 on process 0, 96 on process 1)"),
+    "micro-batches": ({"micro_batches": 3}, "micro_batches (2 on process 0, 3 on process 1)"),
+    "preset": ({"preset": "wlb-llm"}, "method ('makespan' on process 0, 'variable_length' on process 1)"),
+    "model": ({"model": "7b"}, "prices ("),
+    "epochs": ({"epochs": 2}, "epochs (1 on process 0, 2 on process 1)"),
+    "state": ({"state": None}, "state ("),
+    "masks": ({"documents": masked()}, "labels or masks (False on process 0, True on process 1)"),
+    "stream": ({"documents": [*DOCUMENTS[:70], DOCUMENTS[70][:1], *DOCUMENTS[71:]]}, "stream of process 1"),
+}
+
+
+def _told_of_mistakes() -> dict[str, str]:
+    told = {}
+    trained = packed_batches(DOCUMENTS, **SIZES)
+    next(trained)
+    for name, (change, _) in MISTAKES.items():
+        differs = dist.get_rank() == 1 or name == "dp of all"
+        arguments = {"documents": DOCUMENTS, **SIZES, **(change if differs else {})}
+        if name == "state" and not differs:
+            arguments["state"] = trained.state_dict()
+        if name == "stream":
+            arguments["documents"] = iter(arguments["documents"])
+        with pytest.raises(UserError) as error:
+            list(packed_batches(**arguments))
+        told[name] = str(error.value)
+    with pytest.raises(UserError, match="seed"):
+        iter(PlannedBatchSampler(LENGTHS, **SIZES, seed=dist.get_rank()))  # which Accelerate would deal
+    return told
+
+
+def test_processes_that_would_train_other_plans_are_all_told_so():
+    first, second = run_ranks(2, _told_of_mistakes)
+    assert first == second
+    for name, (_, expected) in MISTAKES.items():
+        assert expected in first[name]
+        assert "\n" not in first[name]
+
+
+def _trained_by_layout() -> dict[str, Any]:
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    layouts: dict[str, dict[str, Any]] = {
+        "all": {},
+        "neighbours alike": {"dp": 2, "rank": rank // 2},  # tensor parallelism of the loop's own
+        "strides alike": {"dp": 2, "rank": rank % 2},
+        "a group": {"group": halves[rank // 2]},
+        "stream": {"documents": iter(DOCUMENTS)},
+        "labels": {"documents": masked(), "dp": 2, "rank": rank // 2},
+        "labels of a group": {"documents": masked(), "group": halves[rank // 2]},
+    }
+    trained: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        steps = [*packed_batches(**{"documents": DOCUMENTS, **SIZES, **layout})]
+        trained[name] = contents(steps), sum(step.loss_tokens for step in steps)
+    sampler = PlannedBatchSampler(LENGTHS, **SIZES, rank=rank)
+    assert sampler.job.dp == 4
+    trained["sampler"] = list(sampler)
+    if rank == 0:  # alone, so the others are not waited for
+        trained["alone"] = (
+            contents(packed_batches(DOCUMENTS, **SIZES, dp=1)),
+            list(PlannedBatchSampler(LENGTHS, **SIZES, dp=1)),
+        )
+    return trained
+
+
+def test_layouts_that_train_every_document_are_not_refused():
+    by_rank = run_ranks(4, _trained_by_layout)
+    everything = sorted(ids.tolist() for ids in DOCUMENTS)
+
+    def trained(name: str, ranks: Any = range(4)) -> list[list[int]]:
+        return sorted(ids for rank in ranks for step in by_rank[rank][name][0] for batch in step for ids in batch)
+
+    for name in ("all", "stream"):
+        assert trained(name) == everything
+    for name in ("neighbours alike", "labels"):
+        assert trained(name, (0, 2)) == trained(name, (1, 3)) == everything
+    for name in ("strides alike", "a group", "labels of a group"):
+        assert trained(name, (0, 1)) == trained(name, (2, 3)) == everything
+    labelled = sum(label != -100 for document in masked() for label in document["labels"][1:])
+    for name in ("labels", "labels of a group"):
+        assert {rank[name][1] for rank in by_rank} == {labelled}  # counted once
+    assert sorted(index for rank in by_rank for batch in rank["sampler"] for index in batch) == list(range(80))
+    assert sorted(ids for step in by_rank[0]["alone"][0] for batch in step for ids in batch) == everything
+
+
+def test_what_needs_a_process_group_says_so():
+    with pytest.raises(UserError, match="dp x cp = 2 are not the 1 processes"):
+        packed_batches(DOCUMENTS, **SIZES, dp=2)
+
+
+def _made_too_early() -> None:
+    group = dist.group.WORLD
+    dist.group.WORLD = None  # as before init_process_group
+    steps = packed_batches(DOCUMENTS, **SIZES)
+    dist.group.WORLD = group
+    with pytest.raises(UserError, match="dp was left out before there was a process group, which has 2"):
+        next(steps)
+
+
+def test_what_was_made_before_the_process_group_does_not_train_everything_everywhere():
+    run_ranks(2, _made_too_early)
 
 
 def _learnt(documents: list[Any]) -> list[list[int]]:
@@ -138,7 +255,7 @@ def test_every_document_learns_what_its_own_fields_say():
 
 def _loss_tokens_of_a_rank() -> list[tuple[int, int]]:
     """Of every step: what this rank has, and what the step has."""
-    steps = packed_batches(mixed(), **SIZES, dp=2, rank=dist.get_rank())
+    steps = packed_batches(mixed(), **SIZES)
     return [(sum(int((b.labels >= 0).sum()) for b in step.batches), step.loss_tokens) for step in steps]
 
 
@@ -274,7 +391,7 @@ def test_the_check_finds_documents_that_see_each_other(leaks: bool):
 
 def _monitored() -> tuple[list[float], list[float], Any]:
     monitor = BalanceMonitor()
-    for step in packed_batches(DOCUMENTS, **SIZES, dp=2, rank=dist.get_rank()):
+    for step in packed_batches(DOCUMENTS, **SIZES):
         with monitor.computing():
             sum(range(20_000 * (1 + dist.get_rank())))
         monitor.end_step(step.plan)

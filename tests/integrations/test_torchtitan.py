@@ -88,7 +88,7 @@ def test_another_degree_continues_after_whole_steps(store: str):
     before = {segment for plan in islice(trained.steps(), 2) for segment in plan.segments}
     assert of_one & of_two
     assert not before & (of_one | of_two)
-    with pytest.raises(UserError, match="inside a step of dp = 2"):
+    with pytest.raises(UserError, match="inside a step with dp = 2, this run has 1"):
         one.load_state_dict(_state_after(store, micro_batches=3))
 
 
@@ -113,9 +113,10 @@ def test_what_cannot_be_trained_is_refused(store: str):
         _loader(store, local_batch_size=2)
     with pytest.raises(UserError, match="dataset_path is not set"):
         BalancedDataLoader.Config().build(dp_world_size=1, dp_rank=0, seq_len=SEQ_LEN, local_batch_size=1)
-    state = _loader(store).state_dict()
-    with pytest.raises(UserError, match="token store of 7 documents"):
-        _loader(store).load_state_dict({"wlb": json.dumps(json.loads(state["wlb"]) | {"documents": 7})})
+    state = json.loads(_loader(store).state_dict()["wlb"])
+    state["steps"]["settings"]["documents"] = 7
+    with pytest.raises(UserError, match="saved with documents = 7, this run has 300"):
+        _loader(store).load_state_dict({"wlb": json.dumps(state)})
 
 
 def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store: str):

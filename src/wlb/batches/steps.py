@@ -4,12 +4,16 @@ The planner is the trainer's own (``wlb.planning.planner``): the same order of d
 ranks and state. One thing is added. Where the end of a stream leaves a step with too few documents for all of its
 micro-batches, the step gets fewer, equally many on every rank; where it has too few even for that, its documents are
 trained with those of the step before.
+
+A state holds what decides the plans (``WholeSteps.settings``). Another order of other documents cannot be continued and
+is refused; sizes, processes and the packing may change between steps, and what waits is then planned anew.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -30,6 +34,8 @@ from wlb.workload import Hardware, ModelShape
 from wlb.workload.base import DocumentPrices
 
 Lengths = NDArray[np.int64]
+
+_ORDER = ("documents", "digest of lengths", "seed", "shuffle")  # settings that a state is bound to
 
 
 def balanced_job(
@@ -101,7 +107,8 @@ class WholeSteps(Iterator[StepPlan]):
     Epochs follow each other into the same steps, so none is cut short; the last one is drained. No micro-batch of a
     step is empty. Document ids count over epochs: id modulo the number of documents is the index.
 
-    ``first_epoch`` is where the order of documents begins. Raises ``UserError`` where there are fewer documents than
+    ``first_epoch`` is where the order of documents begins. ``settings`` are what decides the plans, by name, as JSON
+    values: processes with equal ones plan alike. Raises ``UserError`` where there are fewer documents than
     data-parallel ranks.
     """
 
@@ -114,6 +121,8 @@ class WholeSteps(Iterator[StepPlan]):
         first_epoch: int = 0,
     ) -> None:
         self._job, self._documents = job, documents
+        self.settings = _settings(job, documents)
+        self._last_epoch = None if epochs is None else first_epoch + epochs - 1
         self._capacity = job.longest_micro_batch
         self._planner = StepPlanner(job, documents, epochs=epochs, first_epoch=first_epoch)
         self._before = self._planner.state_dict()  # the step that comes next
@@ -141,15 +150,48 @@ class WholeSteps(Iterator[StepPlan]):
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last step returned, as JSON-serialisable data of the caller's own."""
-        return copy.deepcopy(self._before)
+        return {"settings": copy.deepcopy(self.settings), **copy.deepcopy(self._before)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, saved on the same documents with the same settings; a stream is at its beginning."""
+    def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
+        """Continue from ``state``; a stream is at its beginning. ``inside_step``: part of the next step was trained.
+
+        Raises ``UserError`` where it was saved on other documents, in another order or beyond the last epoch, and
+        inside a step for any other setting.
+        """
+        changed = self._changed(state, inside_step)
+        planner = copy.deepcopy({name: value for name, value in state.items() if name != "settings"})
+        stream = planner["stream"]
         if isinstance(self._documents, ArrivingDocuments):
-            self._documents.read_again(state["stream"]["documents"], waiting_in(state))
-        self._before = copy.deepcopy(state)
-        self._planner.load_state_dict(copy.deepcopy(state))
+            self._documents.read_again(stream, waiting_in(planner))
+        elif self._last_epoch is not None and stream["epoch"] > self._last_epoch:
+            raise UserError(
+                f"the state is in epoch {stream['epoch'] + 1} of the documents, and this run ends with epoch "
+                f"{self._last_epoch + 1}; give at least as many epochs as it was saved with"
+            )
+        packing = self._job.packing
+        packed_by = {"context_window", "overlong", "method", *packing.options.identity(self._job.context_window)}
+        self._planner.load_state_dict(planner, packed_otherwise=bool(changed & packed_by))
+        self._before = planner if not changed else self._planner.state_dict()
         self._coming, self._ended = None, False
+
+    def _changed(self, state: Mapping[str, Any], inside_step: bool) -> set[str]:
+        """Names of settings that are not those of ``state``. Raises ``UserError`` where one may not change."""
+        if "settings" not in state:
+            raise UserError(
+                "the state does not say with which settings it was saved, so it cannot be continued exactly; begin anew"
+            )
+        saved = state["settings"]
+        changed = [name for name in {**self.settings, **saved} if saved.get(name) != self.settings.get(name)]
+        refused = changed if inside_step else [name for name in changed if name in _ORDER]
+        if refused:
+            name = refused[0]
+            where = "inside a step " if inside_step and name not in _ORDER else ""
+            remedy = "or save after whole steps" if where else "or begin anew"
+            raise UserError(
+                f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has "
+                f"{self.settings.get(name)!r}; continue with what it was saved with, {remedy}"
+            )
+        return set(changed)
 
     def _planned(self) -> PlannedStep | None:
         if not self._ended:
@@ -176,6 +218,26 @@ class WholeSteps(Iterator[StepPlan]):
             )
             return arrange(replace(plan, ranks=(micro_batches,)), dp, order="pipeline")
         return None
+
+
+def _settings(job: JobSpec, documents: Lengths | ArrivingDocuments[Any]) -> dict[str, Any]:
+    data, packing = job.data, job.packing
+    order: list[Any] = ["a stream", None, None, None]  # what has come of it is compared on the way
+    if not isinstance(documents, ArrivingDocuments):
+        lengths = documents.astype("<i8").tobytes()
+        order = [len(documents), hashlib.blake2b(lengths, digest_size=8).hexdigest(), data.seed, data.shuffle]
+    probes = np.unique(np.geomspace(1, job.context_window, 8).astype(np.int64))
+    prices = np.asarray(job.packing_prices.document_seconds(probes), float).tolist()
+    return {
+        **dict(zip(_ORDER, order, strict=True)),
+        **packing.in_use(),
+        "context_window": job.context_window,
+        "overlong": data.overlong,
+        "micro_batches": job.micro_batches_per_rank,
+        "dp": job.dp,
+        "cp": job.cp,
+        "prices": [f"{seconds:.6g}" for seconds in prices],
+    }
 
 
 def _joined(first: StepPlan, second: StepPlan) -> StepPlan:

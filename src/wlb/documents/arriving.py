@@ -7,7 +7,8 @@ what was trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import chain, islice
 from typing import Any, Generic, TypeVar
@@ -44,6 +45,7 @@ class ArrivingDocuments(Generic[T]):
         self._overlong = OverlongReport()  # of all documents taken
         self._lengths = np.zeros(1024, np.int64)
         self._taken = 0
+        self.digest = 0  # of the lengths of all documents that have come, in their order
         self._kept: dict[int, T] = {}
         self._tokens_left: dict[int, int] = {}  # of every document that is kept
         self.epoch_is_over = False
@@ -77,11 +79,12 @@ class ArrivingDocuments(Generic[T]):
             if self._tokens_left[document] == 0:
                 del self._tokens_left[document], self._kept[document]
 
-    def read_again(self, documents: int, waiting: Iterable[Segment]) -> None:
-        """Go to where the first ``documents`` had come, keeping those of which segments are ``waiting``.
+    def read_again(self, state: Mapping[str, Any], waiting: Iterable[Segment]) -> None:
+        """Go to where the stream of ``state`` was, keeping the documents of which segments are ``waiting``.
 
-        Raises ``UserError`` unless the stream is at its beginning, and where it is shorter.
+        Raises ``UserError`` unless the stream is at its beginning, and where it is shorter or of other documents.
         """
+        documents: int = state["documents"]
         if self._taken:
             raise UserError("a stream is continued from its beginning; open it anew and give the state with it")
         for document, _, length in waiting:
@@ -95,6 +98,11 @@ class ArrivingDocuments(Generic[T]):
                 f"the state is of a stream of which {documents} documents had come, this one has {self._taken}; "
                 "continue with the stream it was saved on"
             )
+        if self.digest != state["digest"]:
+            raise UserError(
+                f"the first {documents} documents of this stream have other lengths than those of the state; continue "
+                "with the stream it was saved on"
+            )
 
     def next_epoch(self) -> None:
         raise UserError("a stream has one epoch; let it repeat its documents, or give a sequence of them")
@@ -103,7 +111,8 @@ class ArrivingDocuments(Generic[T]):
         """Nothing: a stream is where it is."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"documents": self._taken, "over": self.epoch_is_over, "overlong": asdict(self._overlong)}
+        come = {"documents": self._taken, "digest": self.digest}
+        return {**come, "over": self.epoch_is_over, "overlong": asdict(self._overlong)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, after ``read_again``."""
@@ -120,6 +129,7 @@ class ArrivingDocuments(Generic[T]):
         if number == len(self._lengths):
             self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
         self._lengths[number] = length
+        self.digest = zlib.crc32(length.to_bytes(8, "little"), self.digest)
         self._kept[number] = document
         self._taken += 1
         return Segment(number, 0, length)

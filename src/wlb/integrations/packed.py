@@ -8,7 +8,6 @@ over all ranks (``packed_loss``): which micro-batch a document is in cannot chan
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wlb.batches.processes import Processes, digest
 from wlb.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.store.reader import TokenStore
@@ -32,6 +32,7 @@ from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate.job import SimulatedJob
 from wlb.training.data.batch import IGNORE_LABEL, TokenBatch, labelled_tokens, make_batch
 from wlb.training.data.sharded_batch import shard_batch
+from wlb.training.runtime.collectives import gathered_rows
 
 
 @dataclass(frozen=True)
@@ -81,29 +82,47 @@ def packed_batches(
     *,
     context_window: int,
     micro_batches: int,
-    dp: int = 1,
+    dp: int | None = None,
     cp: int = 1,
-    rank: int = 0,
+    rank: int | None = None,
     epochs: int | None = 1,
     sharding: str = "hybrid",
     state: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
     **settings: Any,
 ) -> PackedSteps:
-    """The steps of process ``rank`` over ``documents``, one after another, as ``PackedSteps``.
+    """The steps of this process over ``documents``, one after another, as ``PackedSteps``.
 
-    Every process calls this with the same arguments but ``rank``, and trains what comes out. Arguments are those of
+    Every process calls this with the same arguments, and trains what comes out. Arguments are those of
     ``wlb.batches.PlannedBatchSampler``; ``sharding`` is the strategy by which cp ranks share a micro-batch (``rank``
     counts them as neighbours), ``overlong`` among ``settings`` says what becomes of documents over the context window
     ("error" unless given; "split", "truncate", "drop"), and ``state`` is what ``PackedSteps.state_dict`` gave.
 
+    ``group`` are the processes that train, by default all of ``torch.distributed``. ``rank`` is this process's in it,
+    and ``dp`` their number over ``cp``; without a process group both mean one process. With tensor or pipeline
+    parallelism of your own, give the group of the data-parallel ranks, or dp and the same rank for all processes that
+    train the same micro-batches. The first ``next``, and the first after ``load_state_dict``, is a collective call in
+    which all processes compare their lengths, settings, states and ranks: every process has to make it, or the others
+    wait until the group's timeout. Nothing is compared where dp = cp = 1 is given: that process trains by itself.
+
     ``documents`` without a length are a stream: read once, in order of arrival, until it ends. Every process reads all
     of it and keeps what waits to be trained. With ``state`` the stream begins again and is passed over up to there.
 
-    Where documents say which of their tokens are learnt, the labelled tokens of a step are counted over all processes
-    of the default process group, once a step. Raises ``UserError`` as the sampler does.
+    Where documents say which of their tokens are learnt, the labelled tokens of a step are counted over all processes,
+    once a step; those of a stream compare in the same call the lengths that came. Raises ``UserError`` as the sampler
+    does.
     """
     steps = PackedSteps(
-        documents, context_window, micro_batches, dp, cp, rank, epochs=epochs, sharding=sharding, **settings
+        documents,
+        context_window,
+        micro_batches,
+        dp,
+        cp,
+        rank,
+        epochs=epochs,
+        sharding=sharding,
+        group=group,
+        **settings,
     )
     if state is not None:
         steps.load_state_dict(state)
@@ -118,16 +137,17 @@ class PackedSteps(Iterator[PackedStep]):
         documents: TokenStore | Sequence[Document] | Iterable[Document],
         context_window: int,
         micro_batches: int,
-        dp: int,
+        dp: int | None,
         cp: int,
-        rank: int,
+        rank: int | None,
         *,
         epochs: int | None,
         sharding: str,
+        group: dist.ProcessGroup | None = None,
         **settings: Any,
     ) -> None:
-        if not 0 <= rank < dp * cp:
-            raise UserError(f"rank = {rank} is none of dp x cp = {dp * cp} processes")
+        self._processes = Processes(rank, dp, cp, group)
+        self._rank = self._processes.own_rank()
         overlong = settings.get("overlong", "error")
         self._stream: ArrivingDocuments[Document] | None = None
         if not hasattr(documents, "__getitem__") and not isinstance(documents, TokenStore):
@@ -137,32 +157,45 @@ class PackedSteps(Iterator[PackedStep]):
         lengths = None
         if self._stream is None:
             lengths = checked_lengths(self._source.lengths, context_window if overlong == "error" else None)
-        self.job: SimulatedJob = balanced_job(lengths, context_window, micro_batches, dp=dp, cp=cp, **settings)
+        self.job: SimulatedJob = balanced_job(
+            lengths, context_window, micro_batches, dp=self._processes.dp, cp=cp, **settings
+        )
         self._steps = WholeSteps(self.job, self._stream or self._source.lengths, epochs=epochs)
-        self._dp_rank, self._cp_rank = divmod(rank, self.job.cp)
+        self._dp_rank, self._cp_rank = divmod(self._rank, self.job.cp)
         self._sharding = "elastic" if self.job.packing.method == "elastic" else sharding
-        self._documents = None if lengths is None else len(lengths)
+        self._epochs = epochs
+        self._begin: dict[str, Any] | None = self._begins_with(None)
 
     def __next__(self) -> PackedStep:
-        plan = next(self._steps)
-        whole = [self._read(micro_batch) for micro_batch in plan.ranks[self._dp_rank]]
-        step = PackedStep(tuple(map(self._share, whole)), self._loss_tokens(plan, whole), plan)
+        if self._begin is not None:
+            self._processes.agree(self._steps.settings | self._begin, self._rank)
+            self._begin = None
+        plan = next(self._steps, None)
+        whole = [] if plan is None else [self._read(micro_batch) for micro_batch in plan.ranks[self._dp_rank]]
+        loss_tokens = self._loss_tokens(plan, whole)
+        if plan is None:
+            raise StopIteration
+        step = PackedStep(tuple(map(self._share, whole)), loss_tokens, plan)
         if self._stream is not None:
             self._stream.trained(plan.segments)
         return step
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last step, as JSON-serialisable data; the same on all processes."""
-        return {"documents": self._documents, "planner": self._steps.state_dict()}
+        return {"planner": self._steps.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Raises ``UserError`` where it is of other documents, or a stream has begun."""
-        if state["documents"] != self._documents:
-            raise UserError(
-                f"the state is of {_counted(state['documents'])}, not of {_counted(self._documents)}; continue with "
-                "what it was saved on"
-            )
-        self._steps.load_state_dict(copy.deepcopy(state["planner"]))
+        """Continue from ``state``, saved with any number of processes, micro-batches, window, packing and model.
+
+        Raises ``UserError`` where it is of other documents, seed or shuffle, or a stream has begun.
+        """
+        self._steps.load_state_dict(state["planner"])
+        self._begin = self._begins_with(state)
+
+    def _begins_with(self, state: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What processes compare before they train on, beside the settings of the steps."""
+        masks = self._source.has_labels if isinstance(self._source, _Documents) else None
+        return {"epochs": self._epochs, "sharding": self._sharding, "labels or masks": masks, "state": digest(state)}
 
     def _read(self, micro_batch: MicroBatch) -> TokenBatch:
         source = self._source
@@ -175,21 +208,40 @@ class PackedSteps(Iterator[PackedStep]):
         mine = shard_batch(batch, plan, self._cp_rank)
         return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, plan)
 
-    def _loss_tokens(self, plan: StepPlan, batches: Sequence[TokenBatch]) -> int:
-        if isinstance(self._source, TokenStore):
-            return labelled_tokens(plan, self._source)
-        if not self._source.choose_labels(plan):
-            return labelled_tokens(plan, _Arrays(self._source.lengths, {}))
+    def _loss_tokens(self, plan: StepPlan | None, batches: Sequence[TokenBatch]) -> int:
+        """Labelled tokens of the step on all processes. Those of a stream compare on the way what came of it."""
+        chosen = plan is not None and isinstance(self._source, _Documents) and self._source.choose_labels(plan)
         labelled = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in batches)
-        if self.job.dp * self.job.cp == 1:
+        if plan is not None and not chosen:
+            source = self._source
+            labelled = labelled_tokens(plan, _Arrays(source.lengths, {}) if isinstance(source, _Documents) else source)
+        ranks = self._processes.ranks
+        if ranks == 1 or (self._stream is None and not chosen):
             return labelled
-        return summed_over_ranks(labelled if self._cp_rank == 0 else 0)
+        if not dist.is_initialized():
+            if chosen:
+                raise UserError(_NO_GROUP)
+            return labelled
+        come = (0, 0, 0) if self._stream is None else (len(self._stream.lengths), self._stream.digest, plan is None)
+        group = self._processes.group
+        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        rows = gathered_rows([labelled if self._cp_rank == 0 else 0, chosen, *come], torch.int64, device, group)
+        for process, row in enumerate(rows[:, 1:]):
+            if not torch.equal(row, rows[0, 1:]):
+                raise UserError(
+                    f"the stream of process {process} differs in lengths or masks from that of process 0, among the "
+                    f"first {int(max(row[1], rows[0, 2]))}; give every process the whole stream, in the same order"
+                )
+        return int(rows[:, 0].sum()) * ranks // len(rows) if chosen else labelled
+
+
+_NO_GROUP = "labels of several ranks are counted together; call torch.distributed.init_process_group"
 
 
 def summed_over_ranks(count: int) -> int:
     """The sum of every process's ``count`` of labelled tokens; a collective call of the default process group."""
     if not dist.is_initialized():
-        raise UserError("labels of several ranks are counted together; call torch.distributed.init_process_group")
+        raise UserError(_NO_GROUP)
     total = torch.tensor(count, device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(total)
     return int(total)
@@ -200,12 +252,13 @@ class _Documents:
 
     def __init__(self, documents: Sequence[Document] | ArrivingDocuments[Document]) -> None:
         self._documents = documents
+        self.has_labels: bool | None = None  # of a stream, not known beforehand
         if not isinstance(documents, ArrivingDocuments):
             lengths, choose = [], False
             for index, document in enumerate(documents):  # once, as reading one may be costly
                 lengths.append(token_count(document, f"document {index}"))
                 choose = choose or chooses_labels(document)
-            self._lengths, self._choose_labels = np.array(lengths, np.int64), choose
+            self._lengths, self.has_labels = np.array(lengths, np.int64), choose
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -215,7 +268,7 @@ class _Documents:
     def choose_labels(self, plan: StepPlan) -> bool:
         """Whether labels of ``plan`` have to be counted, as documents choose them; the same on every rank."""
         if not isinstance(self._documents, ArrivingDocuments):
-            return self._choose_labels
+            return bool(self.has_labels)
         return any(chooses_labels(self._documents[segment.document]) for segment in plan.segments)
 
     def batch(self, micro_batch: MicroBatch) -> TokenBatch:
@@ -251,10 +304,6 @@ def _arriving(
     if epochs != 1:
         raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave epochs out, or repeat documents in it")
     return ArrivingDocuments(documents, token_count, context_window, overlong)
-
-
-def _counted(documents: int | None) -> str:
-    return "a stream" if documents is None else f"{documents} documents"
 
 
 def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int | Tensor, averaged_over: int = 1) -> Tensor:

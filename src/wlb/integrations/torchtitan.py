@@ -30,6 +30,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.override import derive, override
 
 from wlb.batches import WholeSteps, balanced_job
+from wlb.batches.processes import Processes, digest
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -74,7 +75,7 @@ class BalancedDataLoader(BaseDataLoader):
                 'to 1 and give its number as "micro_batches" of the override'
             )
         self._store = TokenStore.open(config.dataset_path)
-        self._rank, self._dp, self._multiple_of = dp_rank, dp_world_size, config.multiple_of
+        self._rank, self._multiple_of = dp_rank, config.multiple_of
         job = balanced_job(
             self._store.lengths,
             seq_len,
@@ -85,11 +86,13 @@ class BalancedDataLoader(BaseDataLoader):
             seed=config.seed,
             overlong="split",
         )
+        self._processes = Processes(dp_rank, dp_world_size, 1)
         self._steps = WholeSteps(job, self._store.lengths, epochs=None)
         self._before = self._steps.state_dict()  # the step that is being yielded
         self._taken = self._of_step = 0  # micro-batches of it, and how many it has
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        self._processes.agree(self._steps.settings | {"state": digest(self.state_dict())}, self._rank)
         for plan in self.steps():
             self._of_step = len(plan.ranks[self._rank])
             for micro_batch in plan.ranks[self._rank][self._taken :]:
@@ -102,7 +105,7 @@ class BalancedDataLoader(BaseDataLoader):
         return self._steps
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"documents": len(self._store), "dp": self._dp, "steps": self._before, "taken": self._taken}
+        state = {"steps": self._before, "taken": self._taken}
         if self._taken == self._of_step:
             state |= {"steps": self._steps.state_dict(), "taken": 0}
         return {_STATE: json.dumps(state)}
@@ -110,23 +113,13 @@ class BalancedDataLoader(BaseDataLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``; from none at all, as torchtitan may ask, at the beginning.
 
-        Raises ``UserError`` for a state of other documents, and for one inside a step of another data-parallel degree.
+        Raises ``UserError`` for a state of other documents or another seed, and inside a step for any other setting.
         """
         if not state_dict:
             return
         state = json.loads(state_dict[_STATE])
-        if state["documents"] != len(self._store):
-            raise UserError(
-                f"the checkpoint is of a token store of {state['documents']} documents, {self._store.prefix} has "
-                f"{len(self._store)}; continue with the store it was trained on"
-            )
-        if state["taken"] and state["dp"] != self._dp:
-            raise UserError(
-                f"the checkpoint is inside a step of dp = {state['dp']} ranks and cannot continue on {self._dp}; "
-                "save after whole steps"
-            )
-        self._before, self._taken = state["steps"], state["taken"]
-        self._steps.load_state_dict(self._before)
+        self._steps.load_state_dict(state["steps"], inside_step=state["taken"] > 0)
+        self._before, self._taken = self._steps.state_dict(), state["taken"]
 
     def _tensors(self, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor]:
         batch = make_batch(micro_batch, self._store)

@@ -136,7 +136,7 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def _next_plan(self) -> StepPlan | None:
         while not self._emitted:
-            if self._drained and self._last_epoch is not None:
+            if self._drained and self._last_epoch is not None and self._stream.epoch >= self._last_epoch:
                 return None
             self._feed()
         return self._emitted.popleft()

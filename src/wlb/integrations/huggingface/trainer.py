@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -21,8 +20,10 @@ from wlb.integrations.document_fields import FIELDS, token_count
 from wlb.integrations.huggingface.attention import check_model, register_attention
 from wlb.integrations.huggingface.check import check_trainer
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
+from wlb.integrations.huggingface.resuming import TrainedBatches, state_callback, trained_state
 from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
 from wlb.packing.plan import StepPlan
+from wlb.training.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
 from wlb.workload.model_json import FAMILIES, dense, language_model
 
@@ -55,7 +56,12 @@ def balanced(
             trained one.
 
     All epochs are one stream, so for Trainer they are one epoch: strategies "epoch" of saving, evaluating and logging
-    are refused where there are several. Gradient accumulation is the number of micro-batches.
+    are refused where there are several. Gradient accumulation is the number of micro-batches. Epochs are repeated up to
+    ``max_steps`` where that is given.
+
+    A checkpoint says which documents come next. Resuming goes on with them, also with another gradient accumulation,
+    number of processes, window or preset; ``train`` raises ``UserError`` where documents, seed or shuffle differ, and
+    for a checkpoint that says nothing.
 
     The constructor raises ``UserError`` for what would silently train something else: ``use_cache``, layers that carry
     a state from one document into the next, a model whose loss takes no ``num_items_in_batch``, a loss that is averaged
@@ -92,7 +98,10 @@ class _BalancedTrainer:
         self.train_sampler = self._wlb_sampler(trainer)
         self._wlb_share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         job = self.train_sampler.job
-        _accumulate_steps(trainer.args, self.train_sampler)
+        # Pools may have another number of micro-batches than was asked for.
+        trainer.args.gradient_accumulation_steps = job.micro_batches_per_rank
+        self._wlb_batches = TrainedBatches(self.train_sampler, trainer.args.max_steps)
+        trainer.add_callback(state_callback(lambda: self._wlb_batches))
         if job.cp > 1:
             register_attention(trainer.model, group=context_parallel_group(job.cp))
             rank, prices = dist.get_rank() % job.cp, job.sharding_workload
@@ -100,16 +109,29 @@ class _BalancedTrainer:
             self._wlb_share = partial(context_parallel_share, cp=job.cp, rank=rank, sharding=strategy, workload=prices)
         self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
         if self.balance_monitor is not None:
-            trainer.add_callback(_monitor_callback(self.balance_monitor, self.train_sampler))
+            trainer.add_callback(_monitor_callback(self.balance_monitor, lambda: self._wlb_batches.plans()))
         if self._wlb_checks:
             trainer.add_callback(_check_callback(self))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
+        """As Trainer's, on the documents that come next in the checkpoint. Raises ``UserError`` where none can."""
+        args = cast(Any, self).args
+
+        def begin() -> TrainedBatches:
+            trained = trained_state(args, resume_from_checkpoint)
+            if trained is None and not self._wlb_batches.is_continued:
+                return self._wlb_batches
+            return TrainedBatches(self.train_sampler, args.max_steps, *trained or ())
+
+        self._wlb_batches = on_every_rank(begin) if dist.is_initialized() else begin()
+        return super().train(resume_from_checkpoint, *positional, **arguments)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         trainer: Any = self
         workers = trainer.args.dataloader_num_workers
         loader = DataLoader(
             self._wlb_dataset(),
-            batch_sampler=self.train_sampler,
+            batch_sampler=self._wlb_batches,
             collate_fn=_Collation(trainer.data_collator, self._wlb_share),
             num_workers=workers,
             pin_memory=trainer.args.dataloader_pin_memory,
@@ -201,8 +223,11 @@ def _check_trainer_is_exact(trainer: Any) -> None:
         raise UserError(f'train_sampling_strategy = "{strategy}" has no effect, as documents are planned; leave it out')
 
 
-def _checked_epochs(trainer: Any) -> int:
-    """Epochs of the stream. Raises ``UserError`` for arguments that break packing or cut epochs."""
+def _checked_epochs(trainer: Any) -> int | None:
+    """Epochs of the stream, None where max_steps ends it.
+
+    Raises ``UserError`` for arguments that break packing or cut epochs.
+    """
     args = trainer.args
     if not getattr(args, "average_tokens_across_devices", True) and args.world_size > 1:
         raise UserError(
@@ -225,18 +250,7 @@ def _checked_epochs(trainer: Any) -> int:
     if by_epoch and whole > 1:
         raise UserError(f'{by_epoch[0]} = "epoch" has no meaning where {whole} epochs are one stream; use "steps"')
     args.num_train_epochs = 1  # of the stream
-    return whole
-
-
-def _accumulate_steps(args: Any, sampler: PlannedBatchSampler) -> None:
-    """Let the Trainer accumulate the micro-batches of a step: pools may have another number than was asked for."""
-    args.gradient_accumulation_steps = wanted = sampler.job.micro_batches_per_rank
-    fewer = [count for count in sampler.micro_batches_of_steps()[:-1] if count != wanted]
-    if fewer:
-        raise UserError(
-            f"{len(fewer)} steps have documents for only {min(fewer)} of their {wanted} micro-batches; give more "
-            "gradient_accumulation_steps, a smaller pool_micro_batches, or preset = 'best'"
-        )
+    return None if args.max_steps > 0 else whole
 
 
 def _lengths_of(dataset: Any) -> Sequence[int]:
@@ -256,13 +270,13 @@ def _lengths_of(dataset: Any) -> Sequence[int]:
     return [token_count(dataset[index], f"document {index}") for index in range(len(dataset))]
 
 
-def _monitor_callback(monitor: BalanceMonitor, sampler: PlannedBatchSampler) -> Any:
+def _monitor_callback(monitor: BalanceMonitor, plans: Callable[[], Iterator[StepPlan]]) -> Any:
     """A ``TrainerCallback`` that closes a step of ``monitor`` after every optimizer step."""
     callback_class: type[Any] = require("transformers", "hf").TrainerCallback
 
     class MonitorCallback(callback_class):
         def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            self._plans: Iterator[StepPlan] = islice(sampler.steps(), state.global_step, None)
+            self._plans = plans()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
             monitor.end_step(next(self._plans, None))

@@ -34,9 +34,11 @@ def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def gathered_rows(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``row`` of every rank, in rank order, on the CPU: the cheap ``gathered`` for a few numbers in every step."""
+def gathered_rows(
+    row: Sequence[float], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """``row`` of every rank (of ``group``), in rank order, on the CPU: the cheap ``gathered`` for a few numbers."""
     mine = torch.tensor(row, dtype=dtype, device=device)
-    rows = mine.new_empty(dist.get_world_size(), len(row))
-    dist.all_gather(list(rows.unbind()), mine)
+    rows = mine.new_empty(dist.get_world_size(group), len(row))
+    dist.all_gather(list(rows.unbind()), mine, group)
     return rows.cpu()
