@@ -144,7 +144,8 @@ def check_evaluation(config: JobConfig, trained: TrainedStore, vocab_size: int) 
             f"evaluation.store {prefix} was prepared with another tokenizer than {trained.prefix} of [data]; prepare "
             "both with the same"
         )
-    _segments(store, config)
+    if not labels_of_segments(_segments(store, config), store).any():
+        raise UserError(f"evaluation.store {prefix} has no label, so there is no loss to take; prepare it again")
 
 
 def bucket_boundaries(config: JobConfig) -> list[int]:
