@@ -143,8 +143,11 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def _feed(self) -> None:
         self._held = None
-        if not self._stream.epoch_is_over:
-            self._emitted += self._packer.plan(self._stream.take(_DOCUMENTS_AT_ONCE))
+        # One round at a time: a job that continues from a state packs what comes after it by its own sizes.
+        if steps := self._packer.next_steps():
+            self._emitted += steps
+        elif not self._stream.epoch_is_over:
+            self._packer.take_in(self._stream.take(_DOCUMENTS_AT_ONCE))
         elif self._last_epoch is not None and self._stream.epoch >= self._last_epoch:
             self._emitted += self._packer.drain()
             self._drained = True
