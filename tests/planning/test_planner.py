@@ -53,7 +53,7 @@ class Pools(NamedTuple):
     spare: int = 1  # windows: no document can fail to find room
 
     def planner(self, lengths: list[int]) -> StepPlanner:
-        packing = PackingConfig(method="elastic", micro_batches=4)
+        packing = PackingConfig.model_validate({"method": "elastic", "micro_batches": 4})
         data = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, "seed": 4})
         job = JobSpec(
             model_shape("tiny"), hardware_preset("h100"), packing, data=data, dp=self.number * self.size
@@ -133,11 +133,11 @@ def any_pools(spare: int = 1) -> st.SearchStrategy[Pools]:
 
 def random_lengths(least: int) -> st.SearchStrategy[list[int]]:
     """Documents for many steps, so that a planner takes in those of several steps at once."""
-    return st.builds(
-        lambda count, seed: np.random.default_rng(seed).integers(least, WINDOW + 1, count).tolist(),
-        st.integers(1, 150),
-        st.integers(0, 2**32),
-    )
+
+    def drawn(count: int, seed: int) -> list[int]:
+        return [*map(int, np.random.default_rng(seed).integers(least, WINDOW + 1, count))]
+
+    return st.builds(drawn, st.integers(1, 150), st.integers(0, 2**32))
 
 
 def a_chain(spare: int = 1) -> st.SearchStrategy[list[tuple[Pools, int]]]:
