@@ -20,6 +20,7 @@ from wlb.packing.packer import Packer, PackingTask
 from wlb.schedules.operations import round_size
 from wlb.settings import (
     MOST_MICRO_BATCHES,
+    MOST_RANKS,
     MicroBatches,
     NonEmptyPath,
     NonNegativeInt,
@@ -382,7 +383,7 @@ class EvaluationConfig(Section):
 def check_pool(ranks: int, pool: int) -> None:
     """Raise ``ValueError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
     if ranks % pool:
-        sizes = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
+        sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
         raise ValueError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
 
 

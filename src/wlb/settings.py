@@ -34,6 +34,8 @@ def _check_path(path: object) -> object:
 
 # Of what is planned together: four times the 15,360 sequences of a DeepSeek-V3 step (arXiv 2412.19437, section 4.2).
 MOST_MICRO_BATCHES = 65_536
+# Of a context-parallel group; shards are priced rank by rank, and groups in use have some dozens.
+MOST_RANKS = 512
 
 # Strict: true is no number of processes, and no learning rate; a whole number is a Number too. The bounds of integers
 # are those of the int32 and int64 that they end up in.

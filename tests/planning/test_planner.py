@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from wlb.config import DataConfig, PackingConfig
 from wlb.documents.order import DocumentStream, shuffled
-from wlb.packing.plan import StepPlan
+from wlb.packing.elastic import Grouping
 from wlb.planning.job import JobSpec
 from wlb.planning.planner import PlannedStep, StepPlanner
 from wlb.workload import hardware_preset, model_shape
 
 WINDOW = 32
-METHODS = ("sequential", "fixed_greedy", "variable_length")
+METHODS = ("sequential", "fixed_greedy", "variable_length", "elastic")
 
 
 def planner_of(
@@ -41,6 +41,38 @@ def planner_of(
     )
     job = JobSpec(model_shape("tiny"), hardware_preset("h100"), config, data=data, dp=dp, pp=2)
     return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1 if one_epoch else None)
+
+
+class Pools(NamedTuple):
+    """How a job of four windows a step is divided; ``spare`` is the room of a micro-batch beside its even share."""
+
+    number: int
+    size: int
+    micro_batches: int
+    grouping: Grouping
+    spare: int = 1  # windows: no document can fail to find room
+
+    def planner(self, lengths: list[int]) -> StepPlanner:
+        packing = PackingConfig.model_validate({"method": "elastic", "micro_batches": 4})
+        data = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, "seed": 4})
+        job = JobSpec(
+            model_shape("tiny"), hardware_preset("h100"), packing, data=data, dp=self.number * self.size
+        ).with_pools(self.size, self.micro_batches, self.grouping)
+        job = job.with_length_factor(max(1.0, 4 / job.packing.micro_batches + self.spare))
+        return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1)
+
+
+def resumed_in_turn(lengths: list[int], chain: list[tuple[Pools, int]], last: Pools) -> list[PlannedStep]:
+    """The steps of an epoch in which each of ``chain`` plans so many of them, and ``last`` all others."""
+    steps: list[PlannedStep] = []
+    state: dict[str, Any] | None = None
+    for pools, count in [*chain, (last, len(lengths))]:
+        planner = pools.planner(lengths)
+        if state is not None:
+            planner.load_state_dict(json.loads(json.dumps(state)))
+        steps += islice(planner, count)
+        state = planner.state_dict()
+    return steps
 
 
 def tokens_of(steps: list[PlannedStep]) -> Counter[tuple[int, int]]:
@@ -90,6 +122,63 @@ def test_a_resumed_plan_may_be_dealt_to_other_ranks():
     expected, actual = next(straight).plan, next(resumed).plan
     assert len(actual.ranks) == 2
     assert sorted(actual.segments) == sorted(expected.segments)
+
+
+def any_pools(spare: int = 1) -> st.SearchStrategy[Pools]:
+    grouping: st.SearchStrategy[Grouping] = st.sampled_from(["even", "alike"])
+    return st.builds(
+        Pools, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4), grouping, st.just(spare)
+    )
+
+
+def random_lengths(least: int) -> st.SearchStrategy[list[int]]:
+    """Documents for many steps, so that a planner takes in those of several steps at once."""
+
+    def drawn(count: int, seed: int) -> list[int]:
+        return [*map(int, np.random.default_rng(seed).integers(least, WINDOW + 1, count))]
+
+    return st.builds(drawn, st.integers(1, 150), st.integers(0, 2**32))
+
+
+def a_chain(spare: int = 1) -> st.SearchStrategy[list[tuple[Pools, int]]]:
+    return st.lists(st.tuples(any_pools(spare), st.integers(0, 3)), max_size=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=random_lengths(1), chain=a_chain(), pools=any_pools())
+def test_elastic_steps_keep_their_documents_in_other_pools(lengths, chain, pools):
+    expected = list(pools.planner(lengths))
+    actual = resumed_in_turn(lengths, chain, pools)
+    assert [sorted(step.plan.segments) for step in actual] == [sorted(step.plan.segments) for step in expected]
+    assert [(step.documents, step.pending_documents) for step in actual] == [
+        (step.documents, step.pending_documents) for step in expected
+    ]
+    assert {step.plan.longest_delay for step in actual} == {0}
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=random_lengths(WINDOW // 4), chain=a_chain(spare=0), pools=any_pools(spare=0))
+def test_the_delay_is_true_where_documents_find_no_room_in_other_pools(lengths, chain, pools):
+    """Counted again from nothing but the order of documents: a step takes in what is due by it, and trains a part."""
+    steps = resumed_in_turn(lengths, chain, pools)
+    assert tokens_of(steps) == Counter((i, t) for i, n in enumerate(lengths) for t in range(n))
+    global_batch = 4 * WINDOW
+    coming = shuffled(len(lengths), 4, 0).tolist()[::-1]
+    arrived: dict[int, int] = {}  # step of each document that waits
+    ahead = 0
+    for number, step in enumerate(steps):
+        wanted = global_batch - sum(lengths[document] for document in arrived)
+        due = max(0, wanted) - ahead
+        at_the_end = sum(lengths[document] for document in coming) < max(wanted, due)
+        taken = 0
+        while coming and (at_the_end or taken < due):
+            document = coming.pop()
+            arrived[document] = number
+            taken += lengths[document]
+        ahead = taken - due
+        waits = [(number - arrived.pop(d), length) for d, _, length in step.plan.segments]
+        assert step.plan.delay_token_steps == sum(wait * length for wait, length in waits)
+        assert step.plan.longest_delay == max(wait for wait, _ in waits)
 
 
 def test_the_next_epoch_follows_without_draining():
@@ -206,11 +295,10 @@ def test_steps_not_handed_out_come_first_when_packed_again():
 def test_steps_over_a_smaller_l_max_are_packed_again():
     lengths = [20] * 100
     large = planner_of(lengths, "variable_length", one_epoch=True, max_length_factor=2.0, outlier_thresholds=[])
-    steps = [next(large)]
-    emitted = [StepPlan.from_json(plan) for plan in steps[0].state["emitted"]]
-    assert max(m.tokens for plan in emitted for m in plan.micro_batches) > WINDOW
+    steps, coming = [next(large)], next(large)
+    assert max(m.tokens for m in coming.plan.micro_batches) > WINDOW
     small = planner_of(lengths, "variable_length", one_epoch=True, max_length_factor=1.0, outlier_thresholds=[])
-    small.load_state_dict(steps[0].state)
+    small.load_state_dict(coming.state | {"emitted": [coming.plan.to_json(), *coming.state["emitted"]]})
     rest = list(small)
     assert max(m.tokens for step in rest for m in step.plan.micro_batches) <= WINDOW
     assert tokens_of(steps + rest) == Counter((i, t) for i, n in enumerate(lengths) for t in range(n))

@@ -11,6 +11,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
 from wlb.planning.planner import StepPlanner
 from wlb.simulate import SimulatedJob, simulate, simulated_job
+from wlb.simulate.job import with_decided_length
 from wlb.simulate.pools import with_decided_pools
 
 WINDOW = 32_768
@@ -68,6 +69,15 @@ def test_no_document_waits_and_steps_are_of_one_size():
             "max_length_factor = 1.5 leaves no room for a global batch of 8 context windows in 4 micro-batches; give "
             "at least 2",
         ),
+        (
+            {"packing": {"pool_micro_batches": 65_536}},
+            "pool_micro_batches = 65536 divides a global batch of 8 context windows into 65536 micro-batches, over "
+            "512; lower it to 512",
+        ),
+        (
+            {"pool": 2, "packing": {"pool_micro_batches": 40_000, "global_batch": 65_536}},
+            "into 160000 micro-batches, over 65536; lower it to 16384",
+        ),
     ],
 )
 def test_pools_that_cannot_run_are_refused(settings, message):
@@ -82,3 +92,30 @@ def test_every_step_trains_its_global_batch_however_it_is_divided(global_batch, 
     plans = StepPlanner(job, LENGTHS[LENGTHS > WINDOW // 4]).plans()
     tokens = np.cumsum([next(plans).tokens for _ in range(8)])
     assert (np.abs(tokens - np.arange(1, 9) * global_batch * WINDOW) < WINDOW).all()
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "settings"),
+    [
+        (640, {}),
+        (2001, {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}),
+        (640, {"pp": 4, "packing": {"pool_micro_batches": 700}}),
+        pytest.param(65_536, {}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_large_global_batch_is_decided_on_by_a_part_of_it(global_batch, settings):
+    packing = {"global_batch": global_batch, **settings.get("packing", {})}
+    job = simulated_job("tiny", 64, "elastic", **({"dp": 2, "micro_batches": 4} | settings | {"packing": packing}))
+    lengths = np.random.default_rng(0).integers(1, 65, 1000)
+    decided = with_decided_length(with_decided_pools(job, lengths))
+    assert decided.pools_decided
+    assert decided.global_batch == global_batch
+    assert decided.micro_batches_per_rank == packing.get("pool_micro_batches", decided.micro_batches_per_rank)
+    step = next(StepPlanner(decided, lengths).plans())
+    assert abs(step.tokens - global_batch * 64) < 64
+
+
+def test_so_many_documents_that_a_step_would_take_minutes_are_refused():
+    job = simulated_job("tiny", 2**31 - 1, "plain-4d")
+    with pytest.raises(UserError, match=r"1 context windows of 2147483647 tokens .* some 2147483647 of these .* lower"):
+        StepPlanner(job, np.ones(1000, np.int64))

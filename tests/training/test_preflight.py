@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.training.jobs import job, write_store
+from tests.training.jobs import VOCABULARY, job, write_config, write_store
+from wlb.config_file import load_config
+from wlb.documents.store.mixture import document_lengths
 from wlb.errors import UserError
+from wlb.planning.job import JobSpec
+from wlb.planning.planner import StepPlanner
 from wlb.training.preflight import check_job
 
 
@@ -50,3 +56,59 @@ def test_packing_by_a_solver_that_is_not_installed_is_refused(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(UserError, match=r"pip install 'wlb-llm\[solver\]'"):
         check_job(config, 1)
+
+
+def exhaustive(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize(
+    ("section", "preset"),
+    [
+        ("parallel", "elastic"),
+        ("packing", "elastic"),
+        ("packing", "best"),
+        *(exhaustive(section, "best") for section in ("parallel", "evaluation", "checkpoint", "metrics")),
+        *(exhaustive(section, preset) for section in ("model", "data", "training") for preset in ("best", "elastic")),
+        *(exhaustive("packing", preset) for preset in ("plain-4d", "fixed-4d", "wlb-llm")),
+    ],
+)
+def test_a_huge_size_is_planned_or_refused_in_one_line(tmp_path, section, preset):
+    """At once: a size that made it search or count for long would meet the time limit of a test."""
+    write_store(tmp_path / "store")
+    path = write_config(tmp_path, preset, parallel={"dp": 2})
+    fields = type(getattr(load_config(path), section)).model_fields
+    sizes = [name for name, field in fields.items() if "int" in str(field.annotation)]
+    assert sizes
+    said = [
+        first_step_or_error(path, f"{section}.{setting}={value}")
+        for setting in sizes
+        for value in (65_537, 10**9, 2**31 - 1, 2**31, 2**63)
+    ]
+    assert [line for line in said if "\n" in line] == []
+
+
+def first_step_or_error(config: Path, setting: str) -> str:
+    try:
+        checked = check_job(load_config(config, [setting]), 1)
+        planned = JobSpec.from_config(checked.config, "cpu", vocab_size=VOCABULARY)
+        return f"{next(StepPlanner(planned, document_lengths(checked.store))).plan.tokens} tokens"
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("memory_gib", [4.0, 0.02])
+def test_a_large_global_batch_of_pools_is_divided_until_it_fits_the_memory(tmp_path, memory_gib):
+    write_store(tmp_path / "store")
+    config = job(
+        tmp_path,
+        "elastic",
+        parallel={"dp": 2},
+        packing={"micro_batches": 640},
+        training={"memory_gib": memory_gib},
+    )
+    packing = check_job(config, 2).config.packing
+    assert packing.in_use()["global_batch"] == 640
+    factor = packing.length_factor
+    assert factor != "auto"
+    assert (factor > 100) == (memory_gib == 4.0)

@@ -169,7 +169,8 @@ def workload_from(
     replaces, unless the command has a use of its own for it (``used_with_profile``).
     """
     from wlb.schedules.layer_split import split_layers
-    from wlb.sharding import MOST_RANKS, check_group_size
+    from wlb.settings import MOST_RANKS
+    from wlb.sharding import check_group_size
     from wlb.workload import make_workload
     from wlb.workload.profile import read_profile
     from wlb.workload.published import model_shape

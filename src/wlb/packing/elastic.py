@@ -15,16 +15,17 @@ into micro-batches in one of two ways:
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from wlb.packing.bins import best_fit
 from wlb.packing.makespan import MakespanOptions, MakespanPacker
+from wlb.packing.options import LengthFactor
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
-from wlb.settings import NonNegativeInt, Number, PositiveInt
+from wlb.settings import MicroBatches, NonNegativeInt, Number
 
 Grouping = Literal["even", "alike"]
 
@@ -35,13 +36,13 @@ _FILLINGS = 8  # of micro-batches that are tried, to find how few tokens the lon
 class ElasticOptions(MakespanOptions):
     """Options of ``elastic``: those of ``makespan``, with defaults that move no document to another step."""
 
-    max_length_factor: Annotated[Number, Field(ge=1, le=1000)] | Literal["auto"] = "auto"
+    max_length_factor: LengthFactor | Literal["auto"] = "auto"
     max_delay: NonNegativeInt = 0
     lookahead: Number = Field(0.0, ge=0, le=1)
-    global_batch: PositiveInt | None = Field(
+    global_batch: MicroBatches | None = Field(
         None, description="Context windows that a step trains; default: as many as micro_batches"
     )
-    pool_micro_batches: PositiveInt | Literal["auto"] = Field(
+    pool_micro_batches: MicroBatches | Literal["auto"] = Field(
         "auto",
         description="Micro-batches that each pool runs in a step; auto is the number that is fastest by simulation",
     )

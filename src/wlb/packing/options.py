@@ -11,10 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from wlb.errors import UserError
-from wlb.settings import NonNegativeInt, Number, Section
+from wlb.settings import MOST_MICRO_BATCHES, NonNegativeInt, Number, Section
 from wlb.token_count import parse_count
 
 LARGEST_AUTO_FACTOR = 4.0  # of L_max: a bound where memory sets none, as for a small model on a large device
+
+# L_max in context windows: at most twice the largest global batch, which one micro-batch of elastic pools may hold.
+LengthFactor = Annotated[Number, Field(ge=1, le=2 * MOST_MICRO_BATCHES)]
 
 
 class PackerOptions(Section):
@@ -67,7 +70,7 @@ class DelayOptions(PackerOptions):
 class LengthFactorOptions(DelayOptions):
     """Of packers whose micro-batches may be longer than the context window."""
 
-    max_length_factor: Annotated[Number, Field(ge=1, le=1000)] | Literal["auto"] = Field(
+    max_length_factor: LengthFactor | Literal["auto"] = Field(
         1.5,
         description="L_max, the most tokens of a micro-batch, in context windows; auto is the most that memory allows, "
         "up to 4 (with elastic, twice the mean micro-batch), in a job that is trained or simulated",

@@ -94,16 +94,24 @@ class Packer(ABC, Generic[Options]):
         ``sequential``, which cuts documents, a length over the context window (``wlb.documents.overlong`` has policies
         for those). Nothing is taken in then.
         """
+        self.take_in(arrivals)
+        steps: list[StepPlan] = []
+        while complete := self.next_steps():
+            steps += complete
+        return steps
+
+    def take_in(self, arrivals: Iterable[Arrival]) -> None:
+        """``plan`` without planning: the documents wait until ``next_steps`` is called."""
         plain = arrivals.tolist() if isinstance(arrivals, np.ndarray) else list(arrivals)
         segments = _as_segments(plain, self._documents_seen)
         self._check(segments)
         self._arrived.extend(segments)
         self._arrived_tokens += sum([segment[2] for segment in segments])
         self._documents_seen += len(segments)
-        steps: list[StepPlan] = []
-        while self._arrived_tokens >= self._tokens_wanted():
-            steps += self._next_steps()
-        return steps
+
+    def next_steps(self) -> list[StepPlan]:
+        """The next step, or the steps that are planned together with it; none where too few documents have arrived."""
+        return self._next_steps() if self._arrived_tokens >= self._tokens_wanted() else []
 
     def drain(self) -> list[StepPlan]:
         """Plan everything still held, in as many steps as it needs; the packer is empty afterwards."""

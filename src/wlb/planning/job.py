@@ -23,12 +23,14 @@ from wlb.planning.model import TransformerConfig
 from wlb.planning.prices import sharded_prices
 from wlb.schedules.layer_split import split_layers
 from wlb.schedules.operations import ZERO_BUBBLE, rank_operations, stages_of_rank
+from wlb.settings import MOST_MICRO_BATCHES
 from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload
 from wlb.workload.base import DocumentPrices
 from wlb.workload.shapes import check_divisible
 
+_MOST_OF_A_WINDOW = 64  # micro-batches of pools that a context window may make, on average: of some tokens each
 _FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
@@ -232,6 +234,12 @@ class JobSpec:
                 f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.pp} pipeline stages; raise it"
             )
         pools = ranks // pool
+        most = min(MOST_MICRO_BATCHES, _MOST_OF_A_WINDOW * self.global_batch)
+        if pools * micro_batches > most:
+            raise UserError(
+                f"pool_micro_batches = {micro_batches} divides a global batch of {self.global_batch} context windows "
+                f"into {pools * micro_batches} micro-batches, over {most}; lower it to {most // pools}"
+            )
         packing = self.packing.model_copy(
             update={
                 "micro_batches": pools * micro_batches,

@@ -44,13 +44,14 @@ def predicted_memory(job: JobSpec) -> MemoryEstimate:
     longest, rest = job.longest_micro_batch, job.most_step_tokens
     if rest is None:
         return predict_even_step(job.memory_settings, longest)
-    if rest // longest >= EVEN_ROUNDS * round_size(job.pp, job.micro_batches_per_rank):
+    walked = EVEN_ROUNDS * round_size(job.pp, job.micro_batches_per_rank)
+    if rest // longest >= walked:
         return predict_even_step(job.memory_settings, longest)  # as full as a step of the longest alone gets
     tokens = []
-    for _ in range(job.micro_batches_per_rank):
+    for _ in range(min(walked, job.micro_batches_per_rank)):  # all others are empty
         tokens.append(min(longest, rest))
         rest -= tokens[-1]
-    return predict_memory(job.memory_settings, tokens)
+    return predict_memory(replace(job.memory_settings, micro_batches=len(tokens)), tokens)
 
 
 def fits(job: JobSpec, limit: MemoryLimit) -> bool:

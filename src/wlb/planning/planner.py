@@ -15,15 +15,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.mixture import DocumentLengths, document_stream
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
+from wlb.errors import UserError
 from wlb.packing.arrange import arrange
 from wlb.packing.packer import held_segments
 from wlb.packing.plan import StepPlan
 from wlb.planning.job import JobSpec
 
+_MOST_DOCUMENTS = 2**20  # that are packed together: twice those of 65,536 windows of 4,096 tokens, at 500 tokens each
 _DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
 
 
@@ -48,7 +52,8 @@ class StepPlanner(Iterator[PlannedStep]):
 
     Ends after ``epochs`` epochs, the last one drained, and never for None: documents of the next epoch follow those of
     this one into the same steps. An epoch of a mixture is over when every store has finished one. The order of
-    documents begins with that of ``first_epoch``. Raises ``UserError`` where they leave nothing to train on.
+    documents begins with that of ``first_epoch``. Raises ``UserError`` where they leave nothing to train on, and where
+    too many of them make a step.
     """
 
     def __init__(
@@ -61,6 +66,8 @@ class StepPlanner(Iterator[PlannedStep]):
     ) -> None:
         self._stream = document_stream(documents, job.data)
         self._stream.begin(first_epoch)
+        if not isinstance(documents, ArrivingDocuments):
+            _check_step(job, documents)
         self._packer = job.packer()
         self._packing = job.packing
         self._dp = job.dp
@@ -143,8 +150,11 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def _feed(self) -> None:
         self._held = None
-        if not self._stream.epoch_is_over:
-            self._emitted += self._packer.plan(self._stream.take(_DOCUMENTS_AT_ONCE))
+        # One round at a time: a job that continues from a state packs what comes after it by its own sizes.
+        if steps := self._packer.next_steps():
+            self._emitted += steps
+        elif not self._stream.epoch_is_over:
+            self._packer.take_in(self._stream.take(_DOCUMENTS_AT_ONCE))
         elif self._last_epoch is not None and self._stream.epoch >= self._last_epoch:
             self._emitted += self._packer.drain()
             self._drained = True
@@ -171,6 +181,24 @@ class StepPlanner(Iterator[PlannedStep]):
     def _could_have_packed(self, plan: StepPlan) -> bool:
         fits = all(micro_batch.tokens <= self._packer.capacity for micro_batch in plan.micro_batches)
         return fits and len(plan.micro_batches) == self._packer.micro_batches
+
+
+def documents_together(job: JobSpec, lengths: DocumentLengths) -> int:
+    """Documents of ``lengths`` that are packed together, on average: those of a step, or of more with ``window``."""
+    stores = [lengths] if isinstance(lengths, np.ndarray) else lengths
+    tokens = sum(int(store.sum()) for store in stores)
+    windows = job.packing.options.global_batches * job.global_batch
+    return round(windows * job.context_window / tokens * sum(int(np.count_nonzero(store)) for store in stores))
+
+
+def _check_step(job: JobSpec, lengths: DocumentLengths) -> None:
+    together = documents_together(job, lengths)
+    if together > _MOST_DOCUMENTS:
+        raise UserError(
+            f"{job.packing.options.global_batches * job.global_batch} context windows of {job.context_window} tokens "
+            f"are packed together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower "
+            "packing.micro_batches or data.context_window"
+        )
 
 
 class _Held(NamedTuple):

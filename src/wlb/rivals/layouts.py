@@ -19,7 +19,7 @@ from wlb.planning.memory import limit_of_gpu
 from wlb.rivals.filling import power_of_two
 from wlb.rivals.plan import Integers, Ranks
 from wlb.rivals.pricing import ideal_seconds, peak_memory
-from wlb.sharding import MOST_RANKS
+from wlb.settings import MOST_RANKS
 from wlb.simulate.job import SimulatedJob, replicate_kv_heads, simulated_job
 from wlb.simulate.search import SearchSpace
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.settings import MOST_RANKS
 from wlb.sharding.adaptive import adaptive
 from wlb.sharding.elastic import elastic
 from wlb.sharding.hybrid import hybrid
@@ -22,8 +23,6 @@ from wlb.sharding.static import per_document, per_sequence
 from wlb.workload import Workload, default_workload
 
 __all__ = ["STRATEGIES", "MicroBatches", "ShardLatency", "ShardPlan", "make_shard_plan", "shard_latency", "shard_many"]
-
-MOST_RANKS = 512  # of a group that is simulated; shards are priced rank by rank, and groups in use have some dozens
 
 STRATEGIES: dict[str, Callable[[MicroBatches, int, Workload], Pieces]] = {
     "per_sequence": per_sequence,

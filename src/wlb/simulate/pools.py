@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -20,8 +20,10 @@ from wlb.documents.mixture import DocumentLengths
 from wlb.errors import UserError
 from wlb.packing.elastic import ElasticOptions, Grouping
 from wlb.planning.job import JobSpec
-from wlb.planning.memory import fits
-from wlb.planning.planner import StepPlanner
+from wlb.planning.memory import USABLE_SHARE, MemoryLimit, fits
+from wlb.planning.planner import StepPlanner, documents_together
+from wlb.schedules.operations import round_size
+from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, with_decided_length
 from wlb.simulate.step import simulate_steps
@@ -31,6 +33,8 @@ J = TypeVar("J", bound=JobSpec)
 
 _STEPS = 4  # that are simulated for a choice, fewer where they are of many micro-batches
 _MICRO_BATCHES = 48
+_DOCUMENTS = 65_536
+_WINDOWS = 512  # of all these steps; a larger global batch is decided on by a part of it
 _FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
 _SMALLER = (1.15, 1.3)  # times as many, where so few are too large for the memory
 _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
@@ -38,7 +42,7 @@ _CLEARLY = 0.01  # of the seconds, that grouping documents alike must save: how 
 
 
 class _Pools(NamedTuple):
-    too_large: bool  # for the memory of the GPUs
+    too_large: bool  # for the memory
     no_room: bool  # for some document, which has to wait though none should
     seconds: float  # for a second of work
     pool: int
@@ -46,10 +50,11 @@ class _Pools(NamedTuple):
     grouping: Grouping
 
 
-def with_decided_pools(job: J, lengths: DocumentLengths) -> J:
+def with_decided_pools(job: J, lengths: DocumentLengths, limit: MemoryLimit | None = None) -> J:
     """``job`` with context-parallel groups that are its pools: those given, or the fastest on documents of ``lengths``.
 
-    The same job and documents give the same pools. Raises ``UserError`` for pools that are given and cannot run, and
+    ``limit`` is what a process may hold, by default 90% of a GPU; of processes on CPUs it is not known without. The
+    same job, documents and limit give the same pools. Raises ``UserError`` for pools that are given and cannot run, and
     where none can.
     """
     if job.pools_decided:
@@ -58,19 +63,45 @@ def with_decided_pools(job: J, lengths: DocumentLengths) -> J:
     assert isinstance(options, ElasticOptions)
     if job.pool != "auto" and options.pool_micro_batches != "auto":
         return job.with_pools(job.pool, options.pool_micro_batches)
-    simulated = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
+    parts = -(-job.global_batch // _WINDOWS)
+    part = _part(job, parts, limit)
     fastest: _Pools | None = None
     for pool in _sizes(job):
-        best = min((_priced(choice, lengths, job.workload) for choice in _choices(simulated, pool)), default=None)
+        choices = _choices(part, pool, parts)
+        best = min((_priced(choice, lengths, job.workload) for choice in choices), default=None)
         if fastest is not None and (best is None or best >= fastest):
             break  # nor would smaller ones be faster
         fastest = best or fastest
     if fastest is None:
+        if options.pool_micro_batches != "auto":
+            job.with_pools(next(_sizes(job)), options.pool_micro_batches)  # says why, where it is refused for its size
         raise UserError(
             f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {job.global_batch} "
             "context windows in this pipeline; give pool and pool_micro_batches to learn why"
         )
-    return job.with_pools(fastest.pool, fastest.micro_batches, fastest.grouping)
+    if options.pool_micro_batches != "auto":
+        return job.with_pools(fastest.pool, options.pool_micro_batches, fastest.grouping)
+    micro_batches = fastest.micro_batches * parts
+    if micro_batches % round_size(job.pp, micro_batches):  # a pipeline that runs in rounds
+        micro_batches = -(-micro_batches // job.pp) * job.pp
+    return job.with_pools(fastest.pool, micro_batches, fastest.grouping)
+
+
+def _part(job: JobSpec, parts: int, limit: MemoryLimit | None) -> SimulatedJob:
+    """What is simulated: ``job`` with one of ``parts`` equal parts of its global batch, and with what memory it has."""
+    options = job.packing.options
+    assert isinstance(options, ElasticOptions)
+    part = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
+    if limit is not None:
+        part = replace(part, hardware=replace(job.hardware, memory_bytes=limit.number_of_bytes / USABLE_SHARE))
+    elif job.hardware.device_type == "cpu":
+        part = replace(part, hardware=replace(job.hardware, memory_bytes=math.inf))
+    if parts == 1:
+        return part
+    sizes: dict[str, int] = {"global_batch": job.global_batch // parts}
+    if options.pool_micro_batches != "auto":
+        sizes["pool_micro_batches"] = max(1, options.pool_micro_batches // (parts * job.pp)) * job.pp
+    return replace(part, packing=job.packing.model_copy(update=sizes))
 
 
 def _sizes(job: JobSpec) -> Iterator[int]:
@@ -83,23 +114,24 @@ def _sizes(job: JobSpec) -> Iterator[int]:
             yield job.dp // pools * job.cp
 
 
-def _choices(job: SimulatedJob, pool: int) -> Iterator[SimulatedJob]:
+def _choices(job: SimulatedJob, pool: int, parts: int) -> Iterator[SimulatedJob]:
     """The job with pools of this size, every number of micro-batches that they could run, and every grouping."""
     options = job.packing.options
     assert isinstance(options, ElasticOptions)
     groupings: tuple[Grouping, ...] = ("even", "alike")
     if options.grouping != "auto" or options.max_delay or options.lookahead:
         groupings = ("alike" if options.grouping == "alike" else "even",)
-    for of_count in _with_counts(job, pool):
+    for of_count in _with_counts(job, pool, parts):
         for grouping in groupings:
             yield of_count.with_pools(pool, of_count.micro_batches_per_rank, grouping)
 
 
-def _with_counts(job: SimulatedJob, pool: int) -> list[SimulatedJob]:
+def _with_counts(job: SimulatedJob, pool: int, parts: int) -> list[SimulatedJob]:
     """The job with pools of this size and numbers of micro-batches; more where the GPUs hold none of the usual ones."""
     options = job.packing.options
     assert isinstance(options, ElasticOptions)
-    most = int(job.global_batch * pool / (job.dp * job.cp) / _LEAST_WINDOWS)
+    share = pool / (job.dp * job.cp)
+    most = int(share * min(job.global_batch / _LEAST_WINDOWS, MOST_MICRO_BATCHES / parts))
     if options.pool_micro_batches != "auto":
         return _that_run(job, pool, [options.pool_micro_batches])
     counts = [round(filling * job.pp) for filling in _FILLINGS]
@@ -126,8 +158,14 @@ def _that_run(job: SimulatedJob, pool: int, counts: Iterable[int]) -> list[Simul
 def _priced(job: SimulatedJob, lengths: DocumentLengths, prices: DocumentPrices) -> _Pools:
     options = job.packing.options
     assert isinstance(options, ElasticOptions)
-    steps = min(_STEPS, max(1, _MICRO_BATCHES // job.packing.micro_batches))
-    plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
+    planner = StepPlanner(job, lengths)
+    most = (
+        _MICRO_BATCHES // job.packing.micro_batches,
+        _WINDOWS // job.global_batch,
+        _DOCUMENTS // max(1, documents_together(job, lengths)),
+    )
+    steps = max(1, min(_STEPS, *most))
+    plans = [*islice(planner.plans(), steps)]
     table = np.concatenate([plan.table for plan in plans])
     work = float(prices.document_seconds(table[:, 2]).sum())
     seconds = float(simulate_steps(plans, JobCosts(job)).seconds.sum())
@@ -140,5 +178,4 @@ def _priced(job: SimulatedJob, lengths: DocumentLengths, prices: DocumentPrices)
 
 
 def _too_large(job: SimulatedJob) -> bool:
-    """For the memory of GPUs; what a machine with CPUs can hold is not known here."""
-    return job.hardware.device_type == "cuda" and not fits(job, job.memory_limit)
+    return not fits(job, job.memory_limit)

@@ -24,7 +24,7 @@ from wlb.training.checkpoint.resuming import newest_checkpoint
 from wlb.training.checkpoint.same_model import check_model
 from wlb.training.data.loader import check_identity, data_identity
 from wlb.training.evaluation.held_out import check_evaluation
-from wlb.training.memory_budget import within_memory
+from wlb.training.memory_budget import memory_limit, within_memory
 from wlb.training.parallel.parallelize import check_layout
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
 
@@ -48,7 +48,9 @@ def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
     for check in (*settings_checks(config, store, model), *directory_checks(config, _check_writable)):
         check()
     saved = saved_loader_state(config, model)
-    job = with_decided_pools(JobSpec.from_config(config, hardware_name(device), model=model), lengths)
+    known = device.type == "cpu" or config.training.memory_gib is not None  # of a GPU its hardware says it
+    limit = memory_limit(config, device.type, local_processes) if known else None
+    job = with_decided_pools(JobSpec.from_config(config, hardware_name(device), model=model), lengths, limit)
     config = arranged_as(config, job)
     config = within_memory(config, job, local_processes, saved["identity"] if saved else None)
     if saved is not None:

@@ -75,6 +75,7 @@ def configure(
         model={"layers": 4, "kv_heads": 2, "vocab_size": 68, **model},
         packing={"micro_batches": micro_batches, "method": method},
         parallel=parallel,
+        data={"context_window": 64},  # so small that a planner takes in the documents of several steps at once
         training={"dtype": "float64"},
         checkpoint={"dir": str(folder / "checkpoints"), "every": 3, "allow_changed_data": allow_changed_data},
     )

@@ -54,9 +54,10 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     for check in (*settings_checks(config, store, model), *directory_checks(config, _check_could_write)):
         tried(check)
     saved = tried(lambda: saved_loader_state(config, model))
-    job = with_decided_pools(JobSpec.from_config(config, hardware, model=model), document_lengths(store))
-    config = arranged_as(config, job)
+    job = JobSpec.from_config(config, hardware, model=model)
     limit = _limit(config, job)
+    job = with_decided_pools(job, document_lengths(store), limit)
+    config = arranged_as(config, job)
     if job.packing.length_factor == "auto":
         job = job.with_length_factor(largest_factor(job, limit) or job.least_length_factor)
     if problem := too_large(job, limit):
