@@ -59,3 +59,9 @@ def test_windows_too_short_to_probe_still_give_prices(window, strategy):
     seconds = prices.document_seconds(np.arange(1, window + 1))
     assert (seconds > 0).all()
     assert np.isfinite(seconds).all()
+
+
+def test_the_longest_window_is_priced_at_once():
+    """Elastic slices of a document of 2**31 tokens are no smaller than tells them apart."""
+    prices = sharded_prices(model_shape("tiny"), hardware_preset("h100"), 1, 4, "elastic", 2**31 - 1)
+    assert 0 < prices.document_seconds([2**30])[0] < prices.document_seconds([2**31 - 1])[0]

@@ -34,6 +34,7 @@ from wlb.workload.base import Seconds, Workload
 # Cuts lie at multiples of the kernel's tile of queries, where that leaves enough places to cut in an even share.
 _TILE = 128
 _LEAST_CELLS = 128  # of an even share
+_MOST_CELLS = 2**18  # of a micro-batch: longer ones, of over 32M tokens, are cut at multiples of several tiles
 _SHORT = 1 / 24  # of an even share: a document up to this is kept for the end
 _SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
 
@@ -85,6 +86,8 @@ class _Slicing:
         self._even_attention = float(self._attention.sum()) / ranks
         self._cell = 1
         while self._cell < _TILE and 2 * self._cell * _LEAST_CELLS <= self._even_tokens:
+            self._cell *= 2
+        while self._cell * _MOST_CELLS < self._even_tokens * ranks:
             self._cell *= 2
         self._depth = self._mean_depth()
 

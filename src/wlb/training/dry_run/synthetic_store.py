@@ -14,6 +14,7 @@ from wlb.planning.configured_model import configured_model
 
 _DOCUMENTS_PER_WINDOW = 100  # twice as many as fill a context window on average
 _STEPS = 4
+_MOST_DOCUMENTS = 2**20  # more steps begin with them again
 _TOKEN_TYPE = np.dtype("<i4")
 
 
@@ -29,7 +30,8 @@ def synthetic_store(config: JobConfig, seed: int = 0) -> SyntheticStore:
     ``config`` may name no store that exists. The same arguments give the same lengths.
     """
     window = config.data.context_window
-    lengths = sample_lengths(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _STEPS, window, seed)
+    documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _STEPS, _MOST_DOCUMENTS)
+    lengths = sample_lengths(documents, window, seed)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(offsets[-1]))
     vocabulary = configured_model(config.model).shape.vocab_size
