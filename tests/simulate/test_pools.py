@@ -82,7 +82,7 @@ def test_no_document_waits_and_steps_are_of_one_size():
 )
 def test_pools_that_cannot_run_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        simulate(elastic(**settings), LENGTHS, 1)
+        with_decided_pools(elastic(**settings), LENGTHS)
 
 
 @pytest.mark.parametrize("global_batch", [1, 3, 8])
