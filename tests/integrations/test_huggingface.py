@@ -386,8 +386,6 @@ def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):
     state.write_text(json.dumps(plain))  # as another Trainer saves it
     with pytest.raises(UserError, match="checkpoint-2 does not say which documents were trained"):
         train(folder, True)
-    _, seen, _ = train(folder, True, ignore_data_skip=True, save_strategy="steps", save_steps=3, max_steps=3)
-    assert seen
 
 
 PLANNINGS: tuple[tuple[dict[str, Any], int, float], ...] = (  # planning, readers of a document, label smoothing
@@ -400,6 +398,11 @@ PLANNINGS: tuple[tuple[dict[str, Any], int, float], ...] = (  # planning, reader
 def _train_on_a_rank(folder: str) -> list[tuple[torch.Tensor, list[int], int]]:
     rank = str(dist.get_rank())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    with pytest.raises(UserError, match=r"would train different plans: digest of lengths .* differ"):
+        # Before the check, in which other documents would be other collectives.
+        balanced(transformers.Trainer, context_window=128)(
+            model=model(), args=arguments(folder), train_dataset=DATA[dist.get_rank() :][:80]
+        ).train()
     return [train(folder, planning=planning, label_smoothing_factor=smoothing) for planning, _, smoothing in PLANNINGS]
 
 
@@ -421,6 +424,8 @@ def test_two_processes_train_as_one(tmp_path: Path):
         ({"save_strategy": "epoch"}, {}, 'save_strategy = "epoch"'),
         ({"use_cache": True}, {"use_cache": True}, "use_cache = True"),
         ({"train_sampling_strategy": "group_by_length"}, {}, 'train_sampling_strategy = "group_by_length"'),
+        ({"ignore_data_skip": True}, {}, "ignore_data_skip = True"),
+        ({}, {"family": "Bloom", "attention": None}, "BloomForCausalLM does not say that it attends"),
         ({}, {"accepts_loss_kwargs": False}, "takes no num_items_in_batch"),
     ],
 )
@@ -436,6 +441,43 @@ def test_a_trainer_refuses_what_breaks_packing(
         )
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"loss_mask": [0, 1]}, "not known to read loss_mask"),
+        ({"attention_mask": [1, 0]}, "not known to cut off padding"),
+    ],
+)
+def test_masks_that_another_collator_would_pass_over_are_refused(
+    tmp_path: Path, field: dict[str, list[int]], message: str
+):
+    pytest.importorskip("accelerate")
+    with pytest.raises(UserError, match=message):
+        balanced(transformers.Trainer, context_window=128)(
+            model=model(),
+            args=arguments(str(tmp_path)),
+            train_dataset=[{"input_ids": [1, 2], **field}],
+            data_collator=transformers.DataCollatorWithFlattening(),
+        )
+
+
+def test_arguments_are_left_alone_and_planned_by(tmp_path: Path):
+    pytest.importorskip("accelerate")
+    given = arguments(str(tmp_path), num_train_epochs=3, max_steps=2)
+    alone = [{"input_ids": [5] * 128}] * 6  # no micro-batch has several, in a stream that does not end
+    trainer = balanced(transformers.Trainer, context_window=128)(model(), given, None, alone)
+    trainer.train()
+    assert (given.num_train_epochs, trainer.state.global_step) == (3, 2)
+    trainer.args.gradient_accumulation_steps = 4
+    with pytest.raises(UserError, match="gradient_accumulation_steps was 2 when the steps were planned, and is 4"):
+        trainer.train()
+
+
+class Leaking(transformers.LlamaForCausalLM):
+    def forward(self, *positional: Any, position_ids: Any = None, **arguments: Any) -> Any:
+        return super().forward(*positional, **arguments)  # so that documents attend each other
+
+
 class AveragedLoss(transformers.Trainer):
     def compute_loss(self, model: Any, inputs: Any, *positional: Any, **arguments: Any) -> Any:
         return model(**inputs).loss
@@ -444,7 +486,7 @@ class AveragedLoss(transformers.Trainer):
 @pytest.mark.parametrize(
     ("trainer_class", "family", "settings"),
     [
-        (transformers.Trainer, "Bloom", {}),  # documents attend each other, whatever their positions
+        (transformers.Trainer, "Leaking", {}),
         (transformers.Trainer, "Mixtral", {**EXPERTS, "output_router_logits": True}),  # an auxiliary loss is a mean
         (AveragedLoss, "Llama", {}),
     ],
@@ -453,9 +495,10 @@ def test_training_does_not_begin_where_packing_changes_it(
     tmp_path: Path, trainer_class: Any, family: str, settings: dict[str, Any]
 ):
     pytest.importorskip("accelerate")
-    leaking = model(family, None, **settings)
+    leaking = Leaking(model().config).double() if family == "Leaking" else model(family, None, **settings)
+    documents = [{**document, "loss_mask": [0] * len(document["input_ids"])} for document in DATA]
     trainer = balanced(trainer_class, context_window=128)(
-        model=leaking, args=arguments(str(tmp_path)), train_dataset=DATA
+        model=leaking, args=arguments(str(tmp_path)), train_dataset=documents if family == "Leaking" else DATA
     )
     with pytest.raises(UserError, match="packed documents train something else"):
         trainer.train()
@@ -463,16 +506,22 @@ def test_training_does_not_begin_where_packing_changes_it(
     assert all(parameter.grad is None for parameter in leaking.parameters())
 
 
+def _count_tokens(module: Any, positional: Any, arguments: dict[str, Any]) -> None:
+    module.tokens += arguments["input_ids"].numel()
+
+
 def test_the_check_changes_nothing_that_is_trained(tmp_path: Path):
     pytest.importorskip("accelerate")
     weights = []
     for check in (True, False):
-        dropping = model("GPT2", resid_pdrop=0.1, attn_pdrop=0.0, embd_pdrop=0.1, gradient_checkpointing=True)
+        dropping = model("OPT", dropout=0.1, ffn_dim=64, word_embed_proj_dim=32)  # dropout by the layers themselves
+        dropping.register_buffer("tokens", torch.zeros(()))
+        dropping.register_forward_pre_hook(_count_tokens, with_kwargs=True)
         register_attention(dropping)
         settings = {"max_steps": 2, "gradient_checkpointing": True}
         trainer = balanced(transformers.Trainer, context_window=128, check=check)(
             model=dropping, args=arguments(str(tmp_path), **settings), train_dataset=DATA
         )
         trainer.train()
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in dropping.parameters()]))
+        weights.append(torch.cat([value.flatten() for value in dropping.state_dict().values()]))
     assert torch.equal(*weights)

@@ -101,8 +101,12 @@ def _check_same(plans: list[dict[str, Any]]) -> None:
 
 def _check_dealt(ranks: list[int | None], count: int) -> None:
     holders = Counter(ranks)
-    if None in holders:  # dealt by the loop
+    if None in holders:  # all are dealt by Accelerate
         dealt = len(holders) == 1 and len(ranks) % count == 0
+        if "accelerate" not in sys.modules:
+            raise UserError(
+                "without a rank every process yields the micro-batches of all, which only Accelerate deals; give rank"
+            )
     else:
         dealt = set(holders) == {*range(count)} and len({*holders.values()}) == 1
     if not dealt:

@@ -176,6 +176,11 @@ class PlannedBatches(Iterator[list[int]]):
         self._taken += 1
         return list(self._batches[self._taken - 1])
 
+    @property
+    def of_step(self) -> int:
+        """Batches of the step that is being yielded."""
+        return len(self._batches)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last batch, as JSON-serialisable data of the caller's own."""
         state = {"pass": self.number, "epochs": self._epochs, "processes": len(self._processes)}

@@ -35,8 +35,9 @@ class LightningLoss:
             process reads those of its own micro-batches, and the labelled tokens are summed over processes once a
             step. Without it, all tokens of a document but one count as labelled.
 
-    Steps are those of the trainer, so a run that is resumed goes on with the right counts. Raises ``UserError`` where
-    sampler and trainer disagree, and in a call for labels that no micro-batch of the step has.
+    Steps are those of the trainer, so a run that is resumed with the same settings goes on with the right counts.
+    Raises ``UserError`` where sampler and trainer disagree, and in a call for labels that no micro-batch of the step
+    has.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class LightningLoss:
             planned = " or ".join(map(str, sorted(set(self._labelled))))
             raise UserError(
                 f"a micro-batch of step {global_step} has {found} labelled tokens, by the sampler's plan {planned}; "
-                "give LightningLoss the sampler of the train loader and, where tokens are masked, its data set as well"
+                "give LightningLoss the sampler of the train loader and, where tokens are masked, its data set as "
+                "well, and resume with the settings of the run before"
             )
         return packed_loss(logits, labels, self._loss_tokens, averaged_over=self._sampler.job.dp * self._accumulated)
 

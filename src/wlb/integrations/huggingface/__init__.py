@@ -6,7 +6,7 @@
 ``balanced`` makes a subclass of ``Trainer`` or of TRL's ``SFTTrainer`` whose train loader is planned: the documents of
 all epochs as one stream, each trained once an epoch, in micro-batches of equal work. With ``cp`` the ranks of a
 context-parallel group share every micro-batch by a ``ShardPlan``. Trainer's own loss is right for it, as
-``num_items_in_batch`` counts the labelled tokens of all ranks; resuming is Trainer's own, too.
+``num_items_in_batch`` counts the labelled tokens of all ranks; checkpoints say which documents come next.
 """
 
 from wlb.integrations.huggingface.attention import register_attention

@@ -51,18 +51,11 @@ def register_attention(
         return
     check_model(model)
     network: Any = model
-    if getattr(network, "_supports_attention_backend", False) and network._can_set_attn_implementation():
-        network.set_attn_implementation(name)
-    if network.config._attn_implementation != name:
-        raise UserError(
-            f"{type(model).__name__} does not say that it attends through transformers' AttentionInterface "
-            "(_supports_attention_backend), without which this attention has no effect and packed documents attend "
-            "each other; train a model that does, such as Llama"
-        )
+    network.set_attn_implementation(name)
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ``UserError`` for a model with settings or layers under which packed documents see each other."""
+    """Raise ``UserError`` unless the settings and layers of a model are known to keep packed documents apart."""
     config: Any = getattr(model, "config", None)
     if config is None:
         return
@@ -78,6 +71,13 @@ def check_model(model: nn.Module) -> None:
         raise UserError(
             f"{type(model).__name__} has layers of {named}, and packed documents are known to be kept apart in those "
             "of full and sliding attention only; train a model that has no others, or this one without packing"
+        )
+    network: Any = model
+    if not (getattr(network, "_supports_attention_backend", False) and network._can_set_attn_implementation()):
+        raise UserError(
+            f"{type(model).__name__} does not say that it attends through transformers' AttentionInterface "
+            "(_supports_attention_backend), without which packed documents may attend each other; train a model that "
+            "does, such as Llama"
         )
 
 

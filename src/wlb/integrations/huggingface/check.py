@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from wlb.batches import PlannedBatchSampler
 from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
 from wlb.integrations.huggingface.attention import is_packed_attention
-from wlb.packing.plan import MicroBatch
+from wlb.training.data.batch import IGNORE_LABEL
 
 _DOCUMENTS = 4  # of the micro-batch that a Trainer checks
+_STEPS = 8  # among whose micro-batches one of several documents is looked for
 _TOKENS = 8192  # over which a document is not among them, if there are others: sdpa masks windows with a square matrix
 _SCALE = 1024.0  # of the loss under float16, so that its gradients do not underflow
 
@@ -48,18 +49,19 @@ def check_trainer(
 
     The model is the wrapped one, the loss the Trainer's. All processes train the same documents, so that they call the
     same collectives and refuse together; with ``share`` each its share of them, and then all of each document alone.
-    None, with a warning, under DeepSpeed, whose engine has a backward of its own.
+    All tokens are learnt, as a mask could hide what documents see. None, with a warning, where a backward pass is more
+    than that: under DeepSpeed, and with an optimizer that steps in it.
     """
-    if getattr(trainer, "is_deepspeed_enabled", False):
-        warnings.warn("balanced: the check of packing does not run under DeepSpeed; run check_batch", stacklevel=2)
-        return None
     wrapped = trainer.model_wrapped
     model = trainer.accelerator.unwrap_model(wrapped, keep_torch_compile=False)
+    if getattr(trainer, "is_deepspeed_enabled", False) or _steps_in_backward(model):
+        warnings.warn(
+            "balanced: the check of packing does not run under DeepSpeed, nor with an optimizer that steps in the "
+            "backward pass; run check_batch",
+            stacklevel=2,
+        )
+        return None
     documents = [dataset[id_ % len(dataset)] for id_ in _checked_documents(sampler)]
-    packed = trainer.data_collator(documents)
-    packed = packed if share is None else share(packed)
-    _, count = trainer.get_batch_samples(iter([packed]), 1, trainer.args.device)
-    trainer.current_gradient_accumulation_steps = 1  # some losses look; the Trainer sets it in every step
 
     def loss_of(inputs: Mapping[str, Any], weight: float = 1.0) -> Tensor:
         with trainer.compute_loss_context_manager():
@@ -68,8 +70,12 @@ def check_trainer(
 
     scale = _SCALE if trainer.accelerator.mixed_precision == "fp16" else 1.0
     whole = 1 / sampler.job.cp  # each document alone is trained by all ranks that share the packed ones
-    alone = (partial(loss_of, trainer.data_collator([document]), whole) for document in documents)
+    alone = (partial(loss_of, _learning_all(trainer.data_collator([document])), whole) for document in documents)
     with _undisturbed(model):
+        packed = _learning_all(trainer.data_collator(documents))
+        packed = packed if share is None else share(packed)
+        _, count = trainer.get_batch_samples(iter([packed]), 1, trainer.args.device)
+        trainer.current_gradient_accumulation_steps = 1  # some losses look; the Trainer sets it in every step
         singles = _by_own_attention(model, alone)
         tolerance = _tolerance(trainer, model)
         check = check_packing(wrapped, partial(loss_of, packed), singles, tolerance=tolerance, sharded=True)
@@ -79,16 +85,23 @@ def check_trainer(
 
 
 def _checked_documents(sampler: PlannedBatchSampler) -> list[int]:
-    """Of the first micro-batch that has several: its longest document and its shortest ones."""
-    micro_batches = (batch for plan in sampler.steps() for rank in plan.ranks for batch in rank)
-    chosen: MicroBatch = next((batch for batch in micro_batches if len(batch.segments) > 1), None) or next(
-        batch for plan in sampler.steps() for rank in plan.ranks for batch in rank
-    )
+    """Of the first micro-batch that has several, if one of a few steps has: its longest document and shortest ones."""
+    micro_batches = [batch for plan in islice(sampler.steps(), _STEPS) for rank in plan.ranks for batch in rank]
+    chosen = next((batch for batch in micro_batches if len(batch.segments) > 1), micro_batches[0])
     by_length = sorted(chosen.segments, key=lambda segment: segment.length)
     short = [segment for segment in by_length if segment.length <= _TOKENS]
     candidates = short if len(short) > 1 else by_length
     taken = [candidates[-1], *candidates[: min(_DOCUMENTS, len(candidates)) - 1]]
     return [segment.document for segment in taken]
+
+
+def _learning_all(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """``batch`` with every token for a label but the first of each document."""
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, IGNORE_LABEL)}
+
+
+def _steps_in_backward(model: nn.Module) -> bool:
+    return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters())
 
 
 def _tolerance(trainer: Any, model: nn.Module) -> float:
@@ -101,19 +114,34 @@ def _tolerance(trainer: Any, model: nn.Module) -> float:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and with modes, attention and random numbers as before afterwards; checkpointing stays on."""
+    """Without dropout, and with modes, buffers, attention and random numbers as before afterwards.
+
+    Checkpointing stays on: it works in training mode only, so such modules keep that mode, and have no dropout.
+    """
     modes = [(module, module.training) for module in model.modules()]
     attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     model.eval()
-    for module, _ in modes:
-        module.training = bool(getattr(module, "gradient_checkpointing", False))  # it checkpoints in this mode only
+    checkpointing = [module for module, _ in modes if getattr(module, "gradient_checkpointing", False)]
+    dropouts: list[tuple[nn.Module, str, float]] = []
+    for module in checkpointing:
+        module.training = True
+        named = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+        dropouts += [(module, name, getattr(module, name)) for name in named]
+    for module, name, _ in dropouts:
+        setattr(module, name, 0.0)
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         for module, mode in modes:
             module.training = mode
+        for module, name, probability in dropouts:
+            setattr(module, name, probability)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
         if attention is not None and attention != model.config._attn_implementation:  # type: ignore[union-attr]
             model.set_attn_implementation(attention)  # type: ignore[operator]
 

@@ -19,6 +19,7 @@ from wlb.errors import UserError, require
 from wlb.packing.plan import StepPlan
 
 _NAME = "BalancedState"  # of the callback, in trainer_state.json
+_PLANNED = 64  # steps of an endless stream that are looked at before training; planning all would take minutes
 
 
 class TrainedBatches:
@@ -38,15 +39,14 @@ class TrainedBatches:
         self._sampler, self._done, self._stop = sampler, steps, max_steps if max_steps > 0 else None
         sampler.set_epoch(0)
         self._state = sampler.state_dict() if state is None else dict(state)
-        self._counts = [len(plan.ranks[0]) for plan in self.plans()]
         self._states = {steps: self._state}  # after as many steps
         wanted = sampler.job.micro_batches_per_rank
-        fewer = [count for count in self._counts[:-1] if count != wanted]
-        if fewer:
-            raise UserError(
-                f"{len(fewer)} steps have documents for only {min(fewer)} of their {wanted} micro-batches; give more "
-                "gradient_accumulation_steps, a smaller pool_micro_batches, or preset = 'best'"
-            )
+        planned = islice(self.plans(), None if self._stop is None else _PLANNED)
+        self._counts = [len(plan.ranks[0]) for plan in planned]
+        for count in self._counts if self._stop is not None else self._counts[:-1]:
+            self._check_step(count)
+        if self._stop is not None:
+            self._counts = [wanted] * max(0, self._stop - steps)
 
     def __len__(self) -> int:
         return self._passed_over + sum(self._counts) * self._processes
@@ -57,10 +57,27 @@ class TrainedBatches:
         batches = iter(self._sampler)
         yield from repeat([], self._passed_over)
         for step, count in enumerate(self._counts, self._done + 1):
-            yield from islice(batches, count * self._processes - 1)
-            last = next(batches)
-            self._states[step] = batches.state_dict()
-            yield last
+            of_step = count * self._processes
+            for number in range(1, of_step + 1):
+                batch = next(batches)
+                if batches.of_step != of_step:
+                    self._check_step(batches.of_step // self._processes)
+                if number == of_step:
+                    self._states[step] = batches.state_dict()
+                yield batch
+
+    def agree(self) -> None:
+        """Compare on all processes what they are about to train; a collective call. Raises ``UserError`` on all."""
+        self._sampler.load_state_dict(self._state)
+        iter(self._sampler)
+
+    def _check_step(self, count: int) -> None:
+        wanted = self._sampler.job.micro_batches_per_rank
+        if count != wanted:
+            raise UserError(
+                f"a step has documents for only {count} of its {wanted} micro-batches; give more "
+                "gradient_accumulation_steps, a smaller pool_micro_batches, or preset = 'best'"
+            )
 
     def plans(self) -> Iterator[StepPlan]:
         """Of the steps that are yet to be trained."""
@@ -108,10 +125,9 @@ def state_callback(batches: Callable[[], TrainedBatches]) -> Any:
 def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple[int, dict[str, Any]] | None:
     """Steps, and the sampler's state after them, of the checkpoint that Trainer is to resume from; None without one.
 
-    Raises ``UserError`` for a checkpoint that has no such state, unless ``ignore_data_skip`` asks for the documents
-    from the beginning.
+    Raises ``UserError`` for a checkpoint that has no such state.
     """
-    if not resume_from_checkpoint or args.ignore_data_skip:
+    if not resume_from_checkpoint:
         return None
     last: Callable[[str], str | None] = require("transformers.trainer_utils", "hf").get_last_checkpoint
     folder = last(args.output_dir) if isinstance(resume_from_checkpoint, bool) else resume_from_checkpoint
@@ -124,6 +140,6 @@ def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple
     if state is None:
         raise UserError(
             f"the checkpoint {folder} does not say which documents were trained, so it cannot be continued exactly; "
-            "set ignore_data_skip=True to begin them anew with its weights, or train on without balanced()"
+            "begin anew from its weights (from_pretrained), or train on without balanced()"
         )
     return saved["global_step"], state

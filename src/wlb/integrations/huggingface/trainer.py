@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +28,8 @@ from wlb.packing.plan import StepPlan
 from wlb.training.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
 from wlb.workload.model_json import FAMILIES, dense, language_model
+
+_PLANNED = ("gradient_accumulation_steps", "max_steps", "num_train_epochs")  # arguments that the steps depend on
 
 
 def balanced(
@@ -88,18 +92,22 @@ class _BalancedTrainer:
     _wlb_checks: bool
 
     def __init__(self, *positional: Any, **arguments: Any) -> None:
+        arguments = inspect.signature(super().__init__).bind_partial(*positional).arguments | arguments
         if arguments.get("data_collator") is None and not hasattr(arguments.get("args"), "padding_free"):
             arguments["data_collator"] = FlatteningCollator()
-        super().__init__(*positional, **arguments)
+        super().__init__(**arguments)
         trainer: Any = self
+        trainer.args = copy.copy(trainer.args)  # it is changed below, and may be used for another Trainer
         check_model(trainer.model)
         _check_trainer_is_exact(trainer)
+        _check_masks_are_read(trainer)
         self._wlb_epochs = _checked_epochs(trainer)
         self.train_sampler = self._wlb_sampler(trainer)
         self._wlb_share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         job = self.train_sampler.job
         # Pools may have another number of micro-batches than was asked for.
         trainer.args.gradient_accumulation_steps = job.micro_batches_per_rank
+        self._wlb_planned = {name: getattr(trainer.args, name) for name in _PLANNED}
         self._wlb_batches = TrainedBatches(self.train_sampler, trainer.args.max_steps)
         trainer.add_callback(state_callback(lambda: self._wlb_batches))
         if job.cp > 1:
@@ -116,6 +124,9 @@ class _BalancedTrainer:
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As Trainer's, on the documents that come next in the checkpoint. Raises ``UserError`` where none can."""
         args = cast(Any, self).args
+        for name, planned in self._wlb_planned.items():
+            if (now := getattr(args, name)) != planned:
+                raise UserError(f"{name} was {planned} when the steps were planned, and is {now}; make another Trainer")
 
         def begin() -> TrainedBatches:
             trained = trained_state(args, resume_from_checkpoint)
@@ -124,6 +135,7 @@ class _BalancedTrainer:
             return TrainedBatches(self.train_sampler, args.max_steps, *trained or ())
 
         self._wlb_batches = on_every_rank(begin) if dist.is_initialized() else begin()
+        self._wlb_batches.agree()  # before the check, in which other documents would be other collectives
         return super().train(resume_from_checkpoint, *positional, **arguments)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
@@ -223,6 +235,23 @@ def _check_trainer_is_exact(trainer: Any) -> None:
         raise UserError(f'train_sampling_strategy = "{strategy}" has no effect, as documents are planned; leave it out')
 
 
+def _check_masks_are_read(trainer: Any) -> None:
+    """Raise ``UserError`` for padding and masks in the data set that a collator other than ours would pass over."""
+    collator, dataset = trainer.data_collator, trainer.train_dataset
+    if isinstance(collator, FlatteningCollator) or not hasattr(dataset, "__len__") or not len(dataset):
+        return
+    named = f"the data collator {getattr(collator, '__name__', type(collator).__name__)}"
+    remedy = "give data_collator=FlatteningCollator() or a subclass of it"
+    columns = getattr(dataset, "column_names", None) or dataset[0]
+    if "loss_mask" in columns:
+        raise UserError(f"{named} is not known to read loss_mask, so masked tokens might be learnt; {remedy}")
+    if "attention_mask" in columns:
+        whole = hasattr(dataset, "column_names")
+        masks = dataset["attention_mask"] if whole else (document["attention_mask"] for document in dataset)
+        if not all(map(all, masks)):
+            raise UserError(f"{named} is not known to cut off padding, which would be learnt as text; {remedy}")
+
+
 def _checked_epochs(trainer: Any) -> int | None:
     """Epochs of the stream, None where max_steps ends it.
 
@@ -237,6 +266,11 @@ def _checked_epochs(trainer: Any) -> int | None:
     if getattr(args, "packing", False) or not getattr(args, "padding_free", True):
         raise UserError(
             "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
+        )
+    if args.ignore_data_skip:
+        raise UserError(
+            "ignore_data_skip = True would count steps of documents that were not trained; set it to False: resuming "
+            "reads no batch again"
         )
     for name in ("split_batches", "dispatch_batches"):
         if getattr(getattr(args, "accelerator_config", None), name, None):
