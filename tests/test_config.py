@@ -52,6 +52,7 @@ def config(tmp_path: Path) -> Path:
         "model.rope_theta=1e-300",
         "model.rope_theta=1",
         "model.rope_theta=inf",
+        "model.rope_scaling.beta_slow=1e-320",
         "parallel.dp=１",
         "data.context_window=１K",
         "data.store=' '",

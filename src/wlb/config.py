@@ -80,10 +80,10 @@ class RopeScalingConfig(Section):
         8192, description="The original context, in tokens; not for linear"
     )
     beta_fast: Number = Field(
-        32.0, gt=0, le=1e6, description="yarn: turns over the original context from which they are kept"
+        32.0, ge=1e-6, le=1e6, description="yarn: turns over the original context from which they are kept"
     )
     beta_slow: Number = Field(
-        1.0, gt=0, description="yarn: turns over the original context up to which they are divided"
+        1.0, ge=1e-6, le=1e6, description="yarn: turns over the original context up to which they are divided"
     )
     attention_factor: Number | None = Field(
         None, gt=0, description="yarn: length of cosine and sine; default: 0.1 ln(factor) + 1"

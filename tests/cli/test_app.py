@@ -100,19 +100,23 @@ def test_any_path_that_the_system_refuses_is_one_line(wlb, tmp_path, monkeypatch
     for error, line in (
         (
             OSError(30, "Read-only file system", "/disk/x"),
-            "/disk/x cannot be used: Read-only file system; name another",
+            "/disk/x cannot be used: Read-only file system; give another path",
         ),
-        (OSError(28, "No space left on device"), "No space left on device; name another path"),
+        (OSError(28, "No space left on device"), "No space left on device; give another path"),
     ):
         monkeypatch.setattr("wlb.documents.lengths.read_lengths", Mock(side_effect=error))
         status, _, err = wlb(*COMPARE)
         assert status == 2
         assert err.startswith(f"wlb: error: {line}")
-    bug = OSError("nothing that the system said")
-    monkeypatch.setattr("wlb.documents.lengths.read_lengths", Mock(side_effect=bug))
     monkeypatch.setattr(sys, "argv", ["wlb", *map(str, COMPARE)])
-    with pytest.raises(OSError, match="nothing that the system said"):
-        main()
+    for bug in (
+        OSError("nothing that the system said"),
+        OSError(12, "Cannot allocate memory"),
+        ConnectionError(111, "no"),
+    ):
+        monkeypatch.setattr("wlb.documents.lengths.read_lengths", Mock(side_effect=bug))
+        with pytest.raises(OSError, match=str(bug.args[-1])):
+            main()
 
 
 def test_one_document_or_too_few_are_refused_at_once(wlb, tmp_path):

@@ -44,6 +44,8 @@ def test_sequential_and_elastic_train_the_same_segments_of_documents_that_are_cu
 def test_documents_that_fill_no_step_and_one_that_fills_far_too_many_are_refused():
     check_filling(np.array([64 * 100]), 100, 10, steps=1)
     check_filling(np.array([99 * 100]), 100, 10, steps=99)
+    check_filling(np.array([6401, *[50] * 200]), 100, 10, steps=1)  # one among many
+    documents_for(np.array([5] * 40 + [10**6]), 10, 10, steps=1)  # one that comes too late to be taken
     check_filling(np.array([10**9] * 10), 100, 10, overlong="truncate", steps=1)
     with pytest.raises(UserError, match="the documents have 99 tokens, and one step takes 100; give more documents"):
         check_filling(np.array([90, 9]), 100, 10, steps=1)

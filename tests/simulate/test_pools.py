@@ -78,6 +78,10 @@ def test_no_document_waits_and_steps_are_of_one_size():
             {"pool": 2, "packing": {"pool_micro_batches": 40_000, "global_batch": 65_536}},
             "into 160000 micro-batches, over 65536; lower it to 16384",
         ),
+        (
+            {"dp": 128, "pool": 1, "packing": {"pool_micro_batches": 1, "global_batch": 1}},
+            "into 256 micro-batches, over 64; raise parallel.pool or packing.global_batch",
+        ),
     ],
 )
 def test_pools_that_cannot_run_are_refused(settings, message):

@@ -166,6 +166,18 @@ def read_or_refused(read: Callable[[Path], Any], directory: Path) -> tuple[Any, 
         return None, str(refusal)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_only_layers": 5}, "mlp_only_layers = 5 is not priced"),
+        ({"model_type": []}, r"model_type \[\] is not priced"),
+    ],
+)
+def test_values_of_another_kind_are_refused(tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        read_shape(Path(written(tmp_path, {"model_type": "qwen3_moe"} | SMALL | ROUTED | change)))
+
+
 def test_types_of_layers_are_one_for_each(tmp_path):
     document = {"model_type": "gpt_oss", "layer_types": ["full_attention"] * 3} | SMALL | LOCAL_EXPERTS
     with pytest.raises(UserError, match="layer_types has 3 types for num_hidden_layers = 4; correct one of them"):

@@ -6,8 +6,8 @@ Commands import what they need when they run, so that ``wlb --help`` answers at 
 
 from __future__ import annotations
 
+import errno
 import inspect
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -50,7 +50,11 @@ def _version(show: bool) -> None:
 
 
 _INTERRUPTED = 130  # what Typer returns after Ctrl-C
-_UNREAD = 141  # exit status after SIGPIPE, as shells have it
+# What the system says of a path that a user named, and of a full disk. Everything else it says is no mistake of a user.
+_PATH_ERRORS = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
+    *(errno.ELOOP, errno.EROFS, errno.EINVAL, errno.ENOSPC, errno.EDQUOT, errno.EIO),
+}
 
 # The base of every mistake on the command line; Typer carries its own copy of click from 0.29 on.
 _CommandLineError = cast(
@@ -116,14 +120,11 @@ def main() -> None:
         status = app(standalone_mode=False)
     except (UserError, _CommandLineError) as error:
         _refuse(str(error) if isinstance(error, UserError) else _with_value(error))
-    except BrokenPipeError:  # whoever read the output has enough of it; Python would complain again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(_UNREAD)
-    except OSError as error:  # whichever path a command could not read or write: missing, a directory, too long
-        if error.strerror is None:
+    except OSError as error:
+        if error.errno not in _PATH_ERRORS:
             raise
         where = f"{error.filename} cannot be used: " if error.filename else ""
-        _refuse(f"{where}{error.strerror}; name another path, or mend what is wrong with it")
+        _refuse(f"{where}{error.strerror}; give another path")
     except typer.Abort:
         status = _INTERRUPTED
     if status == _INTERRUPTED:

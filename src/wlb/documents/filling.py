@@ -25,15 +25,15 @@ def documents_for(
     """The documents of ``lengths`` as segments that fit the window; with ``steps``, only as many as fill those steps.
 
     A step takes ``micro_batches`` windows. ``overlong`` is a policy of ``wlb.documents.overlong``, or "cut" for
-    ``cut_at_windows``. Raises ``UserError`` where the documents fill not a single step, and where one document fills
-    far more than ``steps``.
+    ``cut_at_windows``. Raises ``UserError`` where the documents do not fill one step, and where one document, most of
+    them all, fills far more than ``steps``.
     """
     step_tokens = micro_batches * context_window
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
     if steps is not None:
         trained = _trained_lengths(lengths, context_window, overlong)
-        _check_longest(trained, step_tokens, steps)
         whole = whole[: documents_filling(trained, steps * step_tokens)]
+        _check_longest(trained[: len(whole)], step_tokens, steps)
     if overlong == "cut":
         documents, report = cut_at_windows(whole, context_window), OverlongReport()
     else:
@@ -52,8 +52,8 @@ def check_filling(
 ) -> None:
     """Raise ``UserError`` where documents that are repeated as needed cannot show what ``steps`` steps take.
 
-    Those that fill not a single step would be in it several times; and one that alone fills far more than is asked for
-    would take its time to be planned, and be all that is shown.
+    Those that do not fill one step would be in it several times. One that holds most of the tokens, and fills far more
+    steps than are asked for, would take its time to be planned and be all that is shown.
     """
     trained = _trained_lengths(lengths, context_window, overlong)
     if (tokens := int(trained.sum())) < step_tokens:
@@ -67,7 +67,7 @@ def check_filling(
 def _check_longest(trained: NDArray[np.int64], step_tokens: int, steps: int) -> None:
     most = max(steps, _MOST_STEPS_OF_ONE)
     longest = int(trained.argmax())
-    if trained[longest] > most * step_tokens:
+    if trained[longest] > max(most * step_tokens, trained.sum() / 2):
         raise UserError(
             f"document {longest} has {trained[longest]} tokens and alone fills over {most} steps of {step_tokens} "
             "tokens; leave it out, cut it, or take more --steps"

@@ -236,9 +236,10 @@ class JobSpec:
         pools = ranks // pool
         most = min(MOST_MICRO_BATCHES, _MOST_OF_A_WINDOW * self.global_batch)
         if pools * micro_batches > most:
+            remedy = f"lower it to {most // pools}" if most >= pools else "raise parallel.pool or packing.global_batch"
             raise UserError(
                 f"pool_micro_batches = {micro_batches} divides a global batch of {self.global_batch} context windows "
-                f"into {pools * micro_batches} micro-batches, over {most}; lower it to {most // pools}"
+                f"into {pools * micro_batches} micro-batches, over {most}; {remedy}"
             )
         packing = self.packing.model_copy(
             update={

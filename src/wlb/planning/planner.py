@@ -196,8 +196,8 @@ def _check_step(job: JobSpec, lengths: DocumentLengths) -> None:
     if together > _MOST_DOCUMENTS:
         raise UserError(
             f"{job.packing.options.global_batches * job.global_batch} context windows of {job.context_window} tokens "
-            f"are packed together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower "
-            "packing.micro_batches or data.context_window"
+            f"are packed together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower the global batch, "
+            "packing.window or data.context_window"
         )
 
 

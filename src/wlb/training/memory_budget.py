@@ -49,8 +49,8 @@ def with_agreed_factor(config: JobConfig) -> JobConfig:
     sizes = (config.parallel.dp, config.parallel.cp, config.packing.micro_batches, grouping)
     if len(set(gathered(sizes))) > 1:
         raise TrainingError(
-            "ranks decided on different pools; the token store, the GPUs and the version of wlb-llm must be the same "
-            "on all machines, or give parallel.pool and packing.pool_micro_batches"
+            "ranks decided on different pools; the token store, the memory and the version of wlb-llm must be the same "
+            "on all machines, or give training.memory_gib, or parallel.pool and packing.pool_micro_batches"
         )
     packing = config.packing.with_length_factor(min(gathered(float(config.packing.length_factor))))
     return config.model_copy(update={"packing": packing})

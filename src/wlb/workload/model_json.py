@@ -38,7 +38,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
         raise UserError(f"{directory} holds no config.json; name the directory of a Hugging Face model") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise UserError(f"{path} is not a JSON object; name the directory of a Hugging Face model")
@@ -53,7 +53,7 @@ def read_shape(path: Path) -> ModelShape:
     document = read_config_json(path)
     try:
         family = language_model(document).get("model_type")
-        if family not in FAMILIES:
+        if family not in list(FAMILIES):  # it may be anything
             raise UserError(f"model_type {family!r} is not priced; choose a model of {', '.join(FAMILIES)}")
         return FAMILIES[family](language_model(document))
     except UserError as error:
@@ -121,7 +121,7 @@ def _qwen_routed(document: Document) -> ModelShape:
     if _size(document, "decoder_sparse_step", 1) != 1:
         raise UserError(f"decoder_sparse_step = {document['decoder_sparse_step']} is not priced; choose another model")
     first = document.get("mlp_only_layers") or []
-    if first != [*range(len(first))]:
+    if not isinstance(first, list) or first != [*range(len(first))]:
         raise UserError(f"mlp_only_layers = {first} is not priced; only the first layers may be dense")
     experts = _experts(
         document,
