@@ -8,9 +8,9 @@ here, so the collator, ``packed_batches`` and ``LightningLoss`` learn the same t
 - ``attention_mask`` has a 0 for padding at the beginning or the end, which is cut off;
 - ``position_ids`` must count from 0, as they do in any packed document.
 
-Where there are several, a token is learnt that all of them let. Fields of None are as good as absent. Text, numbers and
-whatever is made of them but no list of numbers is no input of a model, and is passed over. Everything else is refused,
-because it would be lost.
+Where there are several, a token is trained only if all of them allow it. Fields that are None count as absent. Text,
+single numbers, and lists or dictionaries of text are not model input, and are ignored. Everything else is refused,
+because packing would lose it.
 """
 
 from __future__ import annotations

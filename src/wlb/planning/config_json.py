@@ -1,9 +1,9 @@
 """``config.json`` of a Hugging Face directory, to and from a ``TransformerConfig``.
 
-Read are the families whose mathematics ``wlb.models.transformer`` has: Llama, Mistral (a sliding window), Qwen2 (biases
+It reads the families whose mathematics ``wlb.models.transformer`` has: Llama, Mistral (a sliding window), Qwen2 (biases
 in the q, k and v projections) and Qwen3 (normalised queries and keys). Types and bounds are strict, and whatever would
 make the model compute something else is refused by name, never ignored; what the family's class in ``transformers``
-does not read means nothing here either. Keys that are absent have the defaults of those classes. Written are the keys
+does not read means nothing here either. Keys that are absent have the defaults of those classes. It writes the keys
 that every version of ``transformers`` reads (``rope_theta`` and ``rope_scaling`` rather than ``rope_parameters``)."""
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def gather_evidence(
 ) -> Evidence:
     """Simulate ``steps`` steps, or as many as the documents fill, of ``job(preset)`` for every preset.
 
-    Raises ``UserError`` where the documents fill not a single step.
+    Raises ``UserError`` where the documents do not fill one step.
     """
     best = job(BEST)
     cluster = Cluster(best.packing.micro_batches, best.context_window, best.dp, best.pp)

@@ -139,7 +139,7 @@ def compare(
     """Every policy in its best layout, on the same documents and global batch, and why others have none.
 
     Work is priced by a single GPU's W_a + W_l, for all alike. ``on_progress`` gets the policy that comes next. Raises
-    ``UserError`` where the base has no layout, and where the documents fill not a single step.
+    ``UserError`` where the base has no layout, and where the documents do not fill one step.
     """
     check_filling(lengths, space.micro_batches * space.context_window, space.context_window, steps=space.steps)
     work_prices = make_workload(space.shape, space.hardware)

@@ -104,7 +104,7 @@ def simulate(
 
     Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``. Pools
     that are "auto" are decided first; ``job`` of the result says how. Documents are repeated, epoch after epoch, where
-    the steps need more; raises ``UserError`` where they fill not a single step (``check_filling``).
+    the steps need more; raises ``UserError`` where they do not fill one step (``check_filling``).
     """
     data, of_documents = job.data, joined_lengths(lengths)
     step_tokens = job.global_batch * job.context_window

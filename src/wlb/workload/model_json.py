@@ -1,6 +1,6 @@
 """The shape of a Hugging Face model, read from its ``config.json`` to price it.
 
-Read is what decides what a model costs: sizes, and which blocks have windows, linear attention or experts. What the
+This reads what decides what a model costs: sizes, and which blocks have windows, linear attention or experts. What the
 trainer needs beside that, and what it refuses, is in ``wlb.planning.config_json``, which takes the shape from here.
 Keys that are absent have the defaults of the model's class in ``transformers``, where that class has one default for
 models of all sizes. Where keys disagree, ``layer_types`` decides, as there.
