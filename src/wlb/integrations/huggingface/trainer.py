@@ -53,8 +53,8 @@ def balanced(
         check: Train a few documents packed and one at a time before the first step, also after resuming, and refuse
             where losses or gradients differ. It costs up to two micro-batches and no memory; what is trained afterwards
             is the same to the bit. All processes check the same documents on the wrapped model (DDP, FSDP), with
-            dropout off, by the Trainer's own loss and the data collator, which is called for them. Under DeepSpeed
-            it is left out, with a warning.
+            dropout off and without masks, by the Trainer's own loss and the data collator, which is called for them.
+            Under DeepSpeed, and with an optimizer that steps in the backward pass, it is left out, with a warning.
         settings: Further keywords of ``wlb.batches.steps.balanced_job``: hardware, preset ("elastic" pools all
             processes anew, so leave ``cp`` out), pool, workload, seed, options of the packer. ``model`` is the
             trained one.
