@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from comparison import SHAPE, Run, compare, join, llama, parse_arguments, prices, stdlib_texts, usual_batch
+from comparison import SHAPE, Run, compare, join, leave, llama, parse_arguments, prices, stdlib_texts, usual_batch
 from wlb.batches import PlannedBatchSampler
 from wlb.integrations.huggingface import check_batch, context_parallel_share, register_attention
 from wlb.integrations.packed import FlatteningCollator
@@ -71,7 +71,7 @@ def main() -> None:
     _, ranks = join()
     documents = stdlib_texts(arguments.documents, arguments.context_window)
     compare(arguments, lambda use_wlb, run: train(use_wlb, run, documents, arguments), documents, cp=ranks)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
-from comparison import Run, compare, join, llama, parse_arguments, stdlib_texts, usual_batch
+from comparison import Run, compare, join, leave, llama, parse_arguments, stdlib_texts, usual_batch
 from wlb.integrations.huggingface import balanced, check_batch, register_attention
 from wlb.integrations.packed import FlatteningCollator
 
@@ -58,7 +57,7 @@ def main() -> None:
     documents = stdlib_texts(arguments.documents, arguments.context_window)
     with TemporaryDirectory() as folder:
         compare(arguments, lambda use_wlb, run: train(use_wlb, run, documents, arguments, Path(folder)), documents)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

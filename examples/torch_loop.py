@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from comparison import SHAPE, Run, TinyTransformer, compare, join, parse_arguments, stdlib_texts, usual_batch
+from comparison import SHAPE, Run, TinyTransformer, compare, join, leave, parse_arguments, stdlib_texts, usual_batch
 from wlb.integrations.checks import check_packing
 from wlb.integrations.packed import packed_batches, packed_loss
 
@@ -87,7 +87,7 @@ def main() -> None:
                 train_original(documents, usual_batch(documents, arguments), arguments, run, model, optimizer)
 
     compare(arguments, train, documents)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch.distributed as dist
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from comparison import Run, compare, join, llama, parse_arguments, stdlib_texts, usual_batch
+from comparison import Run, compare, join, leave, llama, parse_arguments, stdlib_texts, usual_batch
 from wlb.integrations.huggingface import balanced, check_batch, register_attention
 from wlb.integrations.packed import FlatteningCollator
 
@@ -89,7 +88,7 @@ def main() -> None:
             train(use_wlb, run, documents, arguments, Path(folder), tokenizer)
 
         compare(arguments, run_one, documents)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

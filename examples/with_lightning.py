@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, DistributedSampler
 
-from comparison import SHAPE, Run, TinyTransformer, compare, join, parse_arguments, stdlib_texts, usual_batch
+from comparison import SHAPE, Run, TinyTransformer, compare, join, leave, parse_arguments, stdlib_texts, usual_batch
 from torch_loop import check
 from wlb.batches import PlannedBatchSampler
 from wlb.integrations.lightning import LightningLoss
@@ -103,6 +103,7 @@ def main() -> None:
     join()
     documents = stdlib_texts(arguments.documents, arguments.context_window)
     compare(arguments, lambda use_wlb, run: train(use_wlb, run, documents, arguments), documents)
+    leave()
 
 
 if __name__ == "__main__":
