@@ -1,0 +1,1 @@
+"""The simulator held against measurements that others published: kernels, whole steps, and batches document by document."""
