@@ -54,6 +54,10 @@ class JobCosts:
         """Of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops``."""
         return self._share * self._compute.piece_seconds(starts, stops, direction)
 
+    def attention_drain(self, stops: ArrayLike, direction: Direction) -> Seconds:
+        """What a rank's attention takes beside its pieces, the longest of which reaches to key ``stops``."""
+        return self._compute.drain_seconds(stops, direction)
+
     def blocks(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         """W_l of ``tokens`` tokens without collectives, output head and loss."""
         return self._linear(tokens, direction) * (1 - self._head_share[direction])

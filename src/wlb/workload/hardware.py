@@ -14,11 +14,22 @@ from wlb.errors import UserError
 
 
 @dataclass(frozen=True)
+class AttentionKernel:
+    """Rates of one generation of attention kernels on one device, as ``Hardware`` has them."""
+
+    forward_flops: float  # FLOP/s at unbounded length
+    backward_flops: float
+    forward_half_length: float  # tokens at which half of that is reached
+    backward_half_length: float
+    drain_tiles: float  # see ``Hardware.attention_drain_tiles``
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Achieved rates of one GPU (or CPU core) and of the links around it.
 
-    Attention over a document of d tokens runs at ``attention_*_flops * d / (d + attention_half_length)``: short
-    documents fill the kernel's tiles badly. ``wlb.workload.links`` says what a process group makes of the links' rates.
+    Attention over a document of d tokens runs at ``attention_*_flops * d / (d + half length)``: short documents fill
+    the kernel's tiles badly. ``wlb.workload.links`` says what a process group makes of the links' rates.
     """
 
     peak_flops: float  # FLOP/s, dense, in the training type
@@ -38,6 +49,11 @@ class Hardware:
     device_type: str = "cuda"  # as torch calls it
     peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, where each two have a link of their own
     wide_rates: tuple[tuple[str, float], ...] = ()  # of wider types, and their peak over this one's
+    attention_backward_half_length: float | None = None  # of the backward, where it is not the forward's
+    # While the last tiles of a launch finish, other processors idle: what so many tiles of queries over all keys of the
+    # longest document would take. However few heads a launch has, it is the same.
+    attention_drain_tiles: float = 0.0
+    attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # that ``attending_with`` knows
 
     def computing_in(self, dtype: str) -> Hardware:
         """The same device when it computes in ``dtype``: values take other bytes, and wider ones more time.
@@ -51,6 +67,25 @@ class Hardware:
             attention_forward_flops=self.attention_forward_flops * slower,
             attention_backward_flops=self.attention_backward_flops * slower,
             bytes_per_value=_TYPE_BYTES[dtype],
+        )
+
+    def attending_with(self, name: str) -> Hardware:
+        """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4" or "cudnn".
+
+        Raises ``UserError`` that lists those with a price where the device has none of that name.
+        """
+        kernels = dict(self.attention_kernels)
+        if name not in kernels:
+            known = f"choose one of {', '.join(kernels)}" if kernels else "only its own have one"
+            raise UserError(f"attention kernels {name!r} have no price on this device; {known}")
+        kernel = kernels[name]
+        return replace(
+            self,
+            attention_forward_flops=kernel.forward_flops,
+            attention_backward_flops=kernel.backward_flops,
+            attention_half_length=kernel.forward_half_length,
+            attention_backward_half_length=kernel.backward_half_length,
+            attention_drain_tiles=kernel.drain_tiles,
         )
 
 
@@ -68,14 +103,28 @@ _MI300X_GEMM_EFFICIENCY = 0.82 * 668 / 1307
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
 
-# Fitted to measured H100 causal attention, 64 query heads x 128, lengths 64 to 64K, 1 to 8-fold split heads:
-# seconds = FLOPs / rate * (1 + half_length / d) + 24 us for each launch; error 5% (root mean square), 2.3% from
-# 4K on. The launch is left out of the price: a packed micro-batch has one for all its documents.
-_HOPPER_ATTENTION_FORWARD = 342e12
-_ATTENTION_HALF_LENGTH = 906.0
-# Quoted: FlashAttention-2's backward on H100, head_dim 128, 16K tokens (FlashAttention-3, arXiv 2407.08608,
-# backward speed figure); taken as the rate at unbounded length.
-_HOPPER_ATTENTION_BACKWARD = 322e12
+# FlashAttention-2's forward: fitted by benchmarks/fit_kernels.py to 1,279 launches on H100 (hao-ai-lab/DistCA: mixes of
+# documents, and equal ones; 64 query and 4 key/value heads x 128 over tp 1 to 8, queries cut 1 to 8 ways). Its
+# backward: that with which both together run at the 337 to 346 TFLOP/s that DistCA's whole steps on H200 show.
+# FlashAttention-3 and cuDNN, and backwards' half lengths: fitted to MagiAttention's bars (SandAI-org/MagiAttention,
+# variable-length causal, 64 query and 8 key/value heads x 128, 1K to 32K tokens), with half lengths of forwards from
+# the speeds by length in arXiv 2407.08608. Assumed: kernels with one block on a processor, not two, drain in half the
+# time.
+_HOPPER_KERNELS = {
+    "fa2": AttentionKernel(372e12, 330e12, 256.0, 850.0, drain_tiles=100.0),
+    "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
+    "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
+}
+# Quoted: FlashAttention-2 on B200, which torch runs unless told otherwise, is no faster than on H100. Forward: 362
+# TFLOP/s at 8,192 tokens, head_dim 128 (tritonbench pull request 171); backward: 334 at 16,384, head_dim 64
+# (flash-attention issue 1589). Taken as rates at unbounded length, with H100's half lengths.
+# cuDNN and FlashAttention-4: derived from MagiAttention's bars on B200, causal and variable-length causal, 8K to 32K
+# tokens; FlashAttention-4's backward is also quoted at 1,209 TFLOP/s (flash-attention pull request 2280, 8,192 tokens).
+_BLACKWELL_KERNELS = {
+    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=362e12, backward_flops=334e12),
+    "cudnn": AttentionKernel(1340e12, 780e12, 800.0, 1700.0, drain_tiles=50.0),
+    "fa4": AttentionKernel(1420e12, 1150e12, 1000.0, 1900.0, drain_tiles=50.0),
+}
 
 # Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,
 # reduce-scatter and all-to-all in a node of 4 and 8, over 10 nodes with 1, 2, 4 and 8 GPUs of each, and between 2 nodes
@@ -95,9 +144,12 @@ _A100_NETWORK_BANDWIDTH = _HOPPER_NETWORK_BANDWIDTH * 200 / 400
 _H100 = Hardware(
     peak_flops=989e12,  # quoted: NVIDIA H100 SXM data sheet, bf16 dense
     gemm_efficiency=_HOPPER_GEMM_EFFICIENCY,
-    attention_forward_flops=_HOPPER_ATTENTION_FORWARD,
-    attention_backward_flops=_HOPPER_ATTENTION_BACKWARD,
-    attention_half_length=_ATTENTION_HALF_LENGTH,
+    attention_forward_flops=_HOPPER_KERNELS["fa2"].forward_flops,
+    attention_backward_flops=_HOPPER_KERNELS["fa2"].backward_flops,
+    attention_half_length=_HOPPER_KERNELS["fa2"].forward_half_length,
+    attention_backward_half_length=_HOPPER_KERNELS["fa2"].backward_half_length,
+    attention_drain_tiles=_HOPPER_KERNELS["fa2"].drain_tiles,
+    attention_kernels=tuple(_HOPPER_KERNELS.items()),
     memory_bandwidth=_MEMORY_EFFICIENCY * 3.35e12,  # quoted: H100 SXM data sheet
     node_size=8,
     node_bandwidth=_HOPPER_NODE_BANDWIDTH,
@@ -118,7 +170,10 @@ HARDWARE: dict[str, Hardware] = {
         # Assumed, between the 50% and 73% of peak that FlashAttention-2 reports on A100 (arXiv 2307.08691).
         attention_forward_flops=0.65 * 312e12,
         attention_backward_flops=0.57 * 312e12,
-        attention_half_length=_ATTENTION_HALF_LENGTH,  # assumed: as on H100
+        # Assumed: as on H100.
+        attention_half_length=_HOPPER_KERNELS["fa2"].forward_half_length,
+        attention_backward_half_length=_HOPPER_KERNELS["fa2"].backward_half_length,
+        attention_drain_tiles=_HOPPER_KERNELS["fa2"].drain_tiles,
         memory_bandwidth=_MEMORY_EFFICIENCY * 2.039e12,  # quoted: A100 80GB SXM data sheet
         node_size=8,
         node_bandwidth=_A100_NODE_BANDWIDTH,
@@ -137,11 +192,9 @@ HARDWARE: dict[str, Hardware] = {
         _H100,
         peak_flops=2250e12,  # quoted: NVIDIA B200 SXM data sheet, bf16 dense
         gemm_efficiency=_B200_GEMM_EFFICIENCY,
-        # Quoted: FlashAttention-2, which torch runs unless told otherwise; it is no faster than on H100. Forward: 362
-        # TFLOP/s at 8,192 tokens, head_dim 128 (tritonbench pull request 171); backward: 334 at 16,384, head_dim 64
-        # (flash-attention issue 1589). Taken as rates at unbounded length.
-        attention_forward_flops=362e12,
-        attention_backward_flops=334e12,
+        attention_forward_flops=_BLACKWELL_KERNELS["fa2"].forward_flops,
+        attention_backward_flops=_BLACKWELL_KERNELS["fa2"].backward_flops,
+        attention_kernels=tuple(_BLACKWELL_KERNELS.items()),
         memory_bandwidth=_MEMORY_EFFICIENCY * 8.0e12,  # quoted: data sheet
         node_bandwidth=680e9,  # quoted: 673 to 682 GB/s of an all-reduce over rings (ML Engineering, network)
         memory_bytes=180e9,  # quoted: data sheet
@@ -154,8 +207,9 @@ HARDWARE: dict[str, Hardware] = {
         gemm_efficiency=_MI300X_GEMM_EFFICIENCY,
         # Derived: FlashAttention-2's backward is 1% to 4% faster than on H100 (Zyphra, "Frontier training kernels for
         # transformers and SSMs on AMD Instinct MI300X"), and so, assumed, is the forward.
-        attention_forward_flops=1.02 * _HOPPER_ATTENTION_FORWARD,
-        attention_backward_flops=1.02 * _HOPPER_ATTENTION_BACKWARD,
+        attention_forward_flops=1.02 * _HOPPER_KERNELS["fa2"].forward_flops,
+        attention_backward_flops=1.02 * _HOPPER_KERNELS["fa2"].backward_flops,
+        attention_kernels=(),
         memory_bandwidth=_MEMORY_EFFICIENCY * 5.3e12,  # quoted: data sheet
         node_bandwidth=313e9,  # quoted: 4 GiB all-reduce of 8 GPUs (ML Engineering, network)
         peer_bandwidth=47.7e9,  # quoted: the same of 2 GPUs
@@ -184,6 +238,14 @@ HARDWARE: dict[str, Hardware] = {
         wide_rates=(("float64", 1 / 2),),  # derived: half as many values in a vector
         device_type="cpu",
     ),
+}
+
+# Presets attend with FlashAttention-2, which torch runs unless told otherwise; those named after kernels with these.
+HARDWARE |= {
+    f"{name}-{kernels}": HARDWARE[name].attending_with(kernels)
+    for name in ("h100", "h200", "b200")
+    for kernels, _ in HARDWARE[name].attention_kernels
+    if kernels != "fa2"
 }
 
 
