@@ -50,8 +50,8 @@ class Hardware:
     peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, where each two have a link of their own
     wide_rates: tuple[tuple[str, float], ...] = ()  # of wider types, and their peak over this one's
     attention_backward_half_length: float | None = None  # of the backward, where it is not the forward's
-    # While the last tiles of a launch finish, other processors idle: what so many tiles of queries over all keys of the
-    # longest document would take. However few heads a launch has, it is the same.
+    # While the last tiles of a forward finish, other processors idle: as long as so many tiles of queries over all keys
+    # of the longest document would take, however few heads there are. A backward begins with the longest tiles.
     attention_drain_tiles: float = 0.0
     attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # that ``attending_with`` knows
 
@@ -115,15 +115,16 @@ _HOPPER_KERNELS = {
     "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
     "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
 }
-# Quoted: FlashAttention-2 on B200, which torch runs unless told otherwise, is no faster than on H100. Forward: 362
-# TFLOP/s at 8,192 tokens, head_dim 128 (tritonbench pull request 171); backward: 334 at 16,384, head_dim 64
-# (flash-attention issue 1589). Taken as rates at unbounded length, with H100's half lengths.
-# cuDNN and FlashAttention-4: derived from MagiAttention's bars on B200, causal and variable-length causal, 8K to 32K
-# tokens; FlashAttention-4's backward is also quoted at 1,209 TFLOP/s (flash-attention pull request 2280, 8,192 tokens).
+# FlashAttention-2 on B200, which torch runs unless told otherwise, is hardly faster than on H100. Derived, with H100's
+# half lengths and drain: forward from 362 and 331 TFLOP/s at 8,192 and 16,384 tokens, head_dim 128 (tritonbench pull
+# request 171), backward from 334 at 16,384, head_dim 64 (flash-attention issue 1589).
+# cuDNN and FlashAttention-4: quoted, rounded, between MagiAttention's bars on B200 of one document and of many (causal,
+# 8K to 32K tokens) and, of FlashAttention-4, 1,418 and 1,209 TFLOP/s at 8,192 tokens (flash-attention pull request
+# 2280).
 _BLACKWELL_KERNELS = {
-    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=362e12, backward_flops=334e12),
+    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=385e12, backward_flops=345e12),
     "cudnn": AttentionKernel(1340e12, 780e12, 800.0, 1700.0, drain_tiles=50.0),
-    "fa4": AttentionKernel(1420e12, 1150e12, 1000.0, 1900.0, drain_tiles=50.0),
+    "fa4": AttentionKernel(1450e12, 1300e12, 600.0, 1300.0, drain_tiles=50.0),
 }
 
 # Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,
