@@ -28,9 +28,10 @@ Direction = Literal["forward", "backward"]
 # Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
 _SHOWN_OF_ASYNC_TP = 0.5
 
-# Float32 values read and written for each score by the loss: log-softmax reads and writes them; its backward reads both
-# the log-probabilities and their gradient and writes one. Derived by counting. A measured profile contains the loss.
-_LOSS_BYTES_PER_SCORE = {"forward": 2 * 4, "backward": 3 * 4}
+# Bytes read and written for each score by the loss: it is widened to float32, log-softmax reads and writes that; the
+# backward reads the log-probabilities and their gradient, writes that of the score, and narrows it. Derived by
+# counting. A measured profile contains the loss.
+_LOSS_BYTES_PER_SCORE = {"forward": (2 + 4) + 2 * 4, "backward": 3 * 4 + (4 + 2)}
 _MASTER_BYTES = 4  # weights, gradients and moments are float32
 # Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the gradient in
 # float32, to which it adds that of a micro-batch. Derived by counting.
@@ -59,8 +60,9 @@ class JobCosts:
         """W_l of ``tokens`` tokens without collectives, output head and loss."""
         if self.job.profile is not None:
             return self._profiled(tokens, direction) * (1 - self._head_share(direction))
-        weights = self.job.shape.layers * mean_block_weights(self.job.shape, active=True)
-        return self._at_least_moving(weights, tokens, self._headless.linear_seconds(tokens, direction), direction)
+        return self._at_least_moving(
+            self._own_weights, tokens, self._headless.linear_seconds(tokens, direction), direction
+        )
 
     def head(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         """Output head and loss of ``tokens`` tokens."""
@@ -77,7 +79,7 @@ class JobCosts:
         return shown * np.maximum(links, 0.0)  # rounding leaves less than nothing where there is no group
 
     def expert_exchange(self, tokens: ArrayLike) -> Seconds:
-        """Sending tokens to the ranks that have their experts and what those return back, in a forward or a backward."""
+        """Sending tokens to the ranks that have their experts, and back: in a forward, or in a backward."""
         job, experts = self.job, self.job.shape.experts
         ranks = job.software.expert_parallel
         if experts is None or ranks == 1:
@@ -149,7 +151,9 @@ class JobCosts:
         weights = self._by_rank(self.stage_blocks * self._block_weights + self._root_weights) / (job.dp * job.cp)
         norm = 0.0 if job.gpus == 1 else group_link(job.hardware, "point_to_point", job.gpus, 1).latency
         hardware = job.hardware
-        return weights * _OPTIMIZER_VALUES * _MASTER_BYTES / hardware.memory_bandwidth + norm + hardware.step_seconds
+        return (
+            weights * _OPTIMIZER_VALUES * _MASTER_BYTES / hardware.memory_bandwidth + norm + job.software.host_seconds
+        )
 
     @cached_property
     def _own_weights(self) -> float:
@@ -186,7 +190,7 @@ class JobCosts:
         )
         hardware = self.job.hardware
         loss = self.job.shape.vocab_size * _LOSS_BYTES_PER_SCORE[direction] / hardware.memory_bandwidth
-        return with_head - without + loss * hardware.elementwise_passes / self.job.tp
+        return with_head - without + loss / self.job.tp
 
     def _head_share(self, direction: Direction) -> float:
         """Output head and loss, of everything outside attention: a profile is divided in the hardware's proportion."""

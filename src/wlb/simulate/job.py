@@ -11,7 +11,7 @@ pipeline ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
@@ -41,7 +41,7 @@ class SimulatedJob(JobSpec):
 
     profile: WorkloadProfile | None = None
     packed_by: DocumentPrices | None = None
-    software: Software = Software()
+    software: Software = field(default_factory=Software)
 
     def __post_init__(self) -> None:
         super().__post_init__()

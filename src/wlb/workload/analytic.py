@@ -45,6 +45,7 @@ _RECEIVED = {"forward": 2.0, "backward": 5.0, "both": 7.0}
 _MERGED = {"forward": 21.0, "backward": 13.0, "both": 34.0}
 _PIECES = 2  # of documents that are cut: a head and a tail on each rank
 _STATE_BYTES = 4
+_ENDS = 0.5  # embedding and output head together, in blocks' collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tup
     """Seconds for each token, and for each micro-batch, of the collectives of one forward (or backward).
 
     Every block gathers and reduce-scatters the residual stream twice over tp (sequence parallelism, arXiv
-    2205.05198) and exchanges K and V once over cp, every rank receiving all others'. A backward's collectives are the
+    2205.05198), as embedding and output head do once, and exchanges K and V once over cp, every rank receiving all others'. A backward's collectives are the
     forward's, mirrored.
     """
     tp_link = group_link(hardware, "all_gather", tp, stride=1)
@@ -231,7 +232,7 @@ def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tup
     exchanging = shape.layers_of("full", "sliding")
     per_token = fixed = 0.0
     for values, layers, calls, size, link in (
-        (tp_values, shape.layers, 4, tp, tp_link),
+        (tp_values, shape.layers + _ENDS, 4, tp, tp_link),
         (cp_values, exchanging, 1, cp, cp_link),
     ):
         if size == 1:

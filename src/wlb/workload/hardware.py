@@ -43,7 +43,6 @@ class Hardware:
     grouped_rate: float = 1.0  # of experts' matrix products, over others of the same type
     elementwise_passes: float = 1.0  # values that element-wise kernels move, over those that fused ones do
     block_seconds: float = 0.0  # of each pass of a micro-batch through a block: launches that computing does not hide
-    step_seconds: float = 0.0  # of each step: what the host does before and after
     exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
 
     def computing_in(self, dtype: str) -> Hardware:
@@ -116,7 +115,6 @@ _EAGER_PASSES = 2.5
 # Fitted by benchmarks/fit_prices.py, as what cites it below.
 _EAGER_LAUNCHES = 3.0
 _BLOCK_SECONDS = 0.15e-3
-_STEP_SECONDS = 0.07
 _EXPOSED = 0.33
 _FP8_RATE = 1.6  # tensor cores compute twice as many; the rest is scaling and casting
 _GROUPED_RATE = 0.7
@@ -167,7 +165,6 @@ _H100 = Hardware(
     wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
     narrow_rates=(("fp8", _FP8_RATE),),
     block_seconds=_BLOCK_SECONDS,
-    step_seconds=_STEP_SECONDS,
     exposed=_EXPOSED,
     grouped_rate=_GROUPED_RATE,
 )
@@ -191,7 +188,6 @@ HARDWARE: dict[str, Hardware] = {
         memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
         wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
         block_seconds=_BLOCK_SECONDS,
-        step_seconds=_STEP_SECONDS,
         exposed=_EXPOSED,
     ),
     "h100": _H100,
