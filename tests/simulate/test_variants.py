@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.simulate.jobs import HARDWARE, SHAPE, WINDOW, documents
+from tests.simulate.jobs import SHAPE, WINDOW, documents
 from wlb.simulate import SimulationResult, simulate, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.software import Software
@@ -27,7 +27,7 @@ STEPS = 4
 
 
 def run(shape: ModelShape, system: str) -> SimulationResult:
-    job = simulated_job(shape, WINDOW, system, hardware=HARDWARE, micro_batches=2, **LAYOUT)
+    job = simulated_job(shape, WINDOW, system, micro_batches=2, **LAYOUT)
     return simulate(job, documents(), STEPS)
 
 

@@ -36,6 +36,7 @@ _MASTER_BYTES = 4  # weights, gradients and moments are float32
 # Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the gradient in
 # float32, to which it adds that of a micro-batch. Derived by counting.
 _GRADIENT_PASSES = {"forward": 0, "backward": 2}
+_LAUNCHES = {"forward": 1, "backward": 2}  # of a block, in those of its forward
 # Float32 values touched for each weight: gradients for their norm, read and written by clipping, and AdamW's reads and
 # writes of weight, gradient and both moments. Derived by counting, each kernel fused.
 _OPTIMIZER_VALUES = 1 + 2 + 7
@@ -151,9 +152,7 @@ class JobCosts:
         weights = self._by_rank(self.stage_blocks * self._block_weights + self._root_weights) / (job.dp * job.cp)
         norm = 0.0 if job.gpus == 1 else group_link(job.hardware, "point_to_point", job.gpus, 1).latency
         hardware = job.hardware
-        return (
-            weights * _OPTIMIZER_VALUES * _MASTER_BYTES / hardware.memory_bandwidth + norm + job.software.host_seconds
-        )
+        return weights * _OPTIMIZER_VALUES * _MASTER_BYTES / hardware.memory_bandwidth + norm
 
     @cached_property
     def _own_weights(self) -> float:

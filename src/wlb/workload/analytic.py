@@ -200,7 +200,6 @@ def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, back
     element_values = elementwise_values_per_token(shape)[backward] * hardware.elementwise_passes
     element_bytes = element_values * hardware.bytes_per_value
     collective_seconds, fixed_seconds = _collectives(shape, hardware, tp, cp)
-    fixed_seconds += shape.layers * hardware.block_seconds * (LINEAR_BACKWARD_FACTOR if backward else 1.0)
     return PhaseCost(
         pair_seconds=pair_seconds,
         padding_seconds=(pair_seconds + window_pair_seconds) * hardware.attention_half_length / 2,

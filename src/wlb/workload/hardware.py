@@ -42,7 +42,7 @@ class Hardware:
     block_rate: float = 1.0  # of matrix products in blocks, over those of the output head
     grouped_rate: float = 1.0  # of experts' matrix products, over others of the same type
     elementwise_passes: float = 1.0  # values that element-wise kernels move, over those that fused ones do
-    block_seconds: float = 0.0  # of each pass of a micro-batch through a block: launches that computing does not hide
+    launch_seconds: float = 0.0  # that launching a block's forward takes at least, and half of what its backward does
     exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
 
     def computing_in(self, dtype: str) -> Hardware:
@@ -71,7 +71,7 @@ class Hardware:
         return replace(
             self,
             elementwise_passes=self.elementwise_passes * _EAGER_PASSES,
-            block_seconds=self.block_seconds * _EAGER_LAUNCHES,
+            launch_seconds=self.launch_seconds * _EAGER_PASSES,
         )
 
     def at_power(self, share: float) -> Hardware:
@@ -110,13 +110,14 @@ _B200_GEMM_EFFICIENCY = 0.82 * 1745 / 2250
 _MI300X_GEMM_EFFICIENCY = 0.82 * 668 / 1307
 
 # Derived by counting: RMSNorm, rotary embedding in float32 and SwiGLU as PyTorch's operations, for the bytes of fused
-# kernels; of a forward 2.6 times as many, of a backward 2.3.
-_EAGER_PASSES = 2.5
-# Fitted by benchmarks/fit_prices.py, as what cites it below.
-_EAGER_LAUNCHES = 3.0
-_BLOCK_SECONDS = 0.15e-3
+# kernels: twice as many and more. What was measured fits twice as well as 2.5 times.
+_EAGER_PASSES = 2.0
+# Assumed: 20 kernels of 5 us. Published steps have more to compute than to launch, and show none of it.
+_LAUNCH_SECONDS = 0.1e-3
+# Fitted by benchmarks/fit_prices.py.
 _EXPOSED = 0.33
 _FP8_RATE = 1.6  # tensor cores compute twice as many; the rest is scaling and casting
+_FP8_ROWWISE_RATE = 0.9
 _GROUPED_RATE = 0.7
 
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
@@ -163,8 +164,8 @@ _H100 = Hardware(
     memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
     # Quoted: the same, 67 TFLOP/s in float32 without, and in float64 with tensor cores. TF32 stays off, as in torch.
     wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
-    narrow_rates=(("fp8", _FP8_RATE),),
-    block_seconds=_BLOCK_SECONDS,
+    narrow_rates=(("fp8", _FP8_RATE), ("fp8-rowwise", _FP8_ROWWISE_RATE)),
+    launch_seconds=_LAUNCH_SECONDS,
     exposed=_EXPOSED,
     grouped_rate=_GROUPED_RATE,
 )
@@ -187,7 +188,7 @@ HARDWARE: dict[str, Hardware] = {
         bytes_per_value=2,
         memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
         wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
-        block_seconds=_BLOCK_SECONDS,
+        launch_seconds=_LAUNCH_SECONDS,
         exposed=_EXPOSED,
     ),
     "h100": _H100,
