@@ -70,6 +70,19 @@ def of_type(dtype: str, names: str, least: float, most: float) -> Price:
     return Price(lambda: dict(hardware.HARDWARE[presets[0]].narrow_rates)[dtype], change, least, most)
 
 
+def of_kernel(name: str, presets: str) -> Price:
+    """The rate of attention kernels, forward and backward alike."""
+
+    def change(value: float) -> None:
+        for preset in presets.split():
+            kernels = dict(hardware.HARDWARE[preset].attention_kernels)
+            kernels[name] = replace(kernels[name], forward_flops=value, backward_flops=value)
+            hardware.HARDWARE[preset] = replace(hardware.HARDWARE[preset], attention_kernels=tuple(kernels.items()))
+
+    first = presets.split()[0]
+    return Price(lambda: dict(hardware.HARDWARE[first].attention_kernels)[name].forward_flops, change, 5e13, 4e14)
+
+
 def of_module(module: Any, name: str, least: float, most: float) -> Price:
     return Price(lambda: getattr(module, name), lambda value: setattr(module, name, value), least, most)
 
@@ -87,6 +100,8 @@ PRICES = {
     "FP8 over bf16, B200": of_type("fp8", _BLACKWELL, 1.0, 2.0),
     "NVFP4 over bf16, B200": of_type("nvfp4", _BLACKWELL, 1.0, 4.0),
     "grouped over other products": of_presets("grouped_rate", _ALL, 0.2, 1.0),
+    "Triton's attention, A100": of_kernel("triton", "a100"),
+    "Triton's attention, H100": of_kernel("triton", _HOPPER),
     "collectives that show": of_presets("exposed", _ALL, 0.0, 1.0),
     "async TP that shows": of_module(costs, "_SHOWN_OF_ASYNC_TP", 0.0, 1.0),
 }

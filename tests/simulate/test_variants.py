@@ -74,6 +74,10 @@ def test_experts_on_other_ranks_exchange_tokens_and_share_weights():
     received = 1000 * 2 * shape.hidden * 2 / 2 * 3 / 4  # tokens x experts x values x bytes / tp, but a rank's own
     assert alone.expert_exchange(1000) == 0
     assert spread.expert_exchange(1000) == pytest.approx(2 * 7 * float(link.seconds(received)))
+    wide = JobCosts(replace(spread.job, software=Software(expert_parallel=16)))
+    between = group_link(spread.job.hardware, "point_to_point", 16, stride=1)
+    reached = 1 - (1 / 2) ** 2  # the other node, by one of two experts or both
+    assert wide.expert_exchange(1000) == pytest.approx(2 * 7 * float(between.seconds(1000 * reached * shape.hidden)))
     assert spread.block_gather < alone.block_gather
     np.testing.assert_allclose(spread.optimizer, alone.optimizer)
 

@@ -98,10 +98,14 @@ def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent:
     """Seconds of all ranks, once those of a pool have waited for each other, and bytes received by the mean GPU."""
     job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
     tokens = plan.by_lane((plan.home.stop - plan.home.start).astype(np.float64), plan.home)
+    longest = np.zeros(plan.pools.size, np.int64)
+    np.maximum.at(longest, plan.work.lane, plan.work.stop)
+    longest = longest.reshape(plan.slots, plan.ranks).T
     attention = {
         direction: plan.by_lane(
             plan.work.share * costs.attention(plan.work.start, plan.work.stop, direction), plan.work
         )
+        + costs.attention_drain(longest, direction)
         for direction in _DIRECTIONS
     }
     lanes = _alone(tokens.ravel(), attention["forward"].ravel(), attention["backward"].ravel())
@@ -200,7 +204,10 @@ def _priced(
     again = 1 if job.activation_checkpointing == "full" else 0
     if exchange == "heads" and size > 1:
         whole = shards.tokens[:, 0]
-        shards = _alone(whole / size, shards.attention_forward[:, 0] / size, shards.attention_backward[:, 0] / size)
+        longest = [max(of_one) for of_one in lengths]
+        drains = [costs.attention_drain(longest, direction) for direction in _DIRECTIONS]  # of however few heads
+        attention = shards.attention_forward[:, 0], shards.attention_backward[:, 0]
+        shards = _alone(whole / size, *((a - drain) / size + drain for a, drain in zip(attention, drains, strict=True)))
         wire, received = all_to_all_of_heads(job, whole, size)
         passes = (1, 1 + again)
         received_bytes = float(received.sum()) * size * sum(passes)

@@ -26,7 +26,7 @@ from wlb.workload.weights import mean_block_weights
 Direction = Literal["forward", "backward"]
 
 # Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
-_SHOWN_OF_ASYNC_TP = 0.5
+_SHOWN_OF_ASYNC_TP = 0.65
 
 # Bytes read and written for each score by the loss: it is widened to float32, log-softmax reads and writes that; the
 # backward reads the log-probabilities and their gradient, writes that of the score, and narrows it. Derived by
@@ -57,6 +57,10 @@ class JobCosts:
         """Of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops``."""
         return self._share * self._compute.piece_seconds(starts, stops, direction)
 
+    def attention_drain(self, stops: ArrayLike, direction: Direction) -> Seconds:
+        """What a rank's attention takes beside its pieces, the longest of which reaches to key ``stops``."""
+        return self._compute.drain_seconds(stops, direction)
+
     def blocks(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         """W_l of ``tokens`` tokens without collectives, output head and loss."""
         if self.job.profile is not None:
@@ -86,9 +90,15 @@ class JobCosts:
         if experts is None or ranks == 1:
             return np.zeros(np.shape(tokens))
         layers = sum(count for kind, count in job.shape.blocks.items() if kind.routed)
-        link = group_link(job.hardware, "all_to_all", ranks, stride=1)
-        token_bytes = experts.active * job.shape.hidden * job.hardware.bytes_per_value / job.tp
-        return 2 * layers * link.seconds(np.asarray(tokens) * shard_bytes(token_bytes, ranks))
+        nodes = -(-ranks // job.hardware.node_size)
+        link = group_link(job.hardware, "all_to_all", min(ranks, job.hardware.node_size), stride=1)
+        copy = np.asarray(tokens) * job.shape.hidden * job.hardware.bytes_per_value / job.tp
+        seconds = link.seconds(shard_bytes(experts.active, ranks) * copy)
+        if nodes > 1:
+            reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.active)  # other nodes, to each of which it goes once
+            between = group_link(job.hardware, "point_to_point", ranks, stride=1)
+            seconds = np.maximum(seconds, between.seconds(reached * copy))
+        return 2 * layers * seconds
 
     def exchange(self, tokens: ArrayLike) -> Seconds:
         """Keys and values, or their gradients, between ranks of which the busiest moves ``tokens`` tokens."""

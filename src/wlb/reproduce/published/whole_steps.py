@@ -25,8 +25,8 @@ from wlb.reproduce.published.prediction import Prediction
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.search import fitted
-from wlb.simulate.software import Software
 from wlb.simulate.shards import Shards, price_shards
+from wlb.simulate.software import Software
 from wlb.simulate.step import Steps
 from wlb.workload import Hardware, ModelShape, hardware_preset
 
