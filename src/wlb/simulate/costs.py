@@ -95,7 +95,9 @@ class JobCosts:
         copy = np.asarray(tokens) * job.shape.hidden * job.hardware.bytes_per_value / job.tp
         seconds = link.seconds(shard_bytes(experts.active, ranks) * copy)
         if nodes > 1:
-            reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.active)  # other nodes, to each of which it goes once
+            reached = (nodes - 1) * (
+                1 - (1 - 1 / nodes) ** experts.active
+            )  # other nodes, to each of which it goes once
             between = group_link(job.hardware, "point_to_point", ranks, stride=1)
             seconds = np.maximum(seconds, between.seconds(reached * copy))
         return 2 * layers * seconds
