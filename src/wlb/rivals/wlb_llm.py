@@ -37,9 +37,9 @@ def evened(
 ) -> list[list[int]]:
     """Documents of each of ``micro_batches``: longest first, each to the least work that has room.
 
-    Work is (s / breakpoint)² + s / breakpoint, summed over documents of s tokens. Room is L_max, ``length_factor`` times
-    the mean micro-batch: where the micro-batch of least work has none, the one of the fewest tokens is tried. What fits
-    neither comes after all others and goes to the least work, over L_max.
+    Work is (s / breakpoint)² + s / breakpoint, summed over documents of s tokens. Room is up to L_max, which is
+    ``length_factor`` times the mean micro-batch: where the micro-batch of least work has none, the one of the fewest
+    tokens is tried. What fits neither comes after all others and goes to the least work, over L_max.
     """
     work, tokens = np.zeros(micro_batches), np.zeros(micro_batches)
     most = length_factor * float(lengths.sum()) / micro_batches
