@@ -45,7 +45,7 @@ def test_every_cause_takes_time_in_some_job():
         simulated = job("plain-4d", **layout)
         where = simulate_step(next(StepPlanner(simulated, documents()).plans()), simulated).where
         taken |= {cause for cause, seconds in where.items() if abs(seconds[0]) > 1e-9}
-    assert taken == set(CAUSES)
+    assert taken == set(CAUSES) - {"expert exchange"}  # tests/simulate/test_variants.py
 
 
 def test_what_the_job_lacks_costs_nothing():
@@ -105,7 +105,9 @@ def test_groups_take_what_sharding_chooses_by(strategy, cp):
         shard_latency(make_shard_plan(m.lengths, cp, strategy, workload=workload), workload).slowest
         for m in plan.micro_batches
     ]
-    np.testing.assert_allclose((groups.forward + groups.backward).ravel(), expected, rtol=1e-3)
+    apart = (groups.forward + groups.backward).ravel() - expected  # gradients of weights, the same for each
+    np.testing.assert_allclose(apart, apart.mean(), atol=1e-3 * min(expected))
+    assert 0 < apart.mean() < 0.1 * min(expected)
 
 
 @pytest.mark.parametrize("layout", [{"cp": 2, "pp": 2}, {"cp": 4, "tp": 4, "dp": 2}, {"cp": 8, "tp": 2}])

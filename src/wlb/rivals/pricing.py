@@ -148,7 +148,7 @@ def step_seconds(
     )
     ends = times.rank_ends[:, 0].max(axis=1)
     if updates_weights:
-        ends = ends + late_reduction(costs, backward)[:, 0] + costs.optimizer
+        ends = ends + late_reduction(costs, backward, kept=kept)[:, 0] + costs.optimizer
     return float(ends.max())
 
 

@@ -38,12 +38,25 @@ class Hardware:
     device_type: str = "cuda"  # as torch calls it
     peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, where each two have a link of their own
     wide_rates: tuple[tuple[str, float], ...] = ()  # of wider types, and their peak over this one's
+    narrow_rates: tuple[tuple[str, float], ...] = ()  # of narrower types, and matrix products' rate over this one's
+    block_rate: float = 1.0  # of matrix products in blocks, over those of the output head
+    grouped_rate: float = 1.0  # of experts' matrix products, over others of the same type
+    elementwise_passes: float = 1.0  # values that element-wise kernels move, over those that fused ones do
+    block_seconds: float = 0.0  # of each pass of a micro-batch through a block: launches that computing does not hide
+    exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
 
     def computing_in(self, dtype: str) -> Hardware:
         """The same device when it computes in ``dtype``: values take other bytes, and wider ones more time.
 
-        Assumed: attention slows down as matrix products do, and a narrower type than the preset's is as fast as that.
+        In a narrower type (``narrow_rates``) only the matrix products of blocks are computed; attention, the output
+        head and what is kept stay as they are. Assumed: attention in a wider type slows down as matrix products do, and
+        a type without a rate is as fast as the preset's. Raises ``UserError`` for an unknown type.
         """
+        if dtype in dict(self.narrow_rates):
+            return replace(self, block_rate=dict(self.narrow_rates)[dtype])
+        if dtype not in _TYPE_BYTES:
+            known = ", ".join([*_TYPE_BYTES, *dict(self.narrow_rates)])
+            raise UserError(f"no rates are known for {dtype!r} on this device; choose one of {known}")
         slower = dict(self.wide_rates).get(dtype, 1.0)
         return replace(
             self,
@@ -51,6 +64,37 @@ class Hardware:
             attention_forward_flops=self.attention_forward_flops * slower,
             attention_backward_flops=self.attention_backward_flops * slower,
             bytes_per_value=_TYPE_BYTES[dtype],
+        )
+
+    def eager(self) -> Hardware:
+        """The same device where no kernels are fused: more of them, each of which reads and writes all its values."""
+        return replace(
+            self,
+            elementwise_passes=self.elementwise_passes * _EAGER_PASSES,
+            block_seconds=self.block_seconds * _EAGER_LAUNCHES,
+        )
+
+    def at_power(self, share: float) -> Hardware:
+        """The same device held to ``share`` of its power: computing slows down with its root (assumed), memory not."""
+        slower = math.sqrt(share)
+        return replace(
+            self,
+            peak_flops=self.peak_flops * slower,
+            attention_forward_flops=self.attention_forward_flops * slower,
+            attention_backward_flops=self.attention_backward_flops * slower,
+        )
+
+    @property
+    def unlinked(self) -> Hardware:
+        """The same device where links take no time."""
+        return replace(
+            self,
+            node_bandwidth=math.inf,
+            network_bandwidth=math.inf,
+            peer_bandwidth=math.inf,
+            node_latency=0.0,
+            network_latency=0.0,
+            step_latency=0.0,
         )
 
 
@@ -64,6 +108,16 @@ _HOPPER_GEMM_EFFICIENCY = 0.82 * 794 / 989
 # Quoted: 1,745 TFLOP/s on B200 and 668 on MI300X, the same table (commit 744d01e). Assumed: the same 82%.
 _B200_GEMM_EFFICIENCY = 0.82 * 1745 / 2250
 _MI300X_GEMM_EFFICIENCY = 0.82 * 668 / 1307
+
+# Derived by counting: RMSNorm, rotary embedding in float32 and SwiGLU as PyTorch's operations, for the bytes of fused
+# kernels; of a forward 2.6 times as many, of a backward 2.3.
+_EAGER_PASSES = 2.5
+# Fitted by benchmarks/fit_prices.py, as what cites it below.
+_EAGER_LAUNCHES = 3.0
+_BLOCK_SECONDS = 0.15e-3
+_EXPOSED = 0.33
+_FP8_RATE = 1.6  # tensor cores compute twice as many; the rest is scaling and casting
+_GROUPED_RATE = 0.7
 
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
@@ -109,6 +163,10 @@ _H100 = Hardware(
     memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
     # Quoted: the same, 67 TFLOP/s in float32 without, and in float64 with tensor cores. TF32 stays off, as in torch.
     wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
+    narrow_rates=(("fp8", _FP8_RATE),),
+    block_seconds=_BLOCK_SECONDS,
+    exposed=_EXPOSED,
+    grouped_rate=_GROUPED_RATE,
 )
 
 HARDWARE: dict[str, Hardware] = {
@@ -129,6 +187,8 @@ HARDWARE: dict[str, Hardware] = {
         bytes_per_value=2,
         memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
         wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
+        block_seconds=_BLOCK_SECONDS,
+        exposed=_EXPOSED,
     ),
     "h100": _H100,
     # The same chip with faster and more memory; quoted: NVIDIA H200 data sheet.
@@ -147,6 +207,7 @@ HARDWARE: dict[str, Hardware] = {
         memory_bytes=180e9,  # quoted: data sheet
         # Quoted: data sheet, 80 and 40 TFLOP/s. The adapter is assumed to be H100's, 400 Gb/s for each GPU.
         wide_rates=(("float32", 80 / 2250), ("float64", 40 / 2250)),
+        narrow_rates=(("fp8", _FP8_RATE), ("nvfp4", 2 * _FP8_RATE)),
     ),
     "mi300x": replace(
         _H100,
@@ -183,6 +244,20 @@ HARDWARE: dict[str, Hardware] = {
         memory_bytes=4e9,  # assumed
         wide_rates=(("float64", 1 / 2),),  # derived: half as many values in a vector
         device_type="cpu",
+    ),
+}
+
+# Quoted: data sheets of GB200 and GB300 NVL72, and of HGX B300. An NVL72's 72 GPUs share the fast links.
+_B200 = HARDWARE["b200"]
+HARDWARE |= {
+    "gb200": replace(_B200, peak_flops=2500e12, memory_bytes=186e9, node_size=72),
+    "b300": replace(_B200, memory_bytes=270e9, narrow_rates=(("fp8", _FP8_RATE), ("nvfp4", 3 * _FP8_RATE))),
+    "gb300": replace(
+        _B200,
+        peak_flops=2500e12,
+        memory_bytes=279e9,
+        node_size=72,
+        narrow_rates=(("fp8", _FP8_RATE), ("nvfp4", 3 * _FP8_RATE)),
     ),
 }
 
