@@ -156,7 +156,7 @@ def test_rows_of_ours_are_those_of_the_simulator():
     if "stages" in outcome.layout:
         layout |= {"virtual_pp": 2, "schedule": "interleaved_1f1b"}  # type: ignore[dict-item]
     kind = outcome.layout.rsplit(", ", 1)[1]
-    own = job("fixed-4d", hardware="h100", **layout, micro_batches=16 // layout["dp"], activation_checkpointing=kind)
+    own = job("fixed-4d", **layout, micro_batches=16 // layout["dp"], activation_checkpointing=kind)
     assert outcome.seconds == pytest.approx(simulate(own, lengths, 2).seconds)
 
 

@@ -56,8 +56,7 @@ def test_a_micro_batch_is_its_documents_and_a_constant(tp, cp):
     total = workload.attention_seconds(lengths).sum() + workload.linear_seconds(lengths.sum())
     constant = workload.linear_seconds(1) * 2 - workload.linear_seconds(2)
     assert workload.document_seconds(lengths).sum() + constant == pytest.approx(total)
-    launches = 3 * 32 * HARDWARE["h100"].block_seconds  # a forward and a backward of two passes
-    assert (constant > 1.0001 * launches) == (tp > 1)
+    assert (constant > 1e-9) == (tp > 1)
 
 
 def test_both_phases_are_forward_and_backward():
@@ -76,10 +75,37 @@ def test_no_gpu_beats_its_peak(model, hardware):
 
 
 def test_h100_attention_is_near_the_flash_attention_2_figure_of_another_publication():
-    # 335 TFLOP/s: causal forward, head_dim 128, 16K tokens, H100 (FlashAttention-3, arXiv 2407.08608).
-    shape = model_shape("70b")
-    speed = attention_flops(shape, 16_384, "forward") / make_workload(shape).attention_seconds(16_384, "forward")
-    assert speed == pytest.approx(335e12, rel=0.05)
+    # Causal forward of 16 heads x 128 and 16K tokens on H100 (FlashAttention-3, arXiv 2407.08608): 335 TFLOP/s as one
+    # document, and FlashAttention-3 616.
+    shape = replace(model_shape("7b"), heads=16, kv_heads=16)
+    for hardware, published in (("h100", 335e12), ("h100-fa3", 616e12), ("h100-cudnn", 539e12)):
+        workload = make_workload(shape, hardware)
+        seconds = workload.attention_seconds(16_384, "forward") + workload.drain_seconds(16_384, "forward")
+        assert attention_flops(shape, 16_384, "forward") / seconds == pytest.approx(published, rel=0.07)
+
+
+def test_newer_kernels_are_faster_and_only_for_attention():
+    lengths = np.array([2048, 16_384, 131_072])
+    for slow, fast in (("h100", "h100-cudnn"), ("h100-cudnn", "h100-fa3"), ("b200", "b200-cudnn")):
+        older, newer = make_workload("7b", slow), make_workload("7b", fast)
+        for phase in ("forward", "backward"):
+            assert np.all(newer.attention_seconds(lengths, phase) < older.attention_seconds(lengths, phase))
+            assert newer.drain_seconds(8192, phase) < older.drain_seconds(8192, phase)
+        np.testing.assert_array_equal(newer.linear_seconds(lengths), older.linear_seconds(lengths))
+
+
+def test_draining_takes_as_many_tiles_of_one_head_whatever_the_group():
+    shape = replace(model_shape("7b"), layers=3)
+    hardware = HARDWARE["h100"]
+    tiles = hardware.attention_drain_tiles * QUERY_TILE * np.array([0, 1000, 64_000])
+    expected = 3 * 4 * shape.head_dim * tiles / hardware.attention_forward_flops
+    for tp, cp in ((1, 1), (8, 1), (4, 4)):
+        group = make_workload(shape, hardware, tp=tp, cp=cp)
+        np.testing.assert_allclose(group.drain_seconds([0, 1000, 64_000], "forward"), expected)
+        both = group.drain_seconds(1000, "forward") + group.drain_seconds(1000, "backward")
+        assert float(group.drain_seconds(1000)) == pytest.approx(float(both))
+    windowed = make_workload(replace(shape, sliding_window=1000), hardware)
+    assert float(windowed.drain_seconds(64_000, "forward")) == pytest.approx(expected[1])
 
 
 def test_groups_share_the_arithmetic():
@@ -162,8 +188,7 @@ def test_nothing_to_receive_costs_nothing():
 def test_gathering_everything_is_what_context_parallel_prices_contain(tp, cp):
     # make_workload(cp=...) prices balanced shards: a share of everything, and K and V of all other ranks' tokens.
     tokens = 65_536
-    no_latency = {"node_latency": 0.0, "network_latency": 0.0, "step_latency": 0.0, "block_seconds": 0.0}
-    no_tp_traffic = replace(HARDWARE["h100"], **no_latency)
+    no_tp_traffic = replace(HARDWARE["h100"], node_latency=0.0, network_latency=0.0, step_latency=0.0)
     alone, group = (make_workload("70b", no_tp_traffic, tp=tp, cp=size) for size in (1, cp))
     tp_seconds = (
         0.0

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.config import ShardingConfig
 from wlb.memory.step import predict_even_step
@@ -41,11 +41,15 @@ class StepPrice:
 
 
 class RankSeconds(NamedTuple):
-    """What every rank's stages take in every slot, shape (ranks, stages, slots), and its tokens, (ranks, slots)."""
+    """What every rank's stages take in every slot, shape (ranks, stages, slots), and its tokens, (ranks, slots).
+
+    For ``moving`` of these seconds, forward as backward, its links carry what ranks exchange for attention.
+    """
 
     forward: Array
     backward: Array
     tokens: Array
+    moving: ArrayLike = 0.0
 
 
 def price_groups(plan: GroupPlan, ranks: Ranks) -> StepPrice:
@@ -74,7 +78,7 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[RankSeconds, float]:
     for group in plan.groups:
         by_size[len(group.ranks)].append(group)
     forward = np.zeros((ranks.count, job.stages, plan.slots))
-    backward = np.zeros_like(forward)
+    backward, moving = np.zeros_like(forward), np.zeros_like(forward)
     exchanged = 0.0
     for size, groups in by_size.items():
         lengths = [plan.lengths[list(group.documents)].tolist() for group in groups]
@@ -84,7 +88,8 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[RankSeconds, float]:
             members = list(group.ranks)
             forward[members, :, group.slot] += of_stages.forward[:, index]
             backward[members, :, group.slot] += of_stages.backward[:, index]
-    return RankSeconds(forward, backward, plan.tokens_per_rank(ranks.count)), exchanged
+            moving[members, :, group.slot] += of_stages.moving[:, index]
+    return RankSeconds(forward, backward, plan.tokens_per_rank(ranks.count), moving), exchanged
 
 
 def price_moved(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool = False) -> StepPrice:
@@ -98,10 +103,14 @@ def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent:
     """Seconds of all ranks, once those of a pool have waited for each other, and bytes received by the mean GPU."""
     job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
     tokens = plan.by_lane((plan.home.stop - plan.home.start).astype(np.float64), plan.home)
+    longest = np.zeros(plan.pools.size, np.int64)
+    np.maximum.at(longest, plan.work.lane, plan.work.stop)
+    longest = longest.reshape(plan.slots, plan.ranks).T
     attention = {
         direction: plan.by_lane(
             plan.work.share * costs.attention(plan.work.start, plan.work.stop, direction), plan.work
         )
+        + costs.attention_drain(longest, direction)
         for direction in _DIRECTIONS
     }
     lanes = _alone(tokens.ravel(), attention["forward"].ravel(), attention["backward"].ravel())
@@ -135,7 +144,7 @@ def step_seconds(
     kept = job.pp > 1 or ranks.keeps_weights
     if not kept:
         began = np.zeros_like(began)  # weights are gathered from all in every micro-batch
-    staged = with_gathers(costs, forward, backward, kept=kept)
+    staged = with_gathers(costs, forward, backward, kept=kept, moving=seconds.moving)
     slots = -(-forward.shape[-1] // job.pp) * job.pp if job.virtual_pp > 1 else forward.shape[-1]
     forwards, backwards = (_filled(values, slots) for values in staged)
     times = pipeline_times(
@@ -188,6 +197,7 @@ _MANY = 4
 class _Stages(NamedTuple):
     forward: Array  # (stages, groups)
     backward: Array
+    moving: Array
     received_bytes: float
 
 
@@ -200,7 +210,10 @@ def _priced(
     again = 1 if job.activation_checkpointing == "full" else 0
     if exchange == "heads" and size > 1:
         whole = shards.tokens[:, 0]
-        shards = _alone(whole / size, shards.attention_forward[:, 0] / size, shards.attention_backward[:, 0] / size)
+        longest = [max(of_one) for of_one in lengths]
+        drains = [costs.attention_drain(longest, direction) for direction in _DIRECTIONS]  # of however few heads
+        attention = shards.attention_forward[:, 0], shards.attention_backward[:, 0]
+        shards = _alone(whole / size, *((a - drain) / size + drain for a, drain in zip(attention, drains, strict=True)))
         wire, received = all_to_all_of_heads(job, whole, size)
         passes = (1, 1 + again)
         received_bytes = float(received.sum()) * size * sum(passes)
@@ -208,12 +221,10 @@ def _priced(
         sent_again = np.where(shards.kept & (again == 0), 2, 3)  # there, gradients back, and there again
         received_bytes = float((shards.received.sum(axis=1) * sent_again).sum()) * kv_bytes(job)
         wire, passes = np.zeros(len(lengths)), (0, 0)
-    stages = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs).stages
-    forward, backward = (
-        phase[0, 0] + times * costs.stage_shares[:, None] * wire
-        for phase, times in zip(stages[:2], passes, strict=True)
-    )
-    return _Stages(forward, backward, received_bytes * job.shape.layers)
+    steps = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)
+    of_wire = costs.stage_shares[:, None] * wire
+    forward, backward = (phase[0, 0] + times * of_wire for phase, times in zip(steps.stages[:2], passes, strict=True))
+    return _Stages(forward, backward, steps.moving[0, 0] + of_wire, received_bytes * job.shape.layers)
 
 
 @lru_cache(maxsize=512)

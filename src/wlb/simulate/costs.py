@@ -26,7 +26,7 @@ from wlb.workload.weights import mean_block_weights
 Direction = Literal["forward", "backward"]
 
 # Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
-_SHOWN_OF_ASYNC_TP = 0.5
+_SHOWN_OF_ASYNC_TP = 0.65
 
 # Bytes read and written for each score by the loss: it is widened to float32, log-softmax reads and writes that; the
 # backward reads the log-probabilities and their gradient, writes that of the score, and narrows it. Derived by
@@ -36,6 +36,7 @@ _MASTER_BYTES = 4  # weights, gradients and moments are float32
 # Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the gradient in
 # float32, to which it adds that of a micro-batch. Derived by counting.
 _GRADIENT_PASSES = {"forward": 0, "backward": 2}
+_LAUNCHES = {"forward": 1, "backward": 2}  # of a block, in those of its forward
 # Float32 values touched for each weight: gradients for their norm, read and written by clipping, and AdamW's reads and
 # writes of weight, gradient and both moments. Derived by counting, each kernel fused.
 _OPTIMIZER_VALUES = 1 + 2 + 7
@@ -55,6 +56,10 @@ class JobCosts:
     def attention(self, starts: ArrayLike, stops: ArrayLike, direction: Direction) -> Seconds:
         """Of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops``."""
         return self._share * self._compute.piece_seconds(starts, stops, direction)
+
+    def attention_drain(self, stops: ArrayLike, direction: Direction) -> Seconds:
+        """What a rank's attention takes beside its pieces, the longest of which reaches to key ``stops``."""
+        return self._compute.drain_seconds(stops, direction)
 
     def blocks(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         """W_l of ``tokens`` tokens without collectives, output head and loss."""
@@ -85,9 +90,17 @@ class JobCosts:
         if experts is None or ranks == 1:
             return np.zeros(np.shape(tokens))
         layers = sum(count for kind, count in job.shape.blocks.items() if kind.routed)
-        link = group_link(job.hardware, "all_to_all", ranks, stride=1)
-        token_bytes = experts.active * job.shape.hidden * job.hardware.bytes_per_value / job.tp
-        return 2 * layers * link.seconds(np.asarray(tokens) * shard_bytes(token_bytes, ranks))
+        nodes = -(-ranks // job.hardware.node_size)
+        link = group_link(job.hardware, "all_to_all", min(ranks, job.hardware.node_size), stride=1)
+        copy = np.asarray(tokens) * job.shape.hidden * job.hardware.bytes_per_value / job.tp
+        seconds = link.seconds(shard_bytes(experts.active, ranks) * copy)
+        if nodes > 1:
+            reached = (nodes - 1) * (
+                1 - (1 - 1 / nodes) ** experts.active
+            )  # other nodes, to each of which it goes once
+            between = group_link(job.hardware, "point_to_point", ranks, stride=1)
+            seconds = np.maximum(seconds, between.seconds(reached * copy))
+        return 2 * layers * seconds
 
     def exchange(self, tokens: ArrayLike) -> Seconds:
         """Keys and values, or their gradients, between ranks of which the busiest moves ``tokens`` tokens."""
@@ -151,9 +164,7 @@ class JobCosts:
         weights = self._by_rank(self.stage_blocks * self._block_weights + self._root_weights) / (job.dp * job.cp)
         norm = 0.0 if job.gpus == 1 else group_link(job.hardware, "point_to_point", job.gpus, 1).latency
         hardware = job.hardware
-        return (
-            weights * _OPTIMIZER_VALUES * _MASTER_BYTES / hardware.memory_bandwidth + norm + job.software.host_seconds
-        )
+        return weights * _OPTIMIZER_VALUES * _MASTER_BYTES / hardware.memory_bandwidth + norm
 
     @cached_property
     def _own_weights(self) -> float:

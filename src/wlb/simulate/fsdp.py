@@ -9,23 +9,28 @@ takes longer than computing a block does.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.simulate.costs import JobCosts
 
 Array = NDArray[np.float64]
 
 
-def with_gathers(costs: JobCosts, forward: Array, backward: Array, *, kept: bool | None = None) -> tuple[Array, Array]:
+def with_gathers(
+    costs: JobCosts, forward: Array, backward: Array, *, kept: bool | None = None, moving: ArrayLike = 0.0
+) -> tuple[Array, Array]:
     """Seconds of stages in micro-batches, shape (..., stages, micro-batches), once weights have to be gathered.
 
+    For ``moving`` seconds of each of them, forward as backward, the links carry keys and values: gathers run before and
+    after, as they share adapters.
     ``kept`` says whether they stay until the step ends; by default they do as the job's software has it.
     """
     if weights_kept(costs, kept):
         first = _waiting_for_weights(costs, forward[..., 0])[..., None]
     else:
-        first = _gathered_a_block_ahead(costs, forward[..., :1])
-        backward = backward + _gathered_a_block_ahead(costs, backward)
+        moved = np.broadcast_to(moving, forward.shape)
+        first = _gathered_a_block_ahead(costs, forward[..., :1] - moved[..., :1])
+        backward = backward + _gathered_a_block_ahead(costs, backward - moved)
     if costs.job.software.reduces_always and costs.job.pp == 1:
         backward = backward.copy()
         backward[..., 0, :-1] += _reduced_a_block_behind(costs, backward[..., 0, :-1], kept=False)
@@ -64,11 +69,11 @@ def _reduced_a_block_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> A
 
 
 def _gathered_a_block_ahead(costs: JobCosts, seconds: Array) -> Array:
-    """What gathers add to ``seconds`` of stages in micro-batches, shape (..., stages, micro-batches)."""
+    """What gathers add to stages whose links are free for ``seconds``, shape (..., stages, micro-batches)."""
     blocks, gather = costs.stage_blocks[:, None], costs.block_gather
     if not costs.job.software.prefetch:
         return np.broadcast_to(costs.root_gather[:, None] + blocks * gather, seconds.shape)
-    shown: Array = beside_computing(costs, gather, seconds / blocks)
+    shown: Array = beside_computing(costs, gather, np.maximum(seconds, 0.0) / blocks)
     return costs.root_gather[:, None] + gather + (blocks - 1) * shown + blocks * costs.block_copy
 
 

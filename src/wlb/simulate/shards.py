@@ -63,9 +63,13 @@ def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
     pieces = _pieces(micro_batches, costs.job)
     where = locality(pieces, len(sizes), len(full), cp)
 
+    longest = np.zeros(where.tokens.size, np.int64)
+    np.maximum.at(longest, pieces.lane, pieces.stop)
+
     def attention(direction: Direction) -> NDArray[np.float64]:
         seconds = costs.attention(pieces.start, pieces.stop, direction)
-        return np.bincount(pieces.lane, seconds, where.tokens.size).astype(np.float64).reshape(where.tokens.shape)
+        of_ranks = np.bincount(pieces.lane, seconds, where.tokens.size) + costs.attention_drain(longest, direction)
+        return of_ranks.astype(np.float64).reshape(where.tokens.shape)
 
     shards = Shards(
         where.tokens,

@@ -164,11 +164,20 @@ class Steps:
         return self._over_stages(groups, head)
 
     @property
+    def moving(self) -> Array:
+        """For how long stages have keys and values under way, in a forward or backward; shaped as ``stages`` are."""
+        if "cp exchange" not in self.modelled:
+            return np.zeros(1)
+        exchange = self._together(self.costs.exchange(self.shards.waits_for))
+        share = self.costs.stage_shares[:, None]
+        return np.asarray(share * exchange[:, :, None])
+
+    @property
     def pipelines(self) -> PipelineTimes:
         job = self.costs.job
         forward, backward, weight = self.stages
         if "weight gathers" in self.modelled:
-            forward, backward = with_gathers(self.costs, forward, backward)
+            forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
         if not weights_kept(self.costs) and "dp ranks" in self.modelled:
             # FSDP gathers weights in every micro-batch, so data-parallel ranks wait for each other.
             slowest = (seconds.max(axis=1, keepdims=True) for seconds in (forward, backward))

@@ -6,6 +6,7 @@ Both come out as polynomials with two coefficients each, so that pricing a docum
     W_l(T) = fixed_seconds + token_seconds * T                          a micro-batch of T tokens
 
 Blocks with a sliding window add window_pair_seconds for each pair inside it, which beyond the window grows with d.
+What a whole launch of the attention kernel costs beside its documents is no part of W_a (``drain_seconds``).
 ``analytic_workload`` derives the coefficients (docs/workload.md has the formulas); ``AnalyticWorkload`` holds
 and evaluates them.
 """
@@ -57,6 +58,8 @@ class PhaseCost:
     fixed_seconds: float  # for each micro-batch
     token_seconds: float  # for each token outside attention
     window_pair_seconds: float = 0.0  # for each query-key pair inside the window, of blocks that have one
+    drain_seconds: float = 0.0  # for each key of a launch's longest document
+    window_drain_seconds: float = 0.0  # for each of these inside the window, of blocks that have one
 
     def __add__(self, other: PhaseCost) -> PhaseCost:
         return PhaseCost(
@@ -65,6 +68,8 @@ class PhaseCost:
             self.fixed_seconds + other.fixed_seconds,
             self.token_seconds + other.token_seconds,
             self.window_pair_seconds + other.window_pair_seconds,
+            self.drain_seconds + other.drain_seconds,
+            self.window_drain_seconds + other.window_drain_seconds,
         )
 
 
@@ -137,6 +142,14 @@ class AnalyticWorkload:
         seconds: Seconds = until_stop - until_start + idle_queries * (until_stop - until_last)
         return seconds
 
+    def drain_seconds(self, stops: ArrayLike, phase: Phase = "both") -> Seconds:
+        """What a micro-batch's attention takes beside its documents, as ``Workload`` says; shape of ``stops``."""
+        cost, keys = self._cost(phase), np.asarray(stops, dtype=np.float64)
+        seconds: Seconds = cost.drain_seconds * keys
+        if self.window is not None:
+            seconds = seconds + cost.window_drain_seconds * np.minimum(keys, self.window)
+        return seconds
+
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_l of micro-batches of ``tokens`` tokens; an empty one costs nothing; shape of ``tokens``."""
         cost = self._cost(phase)
@@ -190,24 +203,28 @@ def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, back
     block_flops = gemm_flops_per_token(shape) - head_flops - expert_flops + expert_flops / hardware.grouped_rate
     token_flops = block_flops / hardware.block_rate + head_flops
     rate = hardware.attention_backward_flops if backward else hardware.attention_forward_flops
+    half_length = hardware.attention_half_length
     if backward:
+        half_length = hardware.attention_backward_half_length or half_length
         of_pair *= ATTENTION_BACKWARD_FACTOR
         token_flops *= LINEAR_BACKWARD_FACTOR
         state_flops *= LINEAR_BACKWARD_FACTOR
     pair_seconds = share * (shape.layers_of("full") * of_pair) / rate
     window_pair_seconds = share * (shape.layers_of("sliding") * of_pair) / rate
+    of_drain = hardware.attention_drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
     gemm_rate = hardware.peak_flops * hardware.gemm_efficiency
     element_values = elementwise_values_per_token(shape)[backward] * hardware.elementwise_passes
     element_bytes = element_values * hardware.bytes_per_value
     collective_seconds, fixed_seconds = _collectives(shape, hardware, tp, cp)
-    fixed_seconds += shape.layers * hardware.block_seconds * (LINEAR_BACKWARD_FACTOR if backward else 1.0)
     return PhaseCost(
         pair_seconds=pair_seconds,
-        padding_seconds=(pair_seconds + window_pair_seconds) * hardware.attention_half_length / 2,
+        padding_seconds=(pair_seconds + window_pair_seconds) * half_length / 2,
         fixed_seconds=fixed_seconds,
         token_seconds=share * (token_flops / gemm_rate + element_bytes / hardware.memory_bandwidth + state_flops / rate)
         + collective_seconds,
         window_pair_seconds=window_pair_seconds,
+        drain_seconds=shape.layers_of("full") * of_drain,
+        window_drain_seconds=shape.layers_of("sliding") * of_drain,
     )
 
 

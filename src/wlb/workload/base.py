@@ -36,6 +36,14 @@ class Workload(DocumentPrices, Protocol):
         """Attention of pieces of documents alone: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens)."""
         ...
 
+    def drain_seconds(self, stops: ArrayLike, phase: Phase = "both") -> Seconds:
+        """Attention of a micro-batch on one GPU, beside its pieces, of which the longest reaches to key ``stops``.
+
+        While the last tiles of a launch finish, most of the GPU idles. It does not shrink with tp or cp. Over all
+        layers; shape of ``stops`` (tokens); 0 where it was not measured apart.
+        """
+        ...
+
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_l of micro-batches of ``tokens`` tokens; shape of ``tokens``."""
         ...

@@ -14,11 +14,22 @@ from wlb.errors import UserError
 
 
 @dataclass(frozen=True)
+class AttentionKernel:
+    """Rates of one generation of attention kernels on one device, as ``Hardware`` has them."""
+
+    forward_flops: float  # FLOP/s at unbounded length
+    backward_flops: float
+    forward_half_length: float  # tokens at which half of that is reached
+    backward_half_length: float
+    drain_tiles: float  # see ``Hardware.attention_drain_tiles``
+
+
+@dataclass(frozen=True)
 class Hardware:
     """Achieved rates of one GPU (or CPU core) and of the links around it.
 
-    Attention over a document of d tokens runs at ``attention_*_flops * d / (d + attention_half_length)``: short
-    documents fill the kernel's tiles badly. ``wlb.workload.links`` says what a process group makes of the links' rates.
+    Attention over a document of d tokens runs at ``attention_*_flops * d / (d + half length)``: short documents fill
+    the kernel's tiles badly. ``wlb.workload.links`` says what a process group makes of the links' rates.
     """
 
     peak_flops: float  # FLOP/s, dense, in the training type
@@ -42,8 +53,13 @@ class Hardware:
     block_rate: float = 1.0  # of matrix products in blocks, over those of the output head
     grouped_rate: float = 1.0  # of experts' matrix products, over others of the same type
     elementwise_passes: float = 1.0  # values that element-wise kernels move, over those that fused ones do
-    block_seconds: float = 0.0  # of each pass of a micro-batch through a block: launches that computing does not hide
+    launch_seconds: float = 0.0  # that launching a block's forward takes at least, and half of what its backward does
     exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
+    attention_backward_half_length: float | None = None  # of the backward, where it is not the forward's
+    # While the last tiles of a launch finish, other processors idle: what so many tiles of queries over all keys of the
+    # longest document would take. However few heads a launch has, it is the same.
+    attention_drain_tiles: float = 0.0
+    attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # that ``attending_with`` knows
 
     def computing_in(self, dtype: str) -> Hardware:
         """The same device when it computes in ``dtype``: values take other bytes, and wider ones more time.
@@ -71,7 +87,7 @@ class Hardware:
         return replace(
             self,
             elementwise_passes=self.elementwise_passes * _EAGER_PASSES,
-            block_seconds=self.block_seconds * _EAGER_LAUNCHES,
+            launch_seconds=self.launch_seconds * _EAGER_PASSES,
         )
 
     def at_power(self, share: float) -> Hardware:
@@ -97,39 +113,84 @@ class Hardware:
             step_latency=0.0,
         )
 
+    def attending_with(self, name: str) -> Hardware:
+        """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4" or "cudnn".
+
+        Raises ``UserError`` that lists those with a price where the device has none of that name.
+        """
+        kernels = dict(self.attention_kernels)
+        if name not in kernels:
+            known = f"choose one of {', '.join(kernels)}" if kernels else "only its own have one"
+            raise UserError(f"attention kernels {name!r} have no price on this device; {known}")
+        kernel = kernels[name]
+        return replace(
+            self,
+            attention_forward_flops=kernel.forward_flops,
+            attention_backward_flops=kernel.backward_flops,
+            attention_half_length=kernel.forward_half_length,
+            attention_backward_half_length=kernel.backward_half_length,
+            attention_drain_tiles=kernel.drain_tiles,
+        )
+
 
 _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
-# Quoted: best-shape bf16 GEMM of 268 TFLOP/s on A100 SXM (86% of peak) and 794 on H100/H200 SXM (80%), S. Bekman,
-# "ML Engineering", table of maximum achievable matmul FLOPS. Assumed: a block's shapes reach 82% of the best.
-_A100_GEMM_EFFICIENCY = 0.82 * 268 / 312
-_HOPPER_GEMM_EFFICIENCY = 0.82 * 794 / 989
-# Quoted: 1,745 TFLOP/s on B200 and 668 on MI300X, the same table (commit 744d01e). Assumed: the same 82%.
-_B200_GEMM_EFFICIENCY = 0.82 * 1745 / 2250
-_MI300X_GEMM_EFFICIENCY = 0.82 * 668 / 1307
+# Fitted by benchmarks/fit_prices.py to whole steps: a block's matrix products, as a share of the peak. (Of the best
+# shape they are 77% on H100 and 92% on A100, by the table of maximum achievable matmul FLOPS in S. Bekman, "ML
+# Engineering", quoted: 794 and 268 TFLOP/s; 1,745 on B200 and 668 on MI300X.)
+_A100_GEMM_EFFICIENCY = 0.79
+_HOPPER_GEMM_EFFICIENCY = 0.616
+_B200_GEMM_EFFICIENCY = 0.542
+_GB200_GEMM_EFFICIENCY = 0.586
+_GB300_GEMM_EFFICIENCY = 0.796
+_FP8_RATE = 1.76  # tensor cores compute twice as many; what is missing is scaling and casting
+_FP8_ROWWISE_RATE = 0.92
+_BLACKWELL_FP8_RATE = 2.0
+_BLACKWELL_FP4_RATE = 3.3
+_GROUPED_RATE = 0.39
+_EXPOSED = 0.43
+_MI300X_GEMM_EFFICIENCY = 0.77 * 668 / 1307  # assumed: H100's share of the best shape
 
 # Derived by counting: RMSNorm, rotary embedding in float32 and SwiGLU as PyTorch's operations, for the bytes of fused
-# kernels; of a forward 2.6 times as many, of a backward 2.3.
-_EAGER_PASSES = 2.5
-# Fitted by benchmarks/fit_prices.py, as what cites it below.
-_EAGER_LAUNCHES = 3.0
-_BLOCK_SECONDS = 0.15e-3
-_EXPOSED = 0.33
-_FP8_RATE = 1.6  # tensor cores compute twice as many; the rest is scaling and casting
-_GROUPED_RATE = 0.7
+# kernels: twice as many and more. What was measured fits twice as well as 2.5 times.
+_EAGER_PASSES = 2.0
+# Assumed: 20 kernels of 5 us. Published steps have more to compute than to launch, and show none of it.
+_LAUNCH_SECONDS = 0.1e-3
 
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
 
-# Fitted to measured H100 causal attention, 64 query heads x 128, lengths 64 to 64K, 1 to 8-fold split heads:
-# seconds = FLOPs / rate * (1 + half_length / d) + 24 us for each launch; error 5% (root mean square), 2.3% from
-# 4K on. The launch is left out of the price: a packed micro-batch has one for all its documents.
-_HOPPER_ATTENTION_FORWARD = 342e12
-_ATTENTION_HALF_LENGTH = 906.0
-# Quoted: FlashAttention-2's backward on H100, head_dim 128, 16K tokens (FlashAttention-3, arXiv 2407.08608,
-# backward speed figure); taken as the rate at unbounded length.
-_HOPPER_ATTENTION_BACKWARD = 322e12
+# FlashAttention-2's forward: fitted by benchmarks/fit_kernels.py to 1,279 launches on H100 (hao-ai-lab/DistCA: mixes of
+# documents, and equal ones; 64 query and 4 key/value heads x 128 over tp 1 to 8, queries cut 1 to 8 ways). Its
+# backward: that with which both together run at the 337 to 346 TFLOP/s that DistCA's whole steps on H200 show.
+# FlashAttention-3 and cuDNN, and backwards' half lengths: fitted to MagiAttention's bars (SandAI-org/MagiAttention,
+# variable-length causal, 64 query and 8 key/value heads x 128, 1K to 32K tokens), with half lengths of forwards from
+# the speeds by length in arXiv 2407.08608. Assumed: kernels with one block on a processor, not two, drain in half the
+# time.
+_HOPPER_KERNELS = {
+    "fa2": AttentionKernel(372e12, 330e12, 256.0, 850.0, drain_tiles=100.0),
+    "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
+    "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
+    # FlashAttention before its second version, written in Triton: fitted to llm-foundry's steps, both directions alike.
+    "triton": AttentionKernel(184e12, 184e12, 850.0, 850.0, drain_tiles=0.0),
+}
+# Assumed: FlashAttention-2 between the 50% and 73% of peak that it reports on A100 (arXiv 2307.08691), with H100's half
+# lengths. Triton's: as on H100.
+_AMPERE_KERNELS = {
+    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=0.65 * 312e12, backward_flops=0.57 * 312e12),
+    "triton": replace(_HOPPER_KERNELS["triton"], forward_flops=104e12, backward_flops=104e12),
+}
+# Quoted: FlashAttention-2 on B200, which torch runs unless told otherwise, is no faster than on H100. Forward: 362
+# TFLOP/s at 8,192 tokens, head_dim 128 (tritonbench pull request 171); backward: 334 at 16,384, head_dim 64
+# (flash-attention issue 1589). Taken as rates at unbounded length, with H100's half lengths.
+# cuDNN and FlashAttention-4: derived from MagiAttention's bars on B200, causal and variable-length causal, 8K to 32K
+# tokens; FlashAttention-4's backward is also quoted at 1,209 TFLOP/s (flash-attention pull request 2280, 8,192 tokens).
+_BLACKWELL_KERNELS = {
+    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=362e12, backward_flops=334e12),
+    "cudnn": AttentionKernel(1340e12, 780e12, 800.0, 1700.0, drain_tiles=50.0),
+    "fa4": AttentionKernel(1420e12, 1150e12, 1000.0, 1900.0, drain_tiles=50.0),
+}
 
 # Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,
 # reduce-scatter and all-to-all in a node of 4 and 8, over 10 nodes with 1, 2, 4 and 8 GPUs of each, and between 2 nodes
@@ -149,9 +210,12 @@ _A100_NETWORK_BANDWIDTH = _HOPPER_NETWORK_BANDWIDTH * 200 / 400
 _H100 = Hardware(
     peak_flops=989e12,  # quoted: NVIDIA H100 SXM data sheet, bf16 dense
     gemm_efficiency=_HOPPER_GEMM_EFFICIENCY,
-    attention_forward_flops=_HOPPER_ATTENTION_FORWARD,
-    attention_backward_flops=_HOPPER_ATTENTION_BACKWARD,
-    attention_half_length=_ATTENTION_HALF_LENGTH,
+    attention_forward_flops=_HOPPER_KERNELS["fa2"].forward_flops,
+    attention_backward_flops=_HOPPER_KERNELS["fa2"].backward_flops,
+    attention_half_length=_HOPPER_KERNELS["fa2"].forward_half_length,
+    attention_backward_half_length=_HOPPER_KERNELS["fa2"].backward_half_length,
+    attention_drain_tiles=_HOPPER_KERNELS["fa2"].drain_tiles,
+    attention_kernels=tuple(_HOPPER_KERNELS.items()),
     memory_bandwidth=_MEMORY_EFFICIENCY * 3.35e12,  # quoted: H100 SXM data sheet
     node_size=8,
     node_bandwidth=_HOPPER_NODE_BANDWIDTH,
@@ -163,8 +227,8 @@ _H100 = Hardware(
     memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
     # Quoted: the same, 67 TFLOP/s in float32 without, and in float64 with tensor cores. TF32 stays off, as in torch.
     wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
-    narrow_rates=(("fp8", _FP8_RATE),),
-    block_seconds=_BLOCK_SECONDS,
+    narrow_rates=(("fp8", _FP8_RATE), ("fp8-rowwise", _FP8_ROWWISE_RATE)),
+    launch_seconds=_LAUNCH_SECONDS,
     exposed=_EXPOSED,
     grouped_rate=_GROUPED_RATE,
 )
@@ -173,10 +237,12 @@ HARDWARE: dict[str, Hardware] = {
     "a100": Hardware(
         peak_flops=312e12,  # quoted: NVIDIA A100 80GB SXM data sheet, bf16 dense
         gemm_efficiency=_A100_GEMM_EFFICIENCY,
-        # Assumed, between the 50% and 73% of peak that FlashAttention-2 reports on A100 (arXiv 2307.08691).
-        attention_forward_flops=0.65 * 312e12,
-        attention_backward_flops=0.57 * 312e12,
-        attention_half_length=_ATTENTION_HALF_LENGTH,  # assumed: as on H100
+        attention_forward_flops=_AMPERE_KERNELS["fa2"].forward_flops,
+        attention_backward_flops=_AMPERE_KERNELS["fa2"].backward_flops,
+        attention_half_length=_AMPERE_KERNELS["fa2"].forward_half_length,
+        attention_backward_half_length=_AMPERE_KERNELS["fa2"].backward_half_length,
+        attention_drain_tiles=_AMPERE_KERNELS["fa2"].drain_tiles,
+        attention_kernels=tuple(_AMPERE_KERNELS.items()),
         memory_bandwidth=_MEMORY_EFFICIENCY * 2.039e12,  # quoted: A100 80GB SXM data sheet
         node_size=8,
         node_bandwidth=_A100_NODE_BANDWIDTH,
@@ -187,7 +253,8 @@ HARDWARE: dict[str, Hardware] = {
         bytes_per_value=2,
         memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
         wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
-        block_seconds=_BLOCK_SECONDS,
+        grouped_rate=_GROUPED_RATE,
+        launch_seconds=_LAUNCH_SECONDS,
         exposed=_EXPOSED,
     ),
     "h100": _H100,
@@ -197,17 +264,15 @@ HARDWARE: dict[str, Hardware] = {
         _H100,
         peak_flops=2250e12,  # quoted: NVIDIA B200 SXM data sheet, bf16 dense
         gemm_efficiency=_B200_GEMM_EFFICIENCY,
-        # Quoted: FlashAttention-2, which torch runs unless told otherwise; it is no faster than on H100. Forward: 362
-        # TFLOP/s at 8,192 tokens, head_dim 128 (tritonbench pull request 171); backward: 334 at 16,384, head_dim 64
-        # (flash-attention issue 1589). Taken as rates at unbounded length.
-        attention_forward_flops=362e12,
-        attention_backward_flops=334e12,
+        attention_forward_flops=_BLACKWELL_KERNELS["fa2"].forward_flops,
+        attention_backward_flops=_BLACKWELL_KERNELS["fa2"].backward_flops,
+        attention_kernels=tuple(_BLACKWELL_KERNELS.items()),
         memory_bandwidth=_MEMORY_EFFICIENCY * 8.0e12,  # quoted: data sheet
         node_bandwidth=680e9,  # quoted: 673 to 682 GB/s of an all-reduce over rings (ML Engineering, network)
         memory_bytes=180e9,  # quoted: data sheet
         # Quoted: data sheet, 80 and 40 TFLOP/s. The adapter is assumed to be H100's, 400 Gb/s for each GPU.
         wide_rates=(("float32", 80 / 2250), ("float64", 40 / 2250)),
-        narrow_rates=(("fp8", _FP8_RATE), ("nvfp4", 2 * _FP8_RATE)),
+        narrow_rates=(("fp8", _BLACKWELL_FP8_RATE), ("nvfp4", _BLACKWELL_FP4_RATE)),
     ),
     "mi300x": replace(
         _H100,
@@ -215,8 +280,9 @@ HARDWARE: dict[str, Hardware] = {
         gemm_efficiency=_MI300X_GEMM_EFFICIENCY,
         # Derived: FlashAttention-2's backward is 1% to 4% faster than on H100 (Zyphra, "Frontier training kernels for
         # transformers and SSMs on AMD Instinct MI300X"), and so, assumed, is the forward.
-        attention_forward_flops=1.02 * _HOPPER_ATTENTION_FORWARD,
-        attention_backward_flops=1.02 * _HOPPER_ATTENTION_BACKWARD,
+        attention_forward_flops=1.02 * _HOPPER_KERNELS["fa2"].forward_flops,
+        attention_backward_flops=1.02 * _HOPPER_KERNELS["fa2"].backward_flops,
+        attention_kernels=(),
         memory_bandwidth=_MEMORY_EFFICIENCY * 5.3e12,  # quoted: data sheet
         node_bandwidth=313e9,  # quoted: 4 GiB all-reduce of 8 GPUs (ML Engineering, network)
         peer_bandwidth=47.7e9,  # quoted: the same of 2 GPUs
@@ -247,18 +313,23 @@ HARDWARE: dict[str, Hardware] = {
     ),
 }
 
-# Quoted: data sheets of GB200 and GB300 NVL72, and of HGX B300. An NVL72's 72 GPUs share the fast links.
+# Quoted: data sheets of HGX B300 and of GB200 and GB300 NVL72, whose 72 GPUs share the fast links.
 _B200 = HARDWARE["b200"]
 HARDWARE |= {
-    "gb200": replace(_B200, peak_flops=2500e12, memory_bytes=186e9, node_size=72),
-    "b300": replace(_B200, memory_bytes=270e9, narrow_rates=(("fp8", _FP8_RATE), ("nvfp4", 3 * _FP8_RATE))),
-    "gb300": replace(
-        _B200,
-        peak_flops=2500e12,
-        memory_bytes=279e9,
-        node_size=72,
-        narrow_rates=(("fp8", _FP8_RATE), ("nvfp4", 3 * _FP8_RATE)),
+    "b300": replace(_B200, memory_bytes=270e9),
+    "gb200": replace(
+        _B200, peak_flops=2500e12, gemm_efficiency=_GB200_GEMM_EFFICIENCY, memory_bytes=186e9, node_size=72
     ),
+    "gb300": replace(
+        _B200, peak_flops=2500e12, gemm_efficiency=_GB300_GEMM_EFFICIENCY, memory_bytes=279e9, node_size=72
+    ),
+}
+# Presets attend with FlashAttention-2, which torch runs unless told otherwise; those named after kernels with these.
+HARDWARE |= {
+    f"{name}-{kernels}": HARDWARE[name].attending_with(kernels)
+    for name in ("h100", "h200", "b200")
+    for kernels, _ in HARDWARE[name].attention_kernels
+    if kernels not in ("fa2", "triton")
 }
 
 

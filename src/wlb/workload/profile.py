@@ -169,6 +169,10 @@ class ProfileWorkload:
         alone = self.attention_seconds(stop - start, phase)
         return alone + self.prefix_attention.price(stop - start, start, phase)
 
+    def drain_seconds(self, stops: ArrayLike, phase: Phase = "both") -> Seconds:
+        """None: documents were measured with it; shape of ``stops``."""
+        return np.zeros(np.shape(stops))
+
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_l of micro-batches of ``tokens`` tokens; shape of ``tokens``."""
         count = np.asarray(tokens, dtype=np.float64)

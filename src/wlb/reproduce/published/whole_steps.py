@@ -26,6 +26,7 @@ from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.search import fitted
 from wlb.simulate.shards import Shards, price_shards
+from wlb.simulate.software import Software
 from wlb.simulate.step import Steps
 from wlb.workload import Hardware, ModelShape, hardware_preset
 
@@ -54,7 +55,7 @@ _MEGATRON = Stack("cudnn", True, "kept")
 _NEMO = _MEGATRON._replace(async_tp=True, assumed=("attention by cuDNN, and tensor-parallel collectives overlapped",))
 _STACKS = {
     _TORCHTITAN: Stack("fa2", True, "gathered"),
-    _LLM_FOUNDRY: Stack("fa2", False, "gathered", prefetch=False),
+    _LLM_FOUNDRY: Stack("fa2", False, "gathered"),
     _AUTOMODEL: Stack("cudnn", True, "gathered", prefetch=False),
     _BRIDGE: _NEMO,
     "NVIDIA/NeMo": _NEMO,
@@ -145,8 +146,10 @@ def published_step(row: Row) -> PublishedStep:
     job = _job(row, shape, stack, layout)
     assumed = [*stack.assumed, *layout.assumed, *_remarks(row, shape)]
     recomputation = _stated_recomputation(row)
-    if recomputation is None:
-        fitting = fitted(_held(job, _software(row, stack, layout)["reduces_always"]))
+    if recomputation is None and stack.weights == "kept":
+        assumed.append("no recomputation, or of element-wise operations only")
+    elif recomputation is None:
+        fitting = fitted(_held(job, job.software.reduces_always))
         kind: Recomputation = fitting.activation_checkpointing if fitting else "full"
         why = "the cheapest that is predicted to fit" if fitting else "and not even that is predicted to fit"
         assumed.append(f"recomputation: {kind}, {why}")
@@ -221,34 +224,31 @@ def _held(job: SimulatedJob, reduces_always: bool) -> SimulatedJob:
 
 
 def _job(row: Row, shape: ModelShape, stack: Stack, layout: _Layout) -> SimulatedJob:
-    software = _software(row, stack, layout)
-    # SWITCH: with a price for experts on other ranks, in place of this refusal, software=Software(**software) below.
-    if software["expert_parallel"] > 1:
-        raise UserError("expert parallelism has no price")
     return simulated_job(
         shape,
         size(row, "seq_len") * layout.sequences,  # L_max, by which memory is predicted
         "plain-4d",
         hardware=_hardware(row, stack),
         sharding="per_document",
+        software=_software(row, stack, layout),
         **layout.job_settings,
     )
 
 
-def _software(row: Row, stack: Stack, layout: _Layout) -> dict[str, Any]:
-    """Keywords of ``wlb.simulate.software.Software``, from what the row and its repository say."""
+def _software(row: Row, stack: Stack, layout: _Layout) -> Software:
+    """What the row and its repository say of it."""
     note, weights = _note(row), stack.weights
     if row["repo"] == _BRIDGE and row.get("fsdp"):
         weights = "gathered"
     if row.get("sharding") == "SHARD_GRAD_OP" or layout.pp > 1:  # torchtitan and Automodel keep them in a pipeline
         weights = "kept"
-    return {
-        "weights": weights,
-        "prefetch": stack.prefetch or "prefetch" in note,
-        "reduces_always": weights == "gathered",
-        "async_tp": stack.async_tp or "async" in note.lower(),
-        "expert_parallel": 1 if row.get("ep") is None else size(row, "ep"),
-    }
+    return Software(
+        weights=weights,
+        prefetch=stack.prefetch or "prefetch" in note,
+        reduces_always=weights == "gathered",
+        async_tp=stack.async_tp or "async" in note.lower(),
+        expert_parallel=1 if row.get("ep") is None else size(row, "ep"),
+    )
 
 
 def _hardware(row: Row, stack: Stack) -> Hardware:
@@ -263,16 +263,27 @@ def _hardware(row: Row, stack: Stack) -> Hardware:
     if "a100_40gb" in row["hardware"]:  # quoted: 1,555 GB/s, beside 2,039 of the preset (NVIDIA A100 data sheet)
         bandwidth = hardware.memory_bandwidth * 1555 / 2039
         hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
-    # SWITCH: with their prices, hardware.computing_in("fp8" or "nvfp4") in place of this refusal, .eager() where the
-    # stack or a row whose note is "FSDP" is not compiled, .at_power(500 / 700) where the row says 500 W, and
-    # .attending_with(stack.attention).
-    if _precision(row) != "bf16":
-        raise UserError(f"{_precision(row).upper()} has no price")
-    return hardware
+    hardware = hardware.attending_with(_attention(row, stack))
+    if not stack.compiled or row.get("note") == "FSDP":
+        hardware = hardware.eager()
+    if "500 W" in row["hardware"]:
+        hardware = hardware.at_power(500 / 700)
+    precision = _precision(row)
+    return hardware if precision == "bf16" else hardware.computing_in(precision)
 
 
-def _precision(row: Row) -> Literal["bf16", "fp8", "nvfp4"]:
+def _attention(row: Row, stack: Stack) -> str:
+    """The kernel: until April 2024 llm-foundry's benchmark ran Triton's unless told otherwise, as at large scale.
+
+    (scripts/train/benchmarking/submit_benchmarks.py and sweep.py, ``--attn_impl``)
+    """
+    return "triton" if row["repo"] == _LLM_FOUNDRY and "Large Scale" not in row["hardware"] else stack.attention
+
+
+def _precision(row: Row) -> Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]:
     text = stated(row, "precision").upper()
+    if "ROWWISE" in text:
+        return "fp8-rowwise"
     if "FP4" in text:
         return "nvfp4"
     if "FP8" in text:
@@ -294,12 +305,6 @@ def _remarks(row: Row, shape: ModelShape) -> list[str]:
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")
-    # Until April 2024, after these tables, the benchmark ran Triton's kernel unless told otherwise, and at large scale
-    # it was told (scripts/train/benchmarking/submit_benchmarks.py and sweep.py, --attn_impl).
-    if row["repo"] == _LLM_FOUNDRY and "Large Scale" not in row["hardware"]:
-        remarks.append("Triton's attention is as fast as FlashAttention-2")
-    if "500 W" in row["hardware"]:
-        remarks.append("GPUs limited to 500 W compute as fast as others")
     if "MXFP8" in str(row.get("precision")):
         remarks.append("MXFP8 is as fast as FP8")
     if shape.latent is not None and "w/o MTP" not in row["model"]:
