@@ -14,6 +14,7 @@ from wlb.planning.planner import StepPlanner
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
+from wlb.simulate.software import Software
 from wlb.simulate.step import Steps
 from wlb.simulate.timeline import timeline
 from wlb.workload.weights import parameters
@@ -119,3 +120,20 @@ def test_hybrid_sharding_keeps_its_promise_in_the_step(layout):
         for sharding in ("hybrid", "adaptive")
     )
     assert hybrid <= 1.002 * adaptive
+
+
+def test_gathering_the_context_shows_whole_in_both_directions():
+    simulated = job("fixed-4d", cp=4, software=Software(gathers_context=True))
+    plans = [*islice(StepPlanner(simulated, documents()).plans(), 2)]
+    costs = JobCosts(simulated)
+    with_all = Steps.of(plans, costs)
+    without = replace(with_all, modelled=with_all.modelled - {"cp exchange"})
+    tokens = with_all.shards.tokens
+    others = tokens.sum(axis=-1, keepdims=True) - tokens
+    nothing = np.zeros_like(others)
+    for direction in ("forward", "backward"):
+        shown = costs.exchange(others) + costs.copies(nothing, others, nothing, direction)
+        assert (shown > 0).all()
+        np.testing.assert_allclose(
+            getattr(with_all.groups, direction) - getattr(without.groups, direction), shown.max(axis=-1), rtol=1e-3
+        )

@@ -14,6 +14,11 @@ class Software:
     None is "kept" in a pipeline only. With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the
     last micro-batch, or with each (``reduces_always``). ``async_tp`` divides tensor-parallel collectives and the matrix
     products beside them into parts that overlap. ``expert_parallel`` ranks share the experts, and exchange tokens.
+
+    With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
+    and reduces all their gradients after it, both beside nothing (the ``PerDocumentCPAttention`` of hao-ai-lab/DistCA,
+    whose collectives wait in the stream of the kernels). Otherwise ranks get those that they attend, in parts, beside
+    attention.
     """
 
     weights: Literal["gathered", "kept"] | None = None
@@ -21,3 +26,4 @@ class Software:
     reduces_always: bool = False
     async_tp: bool = False
     expert_parallel: int = 1
+    gathers_context: bool = False
