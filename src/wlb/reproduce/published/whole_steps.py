@@ -169,6 +169,17 @@ def _note(row: Row) -> str:
     return str(row.get("note") or "")
 
 
+def _ran_triton(row: Row) -> bool:
+    """Whether attention was Triton's kernel, by the scripts that stood beside llm-foundry's tables.
+
+    ``submit_benchmarks.py`` took it by default until March 2024 (commit 7f0fdae66), and ``sweep.sh`` did not say
+    otherwise (b2a43a147). ``sweep.py`` of the large scale (5e85bd62d) asked for it for 13B and 30B, and for
+    FlashAttention elsewhere. All are in ``scripts/train/benchmarking``; the tables themselves do not name a kernel.
+    """
+    at_large_scale = "Large Scale" in row["hardware"]
+    return row["repo"] == _LLM_FOUNDRY and (not at_large_scale or row["model"] in ("MPT 13b", "MPT 30b"))
+
+
 class _Layout(NamedTuple):
     """Sizes of groups; ``sequences`` of a micro-batch, and ``micro_batches`` of a data-parallel rank."""
 
@@ -206,7 +217,7 @@ def _layout(row: Row) -> _Layout:
     if row["repo"] == _TORCHTITAN and pp > 1:  # what it prints is the batch of a rank
         sequences = max(1, sequences // pp)
         virtual_pp = 2 if "Interleaved" in _note(row) else 1
-        assumed.append(f"{pp} micro-batches of {sequences} sequences, and {virtual_pp} stages a rank")
+        assumed.append(f"micro-batches of {sequences} sequences, and {virtual_pp} stages a rank")
     micro_batches, rest = divmod(of_rank, sequences)
     if rest or not micro_batches:
         raise UserError(f"{of_rank} sequences of a data-parallel rank are no multiple of its micro-batch, {sequences}")
@@ -294,9 +305,7 @@ def _remarks(row: Row, shape: ModelShape) -> list[str]:
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")
-    # Until April 2024, after these tables, the benchmark ran Triton's kernel unless told otherwise, and at large scale
-    # it was told (scripts/train/benchmarking/submit_benchmarks.py and sweep.py, --attn_impl).
-    if row["repo"] == _LLM_FOUNDRY and "Large Scale" not in row["hardware"]:
+    if _ran_triton(row):
         remarks.append("Triton's attention is as fast as FlashAttention-2")
     if "500 W" in row["hardware"]:
         remarks.append("GPUs limited to 500 W compute as fast as others")
