@@ -10,7 +10,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.reproduce.published.metrics import seconds_of_step
 from wlb.reproduce.published.models import model_flops_per_token, published_shape
 from wlb.reproduce.published.reading import read_measurements
-from wlb.reproduce.published.whole_steps import published_step, whole_step_rows
+from wlb.reproduce.published.whole_steps import published_step, ran_triton, whole_step_rows
 from wlb.simulate import simulate_steps
 from wlb.workload.weights import parameters
 
@@ -123,15 +123,12 @@ def test_recomputation_that_is_not_stated_is_the_cheapest_that_fits():
     assert published_step({**row, "hardware": "B200"}).job.activation_checkpointing == "none"
 
 
-def test_what_the_scripts_beside_a_table_ran_is_told():
-    triton = "Triton's attention is as fast as FlashAttention-2"
-    row = {**ROW, "repo": "mosaicml/llm-foundry", "tp": 1, "hardware": "h100_80gb (Large Scale, >= 128 GPUs)"}
-    told = {
-        name: triton in published_step({**row, "model": f"MPT {name}", "global_batch": 32}).assumed
-        for name in ("7b", "13b", "30b", "70b")
-    }
-    assert told == {"7b": False, "13b": True, "30b": True, "70b": False}
-    assert triton in published_step({**row, "model": "MPT 7b", "hardware": "a100_80gb", "global_batch": 32}).assumed
+def test_the_kernel_is_that_of_the_scripts_beside_a_table():
+    large = {**ROW, "repo": "mosaicml/llm-foundry", "hardware": "h100_80gb (Large Scale, >= 128 GPUs)"}
+    ran = {size: ran_triton({**large, "model": f"MPT {size}"}) for size in ("7b", "13b", "30b", "70b")}
+    assert ran == {"7b": False, "13b": True, "30b": True, "70b": False}
+    assert ran_triton({**large, "model": "MPT 7b", "hardware": "a100_80gb"})
+    assert not ran_triton(ROW)
 
 
 @pytest.mark.parametrize(

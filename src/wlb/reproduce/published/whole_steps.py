@@ -169,7 +169,7 @@ def _note(row: Row) -> str:
     return str(row.get("note") or "")
 
 
-def _ran_triton(row: Row) -> bool:
+def ran_triton(row: Row) -> bool:
     """Whether attention was Triton's kernel, by the scripts that stood beside llm-foundry's tables.
 
     ``submit_benchmarks.py`` took it by default until March 2024 (commit 7f0fdae66), and ``sweep.sh`` did not say
@@ -305,7 +305,7 @@ def _remarks(row: Row, shape: ModelShape) -> list[str]:
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")
-    if _ran_triton(row):
+    if ran_triton(row):
         remarks.append("Triton's attention is as fast as FlashAttention-2")
     if "500 W" in row["hardware"]:
         remarks.append("GPUs limited to 500 W compute as fast as others")
