@@ -15,7 +15,8 @@ from wlb.rivals.hotspa import same_groups
 from wlb.rivals.megatron import dp_balanced, dynamic, packing_aware
 from wlb.rivals.plan import GroupPlan
 from wlb.rivals.verl import karmarkar_karp_twice
-from wlb.rivals.wlb_llm import without_delay
+from wlb.rivals.wlb_llm import breakpoint_tokens, evened, without_delay
+from wlb.workload import model_shape
 
 PLANS = {
     "dp_balanced": dp_balanced,
@@ -132,6 +133,22 @@ def test_wlb_without_delay_by_hand():
     """Longest first, each into the lighter of two micro-batches: 5; 4; 2 beside 4; 1 beside 5."""
     plan = without_delay(lengths_of(5, 4, 2, 1), ranks(2, capacity=16, window=16))
     assert described(plan) == [(0, (0,), [1, 5]), (0, (1,), [2, 4])]
+
+
+def test_wlb_without_delay_lets_what_fits_nowhere_overflow_to_the_least_work():
+    """L_max is the mean, 10.5. The last 2 fits neither beside 9 nor beside 10; the 10 are five short documents."""
+    assert evened(lengths_of(9, *[2] * 6), 2, 1) == [[0], [1, 2, 3, 4, 5, 6]]
+    # Where the least work has no room, the fewest tokens may have: 9 is dearer than 10, and takes the 1.
+    assert evened(lengths_of(9, *[2] * 5, 1), 2, 1) == [[0, 6], [1, 2, 3, 4, 5]]
+    assert evened(lengths_of(9, *[2] * 5, 1), 2, 1, length_factor=1.5) == [[0], [1, 2, 3, 4, 5, 6]]
+
+
+def test_wlb_without_delay_weighs_by_a_breakpoint_that_the_model_has():
+    """At a breakpoint of 1 attention decides and 4 alone weighs most; at a long one tokens do, and 4 shares."""
+    lengths = lengths_of(4, 3, 2, 2)
+    assert evened(lengths, 2, 1, length_factor=9.0) == [[0], [1, 2, 3]]
+    assert evened(lengths, 2, 10**6, length_factor=9.0) == [[0, 3], [1, 2]]
+    assert [breakpoint_tokens(model_shape(name)) for name in ("llama3-8b", "llama3-70b")] == [64_000, 131_072]
 
 
 def test_hotspa_packs_a_bucket_in_groups_for_its_longest_document():

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 
 from tests.rivals.ranks import DOCUMENTS, lengths_of, ranks
 from wlb.rivals import fcp, libra
-from wlb.rivals.distca import TILE, TOLERANCE, attention_servers
+from wlb.rivals.distca import TILE, TOLERANCE, _Items, _level, attention_servers, serve
 from wlb.rivals.exchange import kv_bytes, moved_bytes, query_bytes
-from wlb.rivals.plan import MovedPlan, tasks_of
+from wlb.rivals.plan import MovedPlan, Tasks, tasks_of
 from wlb.workload.flops import attended_pairs
 
 PLANS = {
@@ -64,11 +64,11 @@ def test_distca_levels_long_documents_within_its_tolerance():
 
 def test_idle_stages_serve_or_not():
     lengths = lengths_of(8192, 4096, 2048, 1024)
-    for serve in (True, False):
-        plan = attention_servers(lengths, ranks(4, capacity=16_384, **PIPELINED), idle_stages_serve=serve)
+    for idle in (True, False):
+        plan = attention_servers(lengths, ranks(4, capacity=16_384, **PIPELINED), idle_stages_serve=idle)
         load = plan.by_lane(plan.work.pairs, plan.work)
         second_stage = load[4:, 0]  # the first tick, which it has no micro-batch in
-        assert (second_stage.sum() > 0) == serve
+        assert (second_stage.sum() > 0) == idle
 
 
 @settings(max_examples=8)
@@ -145,11 +145,63 @@ def test_bytes_of_reshuffled_blocks_by_hand():
     assert forward.keys.ravel().tolist() == [2 * key, 2 * key]
 
 
-def test_distca_moves_the_surplus_of_a_long_document():
-    """One document over two ranks: the second has three quarters of the area, and gives what is over a half away."""
-    lengths = lengths_of(16_384)
-    plan = attention_servers(lengths, ranks(2, capacity=16_384), idle_stages_serve=True)
-    load = plan.by_lane(plan.work.pairs, plan.work).ravel()
-    assert load.max() / load.mean() <= 1 + TOLERANCE
-    given = plan.work.lane[plan.work.start >= 8192] == 0
-    assert given.sum() == 2  # a head and a tail of what lies at rank 1
+def pieces(tasks: Tasks) -> list[tuple[int, int, int, int]]:
+    return sorted(zip(*(column.tolist() for column in tasks[:4]), strict=True))
+
+
+def test_distca_lays_a_document_over_ranks_as_heads_and_tails():
+    """Of 16 tokens a rank: the first document whole, the second from the outside in, half of it beside the third."""
+    plan = serve([[0, 1, 2]], lengths_of(8, 16, 24), ranks(3, capacity=16), idle_stages_serve=True)
+    assert pieces(plan.home) == [
+        *((0, 0, 0, 8), (0, 1, 0, 4), (0, 1, 12, 16)),
+        *((1, 1, 4, 12), (1, 2, 0, 4), (1, 2, 20, 24)),
+        (2, 2, 4, 20),
+    ]
+
+
+def test_distca_moves_the_ends_of_head_and_tail_to_whom_the_tolerance_leaves_short():
+    """A document of 8,192 tokens beside one of eight short ones: half the difference moves, in 128 queries a time."""
+    long = 8192
+    lengths = lengths_of(long, *[1024] * 8)
+    two = ranks(2, capacity=long)
+    plan = serve([range(9)], lengths, two, idle_stages_serve=True)
+    share = attended_pairs(lengths).sum() / 2
+    count = int((share - 8 * attended_pairs(1024)) / (long + 1) / (TILE // 2)) * TILE // 2  # of head, and of tail
+    assert [piece for piece in pieces(plan.work) if piece[1] == 0] == [
+        *((0, 0, 0, long // 2 - count), (0, 0, long // 2 + count, long)),
+        (1, 0, long // 2 - count, long // 2 + count),
+    ]
+    assert pieces(serve([range(9)], lengths, two, idle_stages_serve=True, tolerance=0.9).work) == pieces(plan.home)
+
+
+def test_distca_gives_nothing_to_servers_short_of_less_than_the_tolerance():
+    """Seven servers lack 5% of a share each, and the eighth keeps what is over: 35%."""
+    length, shares = 16_384, [0.95] * 7 + [1.35]
+    lengths = lengths_of(*(4 * int(length * share**0.5) // 4 for share in shares))
+    home = tasks_of([(rank, rank, 0, int(size), 1.0) for rank, size in enumerate(lengths)])
+    items = _Items(np.stack([home.lane, home.document, home.start, home.stop // 2, home.stop // 2, home.stop]), lengths)
+    _level(items, np.arange(8), ranks(8), TOLERANCE)
+    assert pieces(items.tasks()) == pieces(home)
+    _level(items, np.arange(8), ranks(8), 0.01)
+    load = np.bincount(items.lane, items.pairs)
+    assert load.max() <= (1 + 7 * 0.01) * load.mean()
+
+
+def test_distca_moves_what_has_the_most_attention_for_its_queries_and_its_documents_keys():
+    """Where few pairs are needed keys decide, and where many are queries do: of a longer document they are fewer."""
+    job = ranks(2).job
+    lengths = lengths_of(4096, 65_536)
+    home = [(0, 0, 0, 2048, 2048, 4096), (0, 1, 0, 32_768, 32_768, 65_536)]
+    for need in (600_000.0, 900_000_000.0):
+        moved = {}
+        for document, length in enumerate(lengths.tolist()):
+            queries = 2 * min(need // (length + 1) // 64 * 64, length // 2)
+            bytes_moved = queries * query_bytes(job) + length * kv_bytes(job)
+            moved[document] = min(queries / 2 * (length + 1), need) / bytes_moved
+        items = _Items(np.array(home).T, lengths)
+        surplus = np.array([2e9, -need])
+        giver, pairs = items.give(1, need, surplus, np.arange(2), query_bytes(job), kv_bytes(job))
+        taken = {document for lane, document, *_ in pieces(items.tasks()) if lane == 1}
+        assert giver == 0
+        assert 0 < pairs <= need
+        assert taken == {max(moved, key=moved.__getitem__)}

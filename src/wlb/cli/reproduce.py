@@ -24,8 +24,8 @@ def reproduce(
     name: Annotated[
         str,
         typer.Argument(
-            help="imbalance, table2, speedups, breakdown, context-windows, sharding, kernel, rivals, convergence, or "
-            "all (but the last two)."
+            help="imbalance, table2, speedups, breakdown, context-windows, sharding, kernel, published, rivals, "
+            "convergence, or all (but the last three)."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory of NAME.json and NAME.png.")] = Path(
@@ -56,11 +56,20 @@ def reproduce(
             help="kernel: workload profile measured by wlb profile, shown beside the H100 preset.",
         ),
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            "--measured",
+            metavar="FILE",
+            help="published: measurements to hold the simulator against, in place of the project's own.",
+        ),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Reproduce the paper's evaluation, with quoted, simulated and measured numbers in columns of their own.
 
-    Prints each table and writes it, with a picture, to --out. convergence trains 12 small models, for over an hour, and
+    Prints each table and writes it, with a picture, to --out. published holds the simulator against what others
+    measured on GPUs; every row is in its JSON. convergence trains 12 small models, for over an hour, and
     rivals searches layouts of 19 policies for 24 jobs, on all cores; both can be interrupted and continued.
 
     Examples: wlb reproduce speedups · wlb reproduce all · nohup wlb reproduce convergence &
@@ -74,6 +83,8 @@ def reproduce(
         options.refuse_unused(context, ["seeds"], f"is for convergence, and {name} has one seed, --seed")
     if profile is not None and name not in ("kernel", "all"):
         raise UserError(f"--profile is shown by kernel; {name} is simulated on the H100 preset")
+    if measured is not None and name != "published":
+        raise UserError(f"--measured is for published, and {name} is held against nothing; leave it out")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,7 +97,7 @@ def reproduce(
             def show(what: str, experiment: str = chosen, status: Any = status) -> None:
                 status.update(f"{experiment}: {what}")
 
-            settings = Settings(lengths, steps, seed, seeds, profile, out, show)
+            settings = Settings(lengths, steps, seed, seeds, profile, out, show, measured)
             began = time.perf_counter()
             report = EXPERIMENTS[chosen](settings)
             report.draw(out / f"{chosen}.png")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from wlb.reproduce import breakdown, context_windows, convergence, imbalance, kernel, rivals, sharding, speedups, table2
 from wlb.reproduce.experiment import Report, Settings
+from wlb.reproduce.published import experiment as published
 
 EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "imbalance": imbalance.run,  # Figures 1 and 4: latency per GPU of 8,192
@@ -20,8 +21,9 @@ EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "context-windows": context_windows.run,  # Figure 14: 7B, 32K to 1M
     "sharding": sharding.run,  # Figure 15: strategies on one layer
     "kernel": kernel.run,  # Figures 7 and 10: attention by length
+    "published": published.run,  # what others measured on GPUs, beside the simulator
     "rivals": rivals.run,  # published policies since, beside ours
     "convergence": convergence.run,  # Figure 16: what a small model learns
 }
-# What ``wlb reproduce all`` runs: minutes, no training.
-SIMULATED = tuple(name for name in EXPERIMENTS if name not in ("rivals", "convergence"))
+# What ``wlb reproduce all`` runs: the paper's, in minutes, no training.
+SIMULATED = tuple(name for name in EXPERIMENTS if name not in ("published", "rivals", "convergence"))

@@ -6,7 +6,7 @@ Most pictures are of two kinds: ``grouped_bars``, side by side, and ``lines_over
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -58,11 +58,15 @@ class Settings:
     profile: Path | None = None
     out: Path = Path("results")
     on_progress: Callable[[str], None] = lambda what: None
+    measured: Path | None = None
 
 
 @dataclass(frozen=True)
 class Report:
-    """``draw`` writes the picture to a path; ``notes`` say what is assumed and what differs from the paper."""
+    """``draw`` writes the picture to a path; ``notes`` say what is assumed and what differs from the paper.
+
+    ``more`` are further keys of the JSON, for what is too long to print.
+    """
 
     title: str
     documents: str
@@ -70,6 +74,7 @@ class Report:
     draw: Callable[[Path], None]
     findings: Sequence[Finding] = ()
     notes: Sequence[str] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,6 +83,7 @@ class Report:
             "tables": [table.to_json() for table in self.tables],
             "findings": [finding._asdict() for finding in self.findings],
             "notes": list(self.notes),
+            **self.more,
         }
 
 

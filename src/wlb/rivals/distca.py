@@ -1,9 +1,11 @@
 """DistCA: attention disaggregated onto attention servers, every rank being one.
 
 Source: arXiv 2510.18121 (MLSys '26), sections 4 and 5, its authors' article at hao-ai-lab.github.io/blogs/distca, and
-``distca/planner`` of hao-ai-lab/DistCA. All ranks hold equally many tokens, documents one after another. Servers are to
-attend an equal share each: those short of it by more than a tolerance take, from those over it, the items whose
-attention is largest for the bytes that move, as a head and a tail of a piece so that its depth stays what it is.
+``distca/planner`` of hao-ai-lab/DistCA. All ranks hold equally many tokens, documents one after another; of a document
+that several ranks hold, each has a head and a tail, the first rank the outermost. Servers are to attend an equal share
+each: those short of it by more than a tolerance take, from those over it, the items whose attention is largest for the
+bytes that move, as queries of the end of an item's head and of the start of its tail, so that its depth stays what it
+is. Servers that are short of less get nothing, and what nobody takes stays where it is.
 
 In a pipeline all stages run in lockstep, forwards of several micro-batches and then backwards, and a tick's attention
 is shared among the ranks of all stages: with those that have no micro-batch while the pipeline fills and drains, or
@@ -12,12 +14,14 @@ without.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.rivals.exchange import kv_bytes, query_bytes
 from wlb.rivals.filling import Integers, lightest, longest_first
-from wlb.rivals.plan import MovedPlan, Ranks, Tasks, joined, laid_in_a_row
+from wlb.rivals.plan import MovedPlan, Ranks, Tasks, joined
 from wlb.rivals.pricing import (
     StepPrice,
     group_costs,
@@ -29,32 +33,46 @@ from wlb.simulate.fsdp import with_gathers
 from wlb.workload.flops import attended_pairs
 
 TOLERANCE = 0.1  # of a server's share; the published planner is run with 0.05 to 0.15
-TILE = 128  # of queries, which heads and tails are multiples of
+TILE = 128  # of queries, which a head and a tail together are multiples of
 
 
 def attention_servers(lengths: Integers, ranks: Ranks, *, idle_stages_serve: bool) -> MovedPlan:
-    """A plan whose slots are ticks of the pipeline and whose ranks are those of all stages, stage after stage."""
+    """``serve`` of as few micro-batches as the capacity allows, even in attention."""
+    return serve(even_micro_batches(lengths, ranks), lengths, ranks, idle_stages_serve=idle_stages_serve)
+
+
+def serve(
+    micro_batches: Sequence[Sequence[int]],
+    lengths: Integers,
+    ranks: Ranks,
+    *,
+    idle_stages_serve: bool,
+    tolerance: float = TOLERANCE,
+) -> MovedPlan:
+    """Of documents of ``micro_batches``, laid out in the order given.
+
+    Slots are ticks of the pipeline, and ranks are those of all stages, stage after stage.
+    """
     pp, of_stage = ranks.job.pp, ranks.count
-    micro_batches = even_micro_batches(lengths, ranks)
     ticks = len(micro_batches) + pp - 1
     servers = of_stage * pp
     homes, works = [], []
     pools = np.zeros((servers, ticks), np.int64)
     for tick in range(ticks):
         active = [stage for stage in range(pp) if 0 <= tick - stage < len(micro_batches)]
-        home = joined(
-            [
-                laid_in_a_row(micro_batches[tick - stage], lengths, of_stage, tick * servers + stage * of_stage)
-                for stage in active
-            ]
-        )
+        laid_out = [
+            _laid_out(micro_batches[tick - stage], lengths, of_stage, tick * servers + stage * of_stage)
+            for stage in active
+        ]
+        items = _Items(np.concatenate(laid_out, axis=1), lengths)
+        homes.append(items.tasks())
         serving = np.arange(servers)
         if not idle_stages_serve:
             serving = np.concatenate([np.arange(stage * of_stage, (stage + 1) * of_stage) for stage in active])
             pools[:, tick] = 1
             pools[serving, tick] = 0
-        homes.append(home)
-        works.append(_served(home, tick * servers + serving, ranks))
+        _level(items, tick * servers + serving, ranks, tolerance)
+        works.append(items.tasks())
     return MovedPlan(lengths, pools, joined(homes), joined(works))
 
 
@@ -89,33 +107,58 @@ def even_micro_batches(lengths: Integers, ranks: Ranks) -> list[list[int]]:
         count += 1
 
 
-def _served(home: Tasks, serving: NDArray[np.int64], ranks: Ranks) -> Tasks:
-    """The tasks of every server, its lane one of ``serving``, within the tolerance of an equal share."""
-    items = _Items(home)
-    loads = np.bincount(np.searchsorted(serving, home.lane), home.pairs, len(serving)).astype(np.float64)
+def _laid_out(documents: Sequence[int], lengths: Integers, ranks: int, first_lane: int) -> Integers:
+    """``documents`` one after another over ``ranks`` ranks of equally many tokens, but for one.
+
+    Columns of lane, document, and the bounds of head and tail; those of a document on one rank meet in its middle.
+    """
+    total = int(lengths[list(documents)].sum())
+    bounds = np.arange(1, ranks + 1) * total // ranks
+    columns, rank, laid = [], 0, 0
+    for document in documents:
+        head, tail = 0, int(lengths[document])
+        while head < tail:
+            while bounds[rank] <= laid:
+                rank += 1
+            here = min(tail - head, int(bounds[rank]) - laid)
+            first = (here + 1) // 2 if here == lengths[document] else here // 2
+            columns.append((first_lane + rank, document, head, head + first, tail - (here - first), tail))
+            head, tail, laid = head + first, tail - (here - first), laid + here
+    return np.array(columns, np.int64).T
+
+
+def _level(items: _Items, serving: NDArray[np.int64], ranks: Ranks, tolerance: float) -> None:
+    """Give every server, its lane one of ``serving``, that lacks more than the ``tolerance`` an equal share."""
+    loads = np.bincount(np.searchsorted(serving, items.lane), items.pairs, len(serving)).astype(np.float64)
     share = float(loads.sum()) / len(serving)
     surplus: NDArray[np.float64] = loads - share
-    of_query, of_key = 2 * query_bytes(ranks.job), kv_bytes(ranks.job)
-    within = TOLERANCE * share
+    of_query, of_key = query_bytes(ranks.job), kv_bytes(ranks.job)
     for server in np.argsort(surplus, kind="stable").tolist():
-        while -surplus[server] > within or (surplus[server] < 0 and surplus.max() > within):
+        while -surplus[server] > tolerance * share:
             moved = items.give(server, -float(surplus[server]), surplus, serving, of_query, of_key)
             if moved is None:
                 break
             giver, pairs = moved
             surplus[giver] -= pairs
             surplus[server] += pairs
-    return items.tasks()
 
 
 class _Items:
-    """Pieces of documents that servers attend; heads and tails may be taken from them."""
+    """A head and a tail of a document each, which a server attends; queries between them may be taken."""
 
-    def __init__(self, home: Tasks) -> None:
-        room = 2 * len(home.lane)
-        self._count = len(home.lane)
-        self._columns = np.zeros((4, room), np.int64)  # lane, document, start, stop
-        self._columns[:, : self._count] = np.stack(home[:4])
+    def __init__(self, columns: Integers, lengths: Integers) -> None:
+        self._columns = columns  # lane, document, head's start and stop, tail's start and stop
+        self._lengths = lengths
+
+    @property
+    def lane(self) -> Integers:
+        return self._columns[0]
+
+    @property
+    def pairs(self) -> NDArray[np.float64]:
+        _, _, *bounds = self._columns
+        head, head_stop, tail, tail_stop = (attended_pairs(bound) for bound in bounds)
+        return np.asarray(head_stop - head + tail_stop - tail, np.float64)
 
     def give(
         self,
@@ -126,39 +169,43 @@ class _Items:
         of_query: float,
         of_key: float,
     ) -> tuple[int, float] | None:
-        """Give ``server`` the queries with the most attention for their bytes; the giver, and pairs that moved."""
-        lane, _, start, stop = self._columns[:, : self._count]
-        owner = np.searchsorted(serving, lane)
-        pairs = (attended_pairs(stop) - attended_pairs(start)).astype(np.float64)
-        depth = pairs / np.maximum(stop - start, 1)
-        wanted = np.minimum(np.minimum(need, surplus[owner]), pairs)
-        tiles = np.floor(wanted / np.maximum(depth, 1e-9) / (2 * TILE)).astype(np.int64)
-        queries = np.where(wanted >= pairs, stop - start, 2 * TILE * tiles)
-        value = np.where(
-            (queries > 0) & (surplus[owner] > 0), queries * depth / (queries * of_query + stop * of_key + 1e-9), 0.0
-        )
+        """Give ``server`` the queries with the most attention for their bytes; the giver, and pairs that moved.
+
+        Bytes are those of the queries and of the keys and values of the whole document; outputs are not counted.
+        """
+        lane, document, head, head_stop, tail, tail_stop = self._columns
+        owner, pairs, length = np.searchsorted(serving, lane), self.pairs, self._lengths[document]
+        wanted = np.minimum(np.minimum(need, surplus[owner].clip(min=0.0)), pairs)
+        both = np.floor(wanted / (length + 1) / (TILE // 2)).astype(np.int64) * (TILE // 2)  # of head and tail, each
+        both = np.minimum(both, np.minimum(head_stop - head, tail_stop - tail))
+        whole = wanted >= pairs
+        queries = np.where(whole, head_stop - head + tail_stop - tail, 2 * both)
+        moved = np.where(whole, pairs, both * (length + 1.0))
+        value = np.where((queries > 0) & (surplus[owner] > 0), moved / (queries * of_query + length * of_key), 0.0)
         best = int(value.argmax())
         if value[best] <= 0:
             return None
-        giver, taken = int(owner[best]), float(queries[best] * depth[best])
-        if queries[best] == stop[best] - start[best]:
+        giver = int(owner[best])
+        if whole[best]:
             self._columns[0, best] = serving[server]
-        else:
-            self._cut(best, int(queries[best]) // 2, int(serving[server]))
-        return giver, taken
+            return giver, float(pairs[best])
+        self._cut(best, int(both[best]), int(serving[server]))
+        return giver, float(pairs[best] - self.pairs[best])
 
-    def _cut(self, item: int, half: int, lane: int) -> None:
-        """Move the first and the last ``half`` queries of ``item`` to ``lane``."""
-        if self._count + 2 > self._columns.shape[1]:
-            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
-        _, document, start, stop = self._columns[:, item].tolist()
-        self._columns[:, self._count] = lane, document, start, start + half
-        self._columns[:, self._count + 1] = lane, document, stop - half, stop
-        self._columns[2:, item] = start + half, stop - half
-        self._count += 2
+    def _cut(self, item: int, count: int, lane: int) -> None:
+        """Move the last ``count`` queries of the head of ``item`` and the first of its tail to ``lane``."""
+        _, document, _, head_stop, tail, _ = self._columns[:, item].tolist()
+        taken = np.array([lane, document, head_stop - count, head_stop, tail, tail + count])
+        self._columns[3, item] -= count
+        self._columns[4, item] += count
+        self._columns = np.concatenate([self._columns, taken[:, None]], axis=1)
 
     def tasks(self) -> Tasks:
-        columns = self._columns[:, : self._count]
-        columns = columns[:, columns[3] > columns[2]]
-        lane, document, start, stop = columns
-        return Tasks(lane, document, start, stop, np.ones(len(lane)))
+        """Heads and tails, of which those that meet are one."""
+        lane, document, head, head_stop, tail, tail_stop = self._columns
+        meet = head_stop == tail
+        start = np.concatenate([head, tail[~meet]])
+        stop = np.concatenate([np.where(meet, tail_stop, head_stop), tail_stop[~meet]])
+        lanes, documents = (np.concatenate([column, column[~meet]]) for column in (lane, document))
+        some = stop > start
+        return Tasks(lanes[some], documents[some], start[some], stop[some], np.ones(int(some.sum())))

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.config import ShardingConfig
 from wlb.memory.step import predict_even_step
@@ -41,11 +41,15 @@ class StepPrice:
 
 
 class RankSeconds(NamedTuple):
-    """What every rank's stages take in every slot, shape (ranks, stages, slots), and its tokens, (ranks, slots)."""
+    """What every rank's stages take in every slot, shape (ranks, stages, slots), and its tokens, (ranks, slots).
+
+    For ``moving`` of these seconds, forward as backward, its links carry what ranks exchange for attention.
+    """
 
     forward: Array
     backward: Array
     tokens: Array
+    moving: ArrayLike = 0.0
 
 
 def price_groups(plan: GroupPlan, ranks: Ranks) -> StepPrice:
@@ -74,7 +78,7 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[RankSeconds, float]:
     for group in plan.groups:
         by_size[len(group.ranks)].append(group)
     forward = np.zeros((ranks.count, job.stages, plan.slots))
-    backward = np.zeros_like(forward)
+    backward, moving = np.zeros_like(forward), np.zeros_like(forward)
     exchanged = 0.0
     for size, groups in by_size.items():
         lengths = [plan.lengths[list(group.documents)].tolist() for group in groups]
@@ -84,7 +88,8 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[RankSeconds, float]:
             members = list(group.ranks)
             forward[members, :, group.slot] += of_stages.forward[:, index]
             backward[members, :, group.slot] += of_stages.backward[:, index]
-    return RankSeconds(forward, backward, plan.tokens_per_rank(ranks.count)), exchanged
+            moving[members, :, group.slot] += of_stages.moving[:, index]
+    return RankSeconds(forward, backward, plan.tokens_per_rank(ranks.count), moving), exchanged
 
 
 def price_moved(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool = False) -> StepPrice:
@@ -139,7 +144,7 @@ def step_seconds(
     kept = job.pp > 1 or ranks.keeps_weights
     if not kept:
         began = np.zeros_like(began)  # weights are gathered from all in every micro-batch
-    staged = with_gathers(costs, forward, backward, kept=kept)
+    staged = with_gathers(costs, forward, backward, kept=kept, moving=seconds.moving)
     slots = -(-forward.shape[-1] // job.pp) * job.pp if job.virtual_pp > 1 else forward.shape[-1]
     forwards, backwards = (_filled(values, slots) for values in staged)
     times = pipeline_times(
@@ -152,7 +157,7 @@ def step_seconds(
     )
     ends = times.rank_ends[:, 0].max(axis=1)
     if updates_weights:
-        ends = ends + late_reduction(costs, backward)[:, 0] + costs.optimizer
+        ends = ends + late_reduction(costs, backward, kept=kept)[:, 0] + costs.optimizer
     return float(ends.max())
 
 
@@ -192,6 +197,7 @@ _MANY = 4
 class _Stages(NamedTuple):
     forward: Array  # (stages, groups)
     backward: Array
+    moving: Array
     received_bytes: float
 
 
@@ -215,12 +221,10 @@ def _priced(
         sent_again = np.where(shards.kept & (again == 0), 2, 3)  # there, gradients back, and there again
         received_bytes = float((shards.received.sum(axis=1) * sent_again).sum()) * kv_bytes(job)
         wire, passes = np.zeros(len(lengths)), (0, 0)
-    stages = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs).stages
-    forward, backward = (
-        phase[0, 0] + times * costs.stage_shares[:, None] * wire
-        for phase, times in zip(stages[:2], passes, strict=True)
-    )
-    return _Stages(forward, backward, received_bytes * job.shape.layers)
+    steps = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)
+    of_wire = costs.stage_shares[:, None] * wire
+    forward, backward = (phase[0, 0] + times * of_wire for phase, times in zip(steps.stages[:2], passes, strict=True))
+    return _Stages(forward, backward, steps.moving[0, 0] + of_wire, received_bytes * job.shape.layers)
 
 
 @lru_cache(maxsize=512)

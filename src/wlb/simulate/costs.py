@@ -20,20 +20,23 @@ from wlb.schedules.operations import stages_of_rank
 from wlb.simulate.job import SimulatedJob
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import EXCHANGES, Seconds
-from wlb.workload.flops import gemm_flops_per_token
 from wlb.workload.links import group_link, shard_bytes
 from wlb.workload.weights import mean_block_weights
 
 Direction = Literal["forward", "backward"]
 
-# Float32 values read and written for each score by the loss: log-softmax reads and writes them; its backward reads both
-# the log-probabilities and their gradient and writes one. Derived by counting. A measured profile contains the loss.
-_LOSS_BYTES_PER_SCORE = {"forward": 2 * 4, "backward": 3 * 4}
+# Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
+_SHOWN_OF_ASYNC_TP = 0.65
+
+# Bytes read and written for each score by the loss: it is widened to float32, log-softmax reads and writes that; the
+# backward reads the log-probabilities and their gradient, writes that of the score, and narrows it. Derived by
+# counting. A measured profile contains the loss.
+_LOSS_BYTES_PER_SCORE = {"forward": (2 + 4) + 2 * 4, "backward": 3 * 4 + (4 + 2)}
 _MASTER_BYTES = 4  # weights, gradients and moments are float32
-# Matrix products of few tokens take as long as moving their weights: a forward reads each once, and a backward, which
-# also reads and writes its gradient in float32, where products add to it (NVIDIA/Megatron-LM,
-# ``gradient_accumulation_fusion``). Derived by counting.
+# Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the gradient in
+# float32, to which it adds that of a micro-batch. Derived by counting.
 _GRADIENT_PASSES = {"forward": 0, "backward": 2}
+_LAUNCHES = {"forward": 1, "backward": 2}  # of a block, in those of its forward
 # Float32 values touched for each weight: gradients for their norm, read and written by clipping, and AdamW's reads and
 # writes of weight, gradient and both moments. Derived by counting, each kernel fused.
 _OPTIMIZER_VALUES = 1 + 2 + 7
@@ -44,11 +47,11 @@ class JobCosts:
 
     def __init__(self, job: SimulatedJob) -> None:
         self.job = job
-        self._single = make_workload(job.shape, job.hardware)
         self._parallel = make_workload(job.shape, job.hardware, tp=job.tp)
+        self._alone = make_workload(job.shape, job.hardware.unlinked, tp=job.tp)
         profile = job.profile
-        self._compute: Workload = profile.workload() if profile else self._single
-        self._share = (profile.tp if profile else 1) / job.tp
+        self._compute: Workload = profile.workload() if profile else self._alone
+        self._share = profile.tp / job.tp if profile else 1.0
 
     def attention(self, starts: ArrayLike, stops: ArrayLike, direction: Direction) -> Seconds:
         """Of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops``."""
@@ -60,17 +63,44 @@ class JobCosts:
 
     def blocks(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         """W_l of ``tokens`` tokens without collectives, output head and loss."""
-        return self._linear(tokens, direction) * (1 - self._head_share[direction])
+        if self.job.profile is not None:
+            return self._profiled(tokens, direction) * (1 - self._head_share(direction))
+        return self._at_least_moving(
+            self._own_weights, tokens, self._headless.linear_seconds(tokens, direction), direction
+        )
 
     def head(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         """Output head and loss of ``tokens`` tokens."""
-        return self._linear(tokens, direction) * self._head_share[direction]
+        if self.job.profile is not None:
+            return self._profiled(tokens, direction) * self._head_share(direction)
+        seconds = np.asarray(tokens) * self._head_token_seconds(direction)
+        return self._at_least_moving(self.job.shape.vocab_size * self.job.shape.hidden, tokens, seconds, direction)
 
     def tensor_collectives(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         """Gathering and reducing the residual stream over the tensor-parallel group."""
         together = self._parallel.linear_seconds(tokens, direction)
-        alone: Seconds = together - self._single.linear_seconds(tokens, direction) / self.job.tp
-        return np.maximum(alone, 0.0)  # rounding leaves less than nothing where there is no group
+        links: Seconds = together - self._alone.linear_seconds(tokens, direction)
+        shown = _SHOWN_OF_ASYNC_TP if self.job.software.async_tp else 1.0
+        return shown * np.maximum(links, 0.0)  # rounding leaves less than nothing where there is no group
+
+    def expert_exchange(self, tokens: ArrayLike) -> Seconds:
+        """Sending tokens to the ranks that have their experts, and back: in a forward, or in a backward."""
+        job, experts = self.job, self.job.shape.experts
+        ranks = job.software.expert_parallel
+        if experts is None or ranks == 1:
+            return np.zeros(np.shape(tokens))
+        layers = sum(count for kind, count in job.shape.blocks.items() if kind.routed)
+        nodes = -(-ranks // job.hardware.node_size)
+        link = group_link(job.hardware, "all_to_all", min(ranks, job.hardware.node_size), stride=1)
+        copy = np.asarray(tokens) * job.shape.hidden * job.hardware.bytes_per_value / job.tp
+        seconds = link.seconds(shard_bytes(experts.active, ranks) * copy)
+        if nodes > 1:
+            reached = (nodes - 1) * (
+                1 - (1 - 1 / nodes) ** experts.active
+            )  # other nodes, to each of which it goes once
+            between = group_link(job.hardware, "point_to_point", ranks, stride=1)
+            seconds = np.maximum(seconds, between.seconds(reached * copy))
+        return 2 * layers * seconds
 
     def exchange(self, tokens: ArrayLike) -> Seconds:
         """Keys and values, or their gradients, between ranks of which the busiest moves ``tokens`` tokens."""
@@ -100,12 +130,18 @@ class JobCosts:
     @cached_property
     def block_gather(self) -> float:
         """Gathering one block's weights over the ranks that share them."""
-        return self._over_shards(self._block_weights * self.job.hardware.bytes_per_value)
+        return self._over_shards(self._own_block_weights * self.job.hardware.bytes_per_value)
+
+    @cached_property
+    def block_copy(self) -> float:
+        """Copying one block's weights out of what was gathered: reading and writing them."""
+        sharing, hardware = self.job.dp * self.job.cp > 1, self.job.hardware
+        return sharing * 2 * self._own_block_weights * hardware.bytes_per_value / hardware.memory_bandwidth
 
     @cached_property
     def block_reduction(self) -> float:
         """Reducing and scattering one block's gradients."""
-        return self._over_shards(self._block_weights * _MASTER_BYTES)
+        return self._over_shards(self._own_block_weights * _MASTER_BYTES)
 
     @cached_property
     def root_gather(self) -> NDArray[np.float64]:
@@ -127,36 +163,55 @@ class JobCosts:
         job = self.job
         weights = self._by_rank(self.stage_blocks * self._block_weights + self._root_weights) / (job.dp * job.cp)
         norm = 0.0 if job.gpus == 1 else group_link(job.hardware, "point_to_point", job.gpus, 1).latency
-        return weights * _OPTIMIZER_VALUES * _MASTER_BYTES / job.hardware.memory_bandwidth + norm
-
-    def _linear(self, tokens: ArrayLike, direction: Direction) -> Seconds:
-        seconds = self._share * self._compute.linear_seconds(tokens, direction)
-        if self.job.profile is None:
-            count = np.asarray(tokens)
-            seconds = seconds + count * (self._loss_token_seconds(direction) / self.job.tp)
-            seconds = np.where(count > 0, np.maximum(seconds, self._moving_weights(direction)), 0.0)
-        return seconds
-
-    def _moving_weights(self, direction: Direction) -> float:
-        """What a micro-batch of no matter how few tokens takes: all weights that a token is multiplied by, moved."""
-        weights = gemm_flops_per_token(self.job.shape) / 2 / self.job.tp
-        moved = self.job.hardware.bytes_per_value + _GRADIENT_PASSES[direction] * _MASTER_BYTES
-        return weights * moved / self.job.hardware.memory_bandwidth
-
-    def _loss_token_seconds(self, direction: Direction) -> float:
-        return self.job.shape.vocab_size * _LOSS_BYTES_PER_SCORE[direction] / self.job.hardware.memory_bandwidth
+        hardware = job.hardware
+        return weights * _OPTIMIZER_VALUES * _MASTER_BYTES / hardware.memory_bandwidth + norm
 
     @cached_property
-    def _head_share(self) -> dict[Direction, float]:
-        """Output head and loss, of everything outside attention; a profile is divided in the hardware's proportion."""
-        headless = make_workload(replace(self.job.shape, vocab_size=1), self.job.hardware)
-        shares: dict[Direction, float] = {}
-        for name in ("forward", "backward"):
-            direction: Direction = "forward" if name == "forward" else "backward"
-            loss = self._loss_token_seconds(direction)
-            whole = float(self._single.linear_seconds(1, direction)) + loss
-            shares[direction] = 1 - float(headless.linear_seconds(1, direction)) / whole
-        return shares
+    def _own_weights(self) -> float:
+        """Weights of all blocks that a tensor-parallel group has: its experts, and everything else."""
+        shape = self.job.shape
+        outside = replace(shape, experts=None, ffn_hidden=1) if shape.experts else shape
+        all_weights, without = (s.layers * mean_block_weights(s) for s in (shape, outside))
+        return without + (all_weights - without) / self.job.software.expert_parallel
+
+    @cached_property
+    def _headless(self) -> Workload:
+        return make_workload(
+            replace(self.job.shape, vocab_size=self.job.tp), self.job.hardware.unlinked, tp=self.job.tp
+        )
+
+    def _profiled(self, tokens: ArrayLike, direction: Direction) -> Seconds:
+        return self._share * self._compute.linear_seconds(tokens, direction)
+
+    def _at_least_moving(self, weights: float, tokens: ArrayLike, seconds: Seconds, direction: Direction) -> Seconds:
+        """``seconds``, or what reading the ``weights`` takes that few tokens are multiplied by; nothing for no tokens.
+
+        A backward adds its gradient to that of earlier micro-batches, which reads and writes it in float32.
+        """
+        hardware = self.job.hardware
+        second_bytes = hardware.memory_bandwidth * self.job.tp
+        reading = weights * hardware.bytes_per_value / second_bytes
+        adding = weights * _GRADIENT_PASSES[direction] * _MASTER_BYTES / second_bytes
+        return np.where(np.asarray(tokens) > 0, np.maximum(seconds, reading) + adding, 0.0)
+
+    def _head_token_seconds(self, direction: Direction) -> float:
+        """Output head and loss of one token, by the hardware's rates."""
+        (with_head, without) = (
+            float(np.diff(workload.linear_seconds([1, 2], direction))[0]) for workload in (self._alone, self._headless)
+        )
+        hardware = self.job.hardware
+        loss = self.job.shape.vocab_size * _LOSS_BYTES_PER_SCORE[direction] / hardware.memory_bandwidth
+        return with_head - without + loss / self.job.tp
+
+    def _head_share(self, direction: Direction) -> float:
+        """Output head and loss, of everything outside attention: a profile is divided in the hardware's proportion."""
+        head = self._head_token_seconds(direction)
+        return head / (head + float(np.diff(self._headless.linear_seconds([1, 2], direction))[0]))
+
+    @property
+    def _own_block_weights(self) -> float:
+        """Weights of a block on one tensor-parallel rank, of the experts only its own; the mean of blocks."""
+        return self._own_weights / self.job.shape.layers / self.job.tp
 
     @cached_property
     def _block_weights(self) -> float:

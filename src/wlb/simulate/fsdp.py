@@ -9,27 +9,43 @@ takes longer than computing a block does.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.simulate.costs import JobCosts
 
 Array = NDArray[np.float64]
 
 
-def with_gathers(costs: JobCosts, forward: Array, backward: Array, *, kept: bool | None = None) -> tuple[Array, Array]:
+def with_gathers(
+    costs: JobCosts, forward: Array, backward: Array, *, kept: bool | None = None, moving: ArrayLike = 0.0
+) -> tuple[Array, Array]:
     """Seconds of stages in micro-batches, shape (..., stages, micro-batches), once weights have to be gathered.
 
-    ``kept`` says whether they stay until the step ends; by default they do in a pipeline.
+    For ``moving`` seconds of each of them, forward as backward, the links carry keys and values: gathers run before and
+    after, as they share adapters.
+    ``kept`` says whether they stay until the step ends; by default they do as the job's software has it.
     """
-    if costs.job.pp > 1 if kept is None else kept:
+    if weights_kept(costs, kept):
         first = _waiting_for_weights(costs, forward[..., 0])[..., None]
     else:
-        first = _gathered_a_block_ahead(costs, forward[..., :1])
-        backward = backward + _gathered_a_block_ahead(costs, backward)
+        moved = np.broadcast_to(moving, forward.shape)
+        first = _gathered_a_block_ahead(costs, forward[..., :1] - moved[..., :1])
+        backward = backward + _gathered_a_block_ahead(costs, backward - moved)
+    if costs.job.software.reduces_always and costs.job.pp == 1:
+        backward = backward.copy()
+        backward[..., 0, :-1] += _reduced_a_block_behind(costs, backward[..., 0, :-1], kept=False)
     return np.concatenate([forward[..., :1] + first, forward[..., 1:]], axis=-1), backward
 
 
-def late_reduction(costs: JobCosts, backward: Array) -> Array:
+def weights_kept(costs: JobCosts, kept: bool | None = None) -> bool:
+    """Whether a rank's weights stay gathered to the end of the step: ``kept``, or what the job's software does."""
+    if kept is not None:
+        return kept
+    weights = costs.job.software.weights
+    return costs.job.pp > 1 if weights is None else weights == "kept"
+
+
+def late_reduction(costs: JobCosts, backward: Array, *, kept: bool | None = None) -> Array:
     """What reducing gradients adds after (or, without a pipeline, to) the last backward; (pp, steps).
 
     ``backward`` are the seconds of stages in micro-batches, shape (steps, dp, stages, micro-batches).
@@ -37,18 +53,33 @@ def late_reduction(costs: JobCosts, backward: Array) -> Array:
     if costs.job.pp > 1:
         return np.broadcast_to(costs.rank_reduction[:, None], (costs.job.pp, len(backward)))
     last = backward[:, :, 0, -1].max(axis=1)  # (steps,)
+    return _reduced_a_block_behind(costs, last, kept=weights_kept(costs, kept))[None]
+
+
+def _reduced_a_block_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> Array:
+    """What reducing gradients adds to backwards of ``seconds``, a block at a time on what gathers leave of the network.
+
+    Of models of one stage; same shape.
+    """
     blocks = costs.stage_blocks[0]
-    free = np.maximum(0.0, last / blocks - costs.block_gather)  # of the network, during one block
+    gather = 0.0 if kept else costs.block_gather
+    free = np.maximum(0.0, seconds / blocks - gather)
     late = costs.root_reduction[0] + costs.block_reduction
-    shown: Array = late + (blocks - 1) * np.maximum(0.0, costs.block_reduction - free)
-    return shown[None]
+    return np.asarray(late + (blocks - 1) * beside_computing(costs, costs.block_reduction, free))
 
 
 def _gathered_a_block_ahead(costs: JobCosts, seconds: Array) -> Array:
-    """What gathers add to ``seconds`` of stages in micro-batches, shape (..., stages, micro-batches)."""
+    """What gathers add to stages whose links are free for ``seconds``, shape (..., stages, micro-batches)."""
     blocks, gather = costs.stage_blocks[:, None], costs.block_gather
-    late: Array = np.maximum(0.0, gather - seconds / blocks)
-    return costs.root_gather[:, None] + gather + (blocks - 1) * late
+    if not costs.job.software.prefetch:
+        return np.broadcast_to(costs.root_gather[:, None] + blocks * gather, seconds.shape)
+    shown: Array = beside_computing(costs, gather, np.maximum(seconds, 0.0) / blocks)
+    return costs.root_gather[:, None] + gather + (blocks - 1) * shown + blocks * costs.block_copy
+
+
+def beside_computing(costs: JobCosts, collective: float, seconds: Array) -> Array:
+    """What shows of a collective beside ``seconds`` of computing: what outlasts it, and what slows it down."""
+    return np.maximum(0.0, collective - seconds) + costs.job.hardware.exposed * np.minimum(collective, seconds)
 
 
 def _waiting_for_weights(costs: JobCosts, forward: Array) -> Array:

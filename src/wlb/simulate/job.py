@@ -11,7 +11,7 @@ pipeline ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self, TypeVar
 
 from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
@@ -22,6 +22,7 @@ from wlb.packing.elastic import ElasticOptions
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import MemoryLimit, largest_factor, limit_of_gpu, predicted_memory
 from wlb.planning.model import TransformerConfig
+from wlb.simulate.software import Software
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 from wlb.workload.base import DocumentPrices
 from wlb.workload.profile import WorkloadProfile
@@ -40,6 +41,7 @@ class SimulatedJob(JobSpec):
 
     profile: WorkloadProfile | None = None
     packed_by: DocumentPrices | None = None
+    software: Software = field(default_factory=Software)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ from wlb.packing.plan import StepPlan
 from wlb.schedules.timing import PipelineTimes, pipeline_times
 from wlb.sharding.latency import RankSeconds, attending_seconds, backward_seconds, forward_seconds
 from wlb.simulate.costs import Direction, JobCosts
-from wlb.simulate.fsdp import late_reduction, with_gathers
+from wlb.simulate.fsdp import late_reduction, weights_kept, with_gathers
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.shards import Shards, price_shards
 
@@ -39,6 +39,7 @@ CAUSES = {
     "dp ranks": "waiting for the slowest data-parallel rank",
     "cp ranks": "waiting for the slowest context-parallel rank, layer by layer",
     "tp collectives": "gathering and reducing activations over tensor-parallel ranks",
+    "expert exchange": "tokens under way to the ranks that have their experts, and back",
     "cp exchange": "keys and values under way that no computing hides, and their copies",
     "stage transfers": "activations under way between pipeline ranks",
     "weight gathers": "FSDP's weights under way that no computing hides",
@@ -124,8 +125,16 @@ class Steps:
         if "tp collectives" in self.modelled:
             rest_forward = rest_forward + costs.tensor_collectives(shards.tokens, "forward")
             rest_backward = rest_backward + costs.tensor_collectives(shards.tokens, "backward")
+        if "expert exchange" in self.modelled:
+            rest_forward = rest_forward + costs.expert_exchange(shards.tokens)
+            rest_backward = rest_backward + costs.expert_exchange(shards.tokens)
         exchange = np.zeros(shards.waits_for.shape)
-        if "cp exchange" in self.modelled:
+        if "cp exchange" in self.modelled and costs.job.software.gathers_context:
+            others = shards.tokens.sum(axis=-1, keepdims=True) - shards.tokens
+            none = np.zeros_like(others)
+            rest_forward = rest_forward + costs.exchange(others) + costs.copies(none, others, none, "forward")
+            rest_backward = rest_backward + costs.exchange(others) + costs.copies(none, others, none, "backward")
+        elif "cp exchange" in self.modelled:
             exchange = costs.exchange(shards.waits_for)
             moved = shards.sent, shards.received, shards.parts[..., None] * shards.merged_tokens
             rest_forward = rest_forward + costs.copies(*moved, "forward")
@@ -155,12 +164,21 @@ class Steps:
         return self._over_stages(groups, head)
 
     @property
+    def moving(self) -> Array:
+        """For how long stages have keys and values under way, in a forward or backward; shaped as ``stages`` are."""
+        if "cp exchange" not in self.modelled:
+            return np.zeros(1)
+        exchange = self._together(self.costs.exchange(self.shards.waits_for))
+        share = self.costs.stage_shares[:, None]
+        return np.asarray(share * exchange[:, :, None])
+
+    @property
     def pipelines(self) -> PipelineTimes:
         job = self.costs.job
         forward, backward, weight = self.stages
         if "weight gathers" in self.modelled:
-            forward, backward = with_gathers(self.costs, forward, backward)
-        if job.pp == 1 and "dp ranks" in self.modelled:
+            forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
+        if not weights_kept(self.costs) and "dp ranks" in self.modelled:
             # FSDP gathers weights in every micro-batch, so data-parallel ranks wait for each other.
             slowest = (seconds.max(axis=1, keepdims=True) for seconds in (forward, backward))
             forward, backward = (np.broadcast_to(seconds, weight.shape) for seconds in slowest)

@@ -46,6 +46,7 @@ _RECEIVED = {"forward": 2.0, "backward": 5.0, "both": 7.0}
 _MERGED = {"forward": 21.0, "backward": 13.0, "both": 34.0}
 _PIECES = 2  # of documents that are cut: a head and a tail on each rank
 _STATE_BYTES = 4
+_ENDS = 0.5  # embedding and output head together, in blocks' collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,11 @@ def analytic_workload(shape: ModelShape, hardware: Hardware, tp: int = 1, cp: in
 
 def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, backward: bool) -> PhaseCost:
     share = 1.0 / (tp * cp)
-    of_pair, token_flops, state_flops = pair_flops(shape), gemm_flops_per_token(shape), delta_net_flops_per_token(shape)
+    of_pair, state_flops = pair_flops(shape), delta_net_flops_per_token(shape)
+    head_flops = 2.0 * shape.vocab_size * shape.hidden
+    expert_flops = _routed_flops(shape)
+    block_flops = gemm_flops_per_token(shape) - head_flops - expert_flops + expert_flops / hardware.grouped_rate
+    token_flops = block_flops / hardware.block_rate + head_flops
     rate = hardware.attention_backward_flops if backward else hardware.attention_forward_flops
     half_length = hardware.attention_half_length
     if backward:
@@ -209,7 +214,8 @@ def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, back
     drain_tiles = 0.0 if backward else hardware.attention_drain_tiles
     of_drain = drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
     gemm_rate = hardware.peak_flops * hardware.gemm_efficiency
-    element_bytes = elementwise_values_per_token(shape)[backward] * hardware.bytes_per_value
+    element_values = elementwise_values_per_token(shape)[backward] * hardware.elementwise_passes
+    element_bytes = element_values * hardware.bytes_per_value
     collective_seconds, fixed_seconds = _collectives(shape, hardware, tp, cp)
     return PhaseCost(
         pair_seconds=pair_seconds,
@@ -223,11 +229,19 @@ def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, back
     )
 
 
+def _routed_flops(shape: ModelShape) -> float:
+    """Forward operations for one token of the experts that the router chooses, all layers."""
+    if shape.experts is None:
+        return 0.0
+    layers = sum(count for kind, count in shape.blocks.items() if kind.routed)
+    return 2.0 * layers * 3 * shape.hidden * shape.experts.active * shape.experts.ffn_hidden
+
+
 def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tuple[float, float]:
     """Seconds for each token, and for each micro-batch, of the collectives of one forward (or backward).
 
     Every block gathers and reduce-scatters the residual stream twice over tp (sequence parallelism, arXiv
-    2205.05198) and exchanges K and V once over cp, every rank receiving all others'. A backward's collectives are the
+    2205.05198), as embedding and output head do once, and exchanges K and V once over cp, every rank receiving all others'. A backward's collectives are the
     forward's, mirrored.
     """
     tp_link = group_link(hardware, "all_gather", tp, stride=1)
@@ -236,7 +250,7 @@ def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tup
     exchanging = shape.layers_of("full", "sliding")
     per_token = fixed = 0.0
     for values, layers, calls, size, link in (
-        (tp_values, shape.layers, 4, tp, tp_link),
+        (tp_values, shape.layers + _ENDS, 4, tp, tp_link),
         (cp_values, exchanging, 1, cp, cp_link),
     ):
         if size == 1:

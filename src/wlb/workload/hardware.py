@@ -49,6 +49,12 @@ class Hardware:
     device_type: str = "cuda"  # as torch calls it
     peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, where each two have a link of their own
     wide_rates: tuple[tuple[str, float], ...] = ()  # of wider types, and their peak over this one's
+    narrow_rates: tuple[tuple[str, float], ...] = ()  # of narrower types, and matrix products' rate over this one's
+    block_rate: float = 1.0  # of matrix products in blocks, over those of the output head
+    grouped_rate: float = 1.0  # of experts' matrix products, over others of the same type
+    elementwise_passes: float = 1.0  # values that element-wise kernels move, over those that fused ones do
+    launch_seconds: float = 0.0  # that launching a block's forward takes at least, and half of what its backward does
+    exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
     attention_backward_half_length: float | None = None  # of the backward, where it is not the forward's
     # While the last tiles of a forward finish, other processors idle: as long as so many tiles of queries over all keys
     # of the longest document would take, however few heads there are. A backward begins with the longest tiles.
@@ -58,8 +64,15 @@ class Hardware:
     def computing_in(self, dtype: str) -> Hardware:
         """The same device when it computes in ``dtype``: values take other bytes, and wider ones more time.
 
-        Assumed: attention slows down as matrix products do, and a narrower type than the preset's is as fast as that.
+        In a narrower type (``narrow_rates``) only the matrix products of blocks are computed; attention, the output
+        head and what is kept stay as they are. Assumed: attention in a wider type slows down as matrix products do, and
+        a type without a rate is as fast as the preset's. Raises ``UserError`` for an unknown type.
         """
+        if dtype in dict(self.narrow_rates):
+            return replace(self, block_rate=dict(self.narrow_rates)[dtype])
+        if dtype not in _TYPE_BYTES:
+            known = ", ".join([*_TYPE_BYTES, *dict(self.narrow_rates)])
+            raise UserError(f"no rates are known for {dtype!r} on this device; choose one of {known}")
         slower = dict(self.wide_rates).get(dtype, 1.0)
         return replace(
             self,
@@ -67,6 +80,37 @@ class Hardware:
             attention_forward_flops=self.attention_forward_flops * slower,
             attention_backward_flops=self.attention_backward_flops * slower,
             bytes_per_value=_TYPE_BYTES[dtype],
+        )
+
+    def eager(self) -> Hardware:
+        """The same device where no kernels are fused: more of them, each of which reads and writes all its values."""
+        return replace(
+            self,
+            elementwise_passes=self.elementwise_passes * _EAGER_PASSES,
+            launch_seconds=self.launch_seconds * _EAGER_PASSES,
+        )
+
+    def at_power(self, share: float) -> Hardware:
+        """The same device held to ``share`` of its power: computing slows down with its root (assumed), memory not."""
+        slower = math.sqrt(share)
+        return replace(
+            self,
+            peak_flops=self.peak_flops * slower,
+            attention_forward_flops=self.attention_forward_flops * slower,
+            attention_backward_flops=self.attention_backward_flops * slower,
+        )
+
+    @property
+    def unlinked(self) -> Hardware:
+        """The same device where links take no time."""
+        return replace(
+            self,
+            node_bandwidth=math.inf,
+            network_bandwidth=math.inf,
+            peer_bandwidth=math.inf,
+            node_latency=0.0,
+            network_latency=0.0,
+            step_latency=0.0,
         )
 
     def attending_with(self, name: str) -> Hardware:
@@ -92,13 +136,27 @@ class Hardware:
 _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
-# Quoted: best-shape bf16 GEMM of 268 TFLOP/s on A100 SXM (86% of peak) and 794 on H100/H200 SXM (80%), S. Bekman,
-# "ML Engineering", table of maximum achievable matmul FLOPS. Assumed: a block's shapes reach 82% of the best.
-_A100_GEMM_EFFICIENCY = 0.82 * 268 / 312
-_HOPPER_GEMM_EFFICIENCY = 0.82 * 794 / 989
-# Quoted: 1,745 TFLOP/s on B200 and 668 on MI300X, the same table (commit 744d01e). Assumed: the same 82%.
-_B200_GEMM_EFFICIENCY = 0.82 * 1745 / 2250
-_MI300X_GEMM_EFFICIENCY = 0.82 * 668 / 1307
+# Fitted by benchmarks/fit_prices.py to whole steps: a block's matrix products, as a share of the peak. (Of the best
+# shape they are 77% on H100 and 92% on A100, by the table of maximum achievable matmul FLOPS in S. Bekman, "ML
+# Engineering", quoted: 794 and 268 TFLOP/s; 1,745 on B200 and 668 on MI300X.)
+_A100_GEMM_EFFICIENCY = 0.8
+_HOPPER_GEMM_EFFICIENCY = 0.63
+_B200_GEMM_EFFICIENCY = 0.56
+_GB200_GEMM_EFFICIENCY = 0.61
+_GB300_GEMM_EFFICIENCY = 0.83
+_FP8_RATE = 1.75  # tensor cores compute twice as many; what is missing is scaling and casting
+_FP8_ROWWISE_RATE = 0.87
+_BLACKWELL_FP8_RATE = 2.0
+_BLACKWELL_FP4_RATE = 3.2
+_GROUPED_RATE = 0.37
+_EXPOSED = 0.5
+_MI300X_GEMM_EFFICIENCY = 0.77 * 668 / 1307  # assumed: H100's share of the best shape
+
+# Derived by counting: RMSNorm, rotary embedding in float32 and SwiGLU as PyTorch's operations, for the bytes of fused
+# kernels; of a forward 2.6 times as many, of a backward 2.2, which is two thirds of them.
+_EAGER_PASSES = 2.3
+# Assumed: 20 kernels of 5 us. Published steps have more to compute than to launch, and show none of it.
+_LAUNCH_SECONDS = 0.1e-3
 
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
@@ -114,6 +172,14 @@ _HOPPER_KERNELS = {
     "fa2": AttentionKernel(372e12, 330e12, 256.0, 850.0, drain_tiles=100.0),
     "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
     "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
+    # FlashAttention before its second version, written in Triton: fitted to llm-foundry's steps, both directions alike.
+    "triton": AttentionKernel(182e12, 182e12, 850.0, 850.0, drain_tiles=0.0),
+}
+# Assumed: FlashAttention-2 between the 50% and 73% of peak that it reports on A100 (arXiv 2307.08691), with H100's half
+# lengths. Triton's: as on H100.
+_AMPERE_KERNELS = {
+    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=0.65 * 312e12, backward_flops=0.57 * 312e12),
+    "triton": replace(_HOPPER_KERNELS["triton"], forward_flops=104e12, backward_flops=104e12),
 }
 # FlashAttention-2 on B200, which torch runs unless told otherwise, is hardly faster than on H100. Derived, with H100's
 # half lengths and drain: forward from 362 and 331 TFLOP/s at 8,192 and 16,384 tokens, head_dim 128 (tritonbench pull
@@ -162,19 +228,22 @@ _H100 = Hardware(
     memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
     # Quoted: the same, 67 TFLOP/s in float32 without, and in float64 with tensor cores. TF32 stays off, as in torch.
     wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
+    narrow_rates=(("fp8", _FP8_RATE), ("fp8-rowwise", _FP8_ROWWISE_RATE)),
+    launch_seconds=_LAUNCH_SECONDS,
+    exposed=_EXPOSED,
+    grouped_rate=_GROUPED_RATE,
 )
 
 HARDWARE: dict[str, Hardware] = {
     "a100": Hardware(
         peak_flops=312e12,  # quoted: NVIDIA A100 80GB SXM data sheet, bf16 dense
         gemm_efficiency=_A100_GEMM_EFFICIENCY,
-        # Assumed, between the 50% and 73% of peak that FlashAttention-2 reports on A100 (arXiv 2307.08691).
-        attention_forward_flops=0.65 * 312e12,
-        attention_backward_flops=0.57 * 312e12,
-        # Assumed: as on H100.
-        attention_half_length=_HOPPER_KERNELS["fa2"].forward_half_length,
-        attention_backward_half_length=_HOPPER_KERNELS["fa2"].backward_half_length,
-        attention_drain_tiles=_HOPPER_KERNELS["fa2"].drain_tiles,
+        attention_forward_flops=_AMPERE_KERNELS["fa2"].forward_flops,
+        attention_backward_flops=_AMPERE_KERNELS["fa2"].backward_flops,
+        attention_half_length=_AMPERE_KERNELS["fa2"].forward_half_length,
+        attention_backward_half_length=_AMPERE_KERNELS["fa2"].backward_half_length,
+        attention_drain_tiles=_AMPERE_KERNELS["fa2"].drain_tiles,
+        attention_kernels=tuple(_AMPERE_KERNELS.items()),
         memory_bandwidth=_MEMORY_EFFICIENCY * 2.039e12,  # quoted: A100 80GB SXM data sheet
         node_size=8,
         node_bandwidth=_A100_NODE_BANDWIDTH,
@@ -185,6 +254,9 @@ HARDWARE: dict[str, Hardware] = {
         bytes_per_value=2,
         memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
         wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
+        grouped_rate=_GROUPED_RATE,
+        launch_seconds=_LAUNCH_SECONDS,
+        exposed=_EXPOSED,
     ),
     "h100": _H100,
     # The same chip with faster and more memory; quoted: NVIDIA H200 data sheet.
@@ -201,6 +273,7 @@ HARDWARE: dict[str, Hardware] = {
         memory_bytes=180e9,  # quoted: data sheet
         # Quoted: data sheet, 80 and 40 TFLOP/s. The adapter is assumed to be H100's, 400 Gb/s for each GPU.
         wide_rates=(("float32", 80 / 2250), ("float64", 40 / 2250)),
+        narrow_rates=(("fp8", _BLACKWELL_FP8_RATE), ("nvfp4", _BLACKWELL_FP4_RATE)),
     ),
     "mi300x": replace(
         _H100,
@@ -241,12 +314,23 @@ HARDWARE: dict[str, Hardware] = {
     ),
 }
 
+# Quoted: data sheets of HGX B300 and of GB200 and GB300 NVL72, whose 72 GPUs share the fast links.
+_B200 = HARDWARE["b200"]
+HARDWARE |= {
+    "b300": replace(_B200, memory_bytes=270e9),
+    "gb200": replace(
+        _B200, peak_flops=2500e12, gemm_efficiency=_GB200_GEMM_EFFICIENCY, memory_bytes=186e9, node_size=72
+    ),
+    "gb300": replace(
+        _B200, peak_flops=2500e12, gemm_efficiency=_GB300_GEMM_EFFICIENCY, memory_bytes=279e9, node_size=72
+    ),
+}
 # Presets attend with FlashAttention-2, which torch runs unless told otherwise; those named after kernels with these.
 HARDWARE |= {
     f"{name}-{kernels}": HARDWARE[name].attending_with(kernels)
     for name in ("h100", "h200", "b200")
     for kernels, _ in HARDWARE[name].attention_kernels
-    if kernels != "fa2"
+    if kernels not in ("fa2", "triton")
 }
 
 

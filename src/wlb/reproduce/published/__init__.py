@@ -1,1 +1,1 @@
-"""The simulator held against measurements that others published: kernels, whole steps, and batches document by document."""
+"""The simulator beside measurements that others published: kernels, whole steps, and batches document by document."""

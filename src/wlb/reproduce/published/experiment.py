@@ -1,0 +1,117 @@
+"""The simulator beside published measurements: every row of a table, summaries, and one picture.
+
+Nothing is fitted here and no row is left out: one that cannot be simulated says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from wlb.report.plots import pyplot_without_display, save
+from wlb.reproduce.experiment import Column, Report, Settings, Table
+from wlb.reproduce.published.batches import measured_batch_rows
+from wlb.reproduce.published.dynamic_cp import dynamic_cp_rows
+from wlb.reproduce.published.kernels import kernel_rows
+from wlb.reproduce.published.prediction import Prediction
+from wlb.reproduce.published.reading import read_measurements
+from wlb.reproduce.published.summary import Summary, compared, summaries
+from wlb.reproduce.published.whole_steps import whole_step_rows
+
+_DYNAMIC_CP = "megatron dynamic CP example"
+_GROUPS = {"table": "by table", "kind": "whole steps, by kind", "run": "measured batches, by run"}
+_BAND = 0.2
+
+
+def run(settings: Settings) -> Report:
+    """The report on ``settings.measured``, or on the project's own table."""
+    document = read_measurements(settings.measured)
+    predictions = predicted_rows(document)
+    grouped = {by: summaries(predictions, by) for by in _GROUPS}
+    return Report(
+        title="Published measurements, and what the simulator predicts for them",
+        documents=str(settings.measured or "as published; sources are in each row"),
+        tables=[
+            *(_table(_GROUPS[by], by, of_one) for by, of_one in grouped.items() if of_one),
+            *_without_prediction(predictions),
+        ],
+        draw=partial(_draw, predictions),
+        notes=[
+            "error: predicted over measured seconds of a step (or kernel), less one; slope: measured over predicted",
+            "what is assumed where a publication does not say is with each row in the JSON",
+        ],
+        more={
+            "rows": [asdict(one) for one in predictions],
+            "summaries": [asdict(one) for of_one in grouped.values() for one in of_one],
+        },
+    )
+
+
+def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
+    """A prediction, or a reason, for all of a document: rows in their order, then kernels, then runs."""
+    rows = document.get("rows", [])
+    dynamic = iter(dynamic_cp_rows([row for row in rows if row["table"] == _DYNAMIC_CP]))
+    others = iter(whole_step_rows([row for row in rows if row["table"] != _DYNAMIC_CP]))
+    return [
+        *(next(dynamic if row["table"] == _DYNAMIC_CP else others) for row in rows),
+        *(kernel_rows(document) if "kernels" in document else []),
+        *(measured_batch_rows(document) if "runs" in document else []),
+    ]
+
+
+def _table(title: str, by: str, grouped: Sequence[Summary]) -> Table:
+    columns = (
+        Column(by),
+        Column("rows", "", ",.0f"),
+        Column("predicted", "", ",.0f"),
+        Column("median error", "simulated", "+.1%"),
+        Column("median absolute", "simulated", ".1%"),
+        Column("worst", "simulated", "+.1%"),
+        Column("bias", "simulated", "+.1%"),
+        Column("correlation", "simulated", ".3f"),
+        Column("slope", "simulated", ".2f"),
+    )
+    rows = [
+        (
+            *(one.name, one.rows, one.count, one.median_error, one.median_absolute_error, one.worst_error),
+            *(one.bias, one.correlation, one.slope),
+        )
+        for one in grouped
+    ]
+    return Table(title, columns, [*rows])
+
+
+def _without_prediction(predictions: Sequence[Prediction]) -> list[Table]:
+    reasons = Counter(one.reason for one in predictions if one.predicted_seconds is None)
+    columns = (Column("reason"), Column("rows", "", ",.0f"))
+    return [Table("without a prediction", columns, [*reasons.most_common()])] if reasons else []
+
+
+def _draw(predictions: Sequence[Prediction], path: Path) -> None:
+    pyplot = pyplot_without_display()
+    figure, axis = pyplot.subplots(figsize=(7.2, 6.6), constrained_layout=True)
+    sources: dict[str, list[Prediction]] = {}
+    for one in predictions:
+        sources.setdefault(one.source.split()[0], []).append(one)
+    colours = iter(pyplot.get_cmap("tab10").colors * (1 + len(sources) // 10))
+    every = compared(predictions)
+    for source, group in sorted(sources.items(), key=lambda item: -len(compared(item[1]))):
+        pairs = compared(group)
+        if pairs:
+            axis.plot(*zip(*pairs, strict=True), "o", ms=3, alpha=0.6, mew=0, color=next(colours), label=source)
+    if every:
+        ends = [0.7 * min(map(min, every)), 1.4 * max(map(max, every))]
+        axis.plot(ends, ends, color="black", linewidth=0.8, zorder=0)
+        low, high = ([(1 + sign * _BAND) * end for end in ends] for sign in (-1, 1))
+        axis.fill_between(ends, low, high, color="#b8bfc7", alpha=0.4, linewidth=0, zorder=0, label=f"±{_BAND:.0%}")
+        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
+        axis.legend(frameon=False, fontsize=8, loc="upper left", markerscale=1.8)
+    axis.set(xlabel="measured, seconds", ylabel="predicted, seconds")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title("published measurements, and what the simulator predicts", fontsize=10)
+    save(figure, path)
