@@ -26,7 +26,7 @@ from wlb.workload.weights import mean_block_weights
 Direction = Literal["forward", "backward"]
 
 # Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
-_SHOWN_OF_ASYNC_TP = 0.65
+_SHOWN_OF_ASYNC_TP = 0.6
 
 # Bytes read and written for each score by the loss: it is widened to float32, log-softmax reads and writes that; the
 # backward reads the log-probabilities and their gradient, writes that of the score, and narrows it. Derived by
