@@ -1,8 +1,9 @@
 """Fit the few prices of whole training steps to steps that others published, and print how far off the rest is.
 
-    .venv/bin/python benchmarks/fit_prices.py [--measured FILE] [--evaluations N]
+    .venv/bin/python benchmarks/fit_prices.py [--measured FILE ...] [--evaluations N]
 
-A half of the rows is fitted, chosen by a hash of each row; the other half only checks. Fitted are rates of matrix
+A half of the rows is fitted, chosen by a hash of each row; the other half only checks. So are runs of plain data
+parallelism, of which every batch's lengths are known; as they have no unknowns, each counts as four rows. Fitted are rates of matrix
 products by chip and type, the rate of grouped products of experts, and which part of collectives beside computing
 shows; nothing is for one row or repository. Attention and links are fitted to tables of kernels before
 (``fit_kernels.py``). Prints every price in force and fitted, and the errors
@@ -18,6 +19,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from scipy.optimize import least_squares
 
 from wlb.errors import UserError
 from wlb.reproduce.published import whole_steps
+from wlb.reproduce.published.batches import measured_batch_rows
 from wlb.reproduce.published.metrics import seconds_of_step
 from wlb.reproduce.published.reading import read_measurements
 from wlb.simulate import costs
@@ -108,26 +111,39 @@ PRICES = {
 
 
 class Step(NamedTuple):
-    """One row that can be predicted."""
+    """A row, or a run, that can be predicted; ``error`` is the logarithm of predicted over measured seconds."""
 
-    row: dict[str, Any]
+    source: str
     kind: str
     checks: bool
-
-    def error(self) -> float:
-        """The logarithm of predicted over measured seconds, by the prices in force."""
-        return float(np.log(whole_steps.published_step(self.row).seconds / seconds_of_step(self.row)))
+    weight: float
+    error: Value
 
 
-def steps(rows: list[dict[str, Any]]) -> Iterator[Step]:
-    for row in rows:
+def steps(document: dict[str, Any]) -> Iterator[Step]:
+    """All that can be predicted of a file of published measurements."""
+    for row in document.get("rows", []):
         try:
-            seconds_of_step(row)
-            kind = whole_steps.published_step(row).kind
+            measured, kind = seconds_of_step(row), whole_steps.published_step(row).kind
         except UserError:
             continue
-        half = hashlib.md5(json.dumps(row, sort_keys=True).encode(), usedforsecurity=False).digest()[0] % 2
-        yield Step(row, kind, half == 1)
+        yield Step(row["repo"], kind, _checks(row), 1.0, partial(_row_error, row, measured))
+    for run in document.get("runs", []):
+        if run["config"]["mode"] == "baseline":
+            yield Step("hao-ai-lab/DistCA", "plain runs", _checks(run["path"]), 4.0, partial(_run_error, run))
+
+
+def _checks(what: Any) -> bool:
+    return hashlib.md5(json.dumps(what, sort_keys=True).encode(), usedforsecurity=False).digest()[0] % 2 == 1
+
+
+def _row_error(row: dict[str, Any], measured: float) -> float:
+    return float(np.log(whole_steps.published_step(row).seconds / measured))
+
+
+def _run_error(run: dict[str, Any]) -> float:
+    predicted = [p for p in measured_batch_rows({"runs": [run]}) if p.predicted_seconds and p.measured_seconds]
+    return float(np.mean([np.log(p.predicted_seconds / p.measured_seconds) for p in predicted]))
 
 
 def fit(fitted: list[Step], evaluations: int) -> None:
@@ -137,7 +153,7 @@ def fit(fitted: list[Step], evaluations: int) -> None:
     def errors(values: NDArray[np.float64]) -> NDArray[np.float64]:
         for price, value in zip(PRICES.values(), values, strict=True):
             price.set(float(value))
-        return np.array([step.error() for step in fitted])
+        return np.array([step.weight * step.error() for step in fitted])
 
     bounds = [price.least for price in PRICES.values()], [price.most for price in PRICES.values()]
     scale = np.maximum(np.abs(start), 1e-3)
@@ -151,7 +167,7 @@ def fit(fitted: list[Step], evaluations: int) -> None:
 def table_of(all_steps: list[Step]) -> Table:
     found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for step in all_steps:
-        key = (step.row["repo"], step.kind, "checked" if step.checks else "fitted")
+        key = (step.source, step.kind, "checked" if step.checks else "fitted")
         found[key].append(float(np.expm1(step.error())))
     table = Table("measured by", "steps", "half", "rows", "median error", "median, absolute", "nine in ten within")
     for key, values in sorted(found.items()):
@@ -164,11 +180,11 @@ def table_of(all_steps: list[Step]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=Path, help="a file of published measurements; default: the project's own")
+    parser.add_argument("--measured", type=Path, nargs="*", help="published measurements; default: the project's own")
     parser.add_argument("--evaluations", type=int, default=0, help="of all prices, while fitting")
     arguments = parser.parse_args()
-    document = read_measurements(arguments.measured)
-    all_steps = list(steps(document["rows"]))
+    documents = [read_measurements(path) for path in arguments.measured or [None]]
+    all_steps = [step for document in documents for step in steps(document)]
     in_force = {name: price.read() for name, price in PRICES.items()}
     if arguments.evaluations:
         fit([step for step in all_steps if not step.checks], arguments.evaluations)

@@ -42,6 +42,8 @@ def test_json_goes_to_stdout(monkeypatch, capsys, tmp_path):
         (["figure7"], "experiment 'figure7' is unknown; choose from imbalance"),
         (["speedups", "--profile", "p.json"], "--profile is shown by kernel"),
         (["kernel", "--profile", "missing.json"], "missing.json"),
+        (["kernel", "--measured", "m.json"], "--measured is for published"),
+        (["published", "--measured", "missing.json"], "missing.json cannot be read"),
     ],
 )
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):

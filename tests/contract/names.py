@@ -156,7 +156,7 @@ COMMANDS = {
         "--context-window --batch-tokens --json"
     ),
     "rivals": ("--gpus --context-window --model --hardware --batch-tokens --policies --steps --plot --json"),
-    "reproduce": "--out --lengths --steps --seed --seeds --profile --json",
+    "reproduce": "--out --lengths --steps --seed --seeds --profile --measured --json",
     "train": "--set --trace --profile --json --dry-run --rank --device --hardware",
     "diagnose": "--json",
     "report": (

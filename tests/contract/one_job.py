@@ -178,10 +178,15 @@ def _described(plan: ShardPlan, costs: JobCosts) -> Shards:
     return Shards(
         [*plan.segment_lengths],
         plan.tokens_per_rank.tolist(),
-        [float(costs.attention(start, stop, "forward").sum()) for _, start, stop in map(np.transpose, plan.pieces)],
+        [_attention(start, stop, costs) for _, start, stop in map(np.transpose, plan.pieces)],
         traffic.sum(axis=0).tolist(),
         plan.keeps_received,
     )
+
+
+def _attention(starts: NDArray[np.int64], stops: NDArray[np.int64], costs: JobCosts) -> float:
+    drain = costs.attention_drain(stops.max(initial=0), "forward")
+    return float(costs.attention(starts, stops, "forward").sum() + drain)
 
 
 # The simulator

@@ -211,7 +211,8 @@ def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, back
         state_flops *= LINEAR_BACKWARD_FACTOR
     pair_seconds = share * (shape.layers_of("full") * of_pair) / rate
     window_pair_seconds = share * (shape.layers_of("sliding") * of_pair) / rate
-    of_drain = hardware.attention_drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
+    drain_tiles = 0.0 if backward else hardware.attention_drain_tiles
+    of_drain = drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
     gemm_rate = hardware.peak_flops * hardware.gemm_efficiency
     element_values = elementwise_values_per_token(shape)[backward] * hardware.elementwise_passes
     element_bytes = element_values * hardware.bytes_per_value

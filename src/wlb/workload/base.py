@@ -39,7 +39,7 @@ class Workload(DocumentPrices, Protocol):
     def drain_seconds(self, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """Attention of a micro-batch on one GPU, beside its pieces, of which the longest reaches to key ``stops``.
 
-        While the last tiles of a launch finish, most of the GPU idles. It does not shrink with tp or cp. Over all
+        While the last tiles of a forward finish, most of the GPU idles. It does not shrink with tp or cp. Over all
         layers; shape of ``stops`` (tokens); 0 where it was not measured apart.
         """
         ...

@@ -56,8 +56,8 @@ class Hardware:
     launch_seconds: float = 0.0  # that launching a block's forward takes at least, and half of what its backward does
     exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
     attention_backward_half_length: float | None = None  # of the backward, where it is not the forward's
-    # While the last tiles of a launch finish, other processors idle: what so many tiles of queries over all keys of the
-    # longest document would take. However few heads a launch has, it is the same.
+    # While the last tiles of a forward finish, other processors idle: as long as so many tiles of queries over all keys
+    # of the longest document would take, however few heads there are. A backward begins with the longest tiles.
     attention_drain_tiles: float = 0.0
     attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # that ``attending_with`` knows
 
@@ -139,22 +139,22 @@ _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 # Fitted by benchmarks/fit_prices.py to whole steps: a block's matrix products, as a share of the peak. (Of the best
 # shape they are 77% on H100 and 92% on A100, by the table of maximum achievable matmul FLOPS in S. Bekman, "ML
 # Engineering", quoted: 794 and 268 TFLOP/s; 1,745 on B200 and 668 on MI300X.)
-_A100_GEMM_EFFICIENCY = 0.79
-_HOPPER_GEMM_EFFICIENCY = 0.616
-_B200_GEMM_EFFICIENCY = 0.542
-_GB200_GEMM_EFFICIENCY = 0.586
-_GB300_GEMM_EFFICIENCY = 0.796
-_FP8_RATE = 1.76  # tensor cores compute twice as many; what is missing is scaling and casting
-_FP8_ROWWISE_RATE = 0.92
+_A100_GEMM_EFFICIENCY = 0.8
+_HOPPER_GEMM_EFFICIENCY = 0.63
+_B200_GEMM_EFFICIENCY = 0.56
+_GB200_GEMM_EFFICIENCY = 0.61
+_GB300_GEMM_EFFICIENCY = 0.83
+_FP8_RATE = 1.75  # tensor cores compute twice as many; what is missing is scaling and casting
+_FP8_ROWWISE_RATE = 0.87
 _BLACKWELL_FP8_RATE = 2.0
-_BLACKWELL_FP4_RATE = 3.3
-_GROUPED_RATE = 0.39
-_EXPOSED = 0.43
+_BLACKWELL_FP4_RATE = 3.2
+_GROUPED_RATE = 0.38
+_EXPOSED = 0.3
 _MI300X_GEMM_EFFICIENCY = 0.77 * 668 / 1307  # assumed: H100's share of the best shape
 
 # Derived by counting: RMSNorm, rotary embedding in float32 and SwiGLU as PyTorch's operations, for the bytes of fused
-# kernels: twice as many and more. What was measured fits twice as well as 2.5 times.
-_EAGER_PASSES = 2.0
+# kernels; of a forward 2.6 times as many, of a backward 2.2, which is two thirds of them.
+_EAGER_PASSES = 2.3
 # Assumed: 20 kernels of 5 us. Published steps have more to compute than to launch, and show none of it.
 _LAUNCH_SECONDS = 0.1e-3
 
@@ -173,7 +173,7 @@ _HOPPER_KERNELS = {
     "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
     "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
     # FlashAttention before its second version, written in Triton: fitted to llm-foundry's steps, both directions alike.
-    "triton": AttentionKernel(184e12, 184e12, 850.0, 850.0, drain_tiles=0.0),
+    "triton": AttentionKernel(192e12, 192e12, 850.0, 850.0, drain_tiles=0.0),
 }
 # Assumed: FlashAttention-2 between the 50% and 73% of peak that it reports on A100 (arXiv 2307.08691), with H100's half
 # lengths. Triton's: as on H100.
@@ -181,15 +181,16 @@ _AMPERE_KERNELS = {
     "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=0.65 * 312e12, backward_flops=0.57 * 312e12),
     "triton": replace(_HOPPER_KERNELS["triton"], forward_flops=104e12, backward_flops=104e12),
 }
-# Quoted: FlashAttention-2 on B200, which torch runs unless told otherwise, is no faster than on H100. Forward: 362
-# TFLOP/s at 8,192 tokens, head_dim 128 (tritonbench pull request 171); backward: 334 at 16,384, head_dim 64
-# (flash-attention issue 1589). Taken as rates at unbounded length, with H100's half lengths.
-# cuDNN and FlashAttention-4: derived from MagiAttention's bars on B200, causal and variable-length causal, 8K to 32K
-# tokens; FlashAttention-4's backward is also quoted at 1,209 TFLOP/s (flash-attention pull request 2280, 8,192 tokens).
+# FlashAttention-2 on B200, which torch runs unless told otherwise, is hardly faster than on H100. Derived, with H100's
+# half lengths and drain: forward from 362 and 331 TFLOP/s at 8,192 and 16,384 tokens, head_dim 128 (tritonbench pull
+# request 171), backward from 334 at 16,384, head_dim 64 (flash-attention issue 1589).
+# cuDNN and FlashAttention-4: quoted, rounded, between MagiAttention's bars on B200 of one document and of many (causal,
+# 8K to 32K tokens) and, of FlashAttention-4, 1,418 and 1,209 TFLOP/s at 8,192 tokens (flash-attention pull request
+# 2280).
 _BLACKWELL_KERNELS = {
-    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=362e12, backward_flops=334e12),
+    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=385e12, backward_flops=345e12),
     "cudnn": AttentionKernel(1340e12, 780e12, 800.0, 1700.0, drain_tiles=50.0),
-    "fa4": AttentionKernel(1420e12, 1150e12, 1000.0, 1900.0, drain_tiles=50.0),
+    "fa4": AttentionKernel(1450e12, 1300e12, 600.0, 1300.0, drain_tiles=50.0),
 }
 
 # Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,

@@ -172,6 +172,17 @@ def _note(row: Row) -> str:
     return str(row.get("note") or "")
 
 
+def ran_triton(row: Row) -> bool:
+    """Whether attention was Triton's kernel, by the scripts that stood beside llm-foundry's tables.
+
+    ``submit_benchmarks.py`` took it by default until March 2024 (commit 7f0fdae66), and ``sweep.sh`` did not say
+    otherwise (b2a43a147). ``sweep.py`` of the large scale (5e85bd62d) asked for it for 13B and 30B, and for
+    FlashAttention elsewhere. All are in ``scripts/train/benchmarking``; the tables themselves do not name a kernel.
+    """
+    at_large_scale = "Large Scale" in row["hardware"]
+    return row["repo"] == _LLM_FOUNDRY and (not at_large_scale or row["model"] in ("MPT 13b", "MPT 30b"))
+
+
 class _Layout(NamedTuple):
     """Sizes of groups; ``sequences`` of a micro-batch, and ``micro_batches`` of a data-parallel rank."""
 
@@ -209,7 +220,7 @@ def _layout(row: Row) -> _Layout:
     if row["repo"] == _TORCHTITAN and pp > 1:  # what it prints is the batch of a rank
         sequences = max(1, sequences // pp)
         virtual_pp = 2 if "Interleaved" in _note(row) else 1
-        assumed.append(f"{pp} micro-batches of {sequences} sequences, and {virtual_pp} stages a rank")
+        assumed.append(f"micro-batches of {sequences} sequences, and {virtual_pp} stages a rank")
     micro_batches, rest = divmod(of_rank, sequences)
     if rest or not micro_batches:
         raise UserError(f"{of_rank} sequences of a data-parallel rank are no multiple of its micro-batch, {sequences}")
@@ -263,21 +274,13 @@ def _hardware(row: Row, stack: Stack) -> Hardware:
     if "a100_40gb" in row["hardware"]:  # quoted: 1,555 GB/s, beside 2,039 of the preset (NVIDIA A100 data sheet)
         bandwidth = hardware.memory_bandwidth * 1555 / 2039
         hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
-    hardware = hardware.attending_with(_attention(row, stack))
+    hardware = hardware.attending_with("triton" if ran_triton(row) else stack.attention)
     if not stack.compiled or row.get("note") == "FSDP":
         hardware = hardware.eager()
     if "500 W" in row["hardware"]:
         hardware = hardware.at_power(500 / 700)
     precision = _precision(row)
     return hardware if precision == "bf16" else hardware.computing_in(precision)
-
-
-def _attention(row: Row, stack: Stack) -> str:
-    """The kernel: until April 2024 llm-foundry's benchmark ran Triton's unless told otherwise, as at large scale.
-
-    (scripts/train/benchmarking/submit_benchmarks.py and sweep.py, ``--attn_impl``)
-    """
-    return "triton" if row["repo"] == _LLM_FOUNDRY and "Large Scale" not in row["hardware"] else stack.attention
 
 
 def _precision(row: Row) -> Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]:
@@ -305,6 +308,10 @@ def _remarks(row: Row, shape: ModelShape) -> list[str]:
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")
+    if ran_triton(row):
+        remarks.append("attention by Triton's kernel")
+    if "500 W" in row["hardware"]:
+        remarks.append("at 500 of 700 W GPUs compute at the root of that")
     if "MXFP8" in str(row.get("precision")):
         remarks.append("MXFP8 is as fast as FP8")
     if shape.latent is not None and "w/o MTP" not in row["model"]:
