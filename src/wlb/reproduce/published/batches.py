@@ -8,12 +8,13 @@ weights stay whole on every rank, nothing is recomputed, and the host waits for 
 What it does not record is how a batch became micro-batches: that changed from commit to commit. Of a few settings that
 the commits show, the one is taken under which measured over predicted seconds vary least from batch to batch of the
 run. That recovers a setting and fits no seconds: a prediction that is 20% off in every batch varies as little as an
-exact one. (The spread is the median distance from the median, as the batch after the first, for which the benchmark
-does not warm up, is often 10 to 40% slow, and such a batch decides a correlation.)
+exact one. (A fifth of the batches is left out of that, those furthest from the median: the batch after the first, for
+which the benchmark does not warm up, is often 10 to 40% slow, and such a batch decides a correlation.)
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,6 +47,7 @@ TABLES = {
     "d2": "measured batches: DistCA",
 }
 WARM_UP = 1.6  # times the median of a run: batches in which the system still warmed up
+_COUNTED = 0.8  # of the batches of a run, by which its setting is recovered
 _RECOVERED = 0.03  # spread of measured over predicted seconds, at most, where a setting counts as found
 
 _MODEL = ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama3-8b")  # a model of theirs, and its shape here
@@ -245,9 +247,9 @@ def _joined(lists: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _spread(ratios: Seconds) -> float:
-    """The median distance from the median, over the median."""
-    middle = float(np.median(ratios))
-    return float(np.median(np.abs(ratios - middle))) / middle
+    """The mean distance from the median, over the median, of the ``_COUNTED`` part that is nearest to it."""
+    distances = np.sort(np.abs(ratios / np.median(ratios) - 1))
+    return float(distances[: math.ceil(_COUNTED * len(distances))].mean())
 
 
 def _check_sum(lists: Lists) -> int:
