@@ -56,7 +56,8 @@ def of_presets(field: str, names: str, least: float, most: float) -> Price:
 
     def change(value: float) -> None:
         for name in presets:
-            hardware.HARDWARE[name] = replace(hardware.HARDWARE[name], **{field: value})
+            changed: dict[str, Any] = {field: value}
+            hardware.HARDWARE[name] = replace(hardware.HARDWARE[name], **changed)
 
     return Price(lambda: getattr(hardware.HARDWARE[presets[0]], field), change, least, most)
 
@@ -142,8 +143,9 @@ def _row_error(row: dict[str, Any], measured: float) -> float:
 
 
 def _run_error(run: dict[str, Any]) -> float:
-    predicted = [p for p in measured_batch_rows({"runs": [run]}) if p.predicted_seconds and p.measured_seconds]
-    return float(np.mean([np.log(p.predicted_seconds / p.measured_seconds) for p in predicted]))
+    rows = measured_batch_rows({"runs": [run]})
+    ratios = [p.predicted_seconds / p.measured_seconds for p in rows if p.predicted_seconds and p.measured_seconds]
+    return float(np.mean(np.log(ratios)))
 
 
 def fit(fitted: list[Step], evaluations: int) -> None:
@@ -158,9 +160,8 @@ def fit(fitted: list[Step], evaluations: int) -> None:
     bounds = [price.least for price in PRICES.values()], [price.most for price in PRICES.values()]
     scale = np.maximum(np.abs(start), 1e-3)
     start = np.clip(start, np.array(bounds[0]) + 1e-6, np.array(bounds[1]) - 1e-6)
-    solved = least_squares(
-        errors, start, bounds=bounds, loss="soft_l1", f_scale=SOFT, x_scale=scale, diff_step=0.02, max_nfev=evaluations
-    )
+    options: dict[str, Any] = {"bounds": bounds, "loss": "soft_l1", "f_scale": SOFT, "x_scale": scale}
+    solved = least_squares(errors, start, diff_step=np.full(len(start), 0.02), max_nfev=evaluations, **options)
     errors(solved.x)
 
 
