@@ -31,7 +31,7 @@ def dp_balanced(lengths: Integers, ranks: Ranks) -> GroupPlan:
     size = power_of_two(ranks.needed(int(ranks.window)))
     groups = ranks.count // size
     packed = in_order(range(len(lengths)), lengths, ranks.capacity * size)
-    multiple = groups * _interleaved_multiple(ranks)
+    multiple = groups * ranks.micro_batch_multiple
     place = len(packed) - 1
     while len(packed) % multiple:
         if place < 0:
@@ -41,11 +41,6 @@ def dp_balanced(lengths: Integers, ranks: Ranks) -> GroupPlan:
         else:
             place -= 1
     return GroupPlan.of_fixed_groups(lengths, packed, ranks, size)
-
-
-def _interleaved_multiple(ranks: Ranks) -> int:
-    """What a pipeline's number of micro-batches must be a multiple of: pp if a rank has several stages."""
-    return ranks.job.pp if ranks.job.virtual_pp > 1 else 1
 
 
 @dataclass
@@ -316,7 +311,7 @@ def _aligned(rounds: list[list[_Open]], lengths: Integers, ranks: Ranks) -> list
 
     The half with the larger groups goes to the end; groups grow until each half has all ranks.
     """
-    multiple = _interleaved_multiple(ranks)
+    multiple = ranks.micro_batch_multiple
     place, failed = len(rounds) - 1, 0
     while len(rounds) % multiple:
         if failed == len(rounds):
