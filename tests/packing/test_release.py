@@ -113,7 +113,7 @@ def test_the_fluid_tells_how_even_the_step_will_be(factor, monkeypatch):
     assert len(plans) > 60
     errors = [abs(plan.imbalance / choice.imbalance - 1) for plan, choice in zip(plans, choices, strict=True)]
     assert np.mean(errors) < 0.002
-    assert max(errors) < 0.02
+    assert max(errors) < 0.03
 
 
 def test_of_equal_outliers_those_not_due_wait():

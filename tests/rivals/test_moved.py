@@ -200,7 +200,9 @@ def test_distca_moves_what_has_the_most_attention_for_its_queries_and_its_docume
             moved[document] = min(queries / 2 * (length + 1), need) / bytes_moved
         items = _Items(np.array(home).T, lengths)
         surplus = np.array([2e9, -need])
-        giver, pairs = items.give(1, need, surplus, np.arange(2), query_bytes(job), kv_bytes(job))
+        gift = items.give(1, need, surplus, np.arange(2), query_bytes(job), kv_bytes(job))
+        assert gift is not None
+        giver, pairs = gift
         taken = {document for lane, document, *_ in pieces(items.tasks()) if lane == 1}
         assert giver == 0
         assert 0 < pairs <= need

@@ -72,7 +72,7 @@ def test_synthetic_micro_batches_are_balanced(cp_size):
 def test_a_document_that_fills_the_micro_batch_is_balanced():
     for strategy in ("per_sequence", "per_document", "hybrid"):
         latency = shard_latency(make_shard_plan([WINDOW], 16, strategy), make_workload())
-        assert latency.imbalance < 1.001
+        assert latency.imbalance < 1.005
 
 
 def test_a_whole_document_costs_its_workload():
@@ -80,7 +80,9 @@ def test_a_whole_document_costs_its_workload():
     plan = make_shard_plan([1, 77, 5000], 1, "per_sequence")
     latency = shard_latency(plan, workload)
     assert latency.gather == 0
-    assert latency.attention.sum() == pytest.approx(workload.attention_seconds([1, 77, 5000]).sum())
+    assert latency.attention.sum() == pytest.approx(
+        float(workload.attention_seconds([1, 77, 5000]).sum() + workload.drain_seconds(5000))
+    )
     assert latency.linear[0] == pytest.approx(float(workload.linear_seconds(5078)))
     assert latency.imbalance == 1
 

@@ -152,7 +152,8 @@ class _Items:
 
     @property
     def lane(self) -> Integers:
-        return self._columns[0]
+        lanes: Integers = self._columns[0]
+        return lanes
 
     @property
     def pairs(self) -> NDArray[np.float64]:

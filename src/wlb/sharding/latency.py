@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.pieces import Locality, Pieces, locality, pieces_of
+from wlb.sharding.pieces import Locality, Pieces, last_keys, locality, pieces_of
 from wlb.sharding.plan import ShardPlan
 from wlb.workload.base import EXCHANGES, Phase, Workload
 
@@ -135,4 +135,5 @@ def _rank_seconds(pieces: Pieces, where: Locality, workload: Workload, phase: Ph
 def _attention(pieces: Pieces, where: Locality, workload: Workload, phase: Phase) -> NDArray[np.float64]:
     """Of every rank of every plan, shape (plans, cp_size)."""
     seconds = workload.piece_seconds(pieces.start, pieces.stop, phase)
-    return np.bincount(pieces.lane, seconds, where.tokens.size).astype(np.float64).reshape(where.tokens.shape)
+    of_lanes = np.bincount(pieces.lane, seconds, where.tokens.size).astype(np.float64)
+    return (of_lanes + workload.drain_seconds(last_keys(pieces, where.tokens.size), phase)).reshape(where.tokens.shape)

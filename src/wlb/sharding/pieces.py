@@ -42,6 +42,13 @@ class Pieces(NamedTuple):
     stop: Integers
 
 
+def last_keys(pieces: Pieces, lanes: int) -> Integers:
+    """The key up to which each lane's longest piece attends, shape (lanes,); 0 for none."""
+    longest = np.zeros(lanes, np.int64)
+    np.maximum.at(longest, pieces.lane, pieces.stop)
+    return longest
+
+
 class Locality(NamedTuple):
     """What ranks attend among their own tokens, and what travels; arrays of lanes are (plans, cp_size)."""
 

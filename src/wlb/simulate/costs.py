@@ -26,12 +26,12 @@ from wlb.workload.weights import mean_block_weights
 Direction = Literal["forward", "backward"]
 
 # Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
-_SHOWN_OF_ASYNC_TP = 0.65
+_SHOWN_OF_ASYNC_TP = 0.6
 
-# Bytes read and written for each score by the loss: it is widened to float32, log-softmax reads and writes that; the
-# backward reads the log-probabilities and their gradient, writes that of the score, and narrows it. Derived by
-# counting. A measured profile contains the loss.
-_LOSS_BYTES_PER_SCORE = {"forward": (2 + 4) + 2 * 4, "backward": 3 * 4 + (4 + 2)}
+# Bytes read and written for each score by the loss: it is widened to float32, and log-softmax reads that twice, as a row
+# of scores is too long to be kept, and writes it; the backward clears a gradient, reads it and the log-probabilities
+# twice, writes that of the score and narrows it. Derived by counting. A measured profile contains the loss.
+_LOSS_BYTES_PER_SCORE = {"forward": (2 + 4) + 3 * 4, "backward": 4 + 2 * (4 + 4) + 4 + (4 + 2)}
 _MASTER_BYTES = 4  # weights, gradients and moments are float32
 # Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the gradient in
 # float32, to which it adds that of a micro-batch. Derived by counting.

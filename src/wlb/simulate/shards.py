@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.sharding import MicroBatches, shard_many
-from wlb.sharding.pieces import Pieces, locality
+from wlb.sharding.pieces import Pieces, last_keys, locality
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.job import SimulatedJob
 
@@ -63,8 +63,7 @@ def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
     pieces = _pieces(micro_batches, costs.job)
     where = locality(pieces, len(sizes), len(full), cp)
 
-    longest = np.zeros(where.tokens.size, np.int64)
-    np.maximum.at(longest, pieces.lane, pieces.stop)
+    longest = last_keys(pieces, where.tokens.size)
 
     def attention(direction: Direction) -> NDArray[np.float64]:
         seconds = costs.attention(pieces.start, pieces.stop, direction)

@@ -241,8 +241,8 @@ def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tup
     """Seconds for each token, and for each micro-batch, of the collectives of one forward (or backward).
 
     Every block gathers and reduce-scatters the residual stream twice over tp (sequence parallelism, arXiv
-    2205.05198), as embedding and output head do once, and exchanges K and V once over cp, every rank receiving all others'. A backward's collectives are the
-    forward's, mirrored.
+    2205.05198), as embedding and output head do once, and exchanges K and V once over cp, every rank receiving all
+    others'. A backward's collectives are the forward's, mirrored.
     """
     tp_link = group_link(hardware, "all_gather", tp, stride=1)
     cp_link = group_link(hardware, "all_to_all", cp, stride=tp)

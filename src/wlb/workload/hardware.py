@@ -140,16 +140,16 @@ _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 # shape they are 77% on H100 and 92% on A100, by the table of maximum achievable matmul FLOPS in S. Bekman, "ML
 # Engineering", quoted: 794 and 268 TFLOP/s; 1,745 on B200 and 668 on MI300X.)
 _A100_GEMM_EFFICIENCY = 0.8
-_HOPPER_GEMM_EFFICIENCY = 0.63
+_HOPPER_GEMM_EFFICIENCY = 0.635
 _B200_GEMM_EFFICIENCY = 0.56
 _GB200_GEMM_EFFICIENCY = 0.61
-_GB300_GEMM_EFFICIENCY = 0.83
-_FP8_RATE = 1.75  # tensor cores compute twice as many; what is missing is scaling and casting
-_FP8_ROWWISE_RATE = 0.87
+_GB300_GEMM_EFFICIENCY = 0.85
+_FP8_RATE = 1.76  # tensor cores compute twice as many; what is missing is scaling and casting
+_FP8_ROWWISE_RATE = 0.85
 _BLACKWELL_FP8_RATE = 2.0
 _BLACKWELL_FP4_RATE = 3.2
-_GROUPED_RATE = 0.38
-_EXPOSED = 0.3
+_GROUPED_RATE = 0.375
+_EXPOSED = 0.4
 _MI300X_GEMM_EFFICIENCY = 0.77 * 668 / 1307  # assumed: H100's share of the best shape
 
 # Derived by counting: RMSNorm, rotary embedding in float32 and SwiGLU as PyTorch's operations, for the bytes of fused
@@ -173,7 +173,7 @@ _HOPPER_KERNELS = {
     "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
     "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
     # FlashAttention before its second version, written in Triton: fitted to llm-foundry's steps, both directions alike.
-    "triton": AttentionKernel(192e12, 192e12, 850.0, 850.0, drain_tiles=0.0),
+    "triton": AttentionKernel(186e12, 186e12, 850.0, 850.0, drain_tiles=0.0),
 }
 # Assumed: FlashAttention-2 between the 50% and 73% of peak that it reports on A100 (arXiv 2307.08691), with H100's half
 # lengths. Triton's: as on H100.
