@@ -31,8 +31,10 @@ HARDWARE = hardware_preset("h100-fa3")
 
 # Quoted: ``doc_length_distribution.csv`` there, middles of its bins and documents in each.
 _LENGTHS = (5, 30, 75, 150, 350, 762, 1536, 3072, 6144, 12_288, 24_576, 49_152, 98_304, 163_840)
-_COUNTS = (30_254, 391_188, 699_596, 1_377_757, 3_794_735, 3_316_785, 2_106_566)
-_COUNTS += (988_525, 410_002, 173_574, 115_007, 18_428, 22_513, 18_284)
+_COUNTS = (
+    *(30_254, 391_188, 699_596, 1_377_757, 3_794_735, 3_316_785, 2_106_566),
+    *(988_525, 410_002, 173_574, 115_007, 18_428, 22_513, 18_284),
+)
 _PACKS = 20
 _SEED = 42
 # Of 64K, 128K, 256K and 512K tokens, documents of each length in the 20 packs that its generator draws with its seed,
@@ -136,8 +138,8 @@ def ring(lengths: Sequence[int], gpus: int, direction: Direction) -> float:
         return float(_workload().attention_seconds(lengths, direction).sum()) + _drain(max(lengths), direction)
     shared = _shared(lengths, gpus, direction)
     sent = shared.tokens * _key_bytes() * (1 if direction == "forward" else 2)
-    link = group_link(HARDWARE, "point_to_point", gpus, stride=1)
-    wire = link.latency + sent / (_PEER_SHARE * HARDWARE.network_bandwidth)
+    adapter = group_link(HARDWARE, "point_to_point", gpus, stride=HARDWARE.node_size)
+    wire = adapter.latency + sent / (_PEER_SHARE * adapter.bandwidth)
     query_bytes = shared.tokens * SHAPE.heads * SHAPE.head_dim * HARDWARE.bytes_per_value
     busy = shared.seconds / gpus + _RING_PASSES[direction] * query_bytes / HARDWARE.memory_bandwidth
     return gpus * (max(busy, wire) + HARDWARE.exposed * min(busy, wire))
@@ -148,7 +150,8 @@ def megatron_dynamic(lengths: Sequence[int], gpus: int, direction: Direction) ->
     plan = dynamic(np.array(lengths), Ranks(_job(gpus), TOKENS_OF_A_GPU))
     seconds = np.zeros((gpus, plan.slots))
     for group in plan.groups:
-        seconds[list(group.ranks), group.slot] = ring(plan.lengths[list(group.documents)], len(group.ranks), direction)
+        of_group = [lengths[document] for document in group.documents]
+        seconds[list(group.ranks), group.slot] = ring(of_group, len(group.ranks), direction)
     rounds = np.split(seconds, sorted(plan.barriers - {0}), axis=1)
     return float(sum(of_round.sum(axis=1).max() for of_round in rounds))
 

@@ -137,8 +137,8 @@ def _predicted(row: Mapping[str, Any]) -> Prediction:
     policy, gpus = _POLICIES.get(name), int(row["gpus"])
     return Prediction(
         table=TABLE,
-        run=f"{gpus} GPUs",
-        row=str(row["policy"]),
+        run="",
+        row=f"{row['policy']}, {gpus} GPUs",
         source=f"{row['repo']}, {row['path']} ({row['commit'][:7]})",
         measured_seconds=float(row["value"]) / 1000,
         predicted_seconds=None if policy is None else step_seconds(policy, gpus),

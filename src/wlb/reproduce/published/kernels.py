@@ -26,7 +26,7 @@ from wlb.workload.links import group_link, shard_bytes
 # results not allocated yet.
 CALL = {"forward": 55e-6, "backward": 80e-6}
 CUDNN_CALL = {"forward": 100e-6, "backward": 120e-6}
-HOST_CALL = {"forward": 110e-6, "backward": 310e-6}
+HOST_CALL = {"forward": 160e-6, "backward": 400e-6}
 
 _H100, _H200 = hardware_preset("h100"), hardware_preset("h200")
 _DIRECTIONS: dict[str, Direction] = {"fwd": "forward", "bwd": "backward"}
@@ -42,7 +42,6 @@ class _Row(NamedTuple):
     predicted: float | None
     reason: str | None = None
     assumed: str | None = None
-    run: str = ""
 
 
 def kernel_rows(document: dict[str, Any]) -> list[Prediction]:
@@ -50,7 +49,7 @@ def kernel_rows(document: dict[str, Any]) -> list[Prediction]:
     return [
         Prediction(
             name,
-            one.run,
+            "",
             one.row,
             f"{table['repo']} {table['commit']} {table['path']}",
             one.measured,
@@ -93,7 +92,7 @@ def cut_launches(rows: list[dict[str, Any]]) -> list[CutLaunch]:
         lengths = np.array(row.get("lengths") or _batch(row["batch"]))
         queries = lengths // row["cp"]
         keys = ((1 + 1 / row["cp"]) / 2 * lengths).astype(np.int64)
-        measured = row.get("ms", row.get("real_attn_ms")) / 1e3
+        measured = (row["ms"] if "ms" in row else row["real_attn_ms"]) / 1e3
         found.append(CutLaunch(row.get("hq", 64) // row["tp"], keys - queries, keys, measured))
     return found
 
@@ -144,14 +143,14 @@ def _products(rows: list[dict[str, Any]]) -> Iterator[_Row]:
 def _in_a_node(rows: list[dict[str, Any]]) -> Iterator[_Row]:
     for row in rows:
         ranks, size, kind = int(row["ngpu"]), float(row["size_bytes"]), row["op"]
-        label, measured = f"{ranks} GPUs, {size / 2**20:,.0f} MiB", float(row["t_us_out"]) / 1e6
+        label, measured = f"{kind}, {ranks} GPUs, {size / 2**20:,.0f} MiB", float(row["t_us_out"]) / 1e6
         if kind == "all_reduce" and ranks == _H200.node_size:
             reason = "an all-reduce of a whole node runs in its switch, which the simulator has no price for"
-            yield _Row(label, measured, None, reason=reason, run=kind)
+            yield _Row(label, measured, None, reason=reason)
             continue
         received = shard_bytes(size, ranks) * (2 if kind == "all_reduce" else 1)
         predicted = float(group_link(_H200, "all_gather", ranks, stride=1).seconds(received))
-        yield _Row(label, measured, predicted, run=kind)
+        yield _Row(label, measured, predicted)
 
 
 def _between_nodes(rows: list[dict[str, Any]]) -> Iterator[_Row]:
@@ -175,17 +174,17 @@ def _bars(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[_Row]:
                 mixes = packs(total)
                 flops = np.array([stated_flops(lengths, direction) for lengths in mixes])
                 measured = float(flops.mean()) / (rate * 1e12 * gpus)
-                label = f"{name}, {total // 1024}K tokens" + (f", {gpus} GPUs" if gpus > 1 else "")
+                label = f"{chart}, {name}, {total // 1024}K tokens" + (f", {gpus} GPUs" if gpus > 1 else "")
                 if name not in (_KERNELS if what == "kernel" else SYSTEMS):
                     reason = _NO_KERNEL if what == "kernel" else _NO_SYSTEM
-                    yield _Row(label, measured, None, reason=reason, run=chart)
+                    yield _Row(label, measured, None, reason=reason)
                     continue
                 if what == "kernel":
                     seconds = [_kernel(name, lengths, direction) for lengths in mixes]
                 else:
                     seconds = [SYSTEMS[name](lengths, gpus, direction) for lengths in mixes]
                 predicted = float(flops.mean() / np.mean(flops / seconds))
-                yield _Row(label, measured, predicted, assumed=_DRAWN, run=chart)
+                yield _Row(label, measured, predicted, assumed=_DRAWN)
 
 
 def _kernel(name: str, lengths: list[int], direction: Direction) -> float:
