@@ -36,8 +36,8 @@ def test_rows_become_predictions():
     base, dynamic, unknown = dynamic_cp_rows(rows)
     assert base.measured_seconds / dynamic.measured_seconds == pytest.approx(dynamic_cp.PUBLISHED_RATIOS[4], abs=1e-3)
     assert (base.run, base.row, base.source) == (
-        "4 GPUs",
-        "dp_balanced, cp 4",
+        "",
+        "dp_balanced, cp 4, 4 GPUs",
         "NVIDIA/Megatron-LM, README.md (d48bd6b)",
     )
     assert base.predicted_seconds is not None
