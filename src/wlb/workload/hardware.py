@@ -112,7 +112,8 @@ class Hardware:
     def attending_with(self, name: str) -> Hardware:
         """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4", "cudnn" or "triton".
 
-        Their rates are of the preset's type: ``computing_in`` comes after. Raises ``UserError`` that lists those with a price where the device has none of that name.
+        Their rates are of the preset's type: ``computing_in`` comes after. Raises ``UserError`` that lists those with a
+        price where the device has none of that name.
         """
         kernels = dict(self.attention_kernels)
         if name not in kernels:
