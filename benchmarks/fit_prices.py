@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/fit_prices.py [--measured FILE ...] [--evaluations N]
 
 A half of the rows is fitted, chosen by a hash of each row; the other half only checks. So are runs of plain data
-parallelism, of which every batch's lengths are known; as they have no unknowns, each counts as four rows. Fitted are
-rates of matrix products by chip and type, the rate of grouped products of experts, and which part of collectives beside
+parallelism, of which every batch's lengths are known; as they have no unknowns, their errors count four times. Fitted
+are rates of matrix products by chip and type, the rate of grouped products of experts, and which part of collectives beside
 computing shows; nothing is for one row or repository. Attention and links are fitted to tables of kernels before
 (``fit_kernels.py``). Prints every price in force and fitted, and the errors
 of whole steps by table: predicted over measured, less one. Without ``--evaluations`` the prices in force are only
@@ -56,7 +56,8 @@ def of_presets(field: str, names: str, least: float, most: float) -> Price:
 
     def change(value: float) -> None:
         for name in presets:
-            hardware.HARDWARE[name] = replace(hardware.HARDWARE[name], **{field: value})
+            changed: dict[str, Any] = {field: value}
+            hardware.HARDWARE[name] = replace(hardware.HARDWARE[name], **changed)
 
     return Price(lambda: getattr(hardware.HARDWARE[presets[0]], field), change, least, most)
 
@@ -142,8 +143,9 @@ def _row_error(row: dict[str, Any], measured: float) -> float:
 
 
 def _run_error(run: dict[str, Any]) -> float:
-    predicted = [p for p in measured_batch_rows({"runs": [run]}) if p.predicted_seconds and p.measured_seconds]
-    return float(np.mean([np.log(p.predicted_seconds / p.measured_seconds) for p in predicted]))
+    rows = measured_batch_rows({"runs": [run]})
+    ratios = [p.predicted_seconds / p.measured_seconds for p in rows if p.predicted_seconds and p.measured_seconds]
+    return float(np.mean(np.log(ratios)))
 
 
 def fit(fitted: list[Step], evaluations: int) -> None:
@@ -158,9 +160,8 @@ def fit(fitted: list[Step], evaluations: int) -> None:
     bounds = [price.least for price in PRICES.values()], [price.most for price in PRICES.values()]
     scale = np.maximum(np.abs(start), 1e-3)
     start = np.clip(start, np.array(bounds[0]) + 1e-6, np.array(bounds[1]) - 1e-6)
-    solved = least_squares(
-        errors, start, bounds=bounds, loss="soft_l1", f_scale=SOFT, x_scale=scale, diff_step=0.02, max_nfev=evaluations
-    )
+    options: dict[str, Any] = {"bounds": bounds, "loss": "soft_l1", "f_scale": SOFT, "x_scale": scale}
+    solved = least_squares(errors, start, diff_step=np.full(len(start), 0.02), max_nfev=evaluations, **options)
     errors(solved.x)
 
 

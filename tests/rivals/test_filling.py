@@ -6,7 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.rivals.filling import best_fit, in_order, karmarkar_karp, lightest, power_of_two, split_evenly
+from wlb.rivals.filling import (
+    best_fit,
+    even_bins,
+    first_fit,
+    in_order,
+    karmarkar_karp,
+    lightest,
+    power_of_two,
+    split_evenly,
+)
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=40).map(lambda lengths: np.array(lengths, np.int64))
 
@@ -15,7 +24,7 @@ LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=40).map(lambda leng
 @given(LENGTHS)
 def test_bins_hold_every_document_once_and_keep_to_their_capacity(lengths):
     documents = np.argsort(-lengths, kind="stable").tolist()
-    for bins in (in_order(documents, lengths, 100), best_fit(documents, lengths, 100)):
+    for bins in (packed(documents, lengths, 100) for packed in (in_order, first_fit, best_fit)):
         assert sorted(d for members in bins for d in members) == sorted(documents)
         assert all(lengths[members].sum() <= 100 for members in bins)
     members, left_over = lightest(documents, lengths, 3, lengths, 150)
@@ -33,6 +42,14 @@ def test_karmarkar_karp_leaves_less_than_the_largest_between_parts(lengths, part
     assert max(sums) - min(sums) <= lengths.max()
 
 
+@settings(max_examples=30)
+@given(LENGTHS, st.integers(1, 6))
+def test_karmarkar_karp_of_equal_sizes_gives_parts_as_many_but_for_one(lengths, parts):
+    found = karmarkar_karp(lengths, parts, equal_size=True)
+    assert sorted(d for part in found for d in part) == [*range(len(lengths))]
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
 def test_karmarkar_karp_by_hand():
     """8-7 = 1, 6-5 = 1, 4-1 = 3, 3-1 = 2: the sums of 30 are 16 and 14, one more than the best."""
     found = karmarkar_karp([8, 7, 6, 5, 4], 2)
@@ -41,6 +58,15 @@ def test_karmarkar_karp_by_hand():
 
 def test_best_fit_by_hand():
     assert best_fit([0, 1, 2], np.array([5, 4, 3]), 8) == [[0, 2], [1]]
+
+
+def test_first_fit_by_hand():
+    assert first_fit([0, 1, 2, 3], np.array([5, 4, 3, 4]), 8) == [[0, 2], [1, 3]]
+
+
+def test_even_bins_are_a_multiple_and_hold_all():
+    """Three of 5 do not fit two bins of 8, so there are four."""
+    assert even_bins(np.array([5, 5, 5]), np.ones(3), 8, multiple=2) == [[0], [1], [2], []]
 
 
 def test_even_runs_by_hand():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.rivals.ranks import DOCUMENTS, lengths_of, ranks
-from wlb.rivals import fcp, libra
+from wlb.rivals import fcp, libra, magi
 from wlb.rivals.distca import TILE, TOLERANCE, _Items, _level, attention_servers, serve
 from wlb.rivals.exchange import kv_bytes, moved_bytes, query_bytes
 from wlb.rivals.plan import MovedPlan, Tasks, tasks_of
@@ -18,6 +18,7 @@ PLANS = {
     "distca-busy": lambda lengths, of: attention_servers(lengths, of, idle_stages_serve=False),
     "libra": libra.pools,
     "fcp": fcp.blocks,
+    "magi": magi.dispatched,
 }
 PIPELINED = {"pp": 2, "micro_batches": 2}
 
@@ -114,6 +115,34 @@ def test_libra_by_hand():
     assert plan.slots == 1
     load = plan.by_lane(plan.work.pairs, plan.work)
     assert load[0, 0] == pytest.approx(load[1, 0])
+
+
+def test_magi_deals_chunks_by_a_heap_as_its_published_example():
+    """8, 7, 6, 5, 4, 2, 2, 2 to two ranks: 8, 5, 4 and a 2 are 19; 7, 6 and two 2 are 17. Each has four."""
+    areas = [8.0, 7.0, 6.0, 5.0, 4.0, 2.0, 2.0, 2.0]
+    owner = magi.dealt(areas, 2)
+    assert [sorted(areas[chunk] for chunk in np.flatnonzero(owner == rank)) for rank in (0, 1)] == [
+        [2, 4, 5, 8],
+        [2, 2, 6, 7],
+    ]
+    assert magi.dealt([9.0, 1.0, 1.0], 2).tolist() == [0, 1, 1]  # two each at most
+    assert magi.dealt([9.0, 1.0, 1.0, 1.0], 2).tolist() == [0, 0, 1, 1]  # the first is cheap, and its rank has room
+
+
+@settings(max_examples=8)
+@given(lengths=DOCUMENTS)
+def test_magi_keeps_tokens_where_they_are_attended_and_gives_ranks_as_many(lengths):
+    of = ranks(8)
+    plan = magi.dispatched(lengths, of)
+    assert plan.home is plan.work
+    tokens = home_tokens(plan)
+    for slot in range(plan.slots):
+        for pool in np.unique(plan.pools[:, slot]):
+            of_pool = tokens[plan.pools[:, slot] == pool, slot]
+            assert len(of_pool) == 4  # as many ranks as a window needs
+            assert of_pool.max() - of_pool.min() <= magi.CHUNKS  # chunks differ by a token
+    moved = moved_bytes(plan, of.job, resent=False)["forward"]
+    np.testing.assert_allclose(np.maximum(moved.received, moved.sent), moved.keys)  # keys and values only
 
 
 def moved_plan(*, reshuffled: bool) -> MovedPlan:

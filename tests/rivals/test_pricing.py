@@ -15,7 +15,7 @@ from wlb.memory.step import predict_even_step
 from wlb.planning.planner import StepPlanner
 from wlb.rivals import BASE, POLICIES, chosen, compare
 from wlb.rivals.hotspa import HotSwitching, switched_bytes
-from wlb.rivals.hydraulis import Heterogeneous, Pipelines, greedy
+from wlb.rivals.hydraulis import Heterogeneous, Pipelines, _columns, _deals, greedy, packed
 from wlb.rivals.plan import Group, GroupPlan, Ranks
 from wlb.rivals.policy import RankPolicy, RankTrial, Trial, best_of, first_batches
 from wlb.rivals.pricing import peak_memory, price_groups
@@ -91,7 +91,7 @@ def test_switching_costs_what_moves():
 
 
 def test_hydraulis_deals_to_the_pipeline_that_ends_first():
-    """4 to the first, 3 to the second, the other 3 there too; what only the wide pipeline holds goes to that."""
+    """4 to one, both 3 to the other; what only the wide pipeline holds goes to that."""
     alike = (Pipelines(ranks(2, capacity=16, window=16), 1, 2),)
     assert sorted(map(sorted, greedy(lengths_of(4, 3, 3), alike))) == [[0], [1, 2]]
     wide = (Pipelines(ranks(4, capacity=8, window=16), 2, 1), Pipelines(ranks(4, capacity=8, window=16), 1, 2))
@@ -100,6 +100,43 @@ def test_hydraulis_deals_to_the_pipeline_that_ends_first():
     assert {0, 3} <= set(dealt[0])
     step = Heterogeneous(wide).step(lengths)
     assert sorted(step.trained) == sorted(lengths)
+
+
+def test_hydraulis_finds_better_deals_in_other_orders():
+    """8, 7, 6, 5, 4 to two: longest first gives 8 + 5 + 4 = 17, another order 8 + 7 and 6 + 5 + 4."""
+    pipelines = _columns(lengths_of(8, 7, 6, 5, 4), (Pipelines(ranks(2, capacity=16, window=16), 1, 2),))
+    pipelines = pipelines._replace(cost=np.tile([8.0, 7.0, 6.0, 5.0, 4.0], (2, 1)))
+    largest, _ = _deals(np.array([*itertools.permutations(range(5))]), pipelines)
+    assert largest[0] == 17
+    assert largest.min() == 15
+
+
+def test_hydraulis_keeps_the_largest_of_all_pipelines_low_not_that_of_the_next():
+    """In one order: once 9 is somewhere, the first pipeline takes all that stays under it."""
+    pipelines = _columns(lengths_of(9, 2, 2, 2), (Pipelines(ranks(3, capacity=16, window=16), 1, 3),))
+    pipelines = pipelines._replace(cost=np.tile([9.0, 2.0, 2.0, 2.0], (3, 1)))
+    largest, owners = _deals(np.array([[0, 1, 2, 3]]), pipelines)
+    assert largest.tolist() == [9.0]
+    assert owners.tolist() == [[2, 1, 0, 0]]  # empty ones first, the last of them; then the first
+
+
+def test_hydraulis_does_not_run_a_pipeline_without_documents():
+    with pytest.raises(UserError, match="leave one of 3 pipelines without any"):
+        greedy(lengths_of(4, 3), (Pipelines(ranks(4, capacity=16, window=16), 1, 3),))
+
+
+@pytest.mark.parametrize(
+    ("pp", "lengths", "longest", "expected"),
+    [
+        (1, (8, 7, 6, 5, 4), 15, [[4, 5, 6], [7, 8]]),  # two micro-batches of up to 15 take less than three
+        (2, (8, 7, 6, 5, 4), 15, [[4, 7], [5, 6], [8]]),  # with two stages three of up to 11 do: 4 x 11, not 3 x 15
+        (2, (3, 3, 2, 2, 2), 7, [[2, 2, 2], [3, 3]]),  # longest first finds 7 and 5
+    ],
+)
+def test_hydraulis_packs_by_the_program(pp, lengths, longest, expected):
+    kind = Pipelines(ranks(1, capacity=100 * longest, window=1600, pp=pp, micro_batches=pp), 1, 1)
+    plan = packed([[*range(5)]], 100 * lengths_of(*lengths), kind)
+    assert sorted(sorted(lengths[i] for i in group.documents) for group in plan.groups) == expected
 
 
 def space(**changes: int) -> SearchSpace:

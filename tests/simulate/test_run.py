@@ -74,7 +74,7 @@ def test_balancing_pays():
     )
     assert plain.imbalance["micro_batches"] > 1.3 > 1.1 > best.imbalance["micro_batches"]
     assert paper.where["dp ranks"] < plain.where["dp ranks"]
-    assert best.speed_at_equal_work(plain) > paper.speed_at_equal_work(plain) > 1
+    assert min(best.speed_at_equal_work(plain), paper.speed_at_equal_work(plain)) > 1.02
 
 
 def test_work_is_that_of_the_documents_trained():

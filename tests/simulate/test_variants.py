@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents
-from wlb.simulate import SimulationResult, simulate, simulated_job
+from wlb.errors import UserError
+from wlb.planning.planner import StepPlanner
+from wlb.simulate import SimulationResult, simulate, simulate_step, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.software import Software
 from wlb.workload import ModelShape, model_shape
@@ -38,7 +40,7 @@ def test_every_system_trains_every_variant(name):
         assert sum(result.where.values()) == pytest.approx(result.mean_step_seconds)
         assert np.all(result.gpu_seconds > 0)
     for system in ("best", "elastic"):
-        # Blocks so small are bound by launches and by adding up gradients, which balance does not shorten.
+        # Blocks so small are bound by adding up gradients and by what drains, which balance does not shorten.
         assert results[system].speed_at_equal_work(results["plain-4d"]) > 0.95
 
 
@@ -75,11 +77,18 @@ def test_experts_on_other_ranks_exchange_tokens_and_share_weights():
     received = 1000 * 2 * shape.hidden * 2 / 2 * 3 / 4  # tokens x experts x values x bytes / tp, but a rank's own
     assert alone.expert_exchange(1000) == 0
     assert spread.expert_exchange(1000) == pytest.approx(2 * 7 * float(link.seconds(received)))
-    wide = JobCosts(replace(spread.job, software=Software(expert_parallel=16)))
+    layout = LAYOUT | {"dp": 4}
+    of_16 = Software(expert_parallel=16)
+    wide = JobCosts(simulated_job(shape, WINDOW, "plain-4d", micro_batches=2, software=of_16, **layout))
     between = group_link(spread.job.hardware, "point_to_point", 16, stride=1)
     reached = 1 - (1 / 2) ** 2  # the other node, by one of two experts or both
     assert wide.expert_exchange(1000) == pytest.approx(2 * 7 * float(between.seconds(1000 * reached * shape.hidden)))
     assert spread.block_gather < alone.block_gather
+    step = next(StepPlanner(spread.job, documents()).plans())
+    assert simulate_step(step, spread.job).where["expert exchange"] > 0
+    for ranks in (0, 3, 32):
+        with pytest.raises(UserError, match=f"expert_parallel = {ranks} must divide"):
+            replace(spread.job, software=Software(expert_parallel=ranks))
     np.testing.assert_allclose(spread.optimizer, alone.optimizer)
 
 

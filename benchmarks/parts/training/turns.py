@@ -30,9 +30,12 @@ from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "configs" / "tiny.toml"
+IN_TURNS = ROOT / "examples" / "side_by_side.py"
 VOCABULARY = 512  # that of the preset tiny, which is what is profiled
 PROCESSES = 2
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+# A thread for each process, which keeps its memory as one on a GPU does: glibc would return every tensor of over 32 MiB
+# to the system, and have it cleared page by page when it is needed again, in large micro-batches only.
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def make_parser(description: str | None, directory: str) -> argparse.ArgumentParser:
@@ -108,12 +111,19 @@ def job_config(layout: str, preset: str, arguments: argparse.Namespace, store: P
     return check_job(config, config.parallel.world_size).config
 
 
-def train_in_turns(layout: str, repetition: int, arguments: argparse.Namespace, store: Path) -> None:
+def train_in_turns(
+    layout: str, repetition: int, arguments: argparse.Namespace, store: Path, program: Sequence[object] = (IN_TURNS,)
+) -> None:
+    """Train a step of every preset in turn with ``program``, a file and its own options."""
     words: list[str] = []
     for preset in arguments.presets:
         shutil.rmtree(arguments.directory / layout / preset / str(repetition), ignore_errors=True)
         words += ["--job", str(CONFIG), *overrides(layout, preset, repetition, arguments, store)]
-    run(ROOT / "examples" / "side_by_side.py", *words, processes=2 ** len(layout.split("+")))
+    run(*program, *words, processes=processes_of(layout))
+
+
+def processes_of(layout: str) -> int:
+    return 2 ** len(layout.split("+"))
 
 
 def measured_rows(

@@ -72,7 +72,11 @@ Model = Annotated[
 ]
 Hardware = Annotated[
     str,
-    typer.Option("--hardware", metavar="NAME", help="Hardware preset: a100, h100, h200, b200, mi300x, cpu."),
+    typer.Option(
+        "--hardware",
+        metavar="NAME",
+        help="Hardware preset: a100, h100, h200, b200, mi300x, cpu; with newer attention kernels h100-fa3 and others.",
+    ),
 ]
 Profile = Annotated[
     Path | None,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from wlb.documents.filling import check_filling
 from wlb.errors import UserError
-from wlb.rivals import bytescale, distca, fcp, flexsp, hotspa, hydraulis, libra, megatron, verl, wlb_llm
+from wlb.rivals import bytescale, distca, fcp, flexsp, hotspa, hydraulis, libra, magi, megatron, verl, wlb_llm
 from wlb.rivals.elastic import ElasticPolicy
 from wlb.rivals.ours import LONGER, SystemPolicy
 from wlb.rivals.policy import Outcome, Policy, RankPolicy
@@ -60,13 +60,15 @@ POLICIES: dict[str, Policy] = {
     ),
     "megatron-packing": RankPolicy(
         f"{_MEGATRON}, next_hdp_group_packing_aware",
-        f"rounds as micro-batches of a pipeline; {_RING}",
+        _RING,
         megatron.packing_aware,
         price_groups,
         keeps_weights=True,
     ),
     "hotspa": OwnSearch("HotSPa, SOSP '24", "three buckets; switching is not overlapped", hotspa.best),
-    "hydraulis": OwnSearch("Hydraulis, arXiv 2412.07894", "two strategies at once; best fit packs", hydraulis.best),
+    "hydraulis": OwnSearch(
+        "Hydraulis, arXiv 2412.07894", "two strategies at once; the packing program bounded by nodes", hydraulis.best
+    ),
     "flexsp": RankPolicy(
         "FlexSP, arXiv 2412.01523",
         "the program solved for all groups of a size together, at a bisected bound",
@@ -112,7 +114,14 @@ POLICIES: dict[str, Policy] = {
         fcp.blocks,
         partial(price_moved, hidden_by="attention"),
     ),
+    "magi": RankPolicy(
+        "SandAI-org/MagiAttention, dispatch_solver.py",
+        "fixed groups, micro-batches even in attention; keys and values travel in four parts",
+        magi.dispatched,
+        partial(price_moved, hidden_by="attention"),
+    ),
     "verl": RankPolicy("verl, utils/seqlen_balancing.py", _RING, verl.karmarkar_karp_twice, price_groups),
+    "slime": RankPolicy("THUDM/slime, utils/dp_schedule.py", _RING, verl.packed_then_dealt, price_groups),
     "best": SystemPolicy("best", "this project, docs/planner.md", delays=True),
     "elastic": ElasticPolicy("this project, docs/elastic.md"),
 }

@@ -1,4 +1,4 @@
-"""Putting documents into bins, as several policies do: first fit, best fit, the lightest, and Karmarkar-Karp."""
+"""Putting documents into bins, as several policies do: in order, by fit, the lightest, and Karmarkar-Karp."""
 
 from __future__ import annotations
 
@@ -33,6 +33,21 @@ def in_order(documents: Iterable[int], lengths: Integers, capacity: int) -> list
     return bins
 
 
+def first_fit(documents: Iterable[int], lengths: Integers, capacity: int) -> list[list[int]]:
+    """Each of ``documents``, in the order given, into the first bin with room, or into another bin."""
+    bins: list[list[int]] = []
+    rooms = np.zeros(0, np.int64)
+    for document in documents:
+        fits = np.flatnonzero(rooms >= lengths[document])
+        if not len(fits):
+            bins.append([])
+            rooms = np.append(rooms, capacity)
+        index = int(fits[0]) if len(fits) else len(bins) - 1
+        bins[index].append(document)
+        rooms[index] -= lengths[document]
+    return bins
+
+
 def best_fit(documents: Sequence[int], lengths: Integers, capacity: int) -> list[list[int]]:
     """Each of ``documents``, in the order given, into the fullest bin with room, or into another bin."""
     bins = bins_by_best_fit(lengths[list(documents)].tolist(), capacity)
@@ -58,16 +73,36 @@ def lightest(
     return members, left_over
 
 
-def karmarkar_karp(cost: Sequence[float] | NDArray[np.float64], parts: int) -> list[list[int]]:
+def even_bins(lengths: Integers, cost: NDArray[np.float64], capacity: int, *, multiple: int) -> list[list[int]]:
+    """Bins even in ``cost``, longest document first into the cheapest: as few as hold all, a ``multiple``."""
+    count = -(-int(lengths.sum()) // (capacity * multiple)) * multiple
+    while True:
+        members, left_over = lightest(longest_first(lengths), cost, count, lengths, capacity)
+        if not left_over:
+            return members
+        count += multiple
+
+
+def karmarkar_karp(
+    cost: Sequence[float] | NDArray[np.float64], parts: int, *, equal_size: bool = False
+) -> list[list[int]]:
     """Indices of ``cost`` in ``parts`` parts of nearly equal sums: the largest differencing method.
+
+    With ``equal_size`` parts have equally many, but for one where ``parts`` does not divide their number: neighbours in
+    rising cost start in parts of their own.
 
     The two partial partitions that differ most within are merged, the heaviest part of one with the lightest of the
     other, until one is left (Karmarkar and Karp, 1982; for several parts as in verl, ``utils/seqlen_balancing.py``).
     """
     # (negated spread, number, parts that are not empty by falling sum)
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = [
-        (-float(value), index, [(float(value), [index])]) for index, value in enumerate(cost)
-    ]
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    rising: list[int] = np.argsort(cost, kind="stable").tolist() if equal_size else [*range(len(cost))]
+    width = parts if equal_size else 1
+    for first in range(len(rising) % width - width, len(rising), width):
+        apart = [(float(cost[index]), [index]) for index in reversed(rising[max(first, 0) : first + width])]
+        if apart:
+            least = apart[-1][0] if len(apart) == parts else 0.0
+            heap.append((least - apart[0][0], len(heap), apart))
     heapify(heap)
     number = len(heap)
     while len(heap) > 1:

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.rivals.filling import Integers, lightest, longest_first, power_of_two
+from wlb.rivals.filling import Integers, even_bins, power_of_two
 from wlb.rivals.plan import MovedPlan, Ranks, Tasks, joined, laid_in_a_row
 
 POOL = 8  # sequences
@@ -24,7 +24,7 @@ def pools(lengths: Integers, ranks: Ranks) -> MovedPlan:
     """Every pool of sequences runs on as many ranks as their tokens need, whole documents in each."""
     size = min(ranks.count, POOL * power_of_two(ranks.needed(ranks.window)))
     beside = ranks.count // size  # pools that run at once
-    members = _pooled(lengths, size * ranks.capacity, beside)
+    members = even_bins(lengths, lengths.astype(np.float64) ** 2, size * ranks.capacity, multiple=beside)
     slots = len(members) // beside
     homes, works = [], []
     numbers = np.repeat(np.arange(beside), size)
@@ -37,17 +37,6 @@ def pools(lengths: Integers, ranks: Ranks) -> MovedPlan:
         homes.append(home)
         works.append(_tiled(home, size, first_lane, ranks))
     return MovedPlan(lengths, np.tile(numbers[:, None], slots), joined(homes), joined(works))
-
-
-def _pooled(lengths: Integers, capacity: int, beside: int) -> list[list[int]]:
-    """Documents of every pool: even in F, within the capacity; as many pools as fill whole micro-batches."""
-    count = -(-int(lengths.sum()) // capacity)
-    count = -(-count // beside) * beside
-    while True:
-        members, left_over = lightest(longest_first(lengths), lengths.astype(np.float64) ** 2, count, lengths, capacity)
-        if not left_over:
-            return members
-        count += beside
 
 
 def _tiled(home: Tasks, size: int, first_lane: int, ranks: Ranks) -> Tasks:

@@ -47,6 +47,11 @@ class Ranks:
     def window(self) -> int:
         return self.job.context_window
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """What the number of a pipeline's micro-batches must be a multiple of: pp if a rank has several stages."""
+        return self.job.pp if self.job.virtual_pp > 1 else 1
+
     def needed(self, length: int) -> int:
         """Ranks without which a document of ``length`` tokens is over the capacity."""
         return -(-length // self.capacity)

@@ -103,9 +103,9 @@ def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent:
     """Seconds of all ranks, once those of a pool have waited for each other, and bytes received by the mean GPU."""
     job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
     tokens = plan.by_lane((plan.home.stop - plan.home.start).astype(np.float64), plan.home)
-    longest = np.zeros(plan.pools.size, np.int64)
-    np.maximum.at(longest, plan.work.lane, plan.work.stop)
-    longest = longest.reshape(plan.slots, plan.ranks).T
+    last_keys = np.zeros(plan.pools.size, np.int64)
+    np.maximum.at(last_keys, plan.work.lane, plan.work.stop)
+    longest = last_keys.reshape(plan.slots, plan.ranks).T
     attention = {
         direction: plan.by_lane(
             plan.work.share * costs.attention(plan.work.start, plan.work.stop, direction), plan.work

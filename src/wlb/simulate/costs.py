@@ -21,22 +21,22 @@ from wlb.simulate.job import SimulatedJob
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import EXCHANGES, Seconds
 from wlb.workload.links import group_link, shard_bytes
-from wlb.workload.weights import mean_block_weights
+from wlb.workload.weights import expert_weights, mean_block_weights
 
 Direction = Literal["forward", "backward"]
 
 # Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
 _SHOWN_OF_ASYNC_TP = 0.6
 
-# Bytes read and written for each score by the loss: it is widened to float32, and log-softmax reads that twice, as a row
-# of scores is too long to be kept, and writes it; the backward clears a gradient, reads it and the log-probabilities
-# twice, writes that of the score and narrows it. Derived by counting. A measured profile contains the loss.
-_LOSS_BYTES_PER_SCORE = {"forward": (2 + 4) + 3 * 4, "backward": 4 + 2 * (4 + 4) + 4 + (4 + 2)}
+# Bytes read and written for each score by the loss in float32: log-softmax reads them twice, as a row of scores is too
+# long to be kept, and writes; the backward clears a gradient, reads it and the log-probabilities twice, and writes that
+# of the score. Scores of another type are widened before, and their gradients narrowed. Derived by counting. A measured
+# profile contains the loss.
+_LOSS_BYTES_PER_SCORE = {"forward": 3 * 4, "backward": 4 + 2 * (4 + 4) + 4}
 _MASTER_BYTES = 4  # weights, gradients and moments are float32
 # Matrix products of few tokens take as long as reading their weights. A backward also reads and writes the gradient in
 # float32, to which it adds that of a micro-batch. Derived by counting.
 _GRADIENT_PASSES = {"forward": 0, "backward": 2}
-_LAUNCHES = {"forward": 1, "backward": 2}  # of a block, in those of its forward
 # Float32 values touched for each weight: gradients for their norm, read and written by clipping, and AdamW's reads and
 # writes of weight, gradient and both moments. Derived by counting, each kernel fused.
 _OPTIMIZER_VALUES = 1 + 2 + 7
@@ -169,10 +169,9 @@ class JobCosts:
     @cached_property
     def _own_weights(self) -> float:
         """Weights of all blocks that a tensor-parallel group has: its experts, and everything else."""
-        shape = self.job.shape
-        outside = replace(shape, experts=None, ffn_hidden=1) if shape.experts else shape
-        all_weights, without = (s.layers * mean_block_weights(s) for s in (shape, outside))
-        return without + (all_weights - without) / self.job.software.expert_parallel
+        all_weights = self.job.shape.layers * mean_block_weights(self.job.shape)
+        experts = expert_weights(self.job.shape)
+        return all_weights - experts + experts / self.job.software.expert_parallel
 
     @cached_property
     def _headless(self) -> Workload:
@@ -200,7 +199,10 @@ class JobCosts:
             float(np.diff(workload.linear_seconds([1, 2], direction))[0]) for workload in (self._alone, self._headless)
         )
         hardware = self.job.hardware
-        loss = self.job.shape.vocab_size * _LOSS_BYTES_PER_SCORE[direction] / hardware.memory_bandwidth
+        value_bytes = hardware.bytes_per_value
+        converting = 0 if value_bytes == _MASTER_BYTES else value_bytes + _MASTER_BYTES
+        score_bytes = _LOSS_BYTES_PER_SCORE[direction] + converting
+        loss = self.job.shape.vocab_size * score_bytes / hardware.memory_bandwidth
         return with_head - without + loss / self.job.tp
 
     def _head_share(self, direction: Direction) -> float:

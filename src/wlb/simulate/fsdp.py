@@ -22,18 +22,23 @@ def with_gathers(
     """Seconds of stages in micro-batches, shape (..., stages, micro-batches), once weights have to be gathered.
 
     For ``moving`` seconds of each of them, forward as backward, the links carry keys and values: gathers run before and
-    after, as they share adapters.
-    ``kept`` says whether they stay until the step ends; by default they do as the job's software has it.
+    after, as they share adapters. ``kept`` says whether weights stay until the step ends; by default they do as the job's
+    software has it.
     """
     if weights_kept(costs, kept):
         first = _waiting_for_weights(costs, forward[..., 0])[..., None]
     else:
         moved = np.broadcast_to(moving, forward.shape)
         first = _gathered_a_block_ahead(costs, forward[..., :1] - moved[..., :1])
+        if costs.job.software.weights == "gathered":
+            later = forward[..., 1:]
+            forward = np.concatenate(
+                [forward[..., :1], later + _gathered_a_block_ahead(costs, later - moved[..., 1:])], -1
+            )
         backward = backward + _gathered_a_block_ahead(costs, backward - moved)
     if costs.job.software.reduces_always and costs.job.pp == 1:
         backward = backward.copy()
-        backward[..., 0, :-1] += _reduced_a_block_behind(costs, backward[..., 0, :-1], kept=False)
+        backward[..., 0, :-1] += _reduced_a_block_behind(costs, backward[..., 0, :-1], kept=weights_kept(costs, kept))
     return np.concatenate([forward[..., :1] + first, forward[..., 1:]], axis=-1), backward
 
 
@@ -71,10 +76,11 @@ def _reduced_a_block_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> A
 def _gathered_a_block_ahead(costs: JobCosts, seconds: Array) -> Array:
     """What gathers add to stages whose links are free for ``seconds``, shape (..., stages, micro-batches)."""
     blocks, gather = costs.stage_blocks[:, None], costs.block_gather
-    if not costs.job.software.prefetch:
-        return np.broadcast_to(costs.root_gather[:, None] + blocks * gather, seconds.shape)
-    shown: Array = beside_computing(costs, gather, np.maximum(seconds, 0.0) / blocks)
-    return costs.root_gather[:, None] + gather + (blocks - 1) * shown + blocks * costs.block_copy
+    shown: ArrayLike = gather
+    if costs.job.software.prefetch:
+        shown = beside_computing(costs, gather, np.maximum(seconds, 0.0) / blocks)
+    all_blocks: Array = costs.root_gather[:, None] + gather + (blocks - 1) * shown + blocks * costs.block_copy
+    return np.broadcast_to(all_blocks, seconds.shape)
 
 
 def beside_computing(costs: JobCosts, collective: float, seconds: Array) -> Array:

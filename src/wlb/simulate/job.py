@@ -45,6 +45,7 @@ class SimulatedJob(JobSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_experts()
         profile = self.profile
         if profile is None:
             return
@@ -55,6 +56,15 @@ class SimulatedJob(JobSpec):
             )
         if profile.cp != 1:
             raise UserError(f"the profile was measured with cp = {profile.cp}; the simulation needs one of cp = 1")
+
+    def _check_experts(self) -> None:
+        ranks, experts = self.software.expert_parallel, self.shape.experts
+        of_stage = self.gpus // self.pp
+        if ranks < 1 or of_stage % ranks or (ranks > 1 and (experts is None or experts.count % ranks)):
+            raise UserError(
+                f"expert_parallel = {ranks} must divide the {of_stage} GPUs of a pipeline stage and the model's "
+                f"{experts.count if experts else 0} experts; choose a common divisor, or 1"
+            )
 
     @classmethod
     def from_config(

@@ -11,7 +11,8 @@ class Software:
     """A training stack; by default ours.
 
     ``weights`` of a pipeline rank are gathered once a step and "kept", or "gathered" for every pass of a micro-batch;
-    None is "kept" in a pipeline only. With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the
+    None is as our trainer has it: kept in a pipeline, else gathered for every backward and kept for the next forward.
+    With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the
     last micro-batch, or with each (``reduces_always``). ``async_tp`` divides tensor-parallel collectives and the matrix
     products beside them into parts that overlap. ``expert_parallel`` ranks share the experts, and exchange tokens.
 

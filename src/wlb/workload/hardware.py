@@ -53,7 +53,6 @@ class Hardware:
     block_rate: float = 1.0  # of matrix products in blocks, over those of the output head
     grouped_rate: float = 1.0  # of experts' matrix products, over others of the same type
     elementwise_passes: float = 1.0  # values that element-wise kernels move, over those that fused ones do
-    launch_seconds: float = 0.0  # that launching a block's forward takes at least, and half of what its backward does
     exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
     attention_backward_half_length: float | None = None  # of the backward, where it is not the forward's
     # While the last tiles of a forward finish, other processors idle: as long as so many tiles of queries over all keys
@@ -69,7 +68,7 @@ class Hardware:
         a type without a rate is as fast as the preset's. Raises ``UserError`` for an unknown type.
         """
         if dtype in dict(self.narrow_rates):
-            return replace(self, block_rate=dict(self.narrow_rates)[dtype])
+            return replace(self.computing_in("bfloat16"), block_rate=dict(self.narrow_rates)[dtype])
         if dtype not in _TYPE_BYTES:
             known = ", ".join([*_TYPE_BYTES, *dict(self.narrow_rates)])
             raise UserError(f"no rates are known for {dtype!r} on this device; choose one of {known}")
@@ -80,15 +79,12 @@ class Hardware:
             attention_forward_flops=self.attention_forward_flops * slower,
             attention_backward_flops=self.attention_backward_flops * slower,
             bytes_per_value=_TYPE_BYTES[dtype],
+            block_rate=1.0,
         )
 
     def eager(self) -> Hardware:
         """The same device where no kernels are fused: more of them, each of which reads and writes all its values."""
-        return replace(
-            self,
-            elementwise_passes=self.elementwise_passes * _EAGER_PASSES,
-            launch_seconds=self.launch_seconds * _EAGER_PASSES,
-        )
+        return replace(self, elementwise_passes=self.elementwise_passes * _EAGER_PASSES)
 
     def at_power(self, share: float) -> Hardware:
         """The same device held to ``share`` of its power: computing slows down with its root (assumed), memory not."""
@@ -114,9 +110,9 @@ class Hardware:
         )
 
     def attending_with(self, name: str) -> Hardware:
-        """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4" or "cudnn".
+        """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4", "cudnn" or "triton".
 
-        Raises ``UserError`` that lists those with a price where the device has none of that name.
+        Their rates are of the preset's type: ``computing_in`` comes after. Raises ``UserError`` that lists those with a price where the device has none of that name.
         """
         kernels = dict(self.attention_kernels)
         if name not in kernels:
@@ -137,7 +133,7 @@ _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 # Fitted by benchmarks/fit_prices.py to whole steps: a block's matrix products, as a share of the peak. (Of the best
-# shape they are 77% on H100 and 92% on A100, by the table of maximum achievable matmul FLOPS in S. Bekman, "ML
+# shape they are 79% on H100 and 93% on A100, by the table of maximum achievable matmul FLOPS in S. Bekman, "ML
 # Engineering", quoted: 794 and 268 TFLOP/s; 1,745 on B200 and 668 on MI300X.)
 _A100_GEMM_EFFICIENCY = 0.8
 _HOPPER_GEMM_EFFICIENCY = 0.635
@@ -150,26 +146,24 @@ _BLACKWELL_FP8_RATE = 2.0
 _BLACKWELL_FP4_RATE = 3.2
 _GROUPED_RATE = 0.375
 _EXPOSED = 0.4
-_MI300X_GEMM_EFFICIENCY = 0.77 * 668 / 1307  # assumed: H100's share of the best shape
+_MI300X_GEMM_EFFICIENCY = 0.79 * 668 / 1307  # assumed: H100's share of the best shape
 
 # Derived by counting: RMSNorm, rotary embedding in float32 and SwiGLU as PyTorch's operations, for the bytes of fused
 # kernels; of a forward 2.6 times as many, of a backward 2.2, which is two thirds of them.
 _EAGER_PASSES = 2.3
-# Assumed: 20 kernels of 5 us. Published steps have more to compute than to launch, and show none of it.
-_LAUNCH_SECONDS = 0.1e-3
 
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
 
-# FlashAttention-2's forward: fitted by benchmarks/fit_kernels.py to 1,279 launches on H100 (hao-ai-lab/DistCA: mixes of
+# FlashAttention-2's forward: fitted by benchmarks/fit_kernels.py to launches on H100 (hao-ai-lab/DistCA: mixes of
 # documents, and equal ones; 64 query and 4 key/value heads x 128 over tp 1 to 8, queries cut 1 to 8 ways). Its
-# backward: that with which both together run at the 337 to 346 TFLOP/s that DistCA's whole steps on H200 show.
-# FlashAttention-3 and cuDNN, and backwards' half lengths: fitted to MagiAttention's bars (SandAI-org/MagiAttention,
-# variable-length causal, 64 query and 8 key/value heads x 128, 1K to 32K tokens), with half lengths of forwards from
-# the speeds by length in arXiv 2407.08608. Assumed: kernels with one block on a processor, not two, drain in half the
-# time.
+# backward: that with which both together run at the 337 to 346 TFLOP/s that DistCA's whole steps on H200 show; half
+# length from MagiAttention's bars (SandAI-org/MagiAttention, variable-length causal, 64 query and 8 key/value heads x
+# 128, 1K to 32K tokens). Backwards of FlashAttention-3 and cuDNN: fitted to these bars by the same script. Their
+# forwards: derived, half lengths from the speeds by length in arXiv 2407.08608, rates between these and the bars.
+# Assumed: kernels with one block on a processor, not two, drain in half the time.
 _HOPPER_KERNELS = {
-    "fa2": AttentionKernel(372e12, 330e12, 256.0, 850.0, drain_tiles=100.0),
+    "fa2": AttentionKernel(379e12, 330e12, 380.0, 850.0, drain_tiles=100.0),
     "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
     "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
     # FlashAttention before its second version, written in Triton: fitted to llm-foundry's steps, both directions alike.
@@ -229,7 +223,6 @@ _H100 = Hardware(
     # Quoted: the same, 67 TFLOP/s in float32 without, and in float64 with tensor cores. TF32 stays off, as in torch.
     wide_rates=(("float32", 67 / 989), ("float64", 67 / 989)),
     narrow_rates=(("fp8", _FP8_RATE), ("fp8-rowwise", _FP8_ROWWISE_RATE)),
-    launch_seconds=_LAUNCH_SECONDS,
     exposed=_EXPOSED,
     grouped_rate=_GROUPED_RATE,
 )
@@ -255,7 +248,6 @@ HARDWARE: dict[str, Hardware] = {
         memory_bytes=80e9,  # quoted: NVIDIA A100 data sheet, 80 GB
         wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
         grouped_rate=_GROUPED_RATE,
-        launch_seconds=_LAUNCH_SECONDS,
         exposed=_EXPOSED,
     ),
     "h100": _H100,

@@ -32,6 +32,15 @@ def block_weights(shape: ModelShape, kind: BlockKind, *, active: bool = False) -
     return attention + _feed_forward_weights(shape, kind, active=active)
 
 
+def expert_weights(shape: ModelShape) -> int:
+    """Of all experts that a router chooses from, of all blocks; 0 without any."""
+    experts = shape.experts
+    if experts is None:
+        return 0
+    layers = sum(count for kind, count in shape.blocks.items() if kind.routed)
+    return layers * 3 * shape.hidden * experts.count * experts.ffn_hidden
+
+
 def feed_forward_width(shape: ModelShape, kind: BlockKind) -> int:
     """Columns of SwiGLU that one token passes through."""
     experts = shape.experts

@@ -14,15 +14,14 @@ from typing import Any
 
 from wlb.report.plots import pyplot_without_display, save
 from wlb.reproduce.experiment import Column, Report, Settings, Table
-from wlb.reproduce.published.batches import measured_batch_rows
-from wlb.reproduce.published.dynamic_cp import dynamic_cp_rows
+from wlb.reproduce.published.batches import measured_batch_rows, system_ratios
+from wlb.reproduce.published.dynamic_cp import TABLE, dynamic_cp_rows, speed_ratios
 from wlb.reproduce.published.kernels import kernel_rows
 from wlb.reproduce.published.prediction import Prediction
 from wlb.reproduce.published.reading import read_measurements
 from wlb.reproduce.published.summary import Summary, compared, summaries
 from wlb.reproduce.published.whole_steps import whole_step_rows
 
-_DYNAMIC_CP = "megatron dynamic CP example"
 _GROUPS = {"table": "by table", "kind": "whole steps, by kind", "run": "measured batches, by run"}
 _BAND = 0.2
 
@@ -37,6 +36,8 @@ def run(settings: Settings) -> Report:
         documents=str(settings.measured or "as published; sources are in each row"),
         tables=[
             *(_table(_GROUPS[by], by, of_one) for by, of_one in grouped.items() if of_one),
+            *_systems(predictions),
+            *([speed_ratios()] if any(one.table == TABLE for one in predictions) else []),
             *_without_prediction(predictions),
         ],
         draw=partial(_draw, predictions),
@@ -54,10 +55,10 @@ def run(settings: Settings) -> Report:
 def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
     """A prediction, or a reason, for all of a document: rows in their order, then kernels, then runs."""
     rows = document.get("rows", [])
-    dynamic = iter(dynamic_cp_rows([row for row in rows if row["table"] == _DYNAMIC_CP]))
-    others = iter(whole_step_rows([row for row in rows if row["table"] != _DYNAMIC_CP]))
+    dynamic = iter(dynamic_cp_rows([row for row in rows if row["table"] == TABLE]))
+    others = iter(whole_step_rows([row for row in rows if row["table"] != TABLE]))
     return [
-        *(next(dynamic if row["table"] == _DYNAMIC_CP else others) for row in rows),
+        *(next(dynamic if row["table"] == TABLE else others) for row in rows),
         *(kernel_rows(document) if "kernels" in document else []),
         *(measured_batch_rows(document) if "runs" in document else []),
     ]
@@ -83,6 +84,25 @@ def _table(title: str, by: str, grouped: Sequence[Summary]) -> Table:
         for one in grouped
     ]
     return Table(title, columns, [*rows])
+
+
+def _systems(predictions: Sequence[Prediction]) -> list[Table]:
+    ratios = system_ratios(predictions)
+    columns = (
+        *(Column("runs of the same batches"), Column("system"), Column("over"), Column("batches", "", ",.0f")),
+        *(Column("seconds over its, measured", "quoted", ".3f"), Column("predicted", "simulated", ".3f")),
+    )
+    rows = [
+        (
+            one.run,
+            *(name.rpartition(": ")[2] for name in (one.table, one.base_table)),
+            one.batches,
+            one.measured,
+            one.predicted,
+        )
+        for one in ratios
+    ]
+    return [Table("systems beside each other", columns, [*rows])] if rows else []
 
 
 def _without_prediction(predictions: Sequence[Prediction]) -> list[Table]:

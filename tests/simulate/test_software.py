@@ -1,0 +1,87 @@
+"""What the software around the kernels adds to a step: gathers, reductions, copies, overlap, and kernels not fused."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.simulate.jobs import SHAPE, WINDOW
+from wlb.simulate import simulated_job
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.fsdp import beside_computing, with_gathers
+from wlb.simulate.software import Software
+from wlb.workload import hardware_preset
+
+H100 = hardware_preset("h100")
+FORWARD, BACKWARD = np.full((1, 1, 1, 3), 0.02), np.full((1, 1, 1, 3), 0.04)  # of a step of three micro-batches
+
+
+def costs(software: Software, hardware: Any = H100, **layout: Any) -> JobCosts:
+    sizes = {"dp": 16, "micro_batches": 3} | layout
+    return JobCosts(simulated_job(SHAPE, WINDOW, "plain-4d", hardware=hardware, software=software, **sizes))
+
+
+def added(software: Software, **kwargs: Any) -> tuple[list[float], list[float]]:
+    """Seconds that gathers and reductions add to each micro-batch."""
+    forward, backward = with_gathers(costs(software), FORWARD, BACKWARD, **kwargs)
+    return (forward - FORWARD).ravel().tolist(), (backward - BACKWARD).ravel().tolist()
+
+
+def test_collectives_beside_computing_show_what_outlasts_it_and_a_share():
+    of_job = costs(Software())
+    shown = beside_computing(of_job, 2.0, np.array([0.0, 1.0, 2.0, 5.0]))
+    np.testing.assert_allclose(shown, [2.0, 1.0 + 0.4, 0.8, 0.8])
+    ideal = costs(Software(), replace(H100, exposed=0.0))
+    np.testing.assert_allclose(beside_computing(ideal, 2.0, np.array([1.0, 5.0])), [1.0, 0.0])
+
+
+def test_weights_are_gathered_as_the_software_does():
+    ours, gathered, kept = (added(Software(weights=weights)) for weights in (None, "gathered", "kept"))
+    assert ours[0][0] > 0
+    assert ours[0][1:] == [0, 0]
+    assert gathered[0][1] == pytest.approx(gathered[0][0])
+    assert gathered[1] == pytest.approx(ours[1])
+    assert kept[1] == [0, 0, 0]
+    assert 0 < kept[0][0] < ours[0][0]
+
+
+def test_without_prefetch_every_gather_shows_whole():
+    of_job = costs(Software(prefetch=False))
+    blocks, copies = SHAPE.layers, SHAPE.layers * of_job.block_copy
+    expected = float(of_job.root_gather[0]) + blocks * of_job.block_gather + copies
+    assert added(Software(prefetch=False))[1] == pytest.approx([expected] * 3)
+    assert added(Software())[1][0] < expected
+    assert of_job.block_copy > 0
+    assert costs(Software(), dp=1).block_copy == 0
+
+
+def test_gradients_are_reduced_with_the_last_micro_batch_or_with_each():
+    last, always = added(Software()), added(Software(reduces_always=True))
+    assert always[1][2] == last[1][2]
+    assert always[1][0] > last[1][0]
+
+
+def test_gathers_wait_for_keys_and_values():
+    alone, beside = added(Software()), added(Software(), moving=0.04)
+    assert all(b > a for a, b in zip(alone[1], beside[1], strict=True))
+
+
+def test_async_tp_hides_a_part_of_the_collectives():
+    waiting, hiding = (costs(Software(async_tp=hidden), tp=8, dp=1) for hidden in (False, True))
+    assert hiding.tensor_collectives(4096, "forward") == pytest.approx(
+        0.6 * waiting.tensor_collectives(4096, "forward")
+    )
+
+
+def test_other_kernels_types_and_power_change_what_they_should():
+    fused, eager, narrow, capped = (
+        costs(Software(), hardware) for hardware in (H100, H100.eager(), H100.computing_in("fp8"), H100.at_power(0.5))
+    )
+    assert eager.blocks(4096, "forward") > fused.blocks(4096, "forward") > narrow.blocks(4096, "forward")
+    assert capped.blocks(4096, "forward") > fused.blocks(4096, "forward")
+    for other in (eager, narrow):
+        assert other.attention(0, 4096, "forward") == fused.attention(0, 4096, "forward")
+        assert other.head(4096, "forward") == pytest.approx(fused.head(4096, "forward"))
+    assert capped.attention(0, 4096, "forward") == pytest.approx(2**0.5 * fused.attention(0, 4096, "forward"))
+    assert H100.computing_in("fp8").computing_in("bfloat16") == H100
