@@ -34,6 +34,8 @@ def test_rows_become_predictions():
         ROW | {"table": "another", "policy": "dp_balanced", "value": 1.0},
     ]
     base, dynamic, unknown = dynamic_cp_rows(rows)
+    assert base.measured_seconds is not None
+    assert dynamic.measured_seconds is not None
     assert base.measured_seconds / dynamic.measured_seconds == pytest.approx(dynamic_cp.PUBLISHED_RATIOS[4], abs=1e-3)
     assert (base.run, base.row, base.source) == (
         "",

@@ -76,7 +76,7 @@ def _reduced_a_block_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> A
 def _gathered_a_block_ahead(costs: JobCosts, seconds: Array) -> Array:
     """What gathers add to stages whose links are free for ``seconds``, shape (..., stages, micro-batches)."""
     blocks, gather = costs.stage_blocks[:, None], costs.block_gather
-    shown: ArrayLike = gather
+    shown = np.asarray(gather, np.float64)
     if costs.job.software.prefetch:
         shown = beside_computing(costs, gather, np.maximum(seconds, 0.0) / blocks)
     all_blocks: Array = costs.root_gather[:, None] + gather + (blocks - 1) * shown + blocks * costs.block_copy

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wlb.report.plots import pyplot_without_display, save
-from wlb.reproduce.experiment import Column, Report, Settings, Table
+from wlb.reproduce.experiment import Column, Report, Settings, Table, Value
 from wlb.reproduce.published.batches import measured_batch_rows, system_ratios
 from wlb.reproduce.published.dynamic_cp import TABLE, dynamic_cp_rows, speed_ratios
 from wlb.reproduce.published.kernels import kernel_rows
@@ -87,22 +87,15 @@ def _table(title: str, by: str, grouped: Sequence[Summary]) -> Table:
 
 
 def _systems(predictions: Sequence[Prediction]) -> list[Table]:
-    ratios = system_ratios(predictions)
     columns = (
         *(Column("runs of the same batches"), Column("system"), Column("over"), Column("batches", "", ",.0f")),
         *(Column("seconds over its, measured", "quoted", ".3f"), Column("predicted", "simulated", ".3f")),
     )
-    rows = [
-        (
-            one.run,
-            *(name.rpartition(": ")[2] for name in (one.table, one.base_table)),
-            one.batches,
-            one.measured,
-            one.predicted,
-        )
-        for one in ratios
-    ]
-    return [Table("systems beside each other", columns, [*rows])] if rows else []
+    rows: list[tuple[Value, ...]] = []
+    for one in system_ratios(predictions):
+        system, over = (name.rpartition(": ")[2] for name in (one.table, one.base_table))
+        rows.append((one.run, system, over, one.batches, one.measured, one.predicted))
+    return [Table("systems beside each other", columns, rows)] if rows else []
 
 
 def _without_prediction(predictions: Sequence[Prediction]) -> list[Table]:
