@@ -4,8 +4,8 @@
 
 FlashAttention-2's forward (rate, what drains, and a call's own seconds) is fitted to the even launches of DistCA's real
 mixes on H100, the rates of other kernels, and half lengths of all backwards, to every other of MagiAttention's bars;
-the odd ones only check. Prints what is fitted beside what is in force (``wlb.workload.hardware``, rounded), and errors of
-the prices in force by table: predicted over measured seconds, less one. Takes a quarter of a minute.
+the odd ones only check. Prints what is fitted beside what is in force (``wlb.workload.hardware``, rounded), and errors
+of the prices in force by table: predicted over measured seconds, less one. Takes a quarter of a minute.
 """
 
 from __future__ import annotations
