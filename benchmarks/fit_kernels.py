@@ -2,11 +2,10 @@
 
     .venv/bin/python benchmarks/fit_kernels.py [--measured FILE]
 
-FlashAttention-2's forward (rate, half length, what drains, and a call's own seconds) is fitted to the even launches of
-DistCA's two tables on H100 whose pieces fill a tile of queries, the rates of other kernels, and half lengths of all
-backwards, to every other of MagiAttention's bars; the odd ones only check. Prints what is fitted beside what is in
-force (``wlb.workload.hardware``, rounded), and errors of the prices in force by table: predicted over measured
-seconds, less one. Takes a quarter of a minute.
+FlashAttention-2's forward (rate, what drains, and a call's own seconds) is fitted to the even launches of DistCA's real
+mixes on H100, the rates of other kernels, and half lengths of all backwards, to every other of MagiAttention's bars;
+the odd ones only check. Prints what is fitted beside what is in force (``wlb.workload.hardware``, rounded), and errors
+of the prices in force by table: predicted over measured seconds, less one. Takes a quarter of a minute.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from wlb.reproduce.published.kernels import CALL, CUDNN_CALL, cut_launches, kern
 from wlb.reproduce.published.reading import read_measurements
 from wlb.simulate.costs import Direction
 from wlb.workload import Hardware, hardware_preset
-from wlb.workload.analytic import QUERY_TILE
 
 SOFT = 0.1  # errors beyond which a launch counts less than squared
 Array = NDArray[np.float64]
@@ -55,18 +53,17 @@ def fit(predict: Callable[[Array], Array], measured: Array, start: Sequence[floa
 
 def of_launches(tables: dict[str, Any]) -> Iterator[Fitted]:
     """FlashAttention-2's forward."""
-    every = [one for name in ("attn_fwd_h100", "attn_real_mixes_h100") for one in cut_launches(tables[name]["rows"])]
-    launches = [one for one in every if np.mean(one.stops - one.starts) >= QUERY_TILE]
+    launches = cut_launches(tables["attn_real_mixes_h100"]["rows"])
     h100 = hardware_preset("h100")
-    start = [h100.attention_forward_flops, h100.attention_half_length, h100.attention_drain_tiles, CALL["forward"]]
+    start = [h100.attention_forward_flops, h100.attention_drain_tiles, CALL["forward"]]
 
     def predict(values: Array) -> Array:
-        rate, half, drain, call = values.tolist()
-        hardware = replace(h100, attention_forward_flops=rate, attention_half_length=half, attention_drain_tiles=drain)
+        rate, drain, call = values.tolist()
+        hardware = replace(h100, attention_forward_flops=rate, attention_drain_tiles=drain)
         return np.array([call + launch_seconds(hardware, one.heads, one.starts, one.stops) for one in launches])
 
     values, error = fit(predict, np.array([one.measured for one in launches]), start)
-    names = ("FLOP/s", "half length, tokens", "drain, tiles", "call, seconds")
+    names = ("FLOP/s", "drain, tiles", "call, seconds")
     for name, value, in_force in zip(names, values, start, strict=True):
         yield Fitted(f"fa2 forward: {name}", value, in_force, error)
 

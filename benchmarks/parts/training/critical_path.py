@@ -34,8 +34,10 @@ from wlb.training.runtime.environment import joined_job
 from wlb.training.trainer import Trainer
 
 # Those that a step calls; FSDP's two have another name since torch 2.13.
-_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather_single")
-_COLLECTIVES += ("reduce_scatter_tensor", "reduce_scatter_single")
+_COLLECTIVES = (
+    *("all_gather", "all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather_single"),
+    *("reduce_scatter_tensor", "reduce_scatter_single"),
+)
 
 
 class Note(NamedTuple):
@@ -153,7 +155,9 @@ class Notebook:
             words = given.bind(*positional, **keywords).arguments
             here, peer = dist.get_rank(), words.get(end)
             if peer is None:
-                peer = dist.get_global_rank(words.get("group") or dist.group.WORLD, words[f"group_{end}"])
+                group = words.get("group") or dist.group.WORLD
+                assert group is not None
+                peer = dist.get_global_rank(group, words[f"group_{end}"])
             if end == "src":
                 message = self._numbered(f"{peer} to {here}")
                 return _Awaited(call(*positional, **keywords), lambda: self.note(message, [peer]))

@@ -123,7 +123,7 @@ def train_in_turns(
 
 
 def processes_of(layout: str) -> int:
-    return 2 ** len(layout.split("+"))
+    return 1 << len(layout.split("+"))
 
 
 def measured_rows(

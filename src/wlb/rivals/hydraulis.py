@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from wlb.simulate.search import SearchSpace
 from wlb.workload.base import DocumentPrices
 
 SHUFFLES = 100  # of the documents that the greedy deals
+_SHORTEST = 256  # tokens of a document that is priced; shorter ones cost in proportion
 COUNTS = 16  # of micro-batches at most that are tried in a pipeline, from the least that the token cap allows
 # Tokens of a micro-batch that keep the GPUs of a tensor-parallel group busy: of 13B (``generate_strategy_13b.py``).
 BUSY = {1: 640, 2: 896, 4: 1280, 8: 1536}
@@ -63,18 +64,21 @@ class Pipelines:
 
     def cost(self, lengths: Integers) -> NDArray[np.float64]:
         """Seconds of a stage for each document, shape of ``lengths``; infinite for those too long."""
-        profiled, seconds = self._profile
-        return np.where(lengths <= self.longest, np.interp(lengths, profiled, seconds), np.inf)
+        return np.where(lengths <= self.longest, np.interp(lengths, *_profile(self.ranks, self.size)), np.inf)
 
-    @cached_property
-    def _profile(self) -> tuple[Integers, NDArray[np.float64]]:
-        """Some lengths, and the slowest stage's seconds for each document of a micro-batch full of such documents."""
-        lengths = self.longest // 2 ** np.arange(self.longest.bit_length())[::-1]
-        counts = self.longest // lengths
-        documents = np.split(np.arange(counts.sum()), np.cumsum(counts)[:-1])
-        groups = [Group(slot, tuple(range(self.size)), tuple(d.tolist())) for slot, d in enumerate(documents)]
-        profiled, _ = group_seconds(GroupPlan(np.repeat(lengths, counts), tuple(groups)), self.ranks)
-        return lengths, (profiled.forward + profiled.backward).max(axis=(0, 1)) / counts
+
+@lru_cache(maxsize=256)
+def _profile(ranks: Ranks, size: int) -> tuple[Integers, NDArray[np.float64]]:
+    """Some lengths, and the slowest stage's seconds for each document of a micro-batch full of such documents."""
+    longest = ranks.capacity * size
+    halvings = max(0, (longest // _SHORTEST).bit_length() - 1)
+    lengths = longest // 2 ** np.arange(halvings, -1, -1)
+    counts = longest // lengths
+    documents = np.split(np.arange(counts.sum()), np.cumsum(counts)[:-1])
+    groups = [Group(slot, tuple(range(size)), tuple(d.tolist())) for slot, d in enumerate(documents)]
+    profiled, _ = group_seconds(GroupPlan(np.repeat(lengths, counts), tuple(groups)), ranks)
+    seconds = (profiled.forward + profiled.backward).max(axis=(0, 1)) / counts
+    return np.append(0, lengths), np.append(0.0, seconds)
 
 
 @dataclass(frozen=True)

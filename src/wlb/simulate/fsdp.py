@@ -22,8 +22,8 @@ def with_gathers(
     """Seconds of stages in micro-batches, shape (..., stages, micro-batches), once weights have to be gathered.
 
     For ``moving`` seconds of each of them, forward as backward, the links carry keys and values: gathers run before and
-    after, as they share adapters. ``kept`` says whether weights stay until the step ends; by default they do as the job's
-    software has it.
+    after, as they share adapters. ``kept`` says whether weights stay until the step ends; by default the job's software
+    decides.
     """
     if weights_kept(costs, kept):
         first = _waiting_for_weights(costs, forward[..., 0])[..., None]

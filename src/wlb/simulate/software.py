@@ -12,9 +12,9 @@ class Software:
 
     ``weights`` of a pipeline rank are gathered once a step and "kept", or "gathered" for every pass of a micro-batch;
     None is as our trainer has it: kept in a pipeline, else gathered for every backward and kept for the next forward.
-    With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the
-    last micro-batch, or with each (``reduces_always``). ``async_tp`` divides tensor-parallel collectives and the matrix
-    products beside them into parts that overlap. ``expert_parallel`` ranks share the experts, and exchange tokens.
+    With ``prefetch`` they are gathered a block ahead. Gradients are reduced with the last micro-batch, or with each
+    (``reduces_always``). ``async_tp`` divides tensor-parallel collectives and the matrix products beside them into
+    parts that overlap. ``expert_parallel`` ranks share the experts, and exchange tokens.
 
     With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
     and reduces all their gradients after it, both beside nothing (the ``PerDocumentCPAttention`` of hao-ai-lab/DistCA,

@@ -112,7 +112,8 @@ class Hardware:
     def attending_with(self, name: str) -> Hardware:
         """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4", "cudnn" or "triton".
 
-        Their rates are of the preset's type: ``computing_in`` comes after. Raises ``UserError`` that lists those with a price where the device has none of that name.
+        Their rates are of the preset's type: ``computing_in`` comes after. Raises ``UserError`` that lists those with a
+        price where the device has none of that name.
         """
         kernels = dict(self.attention_kernels)
         if name not in kernels:
@@ -155,15 +156,16 @@ _EAGER_PASSES = 2.3
 # Assumed: element-wise kernels reach 85% of the memory bandwidth.
 _MEMORY_EFFICIENCY = 0.85
 
-# FlashAttention-2's forward: fitted by benchmarks/fit_kernels.py to launches on H100 (hao-ai-lab/DistCA: mixes of
-# documents, and equal ones; 64 query and 4 key/value heads x 128 over tp 1 to 8, queries cut 1 to 8 ways). Its
-# backward: that with which both together run at the 337 to 346 TFLOP/s that DistCA's whole steps on H200 show; half
-# length from MagiAttention's bars (SandAI-org/MagiAttention, variable-length causal, 64 query and 8 key/value heads x
-# 128, 1K to 32K tokens). Backwards of FlashAttention-3 and cuDNN: fitted to these bars by the same script. Their
-# forwards: derived, half lengths from the speeds by length in arXiv 2407.08608, rates between these and the bars.
-# Assumed: kernels with one block on a processor, not two, drain in half the time.
+# FlashAttention-2's forward: rate and drain fitted by benchmarks/fit_kernels.py to launches of real mixes of documents
+# on H100 (hao-ai-lab/DistCA; 64 query and 4 key/value heads x 128 over tp 1 to 8, queries cut 1 to 8 ways); its half
+# length derived: a query pays for the other half of the tile of 128 x 128 on the diagonal, and for its share of a last
+# tile that is half empty, 64 pairs each. Its backward: that with which both together run at the 337 to 346 TFLOP/s that
+# DistCA's whole steps on H200 show; half length from MagiAttention's bars (SandAI-org/MagiAttention, variable-length
+# causal, 64 query and 8 key/value heads x 128, 1K to 32K tokens). Backwards of FlashAttention-3 and cuDNN: fitted to
+# these bars by the same script. Their forwards: derived, half lengths from the speeds by length in arXiv 2407.08608,
+# rates between these and the bars. Assumed: kernels with one block on a processor, not two, drain in half the time.
 _HOPPER_KERNELS = {
-    "fa2": AttentionKernel(379e12, 330e12, 380.0, 850.0, drain_tiles=100.0),
+    "fa2": AttentionKernel(372e12, 330e12, 256.0, 850.0, drain_tiles=100.0),
     "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
     "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
     # FlashAttention before its second version, written in Triton: fitted to llm-foundry's steps, both directions alike.
