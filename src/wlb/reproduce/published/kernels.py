@@ -21,7 +21,7 @@ from wlb.simulate.costs import Direction
 from wlb.workload import AnalyticWorkload, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.links import group_link, shard_bytes
 
-# Seconds of a call beside its kernels, where a benchmark times calls one by one, chosen by hand from the shortest calls:
+# Seconds of a call beside its kernels, where a benchmark times calls one by one; by hand, from the shortest calls:
 # FlashAttention's and Transformer Engine's for cuDNN by events of the GPU, the last by the host's clock, memory for
 # results not allocated yet.
 CALL = {"forward": 55e-6, "backward": 80e-6}
