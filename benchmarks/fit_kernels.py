@@ -55,11 +55,11 @@ def of_launches(tables: dict[str, Any]) -> Iterator[Fitted]:
     """FlashAttention-2's forward."""
     launches = cut_launches(tables["attn_real_mixes_h100"]["rows"])
     h100 = hardware_preset("h100")
-    start = [h100.attention_forward_flops, h100.attention_drain_tiles, CALL["forward"]]
+    start = [h100.attention.forward_flops, h100.attention.drain_tiles, CALL["forward"]]
 
     def predict(values: Array) -> Array:
         rate, drain, call = values.tolist()
-        hardware = replace(h100, attention_forward_flops=rate, attention_drain_tiles=drain)
+        hardware = replace(h100, attention=replace(h100.attention, forward_flops=rate, drain_tiles=drain))
         return np.array([call + launch_seconds(hardware, one.heads, one.starts, one.stops) for one in launches])
 
     values, error = fit(predict, np.array([one.measured for one in launches]), start)
@@ -78,7 +78,7 @@ def of_bars(tables: dict[str, Any]) -> Iterator[Fitted]:
                 continue  # of which there are launches
             hardware = hardware_preset("h100").attending_with(name)
             call = (CUDNN_CALL if name == "cudnn" else CALL)[direction]
-            half = hardware.attention_backward_half_length or hardware.attention_half_length
+            half = hardware.attention.backward_half_length
             bars = charts["kernel_fwd" if direction == "forward" else "kernel_bwd"][name]
             mixes = [packs(int(size) * 1024) for size in bars]
             flops = [np.array([stated_flops(lengths, direction) for lengths in mix]) for mix in mixes]
@@ -93,20 +93,19 @@ def of_bars(tables: dict[str, Any]) -> Iterator[Fitted]:
                 call: float = call,
             ) -> Array:
                 rate = float(values[0])
+                kernel = hardware.attention
                 if direction == "backward":
-                    half_length = float(values[1])
-                    changed = replace(
-                        hardware, attention_backward_flops=rate, attention_backward_half_length=half_length
-                    )
+                    kernel = replace(kernel, backward_flops=rate, backward_half_length=float(values[1]))
                 else:
-                    changed = replace(hardware, attention_forward_flops=rate)
+                    kernel = replace(kernel, forward_flops=rate)
+                changed = replace(hardware, attention=kernel)
                 seconds = [
                     [call + launch_seconds(changed, SHAPE.heads, np.zeros(len(one)), one, direction) for one in mix]
                     for mix in mixes
                 ]
                 return np.array([f.mean() / np.mean(f / s) for f, s in zip(flops, seconds, strict=True)])
 
-            start = [getattr(hardware, f"attention_{direction}_flops"), half][: 1 + (direction == "backward")]
+            start = [getattr(hardware.attention, f"{direction}_flops"), half][: 1 + (direction == "backward")]
             values, error = fit(predict, measured, start)
             for what, value, in_force in zip(("FLOP/s", "half length, tokens"), values, start, strict=False):
                 yield Fitted(f"{name} {direction}: {what}", value, in_force, error)

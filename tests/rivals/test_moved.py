@@ -11,7 +11,9 @@ from wlb.rivals import fcp, libra, magi
 from wlb.rivals.distca import TILE, TOLERANCE, _Items, _level, attention_servers, serve
 from wlb.rivals.exchange import kv_bytes, moved_bytes, query_bytes
 from wlb.rivals.plan import MovedPlan, Tasks, tasks_of
+from wlb.rivals.pricing import moved_rank_seconds, step_seconds
 from wlb.workload.flops import attended_pairs
+from wlb.workload.links import group_link
 
 PLANS = {
     "distca": lambda lengths, of: attention_servers(lengths, of, idle_stages_serve=True),
@@ -172,6 +174,16 @@ def test_bytes_of_reshuffled_blocks_by_hand():
     forward = moved_bytes(moved_plan(reshuffled=True), job, resent=False)["forward"]
     assert forward.received.ravel().tolist() == [2 * query, 2 * (query + key) + 2 * key]
     assert forward.keys.ravel().tolist() == [2 * key, 2 * key]
+
+
+def test_links_carry_what_is_moved_and_no_weights_meanwhile():
+    of = ranks(2)
+    seconds, _ = moved_rank_seconds(moved_plan(reshuffled=False), of, hidden_by="attention", resent=False)
+    most = 2 * query_bytes(of.job) + 4 * kv_bytes(of.job)  # rank 1 receives them and rank 0 sends them
+    wire = of.job.shape.layers * float(group_link(of.job.hardware, "all_to_all", 2, stride=1).seconds(most))
+    np.testing.assert_allclose(np.ravel(seconds.moving), [wire, wire])
+    shared, free = (step_seconds(seconds._replace(moving=moving), np.zeros((2, 1), int), of) for moving in (1.0, 0.0))
+    assert shared > free
 
 
 def pieces(tasks: Tasks) -> list[tuple[int, int, int, int]]:

@@ -97,8 +97,8 @@ def test_newer_kernels_are_faster_and_only_for_attention():
 def test_draining_takes_as_many_tiles_of_one_head_whatever_the_group():
     shape = replace(model_shape("7b"), layers=3)
     hardware = HARDWARE["h100"]
-    tiles = hardware.attention_drain_tiles * QUERY_TILE * np.array([0, 1000, 64_000])
-    expected = 3 * 4 * shape.head_dim * tiles / hardware.attention_forward_flops
+    tiles = hardware.attention.drain_tiles * QUERY_TILE * np.array([0, 1000, 64_000])
+    expected = 3 * 4 * shape.head_dim * tiles / hardware.attention.forward_flops
     for tp, cp in ((1, 1), (8, 1), (4, 4)):
         group = make_workload(shape, hardware, tp=tp, cp=cp)
         np.testing.assert_allclose(group.drain_seconds([0, 1000, 64_000], "forward"), expected)

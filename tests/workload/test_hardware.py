@@ -17,7 +17,7 @@ def test_wider_types_take_more_bytes_and_more_time(name):
     peaks = [rates.peak_flops for rates in in_type]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] > peaks[2]
-    shares = [rates.attention_forward_flops / rates.peak_flops for rates in in_type]
+    shares = [rates.attention.forward_flops / rates.peak_flops for rates in in_type]
     assert shares == pytest.approx([shares[0]] * 3)
     own = {2: "bfloat16", 4: "float32"}[hardware_preset(name).bytes_per_value]
     assert hardware_preset(name).computing_in(own) == hardware_preset(name)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wlb.workload import hardware_preset, make_workload
-from wlb.workload.power import POWER, TRANSITION_CLOCK, at_clock
+from wlb.workload.power import POWER, TRANSITION_CLOCK
 
 
 @pytest.mark.parametrize("name", POWER)
@@ -24,9 +24,9 @@ def test_power_over_the_clock(name: str):
 
 def test_a_slower_clock_slows_arithmetic_and_nothing_else():
     hardware = hardware_preset("h100")
-    half = at_clock(hardware, 0.5)
+    half = hardware.computing_at(0.5)
     assert make_workload("7b", half).attention_seconds([4096], "forward")[0] == pytest.approx(
         2 * make_workload("7b", hardware).attention_seconds([4096], "forward")[0]
     )
     assert (half.memory_bandwidth, half.node_bandwidth) == (hardware.memory_bandwidth, hardware.node_bandwidth)
-    assert at_clock(hardware, 1.0) == hardware
+    assert hardware.computing_at(1.0) == hardware

@@ -17,7 +17,7 @@ from wlb.sharding.latency import RankSeconds, attending_seconds
 from wlb.sharding.pieces import Pieces, locality
 from wlb.simulate.costs import Direction
 from wlb.simulate.job import SimulatedJob
-from wlb.workload.links import group_link
+from wlb.workload.links import Link, group_link
 
 Array = NDArray[np.float64]
 
@@ -88,17 +88,26 @@ def moved_seconds(moved: Moved, attention: Array, rest: Array, pool: int, job: S
     the first half's (DistCA). By heads: chunks of heads are attended while others travel (Libra). By attention: what is
     moved before and after attention shows, keys and values travel beside it (FCP).
     """
-    link = group_link(job.hardware, "all_to_all", pool, stride=job.tp)
-    layers = job.shape.layers
-    wire = layers * link.seconds(np.maximum(moved.received, moved.sent))
+    wire = moving_seconds(moved, pool, job)
     if hidden_by == "everything":
         busy = attention + rest
-        return np.maximum(0.0, wire - busy) + np.minimum(wire, busy) / (2 * layers)
+        return np.maximum(0.0, wire - busy) + np.minimum(wire, busy) / (2 * job.shape.layers)
     if hidden_by == "heads":
         return _beside(attention, wire, HEAD_CHUNKS)
-    keys = layers * link.seconds(moved.keys)
-    entry_and_exit = layers * link.seconds(np.maximum(moved.received, moved.sent) - moved.keys)
+    keys = job.shape.layers * _pool_link(pool, job).seconds(moved.keys)
+    entry_and_exit = job.shape.layers * _pool_link(pool, job).seconds(
+        np.maximum(moved.received, moved.sent) - moved.keys
+    )
     return entry_and_exit + _beside(attention, keys, HEAD_CHUNKS)
+
+
+def moving_seconds(moved: Moved, pool: int, job: SimulatedJob) -> Array:
+    """For how long the links of ranks in pools of ``pool`` carry what is moved, in all layers; shape (ranks, slots)."""
+    return job.shape.layers * _pool_link(pool, job).seconds(np.maximum(moved.received, moved.sent))
+
+
+def _pool_link(pool: int, job: SimulatedJob) -> Link:
+    return group_link(job.hardware, "all_to_all", pool, stride=job.tp)
 
 
 def _beside(attention: Array, wire: Array, parts: int) -> Array:

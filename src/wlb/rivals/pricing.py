@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.config import ShardingConfig
 from wlb.memory.step import predict_even_step
-from wlb.rivals.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moved_seconds
+from wlb.rivals.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moved_seconds, moving_seconds
 from wlb.rivals.plan import Exchange, GroupPlan, MovedPlan, Ranks
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate.costs import Direction, JobCosts
@@ -43,7 +43,8 @@ class StepPrice:
 class RankSeconds(NamedTuple):
     """What every rank's stages take in every slot, shape (ranks, stages, slots), and its tokens, (ranks, slots).
 
-    For ``moving`` of these seconds, forward as backward, its links carry what ranks exchange for attention.
+    For ``moving`` of these seconds its links carry what ranks exchange for attention: of a forward, or where a backward
+    brings more, of a backward, before each of which weights are gathered.
     """
 
     forward: Array
@@ -117,19 +118,20 @@ def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent:
     steps = Steps.of_shards(lanes.reshaped(1, 1, tokens.size), costs)
     groups, head = steps.groups, steps.head
     moved = moved_bytes(plan, job, resent=resent)
-    shape = tokens.shape
+    shape, pool = tokens.shape, _pool_size(plan)
     blocks = []
     for direction, whole in zip(_DIRECTIONS, (groups.forward, groups.backward), strict=True):
         busy = whole.reshape(shape)
         exposed = moved_seconds(
-            moved[direction], attention[direction], busy - attention[direction], _pool_size(plan), job, hidden_by
+            moved[direction], attention[direction], busy - attention[direction], pool, job, hidden_by
         )
         blocks.append(_slowest_of_pool(busy + exposed, plan.pools))
     share, last = costs.stage_shares[None, :, None], np.eye(job.stages)[-1][None, :, None]
     heads = [_slowest_of_pool(part.reshape(shape), plan.pools) for part in (head.forward, head.backward)]
     forward, backward = (share * b[:, None] + last * h[:, None] for b, h in zip(blocks, heads, strict=True))
     received = sum(float(part.received.sum()) for part in moved.values()) / plan.ranks
-    return RankSeconds(forward, backward, tokens), received * job.shape.layers / job.pp
+    moving = share * moving_seconds(moved["backward"], pool, job)[:, None]
+    return RankSeconds(forward, backward, tokens, moving), received * job.shape.layers / job.pp
 
 
 def step_seconds(

@@ -7,6 +7,9 @@ for adaptive sharding.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import cache
+
 import numpy as np
 
 from wlb.rivals.filling import Integers, longest_first, power_of_two
@@ -20,16 +23,24 @@ _BREAKPOINT_34B = 131_072
 
 
 def without_delay(lengths: Integers, ranks: Ranks) -> GroupPlan:
-    """As few micro-batches of fixed groups as hold the documents; adaptive sharding in each."""
+    """As few micro-batches of fixed groups as hold the documents, by bisection; adaptive sharding in each."""
     size = power_of_two(ranks.needed(ranks.window))
     groups = ranks.count // size
     most = ranks.capacity * size
-    count = -(-int(lengths.sum()) // (most * groups * ranks.job.pp)) * groups * ranks.job.pp
-    while True:
-        members = evened(lengths, count, breakpoint_tokens(ranks.job.shape))
-        if max(int(lengths[documents].sum()) for documents in members) <= most:
-            return GroupPlan.of_fixed_groups(lengths, members, ranks, size, sharding="adaptive")
-        count += groups
+    fewest = -(-int(lengths.sum()) // (most * groups * ranks.job.pp)) * groups * ranks.job.pp
+
+    @cache
+    def members(more: int) -> list[list[int]]:
+        return evened(lengths, fewest + more * groups, breakpoint_tokens(ranks.job.shape))
+
+    def fits(more: int) -> bool:
+        return max(int(lengths[documents].sum()) for documents in members(more)) <= most
+
+    above = 1
+    while not fits(above - 1):
+        above *= 2
+    more = bisect_left(range(above), True, lo=above // 2, key=fits)
+    return GroupPlan.of_fixed_groups(lengths, members(more), ranks, size, sharding="adaptive")
 
 
 def evened(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.workload import ModelShape, Workload, make_workload
 from wlb.workload.hardware import Hardware
-from wlb.workload.power import GpuPower, at_clock
+from wlb.workload.power import GpuPower
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PrefillJob:
         Raises ``UserError`` where only a measured profile of another layout is known.
         """
         if self.model is not None and self.hardware is not None:
-            return make_workload(self.model, at_clock(self.hardware, clock), tp)
+            return make_workload(self.model, self.hardware.computing_at(clock), tp)
         if (tp, 1, 1.0) != (self.tp, self.cp, clock):
             raise UserError(
                 f"the profile was measured with tp = {self.tp} and cp = {self.cp}, and prices no other layout; "

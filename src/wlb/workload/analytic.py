@@ -202,16 +202,16 @@ def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, back
     expert_flops = _routed_flops(shape)
     block_flops = gemm_flops_per_token(shape) - head_flops - expert_flops + expert_flops / hardware.grouped_rate
     token_flops = block_flops / hardware.block_rate + head_flops
-    rate = hardware.attention_backward_flops if backward else hardware.attention_forward_flops
-    half_length = hardware.attention_half_length
+    kernel = hardware.attention
+    rate = kernel.backward_flops if backward else kernel.forward_flops
+    half_length = kernel.backward_half_length if backward else kernel.forward_half_length
     if backward:
-        half_length = hardware.attention_backward_half_length or half_length
         of_pair *= ATTENTION_BACKWARD_FACTOR
         token_flops *= LINEAR_BACKWARD_FACTOR
         state_flops *= LINEAR_BACKWARD_FACTOR
     pair_seconds = share * (shape.layers_of("full") * of_pair) / rate
     window_pair_seconds = share * (shape.layers_of("sliding") * of_pair) / rate
-    drain_tiles = 0.0 if backward else hardware.attention_drain_tiles
+    drain_tiles = 0.0 if backward else kernel.drain_tiles
     of_drain = drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
     gemm_rate = hardware.peak_flops * hardware.gemm_efficiency
     element_values = elementwise_values_per_token(shape)[backward] * hardware.elementwise_passes

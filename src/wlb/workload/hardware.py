@@ -15,28 +15,35 @@ from wlb.errors import UserError
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """Rates of one generation of attention kernels on one device, as ``Hardware`` has them."""
+    """Rates of one generation of attention kernels on one device.
+
+    Attention over a document of d tokens runs at ``*_flops * d / (d + half length)``: short documents fill the kernel's
+    tiles badly. While the last tiles of a forward finish, other processors idle: as long as ``drain_tiles`` tiles of
+    queries over all keys of the longest document would take, however few heads there are. A backward begins with the
+    longest tiles.
+    """
 
     forward_flops: float  # FLOP/s at unbounded length
     backward_flops: float
     forward_half_length: float  # tokens at which half of that is reached
     backward_half_length: float
-    drain_tiles: float  # see ``Hardware.attention_drain_tiles``
+    drain_tiles: float = 0.0
+
+    def times(self, speed: float) -> AttentionKernel:
+        """The same at another speed."""
+        return replace(self, forward_flops=self.forward_flops * speed, backward_flops=self.backward_flops * speed)
 
 
 @dataclass(frozen=True)
 class Hardware:
     """Achieved rates of one GPU (or CPU core) and of the links around it.
 
-    Attention over a document of d tokens runs at ``attention_*_flops * d / (d + half length)``: short documents fill
-    the kernel's tiles badly. ``wlb.workload.links`` says what a process group makes of the links' rates.
+    ``wlb.workload.links`` says what a process group makes of the links' rates.
     """
 
     peak_flops: float  # FLOP/s, dense, in the training type
     gemm_efficiency: float  # share of the peak that matrix multiplications of a transformer block reach
-    attention_forward_flops: float  # FLOP/s at unbounded length
-    attention_backward_flops: float
-    attention_half_length: float  # tokens at which half of that is reached
+    attention: AttentionKernel
     memory_bandwidth: float  # bytes/s of element-wise kernels
     node_size: int  # GPUs joined by the fast links
     node_bandwidth: float  # bytes/s that each GPU receives inside a node
@@ -54,10 +61,6 @@ class Hardware:
     grouped_rate: float = 1.0  # of experts' matrix products, over others of the same type
     elementwise_passes: float = 1.0  # values that element-wise kernels move, over those that fused ones do
     exposed: float = 0.0  # share of a collective beside computing that shows: both use the same processors and memory
-    attention_backward_half_length: float | None = None  # of the backward, where it is not the forward's
-    # While the last tiles of a forward finish, other processors idle: as long as so many tiles of queries over all keys
-    # of the longest document would take, however few heads there are. A backward begins with the longest tiles.
-    attention_drain_tiles: float = 0.0
     attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # that ``attending_with`` knows
 
     def computing_in(self, dtype: str) -> Hardware:
@@ -72,15 +75,8 @@ class Hardware:
         if dtype not in _TYPE_BYTES:
             known = ", ".join([*_TYPE_BYTES, *dict(self.narrow_rates)])
             raise UserError(f"no rates are known for {dtype!r} on this device; choose one of {known}")
-        slower = dict(self.wide_rates).get(dtype, 1.0)
-        return replace(
-            self,
-            peak_flops=self.peak_flops * slower,
-            attention_forward_flops=self.attention_forward_flops * slower,
-            attention_backward_flops=self.attention_backward_flops * slower,
-            bytes_per_value=_TYPE_BYTES[dtype],
-            block_rate=1.0,
-        )
+        slower = self.computing_at(dict(self.wide_rates).get(dtype, 1.0))
+        return replace(slower, bytes_per_value=_TYPE_BYTES[dtype], block_rate=1.0)
 
     def eager(self) -> Hardware:
         """The same device where no kernels are fused: more of them, each of which reads and writes all its values."""
@@ -88,13 +84,11 @@ class Hardware:
 
     def at_power(self, share: float) -> Hardware:
         """The same device held to ``share`` of its power: computing slows down with its root (assumed), memory not."""
-        slower = math.sqrt(share)
-        return replace(
-            self,
-            peak_flops=self.peak_flops * slower,
-            attention_forward_flops=self.attention_forward_flops * slower,
-            attention_backward_flops=self.attention_backward_flops * slower,
-        )
+        return self.computing_at(math.sqrt(share))
+
+    def computing_at(self, speed: float) -> Hardware:
+        """The same device with arithmetic at a share of its speed; memory and links stay as fast."""
+        return replace(self, peak_flops=self.peak_flops * speed, attention=self.attention.times(speed))
 
     @property
     def unlinked(self) -> Hardware:
@@ -119,15 +113,7 @@ class Hardware:
         if name not in kernels:
             known = f"choose one of {', '.join(kernels)}" if kernels else "only its own have one"
             raise UserError(f"attention kernels {name!r} have no price on this device; {known}")
-        kernel = kernels[name]
-        return replace(
-            self,
-            attention_forward_flops=kernel.forward_flops,
-            attention_backward_flops=kernel.backward_flops,
-            attention_half_length=kernel.forward_half_length,
-            attention_backward_half_length=kernel.backward_half_length,
-            attention_drain_tiles=kernel.drain_tiles,
-        )
+        return replace(self, attention=kernels[name])
 
 
 _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -169,7 +155,7 @@ _HOPPER_KERNELS = {
     "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
     "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
     # FlashAttention before its second version, written in Triton: fitted to llm-foundry's steps, both directions alike.
-    "triton": AttentionKernel(186e12, 186e12, 850.0, 850.0, drain_tiles=0.0),
+    "triton": AttentionKernel(186e12, 186e12, 850.0, 850.0),
 }
 # Assumed: FlashAttention-2 between the 50% and 73% of peak that it reports on A100 (arXiv 2307.08691), with H100's half
 # lengths. Triton's: as on H100.
@@ -207,11 +193,7 @@ _A100_NETWORK_BANDWIDTH = _HOPPER_NETWORK_BANDWIDTH * 200 / 400
 _H100 = Hardware(
     peak_flops=989e12,  # quoted: NVIDIA H100 SXM data sheet, bf16 dense
     gemm_efficiency=_HOPPER_GEMM_EFFICIENCY,
-    attention_forward_flops=_HOPPER_KERNELS["fa2"].forward_flops,
-    attention_backward_flops=_HOPPER_KERNELS["fa2"].backward_flops,
-    attention_half_length=_HOPPER_KERNELS["fa2"].forward_half_length,
-    attention_backward_half_length=_HOPPER_KERNELS["fa2"].backward_half_length,
-    attention_drain_tiles=_HOPPER_KERNELS["fa2"].drain_tiles,
+    attention=_HOPPER_KERNELS["fa2"],
     attention_kernels=tuple(_HOPPER_KERNELS.items()),
     memory_bandwidth=_MEMORY_EFFICIENCY * 3.35e12,  # quoted: H100 SXM data sheet
     node_size=8,
@@ -233,11 +215,7 @@ HARDWARE: dict[str, Hardware] = {
     "a100": Hardware(
         peak_flops=312e12,  # quoted: NVIDIA A100 80GB SXM data sheet, bf16 dense
         gemm_efficiency=_A100_GEMM_EFFICIENCY,
-        attention_forward_flops=_AMPERE_KERNELS["fa2"].forward_flops,
-        attention_backward_flops=_AMPERE_KERNELS["fa2"].backward_flops,
-        attention_half_length=_AMPERE_KERNELS["fa2"].forward_half_length,
-        attention_backward_half_length=_AMPERE_KERNELS["fa2"].backward_half_length,
-        attention_drain_tiles=_AMPERE_KERNELS["fa2"].drain_tiles,
+        attention=_AMPERE_KERNELS["fa2"],
         attention_kernels=tuple(_AMPERE_KERNELS.items()),
         memory_bandwidth=_MEMORY_EFFICIENCY * 2.039e12,  # quoted: A100 80GB SXM data sheet
         node_size=8,
@@ -259,8 +237,7 @@ HARDWARE: dict[str, Hardware] = {
         _H100,
         peak_flops=2250e12,  # quoted: NVIDIA B200 SXM data sheet, bf16 dense
         gemm_efficiency=_B200_GEMM_EFFICIENCY,
-        attention_forward_flops=_BLACKWELL_KERNELS["fa2"].forward_flops,
-        attention_backward_flops=_BLACKWELL_KERNELS["fa2"].backward_flops,
+        attention=_BLACKWELL_KERNELS["fa2"],
         attention_kernels=tuple(_BLACKWELL_KERNELS.items()),
         memory_bandwidth=_MEMORY_EFFICIENCY * 8.0e12,  # quoted: data sheet
         node_bandwidth=680e9,  # quoted: 673 to 682 GB/s of an all-reduce over rings (ML Engineering, network)
@@ -275,8 +252,7 @@ HARDWARE: dict[str, Hardware] = {
         gemm_efficiency=_MI300X_GEMM_EFFICIENCY,
         # Derived: FlashAttention-2's backward is 1% to 4% faster than on H100 (Zyphra, "Frontier training kernels for
         # transformers and SSMs on AMD Instinct MI300X"), and so, assumed, is the forward.
-        attention_forward_flops=1.02 * _HOPPER_KERNELS["fa2"].forward_flops,
-        attention_backward_flops=1.02 * _HOPPER_KERNELS["fa2"].backward_flops,
+        attention=_HOPPER_KERNELS["fa2"].times(1.02),
         attention_kernels=(),
         memory_bandwidth=_MEMORY_EFFICIENCY * 5.3e12,  # quoted: data sheet
         node_bandwidth=313e9,  # quoted: 4 GiB all-reduce of 8 GPUs (ML Engineering, network)
@@ -291,9 +267,7 @@ HARDWARE: dict[str, Hardware] = {
     "cpu": Hardware(
         peak_flops=115e9,
         gemm_efficiency=0.93,
-        attention_forward_flops=81e9,
-        attention_backward_flops=79e9,
-        attention_half_length=170.0,
+        attention=AttentionKernel(81e9, 79e9, 170.0, 170.0),
         memory_bandwidth=5e9,
         node_size=64,  # assumed: all processes on one machine
         node_bandwidth=1.7e9,

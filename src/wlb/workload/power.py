@@ -11,9 +11,7 @@ Hosts, switches and cooling are left out, and every kernel draws the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from wlb.workload.hardware import Hardware
+from dataclasses import dataclass
 
 TRANSITION_CLOCK = 0.6  # assumed, as a share of the full clock
 _FLOOR_VOLTAGE = 0.75  # assumed, as a share of the voltage at the full clock
@@ -48,13 +46,3 @@ POWER: dict[str, GpuPower] = {
     "h100": GpuPower(idle_watts=_IDLE_WATTS, full_watts=700.0),
     "h200": GpuPower(idle_watts=_IDLE_WATTS, full_watts=700.0),
 }
-
-
-def at_clock(hardware: Hardware, clock: float) -> Hardware:
-    """The same device at a share of its full clock: arithmetic slows down with it, memory and links do not."""
-    return replace(
-        hardware,
-        peak_flops=hardware.peak_flops * clock,
-        attention_forward_flops=hardware.attention_forward_flops * clock,
-        attention_backward_flops=hardware.attention_backward_flops * clock,
-    )

@@ -48,9 +48,9 @@ def test_a_ranks_share_of_a_launch_by_hand():
     [priced] = of_one("attn_real_mixes_h100", [row])
     h100 = hardware_preset("h100")
     pairs = sum(q * (k - q) + q * (q + 1) / 2 for q, k in ((1024, 2560), (2048, 5120)))
-    padding = h100.attention_half_length / 2 * (1024 + 2048)
-    drain = h100.attention_drain_tiles * 128 * 5120
-    expected = 4 * 128 * (8 * (pairs + padding) + drain) / h100.attention_forward_flops + CALL["forward"]
+    padding = h100.attention.forward_half_length / 2 * (1024 + 2048)
+    drain = h100.attention.drain_tiles * 128 * 5120
+    expected = 4 * 128 * (8 * (pairs + padding) + drain) / h100.attention.forward_flops + CALL["forward"]
     assert priced.predicted_seconds == pytest.approx(expected)
     assert priced.measured_seconds == 1e-3
 
