@@ -15,12 +15,12 @@ from typing import Any
 from wlb.report.plots import pyplot_without_display, save
 from wlb.reproduce.experiment import Column, Report, Settings, Table, Value
 from wlb.reproduce.published.batches import measured_batch_rows, system_ratios
-from wlb.reproduce.published.dynamic_cp import TABLE, dynamic_cp_rows, speed_ratios
+from wlb.reproduce.published.dynamic_cp import TABLE, dynamic_cp_row, speed_ratios
 from wlb.reproduce.published.kernels import kernel_rows
 from wlb.reproduce.published.prediction import Prediction
 from wlb.reproduce.published.reading import read_measurements
 from wlb.reproduce.published.summary import Summary, compared, summaries
-from wlb.reproduce.published.whole_steps import whole_step_rows
+from wlb.reproduce.published.whole_steps import whole_step_row
 
 _GROUPS = {"table": "by table", "kind": "whole steps, by kind", "run": "measured batches, by run"}
 _BAND = 0.2
@@ -30,6 +30,7 @@ def run(settings: Settings) -> Report:
     """The report on ``settings.measured``, or on the project's own table."""
     document = read_measurements(settings.measured)
     predictions = predicted_rows(document)
+    left_out = Counter(one.left_out for one in predictions if one.left_out)
     grouped = {by: summaries(predictions, by) for by in _GROUPS}
     return Report(
         title="Published measurements, and what the simulator predicts for them",
@@ -44,6 +45,7 @@ def run(settings: Settings) -> Report:
         notes=[
             "error: predicted over measured seconds of a step (or kernel), less one; slope: measured over predicted",
             "what is assumed where a publication does not say is with each row in the JSON",
+            *(f"left out of statistics, {count} rows: {reason}" for reason, count in left_out.items()),
         ],
         more={
             "rows": [asdict(one) for one in predictions],
@@ -54,13 +56,10 @@ def run(settings: Settings) -> Report:
 
 def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
     """A prediction, or a reason, for all of a document: rows in their order, then kernels, then runs."""
-    rows = document.get("rows", [])
-    dynamic = iter(dynamic_cp_rows([row for row in rows if row["table"] == TABLE]))
-    others = iter(whole_step_rows([row for row in rows if row["table"] != TABLE]))
     return [
-        *(next(dynamic if row["table"] == TABLE else others) for row in rows),
-        *(kernel_rows(document) if "kernels" in document else []),
-        *(measured_batch_rows(document) if "runs" in document else []),
+        *(dynamic_cp_row(row) if row.get("table") == TABLE else whole_step_row(row) for row in document["rows"]),
+        *kernel_rows(document),
+        *measured_batch_rows(document),
     ]
 
 
@@ -68,7 +67,7 @@ def _table(title: str, by: str, grouped: Sequence[Summary]) -> Table:
     columns = (
         Column(by),
         Column("rows", "", ",.0f"),
-        Column("predicted", "", ",.0f"),
+        Column("compared", "", ",.0f"),
         Column("median error", "simulated", "+.1%"),
         Column("median absolute", "simulated", ".1%"),
         Column("worst", "simulated", "+.1%"),
