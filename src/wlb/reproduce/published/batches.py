@@ -142,28 +142,32 @@ def _rows(run: dict[str, Any]) -> list[Prediction]:
         predicted = dict(zip(batches, seconds.tolist(), strict=True))
     except ODD as error:
         reason = why(error)
-    return [
-        Prediction(
-            table=TABLES.get(mode, f"measured batches: {mode}"),
-            run=str(run.get("path")),
-            row=f"batch {index}" + (f", documents {_check_sum(batch.lists):08x}" if index in batches else ""),
-            source=f"{_REPO} {commit}".strip(),
-            measured_seconds=batch.seconds if index in batches else None,
-            predicted_seconds=predicted.get(index),
-            reason=reason if index in batches else batch,
-            assumed=assumed if index in predicted else None,
-            left_out=_SLOW if index in predicted and batch.seconds > longest else None,
+    rows = []
+    for index, batch in enumerate(read):
+        table = TABLES.get(mode, f"measured batches: {mode}")
+        row = Prediction(table, str(run.get("path")), f"batch {index}", f"{_REPO} {commit}".strip(), None, None)
+        if isinstance(batch, str):
+            rows.append(replace(row, reason=batch))
+            continue
+        rows.append(
+            replace(
+                row,
+                row=f"{row.row}, documents {_check_sum(batch.lists):08x}",
+                measured_seconds=batch.seconds,
+                predicted_seconds=predicted.get(index),
+                reason=reason,
+                assumed=assumed,
+                left_out=_SLOW if predicted and batch.seconds > longest else None,
+            )
         )
-        for index, batch in enumerate(read)
-    ]
+    return rows
 
 
 def _read(batch: Any) -> _Batch | str:
     """A batch, or why it is none."""
     try:
-        lists = [[whole(length) for length in of_list] for of_list in batch["documents"]]
-        lengths = [length for of_list in lists for length in of_list if length]
-        if not lengths or len(lengths) < sum(map(len, lists)):
+        lists = [[whole(length) or 0 for length in of_list] for of_list in batch["documents"]]
+        if not any(lists) or 0 in _joined(lists):
             raise UserError("its documents are no lists of positive lengths")
         return _Batch(lists, positive(batch, "ms") / 1e3)
     except ODD as error:
@@ -180,14 +184,18 @@ def _predicted(run: dict[str, Any], batches: Sequence[_Batch], longest: float) -
     setting = min(spreads, key=spreads.__getitem__)
     if described.mode == "wlbllm" and spreads[setting] > _RECOVERED:
         raise UserError(
-            f"packer not recovered: under every setting tried, measured over predicted seconds vary by "
-            f"{spreads[setting]:.1%} or more from batch to batch, over {_RECOVERED:.0%}"
+            f"packer not recovered, by how well measured seconds follow predicted ones: under each of {len(spreads)} "
+            f"settings their ratio varies by {spreads[setting]:.1%} or more from batch to batch, over {_RECOVERED:.0%}"
         )
-    chosen = f"chosen by the measured seconds, which it follows best of {len(spreads)} settings"
+    chosen = f"of {len(spreads)} settings the one under which measured over predicted seconds vary least"
     return candidates[setting], "; ".join(
         [
             setting + (f" ({chosen})" if len(spreads) > 1 else ""),
-            *([f"{_SLICE_SECONDS * 1e6:g} us of the host for a slice"] if setting.endswith(_IN_PYTHON) else []),
+            *(
+                [f"{_SLICE_SECONDS * 1e6:g} us of the host for a slice, fitted to four runs"]
+                if setting.endswith(_IN_PYTHON)
+                else []
+            ),
             "H200, FlashAttention-2, no recomputation",
             "eager kernels" if described.eager else "fused kernels",
             "weights kept whole on every rank",

@@ -76,8 +76,8 @@ def _of_table(name: str, table: Any) -> Iterator[_Row]:
     for index, row in enumerate(rows):
         try:
             found = list(_TABLES.get(name, _unknown)(index, row))
-            if not all(one.measured is None or 0 < one.measured < math.inf for one in found):
-                raise UserError("what it measured is no positive number")
+            if not all(s is None or 0 < s < math.inf for one in found for s in (one.measured, one.predicted)):
+                raise UserError("its seconds are not positive")
             yield from found
         except ODD as error:
             yield _Row(f"row {index}", None, None, reason=why(error))
@@ -190,7 +190,7 @@ def _between_nodes(_: int, row: dict[str, Any]) -> Iterator[_Row]:
 def _bars(_: int, bar: tuple[str, str, str, float]) -> Iterator[_Row]:
     """TFLOP/s of a GPU become the seconds of a mean pack."""
     chart, name, size, rate = bar
-    what, _, way = chart.partition("_")
+    what, way = chart.split("_")
     direction = _DIRECTIONS[way]
     gpus = 1 if what == "kernel" else int(size)
     total = int(size) * 1024 if what == "kernel" else gpus * TOKENS_OF_A_GPU
