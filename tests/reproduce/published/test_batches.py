@@ -59,7 +59,7 @@ def rows_of(*runs: dict[str, Any]) -> list[Any]:
         (run_of("wlbllm", cp_size=1), "L_max is the mean"),
         (run_of("wlbllm", cp_size=2), "no L_max"),
         (run_of("wlbllm"), "one context-parallel group"),
-        (run_of("wlbllm"), "one context-parallel group, keys and values put in order in Python"),
+        (run_of("wlbllm"), f"one context-parallel group{module._IN_PYTHON}"),
         (run_of("d2", batches=4), "attention level"),
         (run_of("d2", batches=4, lists=2, cp_size=1), "attention within 10%"),
     ],

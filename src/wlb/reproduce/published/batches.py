@@ -67,7 +67,7 @@ _LEVEL = 0.01
 # slice of K and one of V for each of 2 cp shards of every document, while the device waited. Estimated from the four
 # runs that did (cp 2, 4 and 8), the same for all: the host's time for a slice in PyTorch.
 _SLICE_SECONDS = 3e-6
-_IN_PYTHON = ", keys and values put in order in Python"
+_IN_PYTHON = f", keys and values put in order in Python ({_SLICE_SECONDS * 1e6:g} us a slice, estimated from four runs)"
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,11 @@ class _Run:
 
 
 class _Batch(NamedTuple):
+    """A measured batch, or the ``reason`` why it is none."""
+
     lists: Lists
     seconds: float
+    reason: str | None = None
 
 
 def measured_batch_rows(document: dict[str, Any]) -> list[Prediction]:
@@ -133,45 +136,39 @@ def _rows(run: dict[str, Any]) -> list[Prediction]:
     read = [_read(batch) for batch in run.get("batches") or []]
     if not read:
         raise UserError("it has no batches")
-    batches = {index: batch for index, batch in enumerate(read) if isinstance(batch, _Batch)}
-    longest = WARM_UP * float(np.median([batch.seconds for batch in batches.values()])) if batches else 0.0
+    usable = {index: batch for index, batch in enumerate(read) if batch.reason is None}
+    longest = WARM_UP * float(np.median([batch.seconds for batch in usable.values()] or [0.0]))
     predicted: dict[int, float] = {}
     assumed = reason = None
     try:
-        seconds, assumed = _predicted(run, [*batches.values()], longest)
-        predicted = dict(zip(batches, seconds.tolist(), strict=True))
+        seconds, assumed = _predicted(run, [*usable.values()], longest)
+        predicted = dict(zip(usable, seconds.tolist(), strict=True))
     except ODD as error:
         reason = why(error)
-    rows = []
-    for index, batch in enumerate(read):
-        table = TABLES.get(mode, f"measured batches: {mode}")
-        row = Prediction(table, str(run.get("path")), f"batch {index}", f"{_REPO} {commit}".strip(), None, None)
-        if isinstance(batch, str):
-            rows.append(replace(row, reason=batch))
-            continue
-        rows.append(
-            replace(
-                row,
-                row=f"{row.row}, documents {_check_sum(batch.lists):08x}",
-                measured_seconds=batch.seconds,
-                predicted_seconds=predicted.get(index),
-                reason=reason,
-                assumed=assumed,
-                left_out=_SLOW if predicted and batch.seconds > longest else None,
-            )
+    return [
+        Prediction(
+            table=TABLES.get(mode, f"measured batches: {mode}"),
+            run=str(run.get("path")),
+            row=f"batch {index}" + (f", documents {_check_sum(batch.lists):08x}" if index in usable else ""),
+            source=f"{_REPO} {commit}".strip(),
+            measured_seconds=batch.seconds if index in usable else None,
+            predicted_seconds=predicted.get(index),
+            reason=batch.reason or reason,
+            assumed=assumed,
+            left_out=_SLOW if index in predicted and batch.seconds > longest else None,
         )
-    return rows
+        for index, batch in enumerate(read)
+    ]
 
 
-def _read(batch: Any) -> _Batch | str:
-    """A batch, or why it is none."""
+def _read(batch: Any) -> _Batch:
     try:
         lists = [[whole(length) or 0 for length in of_list] for of_list in batch["documents"]]
         if not any(lists) or 0 in _joined(lists):
             raise UserError("its documents are no lists of positive lengths")
         return _Batch(lists, positive(batch, "ms") / 1e3)
     except ODD as error:
-        return why(error)
+        return _Batch([], 0.0, why(error))
 
 
 def _predicted(run: dict[str, Any], batches: Sequence[_Batch], longest: float) -> tuple[Seconds, str]:
@@ -187,19 +184,10 @@ def _predicted(run: dict[str, Any], batches: Sequence[_Batch], longest: float) -
             f"packer not recovered, by how well measured seconds follow predicted ones: under each of {len(spreads)} "
             f"settings their ratio varies by {spreads[setting]:.1%} or more from batch to batch, over {_RECOVERED:.0%}"
         )
-    chosen = f"of {len(spreads)} settings the one under which measured over predicted seconds vary least"
-    return candidates[setting], "; ".join(
-        [
-            setting + (f" ({chosen})" if len(spreads) > 1 else ""),
-            *(
-                [f"{_SLICE_SECONDS * 1e6:g} us of the host for a slice, fitted to four runs"]
-                if setting.endswith(_IN_PYTHON)
-                else []
-            ),
-            "H200, FlashAttention-2, no recomputation",
-            "eager kernels" if described.eager else "fused kernels",
-            "weights kept whole on every rank",
-        ]
+    chosen = f" (of {len(spreads)} settings the one under which measured over predicted seconds vary least)"
+    return candidates[setting], (
+        f"{setting}{chosen if len(spreads) > 1 else ''}; H200, FlashAttention-2, "
+        f"{'eager' if described.eager else 'fused'} kernels, no recomputation, weights kept whole on every rank"
     )
 
 

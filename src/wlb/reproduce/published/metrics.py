@@ -11,9 +11,9 @@ from wlb.reproduce.published.models import model_flops_per_token, published_shap
 # Tables that print model TFLOP/s say in which code they count operations; both count six for each weight that a token
 # meets (the output head among them, the embedding not) and no recomputation. NVIDIA/NeMo counts attention over all
 # pairs (nemo/utils/flops_formulas.py: 12 s / h), Megatron over the causal half (``num_floating_point_operations`` of
-# NVIDIA/Megatron-LM). The rows that also print tokens per second agree with this to 1%, those of DeepSeek-V3 to 4%, as
-# some count its layer that predicts one more token. For GPT-OSS, whose attention is windowed, releases count 5% to 21%
-# less, each in its own way.
+# NVIDIA/Megatron-LM). The rows that also print tokens per second agree with this to 2.3%, most to 1%; those of
+# DeepSeek-V3 to 4.1%, as some count its layer that predicts one more token. For GPT-OSS, whose attention is windowed,
+# releases count 5% to 21% less, each in its own way. Rows of LoRA, which count two thirds, are not simulated.
 _COUNTS_CAUSAL_HALF = {"NVIDIA/NeMo": False, "yanring/Megatron-MoE-ModelZoo": True, "NVIDIA-NeMo/Megatron-Bridge": True}
 
 

@@ -158,7 +158,7 @@ def _refuse_what_is_no_plain_step(row: Row) -> None:
     if row["repo"] == "hao-ai-lab/DistCA":
         raise UserError("the lengths of its documents are not published")
     words = f"{row['table']} {row.get('kind')} {row['model']} {_note(row)}"
-    if _says(words, "lora") or (row["repo"] == _AUTOMODEL and _says(words, "triton")):
+    if _says(words, r"\bq?lora") or (row["repo"] == _AUTOMODEL and _says(words, "triton")):
         raise UserError("LoRA, whose backward leaves out weight gradients, is not simulated")
 
 
@@ -167,8 +167,8 @@ def _note(row: Row) -> str:
 
 
 def _says(text: str, word: str) -> bool:
-    """Whether ``text`` has ``word``, also as a part of another, and does not deny it."""
-    found = re.search(rf"(\b(?:no|not|non|without)\b|w/o)?[\s-]*[\w-]*{word}", text, re.IGNORECASE)
+    """Whether ``text`` has ``word``, a pattern, also as a part of another word, and does not deny it."""
+    found = re.search(rf"(\b(?:no|not|non|without)\b|w/o)?[\s-]*[\w.-]*{word}", text, re.IGNORECASE)
     return found is not None and found[1] is None
 
 
