@@ -2,13 +2,14 @@
 
     .venv/bin/python benchmarks/fit_prices.py [--measured FILE ...] [--evaluations N]
 
-A half of the rows is fitted, chosen by a hash of each row; the other half only checks. So are runs of plain data
-parallelism, of which every batch's lengths are known; as they have no unknowns, their errors count four times. Fitted
-are rates of matrix products by chip and type, the rate of grouped products of experts, and which part of collectives
-beside computing shows; nothing is for one row or repository. Attention and links are fitted to tables of kernels before
-(``fit_kernels.py``). Prints every price in force and fitted, and the errors of whole steps by table: predicted over
-measured, less one. Without ``--evaluations`` the prices in force are only
-checked. Takes a minute for that, and three for each evaluation of all prices.
+A half of the rows is fitted, chosen by a hash of repository, hardware, model and layout, so that all releases of a
+configuration are in one half; the other half only checks. (The prices in force were fitted when each row was hashed by
+itself.) So are runs of plain data parallelism, of which every batch's lengths are known; as they have no unknowns,
+their errors count four times. Fitted are rates of matrix products by chip and type, the rate of grouped products of
+experts, and which part of collectives beside computing shows; nothing is for one row or repository. Attention and links
+are fitted to tables of kernels before (``fit_kernels.py``). Prints every price in force and fitted, and the errors of
+whole steps by table: predicted over measured, less one. Without ``--evaluations`` the prices in force are only checked.
+Takes a minute for that, and three for each evaluation of all prices.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from wlb.errors import UserError
 from wlb.reproduce.published import whole_steps
 from wlb.reproduce.published.batches import measured_batch_rows
 from wlb.reproduce.published.metrics import seconds_of_step
+from wlb.reproduce.published.prediction import ODD
 from wlb.reproduce.published.reading import read_measurements
+from wlb.reproduce.published.summary import compared
 from wlb.simulate import costs
 from wlb.workload import hardware
 
@@ -109,6 +111,7 @@ PRICES = {
     "collectives that show": of_presets("exposed", _ALL, 0.0, 1.0),
     "async TP that shows": of_module(costs, "_SHOWN_OF_ASYNC_TP", 0.0, 1.0),
 }
+_CONFIGURATION = ("repo", "hardware", "model", "gpus", "tp", "cp", "pp", "ep")
 
 
 class Step(NamedTuple):
@@ -126,16 +129,17 @@ def steps(document: dict[str, Any]) -> Iterator[Step]:
     for row in document.get("rows", []):
         try:
             measured, kind = seconds_of_step(row), whole_steps.published_step(row).kind
-        except UserError:
+        except ODD:
             continue
-        yield Step(row["repo"], kind, _checks(row), 1.0, partial(_row_error, row, measured))
+        checks = _checks([row.get(name) for name in _CONFIGURATION])
+        yield Step(row["repo"], kind, checks, 1.0, partial(_row_error, row, measured))
     for run in document.get("runs", []):
         if run["config"]["mode"] == "baseline":
             yield Step("hao-ai-lab/DistCA", "plain runs", _checks(run["path"]), 4.0, partial(_run_error, run))
 
 
 def _checks(what: Any) -> bool:
-    return hashlib.md5(json.dumps(what, sort_keys=True).encode(), usedforsecurity=False).digest()[0] % 2 == 1
+    return hashlib.md5(json.dumps(what).encode(), usedforsecurity=False).digest()[0] % 2 == 1
 
 
 def _row_error(row: dict[str, Any], measured: float) -> float:
@@ -144,7 +148,7 @@ def _row_error(row: dict[str, Any], measured: float) -> float:
 
 def _run_error(run: dict[str, Any]) -> float:
     rows = measured_batch_rows({"runs": [run]})
-    ratios = [p.predicted_seconds / p.measured_seconds for p in rows if p.predicted_seconds and p.measured_seconds]
+    ratios = [predicted / measured for measured, predicted in compared(rows)]
     return float(np.mean(np.log(ratios)))
 
 

@@ -44,6 +44,8 @@ def test_json_goes_to_stdout(monkeypatch, capsys, tmp_path):
         (["kernel", "--profile", "missing.json"], "missing.json"),
         (["kernel", "--measured", "m.json"], "--measured is for published"),
         (["published", "--measured", "missing.json"], "missing.json cannot be read"),
+        (["published", "--steps", "3"], "--steps is not for published"),
+        (["published", "--profile", "p.json"], "--profile is not for published"),
     ],
 )
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, arguments, message):

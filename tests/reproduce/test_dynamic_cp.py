@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from wlb.reproduce.published import dynamic_cp
-from wlb.reproduce.published.dynamic_cp import TABLE, documents, dynamic_cp_rows, speed_ratios
+from wlb.reproduce.published.dynamic_cp import TABLE, documents, dynamic_cp_row, speed_ratios
 
 ROW = {"table": TABLE, "repo": "NVIDIA/Megatron-LM", "path": "README.md", "commit": "d48bd6be0a85cc", "gpus": 4}
 
@@ -31,16 +31,15 @@ def test_rows_become_predictions():
         ROW | {"policy": "dp_balanced, cp 4", "value": 195.269},
         ROW | {"policy": "default_dynamic_cp", "value": 151.906},
         ROW | {"policy": "another", "value": 1.0},
-        ROW | {"table": "another", "policy": "dp_balanced", "value": 1.0},
     ]
-    base, dynamic, unknown = dynamic_cp_rows(rows)
+    base, dynamic, unknown = map(dynamic_cp_row, rows)
     assert base.measured_seconds is not None
     assert dynamic.measured_seconds is not None
     assert base.measured_seconds / dynamic.measured_seconds == pytest.approx(dynamic_cp.PUBLISHED_RATIOS[4], abs=1e-3)
     assert (base.run, base.row, base.source) == (
         "",
         "dp_balanced, cp 4, 4 GPUs",
-        "NVIDIA/Megatron-LM, README.md (d48bd6b)",
+        "NVIDIA/Megatron-LM d48bd6be0a85cc README.md",
     )
     assert base.predicted_seconds is not None
     assert dynamic.predicted_seconds is not None
@@ -48,6 +47,20 @@ def test_rows_become_predictions():
     assert base.assumed is not None
     assert unknown.predicted_seconds is None
     assert unknown.reason == "no policy is called 'another'"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gpus": 5}, "5 GPUs are no multiple of its cp, 4"),
+        ({"gpus": None}, "its gpus is not published"),
+        ({"policy": None}, "its policy is not published"),
+        ({"value": None}, "its value is not published"),
+    ],
+)
+def test_an_odd_row_says_why_it_has_no_prediction(changes, reason):
+    one = dynamic_cp_row(ROW | {"policy": "dp_balanced", "value": 1.0} | changes)
+    assert (one.predicted_seconds, one.reason) == (None, reason)
 
 
 def test_ratios_have_a_row_for_every_number_of_gpus(monkeypatch):

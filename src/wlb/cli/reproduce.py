@@ -79,6 +79,9 @@ def reproduce(
 
     if name != "all" and name not in EXPERIMENTS:
         raise UserError(f"experiment {name!r} is unknown; choose from {', '.join(EXPERIMENTS)}, all")
+    if name == "published":
+        unused = ("lengths", "steps", "seed", "seeds", "profile")
+        options.refuse_unused(context, unused, "is not for published, whose documents and GPUs are those measured")
     if name != "convergence":
         options.refuse_unused(context, ["seeds"], f"is for convergence, and {name} has one seed, --seed")
     if profile is not None and name not in ("kernel", "all"):

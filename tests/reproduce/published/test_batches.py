@@ -11,6 +11,7 @@ import pytest
 
 from wlb.reproduce.published import batches as module
 from wlb.reproduce.published.batches import TABLES, measured_batch_rows, system_ratios
+from wlb.reproduce.published.summary import compared, summaries
 
 _TOKENS = 16_384
 _MODEL = "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
@@ -38,7 +39,7 @@ def run_of(mode: str, path: str = "some/run.json", batches: int = 8, lists: int 
 
 def measured_as_predicted(run: dict[str, Any], setting: str) -> dict[str, Any]:
     """``run`` with the milliseconds that the simulator predicts under ``setting``, once it is found among all."""
-    described = module._described(run)
+    described = module._described(run, tuple(batch["documents"] for batch in run["batches"]))
     seconds = {"baseline": module._plain, "wlbllm": module._wlb_llm, "d2": module._distca}[described.mode](described)
     measured = [
         batch | {"ms": 1e3 * float(second)} for batch, second in zip(run["batches"], seconds[setting], strict=True)
@@ -58,7 +59,7 @@ def rows_of(*runs: dict[str, Any]) -> list[Any]:
         (run_of("wlbllm", cp_size=1), "L_max is the mean"),
         (run_of("wlbllm", cp_size=2), "no L_max"),
         (run_of("wlbllm"), "one context-parallel group"),
-        (run_of("wlbllm"), "one context-parallel group, keys and values put in order in Python"),
+        (run_of("wlbllm"), f"one context-parallel group{module._IN_PYTHON}"),
         (run_of("d2", batches=4), "attention level"),
         (run_of("d2", batches=4, lists=2, cp_size=1), "attention within 10%"),
     ],
@@ -68,7 +69,7 @@ def test_what_was_run_is_recovered_and_predicted(run, setting):
     rows = rows_of(measured_as_predicted(run, setting))
     assert [row.run for row in rows] == ["some/run.json"] * len(run["batches"])
     assert {row.table for row in rows} == {TABLES[run["config"]["mode"]]}
-    assert {row.assumed for row in rows} == {setting}
+    assert all(row.assumed.startswith((f"{setting}; ", f"{setting} (of 2 settings")) for row in rows)
     assert len({row.row for row in rows}) == len(rows)
     np.testing.assert_allclose([row.predicted_seconds for row in rows], [row.measured_seconds for row in rows])
     assert {row.reason for row in rows} == {None}
@@ -79,18 +80,27 @@ def test_a_setting_is_recovered_though_all_batches_are_slower_and_one_is_much():
     for index, batch in enumerate(run["batches"]):
         batch["ms"] *= 1.5 if index == 1 else 1.2
     rows = rows_of(run)
-    assert {row.assumed for row in rows} == {"lists dealt in turn"}
+    assert all(row.assumed.startswith("lists dealt in turn (of 2 settings") for row in rows)
     assert [row.measured_seconds / row.predicted_seconds for row in rows] == pytest.approx([1.2, 1.5, *[1.2] * 7])
 
 
-def test_warming_up_has_a_row_and_a_reason_but_no_prediction():
+def test_warming_up_is_predicted_and_left_out_of_statistics():
     run = measured_as_predicted(run_of("baseline"), "lists dealt in turn")
     run["batches"][0]["ms"] *= 3
     rows = rows_of(run)
-    assert rows[0].predicted_seconds is None
-    assert "warming up" in rows[0].reason
-    assert rows[0].measured_seconds == pytest.approx(run["batches"][0]["ms"] / 1e3)
-    assert all(row.predicted_seconds and row.reason is None for row in rows[1:])
+    assert rows[0].measured_seconds == pytest.approx(3 * rows[0].predicted_seconds)
+    assert "1.6 times the median" in rows[0].left_out
+    assert {(row.reason, row.left_out) for row in rows[1:]} == {(None, None)}
+    (summary,) = summaries(rows, "run")
+    assert (summary.rows, summary.count) == (8, 7)
+    assert summary.worst_error == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_measurement_that_two_runs_have_counts_once():
+    first, second = (measured_as_predicted(run_of("baseline", path), "lists dealt in turn") for path in ("a", "b"))
+    rows = rows_of(first, second)
+    assert len(compared(rows)) == 8
+    assert {row.left_out for row in rows[8:]} == {"the same measurement as in a"}
 
 
 def test_a_run_that_no_packer_explains_has_no_prediction():
@@ -99,15 +109,22 @@ def test_a_run_that_no_packer_explains_has_no_prediction():
         batch["ms"] = float(ms)
     rows = rows_of(run)
     assert {row.predicted_seconds for row in rows} == {None}
-    assert all(row.reason.startswith("packer not recovered") for row in rows)
+    (reason,) = {row.reason for row in rows}
+    assert reason.startswith(
+        "packer not recovered, by how well measured seconds follow predicted ones: under each of 2"
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         ({"mode": "other"}, "mode 'other' is not simulated"),
-        ({"model_path": "some/model"}, "the shape of 'some/model' is not known here"),
-        ({"num_layers": None, "tp_size": None}, "its num_layers, tp_size is not published"),
+        ({"mode": ["baseline"]}, "mode \"['baseline']\" is not simulated"),
+        ({"model_path": "some/model"}, "the shape of some/model is not known here"),
+        ({"num_layers": None}, "its num_layers is not published"),
+        ({"dp_size": 0}, "its dp_size is no size: 0"),
+        ({"mode": "wlbllm", "cp_size": "8"}, "its cp_size is no size: 8"),
+        ({"tp_size": 3}, "tp = 3 does not divide 32 query heads and 8 key/value heads; choose a tp that divides both"),
     ],
 )
 def test_what_a_run_does_not_say_is_the_reason(config, reason):

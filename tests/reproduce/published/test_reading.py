@@ -9,6 +9,7 @@ from importlib.resources import files
 import pytest
 
 from wlb.errors import UserError
+from wlb.reproduce.published.experiment import predicted_rows
 from wlb.reproduce.published.reading import read_measurements
 
 ROW = {
@@ -55,24 +56,41 @@ def test_rows_share_what_they_have_in_common(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("document", "message"),
+    "document",
     [
-        ([], "holds no published measurements"),
-        ({"meta": {}}, "holds no published measurements"),
-        ({"rows": {}}, "rows is not a list"),
-        ({"rows": [3]}, r"rows\[0\] is not an object"),
-        ({"rows": [{**ROW, "repo": None}]}, r"rows\[0\].repo is not a text: None"),
-        ({"rows": [ROW, {**ROW, "value": "fast"}]}, r"rows\[1\].value is not a number: 'fast'"),
-        ({"rows": [{**ROW, "shared": -1}]}, r"rows\[0\].shared = -1 is no place"),
-        ({"kernels": {"nccl": {"rows": []}}}, "kernels is not an object of tables"),
-        ({"runs": [{**RUN, "path": 3}]}, r"runs\[0\] is not an object with a path"),
-        ({"runs": [{**RUN, "batches": [{"documents": [[0]], "ms": 1}]}]}, r"runs\[0\].batches\[0\] is not an object"),
+        [],
+        {"meta": {}},
+        {"rows": {}},
+        {"rows": [ROW], "kernels": []},
+        {"runs": None},
     ],
 )
-def test_a_file_of_another_format_is_refused(tmp_path, document, message):
+def test_a_file_of_another_format_is_refused(tmp_path, document):
+    message = "measured.json holds no published measurements; give a JSON object with a list of rows"
     with pytest.raises(UserError, match=message) as refused:
         read_measurements(written(tmp_path, document))
     assert "\n" not in str(refused.value)
+
+
+def test_what_is_odd_has_a_reason_and_all_else_its_prediction(tmp_path):
+    own = read_measurements()
+    row = next(row for row in own["rows"] if row["repo"] == "mosaicml/llm-foundry")
+    [table, kernels] = next(iter(own["kernels"].items()))
+    run = {**own["runs"][0], "batches": own["runs"][0]["batches"][:2]}
+    odd_rows = [3, {}, {**row, "commit": None}, {**row, "value": None}, {**row, "value": -1}, {**row, "gpus": True}]
+    odd_batches = [None, {"ms": None}, {"documents": [[0]], "ms": 1}, {"documents": [[5]], "ms": 0}]
+    odd_runs = [3, {**run, "batches": None}, *({**run, "config": run["config"] | {"tp_size": size}} for size in (3, 0))]
+    document = {
+        "rows": [row, *odd_rows, {**row, "gpus": float(row["gpus"])}],
+        "kernels": {table: {**kernels, "rows": [kernels["rows"][0], {}, 3]}, "empty": {}, "none": None},
+        "runs": [{**run, "batches": [*run["batches"], *odd_batches]}, *odd_runs],
+    }
+    found = predicted_rows(read_measurements(written(tmp_path, document)))
+    predicted = [one.predicted_seconds is not None for one in found]
+    kept = [True, *[False] * 6, True, True, False, False, False, False, True, True, *[False] * 4, *[False] * 6]
+    assert predicted == kept
+    assert found[0].predicted_seconds == found[7].predicted_seconds
+    assert all(one.reason for one, there in zip(found, predicted, strict=True) if not there)
 
 
 def test_a_file_that_is_no_json_or_cannot_be_read_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.reproduce.published.metrics import seconds_of_step
 from wlb.reproduce.published.models import model_flops_per_token, published_shape
 from wlb.reproduce.published.reading import read_measurements
-from wlb.reproduce.published.whole_steps import published_step, ran_triton, whole_step_rows
+from wlb.reproduce.published.whole_steps import published_step, ran_triton, whole_step_row
 from wlb.simulate import simulate_steps
 from wlb.workload.weights import parameters
 
@@ -57,7 +57,11 @@ def test_every_metric_is_converted_to_seconds_of_a_step(changes, seconds):
     assert seconds_of_step({**ROW, **changes}) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("changes", [{"metric": "loss"}, {"value": 0}, {"gpus": None}, {"seq_len": "8K"}])
+# Releases that print both units count 27.2, 30.3 or 32.6 GFLOP for one of its tokens.
+_OSS = {"metric": "model TFLOP/s/GPU", "value": 400, "repo": "NVIDIA-NeMo/Megatron-Bridge", "model": "GPT OSS 120B"}
+
+
+@pytest.mark.parametrize("changes", [{"metric": "loss"}, {"value": 0}, {"gpus": None}, {"seq_len": "8K"}, _OSS])
 def test_what_cannot_be_converted_is_refused(changes):
     with pytest.raises(UserError):
         seconds_of_step({**ROW, **changes})
@@ -88,8 +92,17 @@ def test_networks_without_a_gate_keep_their_number_of_weights():
 
 def test_names_are_read_as_tables_write_them():
     same = published_shape("llama3-70b")
-    for name in ("LLAMA3_70B", "LLAMA3-70B", "Llama3 70B", "Llama3 70B 2-node", "llama3.1-70b"):
+    for name in (
+        "LLAMA3_70B",
+        "Llama 3 70B",
+        "Llama-3.1-70B",
+        "Llama3 70B 2-node",
+        "Llama3 70B 4-node",
+        "llama3.1-70b",
+    ):
         assert published_shape(name) == same
+    assert published_shape("Qwen3-235B") == published_shape("Qwen3_235B_a22B (tokendrop)")
+    assert published_shape("Qwen3-30B") == published_shape("Qwen3-30B3A") == published_shape("qwen3-30b-a3b")
     assert published_shape("DeepSeekV3 (w/o MTP)") == published_shape("DeepSeek V3 671B")
     with pytest.raises(UserError, match="Nemotron_3_Super is not known"):
         published_shape("Nemotron_3_Super")
@@ -118,9 +131,29 @@ def test_recomputation_that_is_not_stated_is_the_cheapest_that_fits():
     row = {**ROW, "recompute": "in the recipe, not printed", "gpus": 8, "tp": 1, "global_batch": 16}
     step = published_step(row)
     assert step.job.activation_checkpointing == "selective"
-    assert step.assumed == ("recomputation: selective, the cheapest that is predicted to fit",)
+    assert step.assumed[-1] == "recomputation: selective, the cheapest that is predicted to fit"
     assert step.kind == "dense, bf16, recomputation assumed"
     assert published_step({**row, "hardware": "B200"}).job.activation_checkpointing == "none"
+
+
+def test_what_a_note_denies_was_not_used():
+    said, denied = (
+        published_step({**ROW, "note": note}).job for note in ("AsyncTP, compile", "no AsyncTP, exploration, no LoRA")
+    )
+    assert (said.software.async_tp, denied.software.async_tp) == (True, False)
+    eager = published_step({**ROW, "note": "FSDP"}).job.hardware
+    assert published_step({**ROW, "note": "FSDP without torch.compile"}).job.hardware == eager
+    assert eager not in (said.hardware, denied.hardware, published_step({**ROW, "note": "no FSDP"}).job.hardware)
+
+
+def test_what_a_row_does_not_state_is_assumed_by_name():
+    row = {**ROW, "repo": "NVIDIA-NeMo/Megatron-Bridge", "recompute": "not printed", "micro_batch": 1}
+    assumed = published_step(row).assumed
+    assert {"attention by cuDNN", "weights kept whole", "tensor-parallel collectives overlapped"} <= {*assumed}
+    assert any(one.startswith("no recomputation") for one in assumed)
+    assert "tensor-parallel collectives overlapped" not in published_step({**row, "tp": 1}).assumed
+    stated = {"note": "compile", "fsdp": 8, "recompute": "full", "tp": 1, "micro_batch": 1}
+    assert published_step({**ROW, **stated}).assumed == ("attention by FlashAttention-2",)
 
 
 def test_the_kernel_is_that_of_the_scripts_beside_a_table():
@@ -145,6 +178,7 @@ def test_the_kernel_is_that_of_the_scripts_beside_a_table():
         ({"precision": "int4"}, "precision int4 is not known"),
         ({"kind": "LoRA Performance"}, "LoRA"),
         ({"repo": "NVIDIA-NeMo/Automodel", "note": "TE + triton"}, "LoRA"),
+        ({"note": "FSDP, LoRA rank 16"}, "LoRA"),
         ({"metric": "seconds/step (rollout + train)"}, "includes rollouts"),
         ({"repo": "hao-ai-lab/DistCA", "metric": "ms/step"}, "lengths of its documents are not published"),
         ({"model": "GPT OSS 120B"}, "its ep is not published"),
@@ -152,11 +186,11 @@ def test_the_kernel_is_that_of_the_scripts_beside_a_table():
     ],
 )
 def test_a_row_that_cannot_be_simulated_says_why(changes, reason):
-    (one,) = whole_step_rows([{**ROW, **changes}])
+    one = whole_step_row({**ROW, **changes})
     assert one.predicted_seconds is None
     assert reason in str(one.reason)
 
 
 def test_what_is_no_seconds_has_no_measurement_either():
-    (one,) = whole_step_rows([{**ROW, "metric": "loss"}])
+    one = whole_step_row({**ROW, "metric": "loss"})
     assert (one.measured_seconds, one.predicted_seconds, one.reason) == (None, None, "loss is no metric of a step")

@@ -20,15 +20,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
+from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.reproduce.published.prediction import Prediction
+from wlb.reproduce.published.metrics import positive, size, stated, whole
+from wlb.reproduce.published.models import published_shape
+from wlb.reproduce.published.prediction import ODD, Prediction, why
 from wlb.rivals import distca
 from wlb.rivals.plan import Ranks
 from wlb.rivals.wlb_llm import breakpoint_tokens, evened
@@ -36,7 +39,7 @@ from wlb.simulate import SimulatedJob, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.software import Software
 from wlb.simulate.step import simulate_steps
-from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
+from wlb.workload import ModelShape, hardware_preset
 
 Lists = list[list[int]]  # a batch: lengths of documents, in lists of as many tokens each
 Seconds = NDArray[np.float64]
@@ -46,13 +49,16 @@ TABLES = {
     "wlbllm": "measured batches: WLB-LLM",
     "d2": "measured batches: DistCA",
 }
-WARM_UP = 1.6  # times the median of a run: batches in which the system still warmed up
+WARM_UP = 1.6  # times the median of a run: slower batches count as warming up, though some only have long documents
 _COUNTED = 0.8  # of the batches of a run, by which its setting is recovered
 _RECOVERED = 0.03  # spread of measured over predicted seconds, at most, where a setting counts as found
 
-_MODEL = ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama3-8b")  # a model of theirs, and its shape here
+_REPO = "hao-ai-lab/DistCA"
+_SLOW = f"over {WARM_UP} times the median of its run, as when a system still warms up"
 # Commit 53a9c5a of hao-ai-lab/DistCA (16 August 2025) fuses rotary embedding, SwiGLU and dropout of all systems.
 _FUSED_SINCE = "20250816"
+_H200 = hardware_preset("h200")
+_EAGER = _H200.eager()
 _STACK = Software(weights="kept", gathers_context=True)
 # Until commit 9426950 (25 August 2025) DistCA's planner levelled attention until ranks differed by less than the square
 # of 8,192 tokens; since then it does within a tolerance, by default this project's.
@@ -61,6 +67,7 @@ _LEVEL = 0.01
 # slice of K and one of V for each of 2 cp shards of every document, while the device waited. Estimated from the four
 # runs that did (cp 2, 4 and 8), the same for all: the host's time for a slice in PyTorch.
 _SLICE_SECONDS = 3e-6
+_IN_PYTHON = f", keys and values put in order in Python ({_SLICE_SECONDS * 1e6:g} us a slice, estimated from four runs)"
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class _Run:
 
     mode: str
     shape: ModelShape
-    hardware: Hardware
+    eager: bool
     tp: int
     dp: int
     cp: int
@@ -84,7 +91,7 @@ class _Run:
             -(-max(sum(map(sum, lists)) for lists in self.batches) // ranks),
             "plain-4d",
             sharding="per_document",
-            hardware=self.hardware,
+            hardware=_EAGER if self.eager else _H200,
             micro_batches=1,
             tp=self.tp,
             cp=self.cp,
@@ -93,76 +100,120 @@ class _Run:
         )
 
 
+class _Batch(NamedTuple):
+    """A measured batch, or the ``reason`` why it is none."""
+
+    lists: Lists
+    seconds: float
+    reason: str | None = None
+
+
 def measured_batch_rows(document: dict[str, Any]) -> list[Prediction]:
-    """A row for every batch of every run, in order.
+    """A row for every batch of every run, in order; a run without batches has one.
 
     ``run`` is the run's path. ``row`` names the batch and has a check sum of its documents' lengths. Batches in which
-    the system still warmed up have a reason in place of a prediction, and so has a run whose setting is not recovered.
+    the system may still have warmed up are left out of statistics, and so are those that another run published too. A
+    batch that is odd has a reason in place of a prediction, as have all of a run that is, or whose setting is not
+    recovered.
     """
-    return [row for run in document["runs"] for row in _rows(run)]
+    rows: list[Prediction] = []
+    first: dict[tuple[Any, ...], str] = {}
+    for index, run in enumerate(document.get("runs", [])):
+        try:
+            of_run = _rows(run)
+        except ODD as error:
+            path = run.get("path") if isinstance(run, dict) else None
+            of_run = [Prediction("measured batches", str(path or f"runs[{index}]"), "", _REPO, None, None, why(error))]
+        for row in of_run:
+            same = first.setdefault((row.table, row.row, row.measured_seconds, row.predicted_seconds), row.run)
+            twice = same != row.run and row.predicted_seconds is not None
+            rows.append(replace(row, left_out=f"the same measurement as in {same}") if twice else row)
+    return rows
 
 
 def _rows(run: dict[str, Any]) -> list[Prediction]:
-    mode, measured = run["config"].get("mode"), np.array([batch["ms"] / 1e3 for batch in run["batches"]])
-    typical = measured <= WARM_UP * np.median(measured)
-    predicted, setting, reason = _predicted(run, measured, typical)
+    mode, commit = str((run.get("config") or {}).get("mode")), run.get("commit") or ""
+    read = [_read(batch) for batch in run.get("batches") or []]
+    if not read:
+        raise UserError("it has no batches")
+    usable = {index: batch for index, batch in enumerate(read) if batch.reason is None}
+    longest = WARM_UP * float(np.median([batch.seconds for batch in usable.values()] or [0.0]))
+    predicted: dict[int, float] = {}
+    assumed = reason = None
+    try:
+        seconds, assumed = _predicted(run, [*usable.values()], longest)
+        predicted = dict(zip(usable, seconds.tolist(), strict=True))
+    except ODD as error:
+        reason = why(error)
     return [
         Prediction(
             table=TABLES.get(mode, f"measured batches: {mode}"),
-            run=run["path"],
-            row=f"batch {index}, documents {_check_sum(batch['documents']):08x}",
-            source=f"hao-ai-lab/DistCA {run.get('commit', '')}".strip(),
-            measured_seconds=float(measured[index]),
-            predicted_seconds=None if predicted is None or not typical[index] else float(predicted[index]),
-            reason=reason if typical[index] else f"over {WARM_UP} times the median of the run: warming up",
-            assumed=setting,
+            run=str(run.get("path")),
+            row=f"batch {index}" + (f", documents {_check_sum(batch.lists):08x}" if index in usable else ""),
+            source=f"{_REPO} {commit}".strip(),
+            measured_seconds=batch.seconds if index in usable else None,
+            predicted_seconds=predicted.get(index),
+            reason=batch.reason or reason,
+            assumed=assumed,
+            left_out=_SLOW if index in predicted and batch.seconds > longest else None,
         )
-        for index, batch in enumerate(run["batches"])
+        for index, batch in enumerate(read)
     ]
 
 
-def _predicted(
-    run: dict[str, Any], measured: Seconds, typical: NDArray[np.bool_]
-) -> tuple[Seconds | None, str | None, str | None]:
-    """Seconds of every batch and the setting recovered; or neither, and why."""
-    config = run["config"]
-    if config.get("mode") not in TABLES:
-        return None, None, f"mode {config.get('mode')!r} is not simulated"
-    if config.get("model_path") != _MODEL[0]:
-        return None, None, f"the shape of {config.get('model_path')!r} is not known here"
-    missing = [name for name in ("num_layers", "tp_size", "dp_size") if not isinstance(config.get(name), int)]
-    if missing:
-        return None, None, f"its {', '.join(missing)} is not published"
-    described = _described(run)
+def _read(batch: Any) -> _Batch:
+    try:
+        lists = [[whole(length) or 0 for length in of_list] for of_list in batch["documents"]]
+        if not any(lists) or 0 in _joined(lists):
+            raise UserError("its documents are no lists of positive lengths")
+        return _Batch(lists, positive(batch, "ms") / 1e3)
+    except ODD as error:
+        return _Batch([], 0.0, why(error))
+
+
+def _predicted(run: dict[str, Any], batches: Sequence[_Batch], longest: float) -> tuple[Seconds, str]:
+    """Seconds of every batch, and what is assumed; raises ``UserError`` where the setting is not recovered."""
+    described = _described(run, tuple(batch.lists for batch in batches))
     candidates = {"baseline": _plain, "wlbllm": _wlb_llm, "d2": _distca}[described.mode](described)
+    measured = np.array([batch.seconds for batch in batches])
+    typical = measured <= longest
     spreads = {name: _spread(measured[typical] / seconds[typical]) for name, seconds in candidates.items()}
     setting = min(spreads, key=spreads.__getitem__)
     if described.mode == "wlbllm" and spreads[setting] > _RECOVERED:
-        return None, None, f"packer not recovered: measured over predicted varies by {spreads[setting]:.1%} at least"
-    return candidates[setting], setting, None
+        raise UserError(
+            f"packer not recovered, by how well measured seconds follow predicted ones: under each of {len(spreads)} "
+            f"settings their ratio varies by {spreads[setting]:.1%} or more from batch to batch, over {_RECOVERED:.0%}"
+        )
+    chosen = f" (of {len(spreads)} settings the one under which measured over predicted seconds vary least)"
+    return candidates[setting], (
+        f"{setting}{chosen if len(spreads) > 1 else ''}; H200, FlashAttention-2, "
+        f"{'eager' if described.eager else 'fused'} kernels, no recomputation, weights kept whole on every rank"
+    )
 
 
-def _described(run: dict[str, Any]) -> _Run:
+def _described(run: dict[str, Any], batches: tuple[Lists, ...]) -> _Run:
     """``run`` as the benchmark ran it.
 
     Until commit 52a1e36 (21 August 2025), which brought ``cp_size``, WLB-LLM made one context-parallel group of all
     ranks. Those of DistCA are ``dp_size``, whatever ``cp_size`` says.
     """
     config = run["config"]
-    dp, cp, early = config["dp_size"], 1, "cp_size" not in config
-    if config["mode"] == "wlbllm":
-        dp, cp = (1, dp) if early else (dp, config["cp_size"])
-    date = re.search(r"20\d{6}", run["path"])
-    hardware = hardware_preset("h200")
+    mode, shape = stated(config, "mode"), published_shape(stated(config, "model_path"))
+    if mode not in TABLES:
+        raise UserError(f"mode {mode!r} is not simulated")
+    dp, cp, early = size(config, "dp_size"), 1, "cp_size" not in config
+    if mode == "wlbllm":
+        dp, cp = (1, dp) if early else (dp, size(config, "cp_size"))
+    date = re.search(r"20\d{6}", stated(run, "path"))
     return _Run(
-        mode=config["mode"],
-        shape=replace(model_shape(_MODEL[1]), layers=config["num_layers"]),
-        hardware=hardware.eager() if date and date.group() < _FUSED_SINCE else hardware,
-        tp=config["tp_size"],
+        mode=mode,
+        shape=replace(shape, layers=size(config, "num_layers")),
+        eager=date is not None and date.group() < _FUSED_SINCE,
+        tp=size(config, "tp_size"),
         dp=dp,
         cp=cp,
         early=early,
-        batches=tuple(batch["documents"] for batch in run["batches"]),
+        batches=batches,
     )
 
 
@@ -184,8 +235,7 @@ def _wlb_llm(run: _Run) -> dict[str, Seconds]:
         if run.early:
             slices = 2 * run.cp * 2 * 2 * run.shape.layers * np.array([len(_joined(lists)) for lists in run.batches])
             predicted |= {
-                f"{name}, keys and values put in order in Python": seconds + _SLICE_SECONDS * slices
-                for name, seconds in predicted.items()
+                f"{name}{_IN_PYTHON}": seconds + _SLICE_SECONDS * slices for name, seconds in predicted.items()
             }
         return predicted
 
@@ -277,12 +327,12 @@ class SystemRatio:
 def system_ratios(predictions: Sequence[Prediction]) -> list[SystemRatio]:
     """How systems compare, where several in one folder ran batches of the same documents: every two runs, plain first.
 
-    Batches count that both runs measured past their warm-up and that are predicted for both.
+    Batches count that are predicted for both runs and left out for neither.
     """
     runs: dict[tuple[str, str], dict[str, Prediction]] = {}
     for table in TABLES.values():
         for one in predictions:
-            if one.table == table and one.predicted_seconds is not None:
+            if one.table == table and one.predicted_seconds is not None and not one.left_out:
                 runs.setdefault((table, one.run), {})[one.row] = one
     ratios = []
     for ((base_table, base), base_rows), ((table, run), rows) in combinations(runs.items(), 2):

@@ -12,16 +12,17 @@ several times what the GPUs compute, and time of the host is not simulated, so n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.errors import UserError
 from wlb.reproduce.experiment import Column, Table, Value
-from wlb.reproduce.published.prediction import Prediction
+from wlb.reproduce.published.metrics import Row, positive, size, stated
+from wlb.reproduce.published.prediction import ODD, Prediction, source_of, why
 from wlb.rivals.megatron import dp_balanced, dynamic_packed, packing_aware
 from wlb.rivals.plan import GroupPlan, Ranks
 from wlb.rivals.pricing import begun_together, group_seconds
@@ -59,12 +60,31 @@ Policy = Callable[[Integers, Ranks], GroupPlan]
 _POLICIES: dict[str, Policy] = {"dp_balanced": dp_balanced, "default_dynamic_cp": dynamic_packed}
 
 
-def dynamic_cp_rows(rows: Sequence[Mapping[str, Any]]) -> list[Prediction]:
-    """A prediction for each of ``rows`` of ``TABLE``: mappings with gpus, policy, value in ms, repo, path and commit.
-
-    Rows of other tables are passed over.
-    """
-    return [_predicted(row) for row in rows if row["table"] == TABLE]
+def dynamic_cp_row(row: Row) -> Prediction:
+    """A prediction, or why there is none, for a row of ``TABLE``: gpus, policy and value in ms, beside its source."""
+    measured: float | None = None
+    predicted: float | None = None
+    reason: str | None = None
+    try:
+        measured = positive(row, "value") / 1000
+        name, gpus = stated(row, "policy").split(",")[0], size(row, "gpus")
+        if name not in _POLICIES:
+            raise UserError(f"no policy is called {name!r}")
+        if gpus % _CP:
+            raise UserError(f"{gpus} GPUs are no multiple of its cp, {_CP}")
+        predicted = step_seconds(_POLICIES[name], gpus)
+    except ODD as error:
+        reason = why(error)
+    return Prediction(
+        table=TABLE,
+        run="",
+        row=f"{row.get('policy')}, {row.get('gpus')} GPUs",
+        source=source_of(row),
+        measured_seconds=measured,
+        predicted_seconds=predicted,
+        reason=reason,
+        assumed=None if reason else ASSUMED,
+    )
 
 
 def speed_ratios() -> Table:
@@ -130,18 +150,3 @@ def _lengths() -> Integers:
 def _ranks(gpus: int) -> Ranks:
     hardware = replace(hardware_preset(HARDWARE), node_size=_GPUS_OF_A_NODE)
     return Ranks(simulated_job(SHAPE, _WINDOW, "fixed-4d", hardware=hardware, dp=gpus), _CAPACITY)
-
-
-def _predicted(row: Mapping[str, Any]) -> Prediction:
-    name = str(row["policy"]).split(",")[0]
-    policy, gpus = _POLICIES.get(name), int(row["gpus"])
-    return Prediction(
-        table=TABLE,
-        run="",
-        row=f"{row['policy']}, {gpus} GPUs",
-        source=f"{row['repo']}, {row['path']} ({row['commit'][:7]})",
-        measured_seconds=float(row["value"]) / 1000,
-        predicted_seconds=None if policy is None else step_seconds(policy, gpus),
-        reason=f"no policy is called {name!r}" if policy is None else None,
-        assumed=None if policy is None else ASSUMED,
-    )

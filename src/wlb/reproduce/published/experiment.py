@@ -12,15 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wlb.report.plots import pyplot_without_display, save
 from wlb.reproduce.experiment import Column, Report, Settings, Table, Value
 from wlb.reproduce.published.batches import measured_batch_rows, system_ratios
-from wlb.reproduce.published.dynamic_cp import TABLE, dynamic_cp_rows, speed_ratios
+from wlb.reproduce.published.dynamic_cp import TABLE, dynamic_cp_row, speed_ratios
 from wlb.reproduce.published.kernels import kernel_rows
 from wlb.reproduce.published.prediction import Prediction
 from wlb.reproduce.published.reading import read_measurements
 from wlb.reproduce.published.summary import Summary, compared, summaries
-from wlb.reproduce.published.whole_steps import whole_step_rows
+from wlb.reproduce.published.whole_steps import whole_step_row
 
 _GROUPS = {"table": "by table", "kind": "whole steps, by kind", "run": "measured batches, by run"}
 _BAND = 0.2
@@ -30,6 +32,7 @@ def run(settings: Settings) -> Report:
     """The report on ``settings.measured``, or on the project's own table."""
     document = read_measurements(settings.measured)
     predictions = predicted_rows(document)
+    left_out = Counter(one.left_out for one in predictions if one.left_out)
     grouped = {by: summaries(predictions, by) for by in _GROUPS}
     return Report(
         title="Published measurements, and what the simulator predicts for them",
@@ -44,6 +47,7 @@ def run(settings: Settings) -> Report:
         notes=[
             "error: predicted over measured seconds of a step (or kernel), less one; slope: measured over predicted",
             "what is assumed where a publication does not say is with each row in the JSON",
+            *(f"left out of statistics, {count} rows: {reason}" for reason, count in left_out.items()),
         ],
         more={
             "rows": [asdict(one) for one in predictions],
@@ -54,21 +58,20 @@ def run(settings: Settings) -> Report:
 
 def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
     """A prediction, or a reason, for all of a document: rows in their order, then kernels, then runs."""
-    rows = document.get("rows", [])
-    dynamic = iter(dynamic_cp_rows([row for row in rows if row["table"] == TABLE]))
-    others = iter(whole_step_rows([row for row in rows if row["table"] != TABLE]))
     return [
-        *(next(dynamic if row["table"] == TABLE else others) for row in rows),
-        *(kernel_rows(document) if "kernels" in document else []),
-        *(measured_batch_rows(document) if "runs" in document else []),
+        *(dynamic_cp_row(row) if row.get("table") == TABLE else whole_step_row(row) for row in document["rows"]),
+        *kernel_rows(document),
+        *measured_batch_rows(document),
     ]
 
 
 def _table(title: str, by: str, grouped: Sequence[Summary]) -> Table:
+    """Rows without a prediction have no kind, so only other tables count them."""
+    published = by != "kind"
     columns = (
         Column(by),
-        Column("rows", "", ",.0f"),
-        Column("predicted", "", ",.0f"),
+        *([Column("rows", "", ",.0f")] if published else []),
+        Column("compared", "", ",.0f"),
         Column("median error", "simulated", "+.1%"),
         Column("median absolute", "simulated", ".1%"),
         Column("worst", "simulated", "+.1%"),
@@ -78,7 +81,8 @@ def _table(title: str, by: str, grouped: Sequence[Summary]) -> Table:
     )
     rows = [
         (
-            *(one.name, one.rows, one.count, one.median_error, one.median_absolute_error, one.worst_error),
+            *((one.name, one.rows) if published else (one.name,)),
+            *(one.count, one.median_error, one.median_absolute_error, one.worst_error),
             *(one.bias, one.correlation, one.slope),
         )
         for one in grouped
@@ -88,13 +92,13 @@ def _table(title: str, by: str, grouped: Sequence[Summary]) -> Table:
 
 def _systems(predictions: Sequence[Prediction]) -> list[Table]:
     columns = (
-        *(Column("runs of the same batches"), Column("system"), Column("over"), Column("batches", "", ",.0f")),
+        *(Column("run"), Column("system"), Column("over run"), Column("its system"), Column("batches", "", ",.0f")),
         *(Column("seconds over its, measured", "quoted", ".3f"), Column("predicted", "simulated", ".3f")),
     )
     rows: list[tuple[Value, ...]] = []
     for one in system_ratios(predictions):
         system, over = (name.rpartition(": ")[2] for name in (one.table, one.base_table))
-        rows.append((one.run, system, over, one.batches, one.measured, one.predicted))
+        rows.append((one.run, system, one.base, over, one.batches, one.measured, one.predicted))
     return [Table("systems beside each other", columns, rows)] if rows else []
 
 
@@ -106,24 +110,27 @@ def _without_prediction(predictions: Sequence[Prediction]) -> list[Table]:
 
 def _draw(predictions: Sequence[Prediction], path: Path) -> None:
     pyplot = pyplot_without_display()
-    figure, axis = pyplot.subplots(figsize=(7.2, 6.6), constrained_layout=True)
-    sources: dict[str, list[Prediction]] = {}
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+
+    figure, axis = pyplot.subplots(figsize=(9.0, 5.2), constrained_layout=True)
+    sources: dict[str, list[tuple[float, float]]] = {}
     for one in predictions:
-        sources.setdefault(one.source.split()[0], []).append(one)
-    colours = iter(pyplot.get_cmap("tab10").colors * (1 + len(sources) // 10))
-    every = compared(predictions)
-    for source, group in sorted(sources.items(), key=lambda item: -len(compared(item[1]))):
-        pairs = compared(group)
-        if pairs:
-            axis.plot(*zip(*pairs, strict=True), "o", ms=3, alpha=0.6, mew=0, color=next(colours), label=source)
-    if every:
-        ends = [0.7 * min(map(min, every)), 1.4 * max(map(max, every))]
-        axis.plot(ends, ends, color="black", linewidth=0.8, zorder=0)
-        low, high = ([(1 + sign * _BAND) * end for end in ends] for sign in (-1, 1))
-        axis.fill_between(ends, low, high, color="#b8bfc7", alpha=0.4, linewidth=0, zorder=0, label=f"±{_BAND:.0%}")
-        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
-        axis.legend(frameon=False, fontsize=8, loc="upper left", markerscale=1.8)
-    axis.set(xlabel="measured, seconds", ylabel="predicted, seconds")
+        sources.setdefault(one.source.partition(" ")[0], []).extend(compared([one]))
+    sources = {source: pairs for source, pairs in sources.items() if pairs}
+    colours = pyplot.get_cmap("tab10") if len(sources) <= 10 else pyplot.get_cmap("turbo", len(sources))
+    axis.axhspan(1 - _BAND, 1 + _BAND, color="#b8bfc7", alpha=0.4, linewidth=0, zorder=0, label=f"±{_BAND:.0%}")
+    axis.axhline(1.0, color="black", linewidth=0.8, zorder=0)
+    for index, (source, pairs) in enumerate(sorted(sources.items(), key=lambda item: -len(item[1]))):
+        measured, predicted = np.array(pairs).T
+        axis.plot(measured, predicted / measured, "o", ms=3, alpha=0.6, mew=0, color=colours(index), label=source)
+    axis.set(xscale="log", yscale="log", xlabel="measured, seconds", ylabel="predicted / measured")
+    shortest, longest = axis.get_xlim()
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if longest < 1e3 * shortest else (1,), numticks=20))
+    axis.yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 5]))
+    for scale in (axis.xaxis, axis.yaxis):
+        scale.set_major_formatter("{x:g}")
+        scale.set_minor_locator(NullLocator())
+    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), markerscale=1.8)
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title("published measurements, and what the simulator predicts", fontsize=10)

@@ -7,6 +7,7 @@ simulator has no price for says so.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -15,8 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.errors import UserError
 from wlb.reproduce.published.distributed_attention import SHAPE, SYSTEMS, TOKENS_OF_A_GPU, packs, stated_flops
-from wlb.reproduce.published.prediction import Prediction
+from wlb.reproduce.published.metrics import stated
+from wlb.reproduce.published.prediction import ODD, Prediction, source_of, why
 from wlb.simulate.costs import Direction
 from wlb.workload import AnalyticWorkload, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.links import group_link, shard_bytes
@@ -51,15 +54,42 @@ def kernel_rows(document: dict[str, Any]) -> list[Prediction]:
             name,
             "",
             one.row,
-            f"{table['repo']} {table['commit']} {table['path']}",
+            source_of(table) if isinstance(table, dict) else "",
             one.measured,
             one.predicted,
             reason=one.reason,
             assumed=one.assumed,
         )
-        for name, table in document["kernels"].items()
-        for one in _TABLES.get(name, _unknown)(table["rows"])
+        for name, table in document.get("kernels", {}).items()
+        for one in _of_table(name, table)
     ]
+
+
+def _of_table(name: str, table: Any) -> Iterator[_Row]:
+    try:
+        for text in ("repo", "commit", "path", "rows"):
+            stated(table, text)
+        rows = [*_leaves(table["rows"])] if isinstance(table["rows"], dict) else list(table["rows"])
+    except ODD as error:
+        yield _Row("", None, None, reason=why(error))
+        return
+    for index, row in enumerate(rows):
+        try:
+            found = list(_TABLES.get(name, _unknown)(index, row))
+            if not all(s is None or 0 < s < math.inf for one in found for s in (one.measured, one.predicted)):
+                raise UserError("its seconds are not positive")
+            yield from found
+        except ODD as error:
+            yield _Row(f"row {index}", None, None, reason=why(error))
+
+
+def _leaves(rows: Any, *names: str) -> Iterator[tuple[Any, ...]]:
+    """What a chart shows, each value with its names."""
+    if not isinstance(rows, dict):
+        yield (*names, rows)
+        return
+    for name, inner in rows.items():
+        yield from _leaves(inner, *names, name)
 
 
 def launch_seconds(
@@ -97,10 +127,10 @@ def cut_launches(rows: list[dict[str, Any]]) -> list[CutLaunch]:
     return found
 
 
-def _cut_rows(rows: list[dict[str, Any]]) -> Iterator[_Row]:
-    for index, (heads, starts, stops, measured) in enumerate(cut_launches(rows)):
-        predicted = launch_seconds(_H100, heads, starts, stops) + CALL["forward"]
-        yield _Row(f"row {index}", measured, predicted, assumed="FlashAttention-2")
+def _cut_rows(index: int, row: dict[str, Any]) -> Iterator[_Row]:
+    [(heads, starts, stops, measured)] = cut_launches([row])
+    predicted = launch_seconds(_H100, heads, starts, stops) + CALL["forward"]
+    yield _Row(f"row {index}", measured, predicted, assumed="FlashAttention-2")
 
 
 def _batch(text: str) -> list[int]:
@@ -111,80 +141,72 @@ def _batch(text: str) -> list[int]:
     return [int(found[1])] * int(found[2] or 1)
 
 
-def _shards(rows: list[dict[str, Any]]) -> Iterator[_Row]:
+def _shards(_: int, row: dict[str, Any]) -> Iterator[_Row]:
     """Heads and tails of a context as pieces of two shards each, half the context and a shard before their end."""
-    for row in rows:
-        shard, context = row["cp_shard_len"], row["L"]
-        queries, keys = (shard, context) if row["num_seq"] == 1 else (2 * shard, context // 2 + shard)
-        stops = np.full(max(1, row["num_seq"] // 2), keys)
-        seconds = launch_seconds(_H200, row["num_heads"], stops - queries, stops)
-        measured = row["duration_ms"] / 1e3 * 50 / 60  # its script divides the seconds of 60 calls by 50
-        yield _Row(f"{shard} tokens", measured, seconds, assumed="H200, FlashAttention-2")
+    shard, context = row["cp_shard_len"], row["L"]
+    queries, keys = (shard, context) if row["num_seq"] == 1 else (2 * shard, context // 2 + shard)
+    stops = np.full(max(1, row["num_seq"] // 2), keys)
+    seconds = launch_seconds(_H200, row["num_heads"], stops - queries, stops)
+    measured = row["duration_ms"] / 1e3 * 50 / 60  # its script divides the seconds of 60 calls by 50
+    yield _Row(f"{shard} tokens", measured, seconds, assumed="H200, FlashAttention-2")
 
 
-def _both_directions(rows: list[dict[str, Any]]) -> Iterator[_Row]:
-    for index, row in enumerate(rows):
-        stops = np.full(row["documents"], row["seq_len"])
-        for name, direction in _DIRECTIONS.items():
-            seconds = launch_seconds(_H200, 32 // row["tp"], 0 * stops, stops, direction)
-            measured, predicted = row[f"{name}_ms"] / 1e3, seconds + HOST_CALL[direction]
-            yield _Row(f"row {index}, {direction}", measured, predicted, assumed="H200, FlashAttention-2")
+def _both_directions(index: int, row: dict[str, Any]) -> Iterator[_Row]:
+    stops = np.full(row["documents"], row["seq_len"])
+    for name, direction in _DIRECTIONS.items():
+        seconds = launch_seconds(_H200, 32 // row["tp"], 0 * stops, stops, direction)
+        measured, predicted = row[f"{name}_ms"] / 1e3, seconds + HOST_CALL[direction]
+        yield _Row(f"row {index}, {direction}", measured, predicted, assumed="H200, FlashAttention-2")
 
 
-def _products(rows: list[dict[str, Any]]) -> Iterator[_Row]:
-    for index, row in enumerate(rows):
-        for name, milliseconds in row.items():
-            if "." in name:
-                part = name.rsplit(".", 1)[1]
-                measured = float(milliseconds) / 1e3
-                yield _Row(f"row {index}, {part}", measured, None, reason="neither the model nor the GPU is named")
+def _products(index: int, row: dict[str, Any]) -> Iterator[_Row]:
+    for name, milliseconds in row.items():
+        if "." in name:
+            part = name.rsplit(".", 1)[1]
+            measured = float(milliseconds) / 1e3
+            yield _Row(f"row {index}, {part}", measured, None, reason="neither the model nor the GPU is named")
 
 
-def _in_a_node(rows: list[dict[str, Any]]) -> Iterator[_Row]:
-    for row in rows:
-        ranks, size, kind = int(row["ngpu"]), float(row["size_bytes"]), row["op"]
-        label, measured = f"{kind}, {ranks} GPUs, {size / 2**20:,.0f} MiB", float(row["t_us_out"]) / 1e6
-        if kind == "all_reduce" and ranks == _H200.node_size:
-            reason = "an all-reduce of a whole node runs in its switch, which the simulator has no price for"
-            yield _Row(label, measured, None, reason=reason)
-            continue
-        received = shard_bytes(size, ranks) * (2 if kind == "all_reduce" else 1)
-        predicted = float(group_link(_H200, "all_gather", ranks, stride=1).seconds(received))
-        yield _Row(label, measured, predicted)
+def _in_a_node(_: int, row: dict[str, Any]) -> Iterator[_Row]:
+    ranks, size, kind = int(row["ngpu"]), float(row["size_bytes"]), row["op"]
+    label, measured = f"{kind}, {ranks} GPUs, {size / 2**20:,.0f} MiB", float(row["t_us_out"]) / 1e6
+    if kind == "all_reduce" and ranks == _H200.node_size:
+        reason = "an all-reduce of a whole node runs in its switch, which the simulator has no price for"
+        yield _Row(label, measured, None, reason=reason)
+        return
+    received = shard_bytes(size, ranks) * (2 if kind == "all_reduce" else 1)
+    predicted = float(group_link(_H200, "all_gather", ranks, stride=1).seconds(received))
+    yield _Row(label, measured, predicted)
 
 
-def _between_nodes(rows: list[dict[str, Any]]) -> Iterator[_Row]:
+def _between_nodes(_: int, row: dict[str, Any]) -> Iterator[_Row]:
     """Two ranks on two nodes, beside seven such pairs; torch copies what both gave into the tensors of a list."""
     link = group_link(_H200, "all_gather", 2, stride=_H200.node_size)
-    for row in rows:
-        received = row["mb"] * 2**20
-        predicted = float(link.seconds(received)) + 4 * received / _H200.memory_bandwidth
-        yield _Row(f"{row['mb']:,.0f} MiB", row["ms"] / 1e3, predicted, assumed="H200, an adapter of 400 Gb/s each")
+    received = row["mb"] * 2**20
+    predicted = float(link.seconds(received)) + 4 * received / _H200.memory_bandwidth
+    yield _Row(f"{row['mb']:,.0f} MiB", row["ms"] / 1e3, predicted, assumed="H200, an adapter of 400 Gb/s each")
 
 
-def _bars(rows: dict[str, dict[str, dict[str, float]]]) -> Iterator[_Row]:
+def _bars(_: int, bar: tuple[str, str, str, float]) -> Iterator[_Row]:
     """TFLOP/s of a GPU become the seconds of a mean pack."""
-    for chart, by_name in rows.items():
-        what, _, way = chart.partition("_")
-        direction = _DIRECTIONS[way]
-        for name, bars in by_name.items():
-            for size, rate in bars.items():
-                gpus = 1 if what == "kernel" else int(size)
-                total = int(size) * 1024 if what == "kernel" else gpus * TOKENS_OF_A_GPU
-                mixes = packs(total)
-                flops = np.array([stated_flops(lengths, direction) for lengths in mixes])
-                measured = float(flops.mean()) / (rate * 1e12 * gpus)
-                label = f"{chart}, {name}, {total // 1024}K tokens" + (f", {gpus} GPUs" if gpus > 1 else "")
-                if name not in (_KERNELS if what == "kernel" else SYSTEMS):
-                    reason = _NO_KERNEL if what == "kernel" else _NO_SYSTEM
-                    yield _Row(label, measured, None, reason=reason)
-                    continue
-                if what == "kernel":
-                    seconds = [_kernel(name, lengths, direction) for lengths in mixes]
-                else:
-                    seconds = [SYSTEMS[name](lengths, gpus, direction) for lengths in mixes]
-                predicted = float(flops.mean() / np.mean(flops / seconds))
-                yield _Row(label, measured, predicted, assumed=_DRAWN)
+    chart, name, size, rate = bar
+    what, way = chart.split("_")
+    direction = _DIRECTIONS[way]
+    gpus = 1 if what == "kernel" else int(size)
+    total = int(size) * 1024 if what == "kernel" else gpus * TOKENS_OF_A_GPU
+    mixes = packs(total)
+    flops = np.array([stated_flops(lengths, direction) for lengths in mixes])
+    measured = float(flops.mean()) / (rate * 1e12 * gpus)
+    label = f"{chart}, {name}, {total // 1024}K tokens" + (f", {gpus} GPUs" if gpus > 1 else "")
+    if name not in (_KERNELS if what == "kernel" else SYSTEMS):
+        yield _Row(label, measured, None, reason=_NO_KERNEL if what == "kernel" else _NO_SYSTEM)
+        return
+    if what == "kernel":
+        seconds = [_kernel(name, lengths, direction) for lengths in mixes]
+    else:
+        seconds = [SYSTEMS[name](lengths, gpus, direction) for lengths in mixes]
+    predicted = float(flops.mean() / np.mean(flops / seconds))
+    yield _Row(label, measured, predicted, assumed=_DRAWN)
 
 
 def _kernel(name: str, lengths: list[int], direction: Direction) -> float:
@@ -193,12 +215,11 @@ def _kernel(name: str, lengths: list[int], direction: Direction) -> float:
     return seconds + call[direction]
 
 
-def _unknown(rows: Any) -> Iterator[_Row]:
-    for index, _ in enumerate(rows):
-        yield _Row(f"row {index}", None, None, reason="a table that is not known here")
+def _unknown(index: int, _: Any) -> Iterator[_Row]:
+    yield _Row(f"row {index}", None, None, reason="a table that is not known here")
 
 
-_TABLES: dict[str, Callable[[Any], Iterator[_Row]]] = {
+_TABLES: dict[str, Callable[[int, Any], Iterator[_Row]]] = {
     "attn_fwd_h100": _cut_rows,
     "attn_real_mixes_h100": _cut_rows,
     "attn_shard_length": _shards,

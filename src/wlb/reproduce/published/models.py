@@ -45,7 +45,7 @@ _SHAPES = MODEL_SHAPES | {
     "llama-34b": ModelShape(8192, 48, 64, 8, 128, 22_016, 32_000),
     "qwen2.5-32b": ModelShape(5120, 64, 40, 8, 128, 27_648, 152_064),
 }
-# What tables call models that have another name here; compared without case, remarks in brackets and "-2-node".
+# What tables call models that have another name here; compared without case, owner, remarks in brackets and "-2-node".
 _ALIASES = {
     "llama2-7b": "7b",
     "llama2-70b": "70b",
@@ -54,14 +54,20 @@ _ALIASES = {
     "llama3.1-405b": "llama3-405b",
     "deepseekv3": "deepseek-v3",
     "deepseek-v3-671b": "deepseek-v3",
+    "deepseek-r1-distill-llama-8b": "llama3-8b",
+    "codellama-34b-hf": "llama-34b",
     "qwen3-moe-30b": "qwen3-30b-a3b",
+    "qwen3-30b": "qwen3-30b-a3b",
+    "qwen3-30b3a": "qwen3-30b-a3b",
+    "qwen3-235b": "qwen3-235b-a22b",
 }
 
 
 def published_shape(name: str) -> ModelShape:
     """The model that a table calls ``name``; raises ``UserError`` where its shape is not known here."""
     plain = re.sub(r"\(.*?\)", "", name).strip().lower()
-    plain = re.sub(r"[\s_]+", "-", plain).removesuffix("-2-node")
+    plain = re.sub(r"[\s_]+", "-", plain.rpartition("/")[2])
+    plain = re.sub(r"-\d+-nodes?$", "", plain.replace("llama-3", "llama3"))
     try:
         return _SHAPES[_ALIASES.get(plain, plain)]
     except KeyError:

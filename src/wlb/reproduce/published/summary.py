@@ -16,7 +16,7 @@ _FEWEST = 3  # points that a correlation is worth giving for
 class Summary:
     """Of all measurements that have the same ``name`` in what they are grouped ``by``.
 
-    ``rows`` were published, ``count`` of them are predicted. An error is predicted over measured seconds, less one;
+    ``rows`` were published, ``count`` of them are compared. An error is predicted over measured seconds, less one;
     ``bias`` is the mean error, ``worst_error`` the one furthest from 0. ``slope`` is that of the line through measured
     over predicted seconds, with a constant. None where there are too few points.
     """
@@ -44,11 +44,11 @@ def summaries(predictions: Sequence[Prediction], by: str) -> list[Summary]:
 
 
 def compared(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
-    """Measured and predicted seconds, where there are both."""
+    """Measured and predicted seconds, where there are both and they are not left out."""
     return [
         (one.measured_seconds, one.predicted_seconds)
         for one in predictions
-        if one.measured_seconds and one.predicted_seconds is not None
+        if one.measured_seconds and one.predicted_seconds is not None and not one.left_out
     ]
 
 

@@ -5,13 +5,13 @@ about layout, precision and recomputation is taken from it; what its repository 
 micro-batches of such a step are alike, so one is priced and stands for all.
 
 A row that does not say what decides its time has a reason in place of a prediction. Where recomputation is not stated,
-the cheapest kind is assumed that is predicted to fit the GPU's memory.
+none is assumed for Megatron and what is built on it, fitting or not; for other repositories the cheapest kind that is
+predicted to fit the GPU's memory.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.reproduce.published.metrics import Row, seconds_of_step, size, stated, step_tokens
 from wlb.reproduce.published.models import published_shape
-from wlb.reproduce.published.prediction import Prediction
+from wlb.reproduce.published.prediction import ODD, Prediction, source_of, why
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.search import fitted
@@ -45,14 +45,14 @@ class Stack(NamedTuple):
     weights: Literal["gathered", "kept"]
     prefetch: bool = True
     async_tp: bool = False
-    assumed: tuple[str, ...] = ()
 
 
 _LLM_FOUNDRY, _BRIDGE = "mosaicml/llm-foundry", "NVIDIA-NeMo/Megatron-Bridge"
 _TORCHTITAN, _AUTOMODEL = "pytorch/torchtitan", "NVIDIA-NeMo/Automodel"
 _MEGATRON = Stack("cudnn", True, "kept")
 # NeMo's recipes overlap tensor-parallel collectives with matrix products (``tp_comm_overlap``).
-_NEMO = _MEGATRON._replace(async_tp=True, assumed=("attention by cuDNN, and tensor-parallel collectives overlapped",))
+_NEMO = _MEGATRON._replace(async_tp=True)
+_KERNELS = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "triton": "Triton's kernel"}
 _STACKS = {
     _TORCHTITAN: Stack("fa2", True, "gathered"),
     _LLM_FOUNDRY: Stack("fa2", False, "gathered"),
@@ -85,24 +85,22 @@ class PublishedStep:
         return float(Steps.of_shards(Shards(*map(repeated, one)), costs).seconds[0])
 
 
-def whole_step_rows(rows: Sequence[Row]) -> list[Prediction]:
-    """A prediction, or why there is none, for every row of whole steps, in their order."""
-    return [_prediction(row) for row in rows]
-
-
-def _prediction(row: Row) -> Prediction:
+def whole_step_row(row: Row) -> Prediction:
+    """A prediction, or why there is none, for a row of whole steps."""
     measured: float | None = None
     predicted: float | None = None
     step: PublishedStep | None = None
     reason: str | None = None
     try:
+        for name in ("table", "repo", "commit", "path", "model"):
+            stated(row, name)
         measured = seconds_of_step(row)
         step = published_step(row)
         predicted = step.seconds
-    except UserError as error:
-        reason = str(error)
+    except ODD as error:
+        reason = why(error)
     return Prediction(
-        table=row["table"],
+        table=str(row.get("table") or "rows of no table"),
         run="",
         row=_label(row),
         source=source_of(row),
@@ -114,16 +112,11 @@ def _prediction(row: Row) -> Prediction:
     )
 
 
-def source_of(row: Row) -> str:
-    """Repository, commit and path."""
-    return f"{row['repo']} {row['commit']} {row['path']}"
-
-
 def _label(row: Row) -> str:
     sizes = [f"{name} {row[name]}" for name in ("tp", "cp", "pp", "ep") if row.get(name) not in (None, 1)]
     hardware = re.sub(r"[ ,(].*", "", str(row.get("hardware") or ""))
     said = [
-        row["model"],
+        row.get("model"),
         hardware,
         row.get("precision"),
         f"{row.get('gpus')} GPUs",
@@ -144,10 +137,10 @@ def published_step(row: Row) -> PublishedStep:
         size(row, "ep")
     layout = _layout(row)
     job = _job(row, shape, stack, layout)
-    assumed = [*stack.assumed, *layout.assumed, *_remarks(row, shape)]
+    assumed = [*layout.assumed, *_remarks(row, shape, stack, job)]
     recomputation = _stated_recomputation(row)
     if recomputation is None and stack.weights == "kept":
-        assumed.append("no recomputation, or of element-wise operations only")
+        assumed.append("no recomputation, or of element-wise operations only, whether or not that fits")
     elif recomputation is None:
         fitting = fitted(_held(job, job.software.reduces_always))
         kind: Recomputation = fitting.activation_checkpointing if fitting else "full"
@@ -164,12 +157,19 @@ def _refuse_what_is_no_plain_step(row: Row) -> None:
         raise UserError("the step includes rollouts")
     if row["repo"] == "hao-ai-lab/DistCA":
         raise UserError("the lengths of its documents are not published")
-    if str(row.get("kind")).startswith("LoRA") or (row["repo"] == _AUTOMODEL and "triton" in _note(row)):
+    words = f"{row['table']} {row.get('kind')} {row['model']} {_note(row)}"
+    if _says(words, r"\bq?lora") or (row["repo"] == _AUTOMODEL and _says(words, "triton")):
         raise UserError("LoRA, whose backward leaves out weight gradients, is not simulated")
 
 
 def _note(row: Row) -> str:
     return str(row.get("note") or "")
+
+
+def _says(text: str, word: str) -> bool:
+    """Whether ``text`` has ``word``, a pattern, also as a part of another word, and does not deny it."""
+    found = re.search(rf"(\b(?:no|not|non|without)\b|w/o)?[\s-]*[\w.-]*{word}", text, re.IGNORECASE)
+    return found is not None and found[1] is None
 
 
 def ran_triton(row: Row) -> bool:
@@ -255,9 +255,9 @@ def _software(row: Row, stack: Stack, layout: _Layout) -> Software:
         weights = "kept"
     return Software(
         weights=weights,
-        prefetch=stack.prefetch or "prefetch" in note,
+        prefetch=stack.prefetch or _says(note, "prefetch"),
         reduces_always=weights == "gathered",
-        async_tp=stack.async_tp or "async" in note.lower(),
+        async_tp=stack.async_tp or _says(note, "async"),
         expert_parallel=1 if row.get("ep") is None else size(row, "ep"),
     )
 
@@ -275,12 +275,18 @@ def _hardware(row: Row, stack: Stack) -> Hardware:
         bandwidth = hardware.memory_bandwidth * 1555 / 2039
         hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
     hardware = hardware.attending_with("triton" if ran_triton(row) else stack.attention)
-    if not stack.compiled or row.get("note") == "FSDP":
+    if not stack.compiled or _ran_eagerly(row):
         hardware = hardware.eager()
     if "500 W" in row["hardware"]:
         hardware = hardware.at_power(500 / 700)
     precision = _precision(row)
     return hardware if precision == "bf16" else hardware.computing_in(precision)
+
+
+def _ran_eagerly(row: Row) -> bool:
+    """Whether torchtitan ran without ``torch.compile``: notes of its first table name all that was used."""
+    note = _note(row).lower()
+    return row["repo"] == _TORCHTITAN and (note == "fsdp" or ("compile" in note and not _says(note, "compile")))
 
 
 def _precision(row: Row) -> Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]:
@@ -303,13 +309,20 @@ def _stated_recomputation(row: Row) -> Recomputation | None:
     return "selective" if "selective" in text else None
 
 
-def _remarks(row: Row, shape: ModelShape) -> list[str]:
+def _remarks(row: Row, shape: ModelShape, stack: Stack, job: SimulatedJob) -> list[str]:
     """What is assumed about a row beside its layout."""
     remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
+    remarks.append(f"attention by {_KERNELS['triton' if ran_triton(row) else stack.attention]}")
+    if not _says(_note(row), "compile"):
+        eager = not stack.compiled or _ran_eagerly(row)
+        remarks.append("eager kernels" if eager else "kernels compiled, or fused in another way")
+    if not row.get("fsdp"):
+        weights = "kept whole" if job.software.weights == "kept" else "gathered by FSDP in every micro-batch"
+        remarks.append(f"weights {weights}")
+    if job.tp > 1 and job.software.async_tp and not _says(_note(row), "async"):
+        remarks.append("tensor-parallel collectives overlapped")
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")
-    if ran_triton(row):
-        remarks.append("attention by Triton's kernel")
     if "500 W" in row["hardware"]:
         remarks.append("at 500 of 700 W GPUs compute at the root of that")
     if "MXFP8" in str(row.get("precision")):
