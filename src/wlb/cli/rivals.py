@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wlb.rivals.policy import Outcome
     from wlb.simulate.search import SearchSpace
 
-_STEPS = 4
+_STEPS = 2  # as many as ``wlb reproduce rivals`` simulates, so that both give one figure
 
 
 def rivals(
