@@ -20,6 +20,7 @@ from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.config import JobConfig
 from wlb.training import launcher as launch_module
+from wlb.training.fork_server import ForkServer
 from wlb.training.runtime.failures import Ending
 
 PARALLEL = {"dp": 2}
@@ -156,11 +157,11 @@ class Script:
                 "training": {"grace_seconds": 0.0},
             }
         )
-        ending = launch_module._run_ranks(config, (), self._request)
+        ending = launch_module._run_ranks(config, (), self._request, ForkServer())
         assert not any(is_running(process.pid) for process in self.processes)
         return ending
 
-    def _start(self, _: object, __: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
+    def _start(self, *_: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
         record = f"""record() {{ echo '{{"message": {{"message": "'$1'"}}}}' > {quote(str(error_file))}; }}"""
         self.processes.append(
             subprocess.Popen(["sh", "-c", f"{record}; {self._commands[rank]}"], start_new_session=True)
