@@ -20,7 +20,7 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from wlb.errors import require
 from wlb.training.runtime.console import flush
@@ -36,9 +36,9 @@ class ForkedRank:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
+        self.returncode: int | Any = None
 
-    def poll(self) -> int | None:
+    def poll(self) -> int | Any:
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None

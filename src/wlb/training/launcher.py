@@ -19,13 +19,12 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from wlb.config import JobConfig
 from wlb.config_file import load_config
 from wlb.errors import UserError, require
 from wlb.training.checkpoint.files import step_of
-from wlb.training.fork_server import ForkServer
+from wlb.training.fork_server import ForkedRank, ForkServer
 from wlb.training.runtime.console import meanwhile, say, show_meanwhile
 from wlb.training.runtime.failures import (
     HUNG_STATUS,
@@ -44,6 +43,8 @@ _LAST_WORDS_SECONDS = 2.0  # for the other ranks to end by themselves when it is
 _LOST_PEER_SECONDS = 30.0  # the same after any other error: a peer may have been killed and still be about to end
 _KILL_SECONDS = 30.0  # a process that waits for a disk or a device dies only when that answers
 _POLL_SECONDS = 0.1
+
+_Rank = ForkedRank | subprocess.Popen[bytes]
 
 
 def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = False) -> int:
@@ -147,16 +148,6 @@ class Restarts:
         self.left -= 1
         self._started_from = step
         return f"checkpoint {newest.name}" if newest else "the first step, as there is no checkpoint yet"
-
-
-class _Rank(Protocol):
-    """What is used of ``subprocess.Popen``, and ``ForkedRank`` has."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def returncode(self) -> int | None: ...
-    def poll(self) -> int | None: ...
 
 
 def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest, server: ForkServer) -> Ending | None:
