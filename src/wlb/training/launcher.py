@@ -194,7 +194,8 @@ def _environment(config: JobConfig, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"wlb-{os.getpid()}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Before the ranks import torch; where the variable is set and training.threads is not, it keeps its value.
+        # For libraries that a rank has yet to load; joined_job sets torch's threads. Where the variable is set and
+        # training.threads is not, it keeps its value.
         "OMP_NUM_THREADS": str(threads_per_process(config.training, world_size)),
     }
 
