@@ -49,9 +49,6 @@ from wlb.training.preflight import check_job
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny_elastic.toml"
 PRESETS = ("plain-4d", "elastic")
-# A thread for each process, which keeps its memory as one on a GPU does: glibc would return every tensor of over 32 MiB
-# to the system, and have it cleared page by page when it is needed again, in large micro-batches only.
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 VOCABULARY = 1024
 WINDOW = 4096
 
@@ -171,7 +168,7 @@ def train_in_turns(out: Path, store: Path, arguments: argparse.Namespace) -> Non
         trained = subprocess.run(
             [*torchrun, str(ROOT / "examples" / "side_by_side.py"), *words],
             stderr=errors,
-            env=os.environ | ONE_THREAD,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
             check=False,
         )
     if trained.returncode:

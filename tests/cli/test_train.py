@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _nothing_may_start(*_: object) -> None:
+def _nothing_may_start(*_: object, **__: object) -> None:
     raise AssertionError("processes were started")
 
 

@@ -93,12 +93,16 @@ def steps_written(folder: Path) -> int:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Processes whose parent is ``launcher``, by rank (they are started in that order)."""
+    """Ranks whose parent is ``launcher``, in order: forked, or programs of their own."""
     try:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [int(child) for child in children if b"wlb.training" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return [int(child) for child in children if _is_rank(Path("/proc", child))]
     except FileNotFoundError:  # one of them has just ended
         return []
+
+
+def _is_rank(child: Path) -> bool:
+    return (child / "comm").read_text().startswith("wlb-rank-") or b"wlb.training" in (child / "cmdline").read_bytes()
 
 
 def is_running(pid: int) -> bool:

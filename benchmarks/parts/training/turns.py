@@ -33,9 +33,7 @@ CONFIG = ROOT / "configs" / "tiny.toml"
 IN_TURNS = ROOT / "examples" / "side_by_side.py"
 VOCABULARY = 512  # that of the preset tiny, which is what is profiled
 PROCESSES = 2
-# A thread for each process, which keeps its memory as one on a GPU does: glibc would return every tensor of over 32 MiB
-# to the system, and have it cleared page by page when it is needed again, in large micro-batches only.
-ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def make_parser(description: str | None, directory: str) -> argparse.ArgumentParser:

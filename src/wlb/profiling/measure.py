@@ -23,6 +23,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.profiling.timing import Case, Clock, CudaClock, Effort, ProcessClock, Timing, WallClock, measure_in_turns
 from wlb.profiling.workbench import Workbench
+from wlb.training.runtime.environment import keep_freed_memory
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
 from wlb.workload.shapes import ModelShape, check_built
 
@@ -101,6 +102,8 @@ def measure_profile(
     sizes = profiled_sizes(settings.max_length, settings.quick)
     held_out = held_out_sizes(settings.max_length, settings.quick)
     clock = _clock(settings)
+    if settings.device.type == "cpu":
+        keep_freed_memory()  # as ranks do
     with _threads(settings.threads):
         try:
             bench = Workbench(shard, settings.max_length, settings.device, settings.dtype)

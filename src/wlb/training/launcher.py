@@ -1,7 +1,8 @@
 """Starts one process per rank on this machine, supervises and restarts them.
 
-The processes run ``python -m wlb.training CONFIG`` in the environment that ``torchrun`` would give them, and meet in a
-store that the launcher holds. When one fails, the others have a moment to end by themselves, and are killed then.
+The processes run ``python -m wlb.training CONFIG`` in the environment that ``torchrun`` would give them, forked from a
+``ForkServer`` where there can be one, and meet in a store that the launcher holds. When one fails, the others have a
+moment to end by themselves, and are killed then.
 Whatever can be checked without them is checked before they start. Where a rank was killed or the job hung, all of them
 start again from the newest checkpoint.
 """
@@ -16,13 +17,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from wlb.config import JobConfig
 from wlb.config_file import load_config
 from wlb.errors import UserError, require
 from wlb.training.checkpoint.files import step_of
+from wlb.training.fork_server import ForkedRank, ForkServer
 from wlb.training.runtime.console import meanwhile, say, show_meanwhile
 from wlb.training.runtime.failures import (
     HUNG_STATUS,
@@ -42,6 +44,8 @@ _LOST_PEER_SECONDS = 30.0  # the same after any other error: a peer may have bee
 _KILL_SECONDS = 30.0  # a process that waits for a disk or a device dies only when that answers
 _POLL_SECONDS = 0.1
 
+_Rank = ForkedRank | subprocess.Popen[bytes]
+
 
 def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = False) -> int:
     """Train ``config_path`` with ``parallel.*`` processes on this machine; returns the exit status.
@@ -49,21 +53,22 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     With ``summary``, rank 0 prints one JSON object on stdout at the end. Raises ``UserError`` for mistakes that show
     before the processes start, and ``KeyboardInterrupt`` on Ctrl-C once they have ended.
     """
-    with _EndRequest() as request:
+    with _EndRequest() as request, ForkServer() as server:
         with meanwhile("checking the job"):
-            config = load_config(config_path, overrides, auto_dp=_dp_of_this_machine)
+            config = load_config(config_path, overrides, auto_dp=partial(_dp_of_this_machine, server))
+            server.start()
             require("torch", "train")
             from wlb.training.preflight import check_job
 
             check_job(config, local_processes=config.parallel.world_size)
-        arguments = ["-m", "wlb.training", str(config_path)]
+        arguments = [str(config_path)]
         for override in overrides:
             arguments += ["--set", override]
         if summary:
             arguments.append("--json")
         restarts = Restarts(config)
         request.ranks_answer = True
-        while ending := _run_ranks(config, arguments, request):
+        while ending := _run_ranks(config, arguments, request, server):
             request.ranks_answer = False  # there are none: verifying a checkpoint may take longer than a grace time
             origin = restarts.take() if ending.restart and not request.received else None
             request.ranks_answer = True
@@ -74,8 +79,9 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     return 0
 
 
-def _dp_of_this_machine(of_one_rank: int) -> int:
+def _dp_of_this_machine(server: ForkServer, of_one_rank: int) -> int:
     """As many data-parallel ranks as there are GPUs for; one on a machine without GPUs."""
+    server.start()  # before anything asks for a GPU
     gpus: int = require("torch", "train").cuda.device_count()
     return max(1, gpus // of_one_rank)
 
@@ -144,7 +150,7 @@ class Restarts:
         return f"checkpoint {newest.name}" if newest else "the first step, as there is no checkpoint yet"
 
 
-def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest) -> Ending | None:
+def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest, server: ForkServer) -> Ending | None:
     """Start all ranks and wait until they have ended; returns how, unless they have trained to the end."""
     from torch.distributed import TCPStore
 
@@ -152,11 +158,11 @@ def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest
     environment = _environment(config, store.port)
     with tempfile.TemporaryDirectory(prefix="wlb-") as folder:
         error_files = [Path(folder, f"rank-{rank}.json") for rank in range(config.parallel.world_size)]
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[_Rank] = []
         try:
             show_meanwhile(f"starting {len(error_files)} processes")
             for rank, error_file in enumerate(error_files):
-                ranks.append(_start(arguments, environment, rank, error_file))
+                ranks.append(_start(server, arguments, environment, rank=rank, error_file=error_file))
             unfinished = _wait(ranks, request, config.training.grace_seconds)
         finally:
             _kill(ranks)
@@ -188,29 +194,31 @@ def _environment(config: JobConfig, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"wlb-{os.getpid()}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # Before the ranks import torch; where the variable is set and training.threads is not, it keeps its value.
+        # For libraries that a rank has yet to load; joined_job sets torch's threads. Where the variable is set and
+        # training.threads is not, it keeps its value.
         "OMP_NUM_THREADS": str(threads_per_process(config.training, world_size)),
     }
 
 
 def _start(
-    arguments: Sequence[str], environment: Mapping[str, str], rank: int, error_file: Path
-) -> subprocess.Popen[bytes]:
+    server: ForkServer, arguments: Sequence[str], environment: Mapping[str, str], *, rank: int, error_file: Path
+) -> _Rank:
     """Start a rank in a session of its own: what is meant for this process by a terminal does not reach it.
 
     SIGTERM is blocked until it listens for it, so that none is too early.
     """
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    if forked := server.fork(arguments, {**environment, **own}):
+        return forked
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
     try:
-        return subprocess.Popen([sys.executable, *arguments], env={**environment, **own}, start_new_session=True)
+        program = [sys.executable, "-m", "wlb.training", *arguments]
+        return subprocess.Popen(program, env={**environment, **own}, start_new_session=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _wait(
-    ranks: Sequence[subprocess.Popen[bytes]], request: _EndRequest, grace_seconds: float
-) -> list[subprocess.Popen[bytes]]:
+def _wait(ranks: Sequence[_Rank], request: _EndRequest, grace_seconds: float) -> list[_Rank]:
     """Wait until all ranks have ended, but not for long after a failure or a request to end; returns those that run."""
     deadline, asked = math.inf, False
     while running := [process for process in ranks if process.poll() is None]:
@@ -221,7 +229,7 @@ def _wait(
         if not asked and (request.received or TERMINATED_STATUS in failed):
             asked, deadline = True, now + grace_seconds + _BEYOND_GRACE_SECONDS
             for process in running:
-                process.terminate()
+                os.kill(process.pid, signal.SIGTERM)
         elif not asked and failed:
             known = any(status < 0 or status in (USER_ERROR_STATUS, HUNG_STATUS) for status in failed)
             deadline = min(deadline, now + (_LAST_WORDS_SECONDS if known else _LOST_PEER_SECONDS))
@@ -229,15 +237,14 @@ def _wait(
     return running
 
 
-def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(ranks: Sequence[_Rank]) -> None:
     """End what still runs with all that it has started, also what is stopped and would not answer a SIGTERM."""
     running = [process for process in ranks if process.poll() is None]
     for process in running:
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_SECONDS
-    for process in running:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
+    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def _tell(ending: Ending, restarts: Restarts) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import resource
+
 import pytest
 import torch
 
+from tests.training.distributed import run_ranks
+from tests.training.jobs import job
 from wlb.config import TrainingConfig
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
@@ -12,6 +18,8 @@ from wlb.training.runtime.environment import (
     compute_dtype,
     dense_attention_warning,
     hardware_name,
+    joined_job,
+    keep_freed_memory,
     shared_store_warning,
     threads_per_process,
 )
@@ -86,3 +94,26 @@ def test_more_threads_than_cores_are_refused(monkeypatch):
     with pytest.raises(UserError, match=r"training\.threads = 1000000 for each process"):
         threads_per_process(TrainingConfig(threads=1_000_000), 1)
     assert threads_per_process(TrainingConfig(threads=4), 1) == 4
+
+
+def test_a_wrong_number_of_processes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    refused = r"3 processes were started, but parallel.\* asks for 4 \(dp 2 x pp 2 x cp 1 x tp 1\)"
+    with pytest.raises(UserError, match=refused), joined_job(job(tmp_path, parallel={"dp": 2, "pp": 2})):
+        pass
+
+
+def _faults_of_large_tensors() -> int:
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        del os.environ[name]
+    keep_freed_memory()
+    faults = [0]
+    for _ in range(20):
+        torch.ones(2**24)  # 64 MiB, or 16,384 pages
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    return faults[-1] - faults[-10]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
+def test_what_large_tensors_free_is_kept():
+    assert run_ranks(1, _faults_of_large_tensors)[0] < 50

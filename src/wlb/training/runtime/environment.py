@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # attention has more. docs/memory.md compares memory and CPU time with those of the libraries' 1,024.
 _COMPILED_PRODUCTS = "64"
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+
 
 @contextmanager
 def joined_job(config: JobConfig) -> Iterator[torch.device]:
@@ -49,6 +52,8 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
     bound_compiled_products()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     timeout = backend_timeout(config.training.timeout_seconds)
     store, rank = _meeting_place(timeout)
     dist.init_process_group(_BACKENDS[device.type], timeout=timeout, store=store, rank=rank, world_size=world_size)
@@ -64,6 +69,17 @@ def bound_compiled_products() -> None:
     """
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(variable, _COMPILED_PRODUCTS)
+
+
+def keep_freed_memory() -> None:
+    """Keep what tensors free for the next ones, as is done on a GPU, where the environment says nothing about it.
+
+    glibc would return every tensor of over 32 MiB to the system, which clears it page by page when it is needed again.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc only
+    if mallopt and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)  # unsigned, so never
 
 
 def _meeting_place(timeout: timedelta) -> tuple[dist.Store, int]:
