@@ -68,8 +68,8 @@ def pick_backend(query: Tensor, backend: str = "auto") -> AttentionBackend:
     return BACKENDS[backend]
 
 
-def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ``ValueError`` unless the three hold the same tokens and heads that can be grouped."""
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
+    """Raise ``ValueError`` unless they hold the same tokens and heads that can be grouped, and a window the token."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 3:
             raise ValueError(
@@ -82,9 +82,5 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"
         )
-
-
-def check_window(window: int) -> None:
-    """Raise ``ValueError`` for a window that does not hold the token itself."""
-    if window < 1:
+    if window is not None and window < 1:
         raise ValueError(f"window = {window} holds no token; it must be at least 1")
