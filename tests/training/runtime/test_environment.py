@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 import torch
 
-from wlb.config import TrainingConfig
+from wlb.config import ModelConfig, TrainingConfig
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
 from wlb.training.runtime.environment import (
@@ -14,6 +18,7 @@ from wlb.training.runtime.environment import (
     hardware_name,
     shared_store_warning,
     threads_per_process,
+    tokenizer_warning,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -86,3 +91,17 @@ def test_more_threads_than_cores_are_refused(monkeypatch):
     with pytest.raises(UserError, match=r"training\.threads = 1000000 for each process"):
         threads_per_process(TrainingConfig(threads=1_000_000), 1)
     assert threads_per_process(TrainingConfig(threads=4), 1) == 4
+
+
+def test_a_store_of_another_tokenizer_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    same = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+
+    def warning(name: str, sha256: str) -> str | None:
+        details = {"tokenizer": {"kind": "huggingface", "name": name, "sha256": sha256}}
+        with TokenStoreWriter(tmp_path / name, vocab_size=9, details=details) as writer:
+            writer.add(torch.arange(9).numpy())
+        return tokenizer_warning(ModelConfig(pretrained=tmp_path), TokenStore.open(tmp_path / name))
+
+    assert warning("same", same) is None
+    assert "prepared with the tokenizer other, not with" in (warning("other", "0" * 64) or "")
