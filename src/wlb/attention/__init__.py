@@ -12,8 +12,8 @@ those:
 
 A new back end is one new file and one line in ``backends/__init__.py``.
 
-Names of tensors end in their shape: T tokens that a rank holds · R tokens that it receives · S tokens that it sends ·
-Q queries and K keys of one call of a back end · H query heads · G key/value heads · E head_dim. x_R2GE holds keys and
+Names of tensors end in their shape: T tokens that a rank holds · A tokens that arrive there · S tokens that it sends ·
+Q queries and K keys of one call of a back end · H query heads · G key/value heads · E head_dim. x_A2GE holds keys and
 values side by side.
 """
 

@@ -37,14 +37,14 @@ class Arrival:
 
 
 def send_keys(k_TGE: Tensor, v_TGE: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
-    """Start sending a part of the local keys and values; what arrives is (R, 2, G, E)."""
+    """Start sending a part of the local keys and values; what arrives is (A, 2, G, E)."""
     sent_S2GE = torch.stack([x_TGE.index_select(0, part.send_rows) for x_TGE in (k_TGE, v_TGE)], dim=1)
     return _all_to_all(sent_S2GE, part.send_counts, part.receive_counts, group)
 
 
-def return_gradients(grad_R2GE: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+def return_gradients(grad_A2GE: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
     """Start sending the gradients of a part's received keys and values back to their owners."""
-    return _all_to_all(grad_R2GE, part.receive_counts, part.send_counts, group)
+    return _all_to_all(grad_A2GE, part.receive_counts, part.send_counts, group)
 
 
 def add_returned(grad_TGE: Tensor, returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> Tensor:

@@ -70,13 +70,13 @@ class PackedAttention(torch.autograd.Function):
         if layout.window_rows is None:
             again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, group)).take()
             for index, part in enumerate(layout.parts):
-                x_R2GE = received[index] if received else again[index].wait()
+                x_A2GE = received[index] if received else again[index].wait()
                 with region(_RECEIVED):
-                    grad_QHE, grad_R2GE = _received_gradients(
-                        grad_THE, q_THE, x_R2GE, out_THE, log_sum_exp_HT, part, backend
+                    grad_QHE, grad_A2GE = _received_gradients(
+                        grad_THE, q_THE, x_A2GE, out_THE, log_sum_exp_HT, part, backend
                     )
                 merged.append((part.query_rows, grad_QHE))
-                homeward.append(return_gradients(grad_R2GE, part, group))
+                homeward.append(return_gradients(grad_A2GE, part, group))
         if resend is not None:
             if resend.below is not None:
                 resend.below.start()
@@ -88,8 +88,8 @@ class PackedAttention(torch.autograd.Function):
             with region(_OWN):
                 grad_q_THE, *grads = backend.backward(grad_THE, q_THE, *keys, out_THE, log_sum_exp_HT, layout.own_runs)
         if layout.window_rows is not None:
-            grads, grad_R2GE = _window_gradients(grads, layout, len(k_TGE))
-            homeward = [return_gradients(grad_R2GE, part, group) for part in layout.parts]
+            grads, grad_A2GE = _window_gradients(grads, layout, len(k_TGE))
+            homeward = [return_gradients(grad_A2GE, part, group) for part in layout.parts]
         for rows, grad_QHE in merged:
             add_rows(grad_q_THE, rows, grad_QHE)
         if layout.parts:
@@ -118,9 +118,9 @@ def _attend(
         with region(_OWN):
             out_THE, log_sum_exp_HT = backend.forward(q_THE, *keys, layout.own_runs)
     for part, arrival in zip(layout.parts, arrivals, strict=True):
-        x_R2GE = arrival.wait()
+        x_A2GE = arrival.wait()
         with region(_RECEIVED):
-            _attend_received(q_THE, x_R2GE, out_THE, log_sum_exp_HT, part, backend)
+            _attend_received(q_THE, x_A2GE, out_THE, log_sum_exp_HT, part, backend)
     return AttentionResults(out_THE, log_sum_exp_HT, tuple([it.received for it in arrivals]) if keeps else ())
 
 
@@ -129,14 +129,14 @@ def _own_keys(k_TGE: Tensor, v_TGE: Tensor, received: Sequence[Tensor], layout: 
     if layout.window_rows is None:
         return k_TGE, v_TGE
     k_KGE, v_KGE = (
-        torch.cat([x_TGE, *(x_R2GE[:, side] for x_R2GE in received)])[layout.window_rows]
+        torch.cat([x_TGE, *(x_A2GE[:, side] for x_A2GE in received)])[layout.window_rows]
         for side, x_TGE in enumerate((k_TGE, v_TGE))
     )
     return k_KGE, v_KGE
 
 
 def _window_gradients(grads: Sequence[Tensor], layout: ShardLayout, tokens: int) -> tuple[list[Tensor], Tensor]:
-    """Gradients of local keys and values in a wide type, and of the received ones, (R, 2, G, E), from (K, G, E)."""
+    """Gradients of local keys and values in a wide type, and of the received ones, (A, 2, G, E), from (K, G, E)."""
     assert layout.window_rows is not None
     held = tokens + sum(sum(part.receive_counts) for part in layout.parts)
     # Summed over the pieces that see a key, and over ranks; a narrow type would round each time.
@@ -144,13 +144,13 @@ def _window_gradients(grads: Sequence[Tensor], layout: ShardLayout, tokens: int)
     totals = [grad.new_zeros(held, *grad.shape[1:], dtype=wide) for grad in grads]
     for total, grad_KGE in zip(totals, grads, strict=True):
         total.index_add_(0, layout.window_rows, grad_KGE.to(wide))
-    grad_R2GE = torch.stack([total[tokens:] for total in totals], dim=1).to(grads[0].dtype)
-    return [total[:tokens] for total in totals], grad_R2GE
+    grad_A2GE = torch.stack([total[tokens:] for total in totals], dim=1).to(grads[0].dtype)
+    return [total[:tokens] for total in totals], grad_A2GE
 
 
 def _attend_received(
     q_THE: Tensor,
-    x_R2GE: Tensor,
+    x_A2GE: Tensor,
     out_THE: Tensor,
     log_sum_exp_HT: Tensor,
     part: ExchangePart,
@@ -160,7 +160,7 @@ def _attend_received(
     if part.runs is None:
         return
     rows = part.query_rows
-    k_KGE, v_KGE = x_R2GE.index_select(0, part.key_rows).unbind(1)
+    k_KGE, v_KGE = x_A2GE.index_select(0, part.key_rows).unbind(1)
     result_QHE, its_log_sum_exp_HQ = backend.forward(q_THE.index_select(0, rows), k_KGE, v_KGE, part.runs)
     # Softmax over both sets of keys weights each set's output with its share of the summed exponentials.
     before_HQ = log_sum_exp_HT.index_select(1, rows)
@@ -173,22 +173,22 @@ def _attend_received(
 def _received_gradients(
     grad_THE: Tensor,
     q_THE: Tensor,
-    x_R2GE: Tensor,
+    x_A2GE: Tensor,
     out_THE: Tensor,
     log_sum_exp_HT: Tensor,
     part: ExchangePart,
     backend: AttentionBackend,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the queries in ``part.query_rows``, (Q, H, E), and of the received keys and values, (R, 2, G, E)."""
-    grad_R2GE = torch.zeros_like(x_R2GE)
+    """Gradients of the queries in ``part.query_rows``, (Q, H, E), and of the received keys and values, (A, 2, G, E)."""
+    grad_A2GE = torch.zeros_like(x_A2GE)
     if part.runs is None:
-        return q_THE[:0], grad_R2GE
+        return q_THE[:0], grad_A2GE
     grad_QHE, q_QHE, out_QHE = (x_THE.index_select(0, part.query_rows) for x_THE in (grad_THE, q_THE, out_THE))
-    k_KGE, v_KGE = x_R2GE.index_select(0, part.key_rows).unbind(1)
+    k_KGE, v_KGE = x_A2GE.index_select(0, part.key_rows).unbind(1)
     log_sum_exp_HQ = log_sum_exp_HT.index_select(1, part.query_rows)
     grad_q_QHE, *grads = backend.backward(grad_QHE, q_QHE, k_KGE, v_KGE, out_QHE, log_sum_exp_HQ, part.runs)
-    once = len(part.key_rows) == len(x_R2GE)  # each is attended by one piece only
+    once = len(part.key_rows) == len(x_A2GE)  # each is attended by one piece only
     for side, grad_KGE in enumerate(grads):
-        put = grad_R2GE[:, side].index_copy_ if once else grad_R2GE[:, side].index_add_
+        put = grad_A2GE[:, side].index_copy_ if once else grad_A2GE[:, side].index_add_
         put(0, part.key_rows, grad_KGE)
-    return grad_q_QHE, grad_R2GE
+    return grad_q_QHE, grad_A2GE

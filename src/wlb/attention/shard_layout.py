@@ -15,7 +15,7 @@ piece's own: every back end computes that in one call, and nothing is merged.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -85,30 +85,33 @@ def _layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
 def _part(plan: ShardPlan, rank: int, device: torch.device, begin: Indices, lengths: Indices) -> ExchangePart:
     """A message, as ``_message``, whose keys the later pieces of this rank attend."""
     own = plan.pieces[rank]
-    *message, received = _message(plan, rank, device, begin, lengths)
+    message, received = _message(plan, rank, device, begin, lengths)
     key_rows, key_lengths = _keys_seen(own, received)
+    if not len(key_rows):
+        return message
     own_lengths, attending = _lengths(own), np.flatnonzero(key_lengths)
-    runs = Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False)
-    query_rows = ranges(_starts(own_lengths)[attending], own_lengths[attending])
-    return ExchangePart(*message, runs if len(attending) else None, *_on(device, query_rows, key_rows))
+    return replace(
+        message,
+        runs=Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False),
+        query_rows=_on(device, ranges(_starts(own_lengths)[attending], own_lengths[attending])),
+        key_rows=_on(device, key_rows),
+    )
 
 
 def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int) -> ShardLayout:
     own, table, owner = plan.pieces[rank], np.concatenate(plan.pieces), owners(plan.pieces)
     reached = np.stack([_reached(table, pieces, window) for pieces in plan.pieces])  # (ranks, pieces)
     reached[owner, np.arange(len(owner))] = 0
-    *message, received = _message(plan, rank, device, table[:, 2] - reached, reached)
+    message, received = _message(plan, rank, device, table[:, 2] - reached, reached)
     key_rows, key_lengths = _keys_seen(own, np.concatenate([own, received]), window)
     runs = Runs(tuple(_lengths(own).tolist()), tuple(key_lengths.tolist()), True, window) if len(own) else None
-    nothing = torch.empty(0, dtype=torch.int64, device=device)
-    part = ExchangePart(*message, runs=None, query_rows=nothing, key_rows=nothing)
-    return ShardLayout(runs, *_on(device, key_rows), parts=(part,) if reached.any() else ())
+    return ShardLayout(runs, _on(device, key_rows), parts=(message,) if reached.any() else ())
 
 
 def _message(
     plan: ShardPlan, rank: int, device: torch.device, begin: Indices, lengths: Indices
-) -> tuple[Tensor, list[int], list[int], Table]:
-    """Rows that this rank sends, tokens to and from every rank, and the pieces that arrive here, source after source.
+) -> tuple[ExchangePart, Table]:
+    """What travels to and from every rank, attended by nobody yet, and the pieces that arrive, source after source.
 
     Rank i gets ``lengths[i, j]`` tokens of piece j, from ``begin[j]`` on, or ``begin[i, j]``.
     """
@@ -118,9 +121,9 @@ def _message(
     mine, arriving = owner == rank, np.flatnonzero(lengths[rank])
     rows = _starts(_lengths(plan.pieces[rank])) + (begin - table[:, 1])[:, mine]
     first, tokens = begin[rank, arriving], lengths[rank, arriving]
-    (send_rows,) = _on(device, ranges(rows.ravel(), lengths[:, mine].ravel()))
-    received = np.stack([table[arriving, 0], first, first + tokens], axis=1)
-    return send_rows, counts[rank].tolist(), counts[:, rank].tolist(), received
+    send_rows, nothing = _on(device, ranges(rows.ravel(), lengths[:, mine].ravel())), _on(device, np.zeros(0, np.int64))
+    message = ExchangePart(send_rows, counts[rank].tolist(), counts[:, rank].tolist(), None, nothing, nothing)
+    return message, np.stack([table[arriving, 0], first, first + tokens], axis=1)
 
 
 def _reached(table: Table, pieces: Table, window: int) -> Indices:
@@ -172,8 +175,8 @@ def _starts(lengths: Indices) -> Indices:
     return np.cumsum(lengths) - lengths
 
 
-def _on(device: torch.device, *indices: Indices) -> list[Tensor]:
-    return [torch.from_numpy(one).to(device) for one in indices]
+def _on(device: torch.device, indices: Indices) -> Tensor:
+    return torch.from_numpy(indices).to(device)
 
 
 def _check_order(table: Table, rank: int) -> None:

@@ -55,18 +55,17 @@ def backward(
     grad_q_QHE, grad_k_KGE, grad_v_KGE = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_QHE, k_KGE, v_KGE)
     )
-    put = Tensor.copy_
     if runs.window is not None:  # several blocks of queries see a key; a narrow type would round with each
         wide = torch.promote_types(k_KGE.dtype, torch.float32)
         grad_k_KGE, grad_v_KGE = (torch.zeros(k_KGE.shape, dtype=wide) for _ in range(2))
-        put = Tensor.add_
     for queries, keys, is_causal, mask_QK in _blocks(runs, q_QHE.dtype):
         inputs = [_batched(x) for x in (grad_QHE[queries], q_QHE[queries], k_KGE[keys], v_KGE[keys], out_QHE[queries])]
         log_sum_exp = log_sum_exp_HQ[None, :, queries]
         of_block = _backward(*inputs, log_sum_exp, _NO_DROPOUT, is_causal, attn_mask=mask_QK)
         _batched(grad_q_QHE[queries]).copy_(of_block[0])
-        put(_batched(grad_k_KGE[keys]), of_block[1])
-        put(_batched(grad_v_KGE[keys]), of_block[2])
+        for grad_KGE, of_keys in ((grad_k_KGE, of_block[1]), (grad_v_KGE, of_block[2])):
+            place = _batched(grad_KGE[keys])
+            place.copy_(of_keys) if runs.window is None else place.add_(of_keys)
     return grad_q_QHE, grad_k_KGE.to(k_KGE.dtype), grad_v_KGE.to(v_KGE.dtype)
 
 

@@ -34,9 +34,9 @@ def backward(
     exact = torch.promote_types(q_QHE.dtype, torch.float32)
     # What the softmax subtracts from every score's gradient: the output's gradient along the output.
     delta_QH = (grad_QHE.to(exact) * out_QHE.to(exact)).sum(dim=-1)
-    per_query = (x.split(runs.query_lengths) for x in (grad_QHE.to(exact), log_sum_exp_HQ.T, delta_QH))
-    cut = zip(_cut(q_QHE, k_KGE, v_KGE, runs), zip(*per_query, strict=True), strict=True)
-    grads = zip(*(_backward_one(*tensors, *rest, runs) for tensors, rest in cut), strict=True)
+    split = [x.split(runs.query_lengths) for x in (grad_QHE.to(exact), log_sum_exp_HQ.T, delta_QH)]
+    cut = zip(_cut(q_QHE, k_KGE, v_KGE, runs), split[0], split[1], split[2], strict=True)
+    grads = zip(*(_backward_one(*qkv, grad, sums, delta, runs) for qkv, grad, sums, delta in cut), strict=True)
     grad_q_QHE, grad_k_KGE, grad_v_KGE = (torch.cat(pieces).to(q_QHE.dtype) for pieces in grads)
     return grad_q_QHE, grad_k_KGE, grad_v_KGE
 
