@@ -20,7 +20,7 @@ from tests.attention.oracle import output_and_gradients, random_inputs
 from tests.attention.plans import random_plan
 from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention, exchange
-from wlb.attention.context_parallel import Resends
+from wlb.attention.exchange import Resends
 from wlb.errors import UserError
 from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb.sharding.plan import ShardPlan
@@ -186,7 +186,7 @@ def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list
 
     start = exchange._all_to_all
     with (
-        mock.patch("wlb.attention.context_parallel.region", part),
+        mock.patch("wlb.attention.packed_attention.region", part),
         mock.patch.object(exchange, "_all_to_all", collective),
     ):
         out, together = query, Resends() if resends else None

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.attention.live_bytes import LiveBytes
 from tests.attention.oracle import random_inputs
 from tests.training.distributed import join_again, run_ranks
-from wlb.attention.context_parallel import Resends, context_parallel_attention
+from wlb.attention import context_parallel_attention
+from wlb.attention.exchange import Resends
 from wlb.attention.shard_layout import shard_layout
 from wlb.sharding import make_shard_plan
 from wlb.sharding.plan import ShardPlan

@@ -99,6 +99,12 @@ def test_strided_inputs_need_no_copy_by_the_caller(backend: str) -> None:
     torch.testing.assert_close(strided, dense)
 
 
+def test_torch_compile_makes_one_graph_of_it() -> None:
+    query, key, value = (_random((9, 2, 8), torch.float32, seed).detach() for seed in range(3))
+    compiled = torch.compile(segment_attention, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(query, key, value, [5, 4]), segment_attention(query, key, value, [5, 4]))
+
+
 def test_auto_prefers_the_fastest_that_supports_the_tensors() -> None:
     assert pick_backend(torch.empty(1, 1, 8)) is BACKENDS["cpu"]
     assert pick_backend(torch.empty(1, 1, 8, dtype=torch.float16)) is BACKENDS["reference"]

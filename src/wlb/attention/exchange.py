@@ -3,8 +3,8 @@
 An all-to-all carries keys and values together and exactly the tokens that the plan needs: a rank gets the keys before
 its last piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold different numbers
 of tokens. NCCL makes it of messages between the ranks that share a segment, and no rank waits for others; gloo sends
-empty messages too. Gradients go the opposite way and are added where they arrive, rank after
-rank, so that the sum has the same rounding every time.
+empty messages too. Gradients go the opposite way and are added where they arrive, rank after rank, so that the sum has
+the same rounding every time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.attention.profiler_regions import region
-from wlb.attention.shard_layout import Message
+from wlb.attention.shard_layout import ExchangePart, ShardLayout
 
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
@@ -36,25 +36,25 @@ class Arrival:
         return self.received
 
 
-def send_keys(key: Tensor, value: Tensor, part: Message, group: dist.ProcessGroup | None) -> Arrival:
-    """Start sending a part of local keys and values; what arrives is (received tokens, 2, kv_heads, head_dim)."""
-    sent = torch.stack([tensor.index_select(0, part.send_rows) for tensor in (key, value)], dim=1)
-    return _all_to_all(sent, part.send_counts, part.receive_counts, group)
+def send_keys(k_TGE: Tensor, v_TGE: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+    """Start sending a part of the local keys and values; what arrives is (A, 2, G, E)."""
+    sent_S2GE = torch.stack([x_TGE.index_select(0, part.send_rows) for x_TGE in (k_TGE, v_TGE)], dim=1)
+    return _all_to_all(sent_S2GE, part.send_counts, part.receive_counts, group)
 
 
-def return_gradients(grad_received: Tensor, part: Message, group: dist.ProcessGroup | None) -> Arrival:
+def return_gradients(grad_A2GE: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
     """Start sending the gradients of a part's received keys and values back to their owners."""
-    return _all_to_all(grad_received, part.receive_counts, part.send_counts, group)
+    return _all_to_all(grad_A2GE, part.receive_counts, part.send_counts, group)
 
 
-def add_returned(grad: Tensor, returned: Sequence[Tensor], parts: Sequence[Message]) -> Tensor:
-    """Local gradients (tokens, kv_heads, head_dim) plus those ``returned`` for each part, in ``grad``'s type."""
-    total = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    for part, shares in zip(parts, returned, strict=True):
-        by_rank = zip(part.send_rows.split(part.send_counts), shares.split(part.send_counts), strict=True)
-        for rows, share in by_rank:
-            add_rows(total, rows, share)
-    return total.to(grad.dtype)
+def add_returned(grad_TGE: Tensor, returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> Tensor:
+    """Local gradients plus those ``returned`` for each part, (S, G, E), in the type of the local ones."""
+    total_TGE = grad_TGE.to(torch.promote_types(grad_TGE.dtype, torch.float32))
+    for part, share_SGE in zip(parts, returned, strict=True):
+        by_rank = (tensor.split(part.send_counts) for tensor in (part.send_rows, share_SGE))
+        for rows, share in zip(*by_rank, strict=True):
+            add_rows(total_TGE, rows, share)
+    return total_TGE.to(grad_TGE.dtype)
 
 
 def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
@@ -70,3 +70,32 @@ def _all_to_all(
         work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group, async_op=True)
     assert work is not None
     return Arrival(work, received, sent)
+
+
+class Resends:
+    """What the layers of a stage send again in the backward of a micro-batch, each while the one above is computed."""
+
+    def __init__(self) -> None:
+        self.last: Resend | None = None
+
+
+class Resend:
+    """Keys and values of one layer, to be sent again; ``below`` is that of the layer before it."""
+
+    def __init__(self, k_TGE: Tensor, v_TGE: Tensor, layout: ShardLayout, group: dist.ProcessGroup | None) -> None:
+        self._unsent: tuple[Tensor, Tensor] | None = (k_TGE.detach(), v_TGE.detach())
+        self._layout, self._group = layout, group
+        self._arrivals: list[Arrival] = []
+        self.below: Resend | None = None
+
+    def start(self) -> None:
+        """Start sending, if that has not happened yet."""
+        if self._unsent is not None:
+            self._arrivals = [send_keys(*self._unsent, part, self._group) for part in self._layout.parts]
+            self._unsent = None
+
+    def take(self) -> list[Arrival]:
+        """What was sent; held here no longer, as graphs live to the end of a step."""
+        self.start()
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals

@@ -13,4 +13,6 @@ _NOT_RECORDED = nullcontext()
 
 def region(name: str) -> AbstractContextManager[Any]:
     """What runs inside appears as ``name`` in a trace; without a running profiler costs well below a microsecond."""
+    if torch.compiler.is_compiling():  # into one graph, which asking for the profiler would break
+        return _NOT_RECORDED
     return record_function(name) if torch.autograd._profiler_enabled() else _NOT_RECORDED

@@ -16,8 +16,8 @@ from torch import Tensor
 class AttentionResults(NamedTuple):
     """What a backward pass reads beside query, key and value; tensors without autograd history."""
 
-    out: Tensor
-    log_sum_exp: Tensor
+    out_THE: Tensor
+    log_sum_exp_HT: Tensor
     received: tuple[Tensor, ...]  # other ranks' keys and values, part by part; none where they are to be sent again
 
 
@@ -34,7 +34,7 @@ class KeptAttention:
         if self._results is None:
             self._results = compute()
         # The caller's output gets a history, which must not come to live in here.
-        return self._results._replace(out=self._results.out.detach())
+        return self._results._replace(out_THE=self._results.out_THE.detach())
 
 
 class AttentionComputedAgain(KeptAttention):

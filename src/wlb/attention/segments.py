@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from wlb.attention.backends import AttentionBackend, check_shapes, check_window, pick_backend
+from wlb.attention.backends import check_inputs, pick_backend
+from wlb.attention.packed_attention import PackedAttention
 from wlb.attention.runs import Runs
+from wlb.attention.shard_layout import ShardLayout
 
 
 def segment_attention(
@@ -39,28 +38,12 @@ def segment_attention(
         UserError: No such back end, or it does not support a tensor of this device or type.
         ValueError: Shapes or lengths do not fit together.
     """
-    check_shapes(query, key, value)
+    check_inputs(query, key, value, window)
     if sum(segment_lengths) != len(query) or min(segment_lengths, default=0) < 1:
         raise ValueError(
             f"segment_lengths must be positive and add up to the {len(query)} tokens of the query, "
             f"got {len(segment_lengths)} segments with {sum(segment_lengths)} tokens"
         )
-    if window is not None:
-        check_window(window)
-    runs = Runs.of_segments(tuple(segment_lengths), window)
-    out: Tensor = _SegmentAttention.apply(query, key, value, runs, pick_backend(query, backend))
+    layout = ShardLayout(Runs.of_segments(tuple(segment_lengths), window))
+    out: Tensor = PackedAttention.apply(query, key, value, layout, pick_backend(query, backend), None, None, None)
     return out
-
-
-class _SegmentAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Runs, backend: AttentionBackend) -> Tensor:
-        out, log_sum_exp = backend.forward(query, key, value, runs)
-        ctx.save_for_backward(query, key, value, out, log_sum_exp)
-        ctx.runs, ctx.backend = runs, backend
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        return *ctx.backend.backward(grad_out, *ctx.saved_tensors, ctx.runs), None, None

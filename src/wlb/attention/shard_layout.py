@@ -1,18 +1,22 @@
-"""What one rank computes under a ``ShardPlan``, as index arrays that all layers share.
+"""What one rank computes under a ``ShardPlan``, as index arrays that all layers of a kind share.
 
 The tokens of a segment that lie on one rank attend each other causally, in their order: that part needs nothing
 from others. What is missing for the rank's piece ``start`` to ``stop`` are the segment's keys before ``start`` on
 other ranks; the piece attends all of them, so no mask is needed. So each rank sends a piece of its own to every rank
 that holds a later piece of the same segment, and to no other (``ShardPlan.kv_traffic``); in equal parts where that is
 much (``ShardPlan.exchange_parts``), so that the first is attended while the others are on their way.
+
+In a layer with a sliding window a token attends the last ``window`` tokens of its segment, itself included. So a piece
+needs the keys from ``start - window + 1`` on and no others, and every piece that lies before another rank's sends just
+its end. A rank then has all keys that a piece of its own attends in one run, in their order, whose last ones are the
+piece's own: every back end computes that in one call, and nothing is merged.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -23,22 +27,15 @@ from wlb.attention.runs import Runs
 from wlb.sharding.plan import ShardPlan, Table, owners, ranges, receivers
 
 Indices = NDArray[np.int64]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Message:
-    """Keys and values to and from every rank; the tensor is int64 on the rank's device."""
+class ExchangePart:
+    """Keys and values to and from every rank, and who attends what arrives; tensors are int64 on the rank's device."""
 
     send_rows: Tensor  # local tokens to send, destination after destination
     send_counts: list[int]  # tokens for each rank
     receive_counts: list[int]  # tokens from each rank
-
-
-@dataclass(frozen=True)
-class ExchangePart(Message):
-    """One message, and who attends what arrives; tensors are int64 on the rank's device."""
-
     runs: Runs | None  # local pieces against the keys before them on other ranks; None where there are none
     query_rows: Tensor  # local tokens that attend received keys, run after run
     key_rows: Tensor  # received tokens that they attend, run after run
@@ -46,113 +43,146 @@ class ExchangePart(Message):
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """One rank's side of a plan."""
+    """One rank's side of a plan, in layers without a window or with one; alone, it needs ``own_runs`` only."""
 
-    own_runs: Runs | None  # this rank's tokens of each segment; None where it has no tokens
-    parts: tuple[ExchangePart, ...]  # in the order in which they are sent; none where no rank sends anything
-    keeps_received: bool  # until the backward; the same on all
+    own_runs: Runs | None  # this rank's tokens of each segment, or its pieces; None where it has no tokens
+    window_rows: Tensor | None = None  # keys of ``own_runs`` in a window: rows of local tokens, then received ones
+    parts: tuple[ExchangePart, ...] = ()  # in the order in which they are sent; none where no rank sends anything
+    keeps_received: bool = True  # until the backward; the same on all
 
 
-def shard_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
+_layouts: dict[int, dict[object, ShardLayout]] = {}
+
+
+def shard_layout(plan: ShardPlan, rank: int, device: torch.device, window: int | None = None) -> ShardLayout:
     """The layout of ``rank`` on ``device``; computed once for each plan object, and kept as long as that lives.
 
     Raises ``ValueError`` for a plan whose pieces are not in packed order.
     """
-    return once_per_plan(plan, (rank, device), lambda: _make_layout(plan, rank, device))
+    # Plans hold arrays and cannot be hashed, so they are told apart by identity for as long as they live.
+    if id(plan) not in _layouts:
+        _layouts[id(plan)] = {}
+        weakref.finalize(plan, _layouts.pop, id(plan))
+    layouts, key = _layouts[id(plan)], (rank, device, window)
+    if key not in layouts:
+        _check_order(plan.pieces[rank], rank)
+        layouts[key] = _layout(plan, rank, device) if window is None else _window_layout(plan, rank, device, window)
+    return layouts[key]
 
 
-def _make_layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
+def _layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
     own = plan.pieces[rank]
-    check_order(own, rank)
-    parts = range(plan.exchange_parts) if plan.kv_traffic.any() else range(0)
-    owner, attends = owners(plan.pieces), receivers(plan.pieces)
+    _, start, stop = np.concatenate(plan.pieces).T
+    attends, parts = receivers(plan.pieces), plan.exchange_parts if plan.kv_traffic.any() else 0
+    cuts = [start + (stop - start) * part // parts for part in range(parts + 1)] if parts else []
     return ShardLayout(
         own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
-        parts=tuple([_make_part(plan, rank, owner, attends, part, len(parts), device) for part in parts]),
+        parts=tuple([_part(plan, rank, device, begin, (end - begin) * attends) for begin, end in pairwise(cuts)]),
         keeps_received=plan.keeps_received,
     )
 
 
-def _make_part(
-    plan: ShardPlan, rank: int, owner: Indices, attends: NDArray[np.bool_], part: int, parts: int, device: torch.device
-) -> ExchangePart:
-    """The ``part``-th of ``parts`` equal parts of every piece that travels, from its owner to who ``attends`` it."""
-    own, table = plan.pieces[rank], np.concatenate(plan.pieces)
-    segment, start, stop = table.T
-    begin = start + (stop - start) * part // parts
-    lengths = start + (stop - start) * (part + 1) // parts - begin
-    counts = np.zeros((plan.cp_size, plan.cp_size), np.int64)  # from i to j
-    receiver, piece = np.nonzero(attends)
-    np.add.at(counts, (owner[piece], receiver), lengths[piece])
-
-    own_lengths = own[:, 2] - own[:, 1]
-    own_rows = starts(own_lengths)
-    mine = owner == rank
-    _, sent = np.nonzero(attends[:, mine])  # by destination
-    arriving = np.flatnonzero(attends[rank] & (lengths > 0))  # by source
-    pieces_before = np.stack([segment, begin, begin + lengths], axis=1)[arriving]
-    attending, key_pieces, key_lengths = _keys_before(own, pieces_before)
-
-    def on_device(indices: Indices) -> Tensor:
-        return torch.from_numpy(indices).to(device)
-
-    return ExchangePart(
-        send_rows=on_device(ranges((own_rows + (begin - start)[mine])[sent], lengths[mine][sent])),
-        send_counts=counts[rank].tolist(),
-        receive_counts=counts[:, rank].tolist(),
-        runs=(
-            Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths.tolist()), causal=False)
-            if len(attending)
-            else None
-        ),
-        query_rows=on_device(ranges(own_rows[attending], own_lengths[attending])),
-        key_rows=on_device(ranges(starts(lengths[arriving])[key_pieces], lengths[arriving][key_pieces])),
+def _part(plan: ShardPlan, rank: int, device: torch.device, begin: Indices, lengths: Indices) -> ExchangePart:
+    """A message, as ``_message``, whose keys the later pieces of this rank attend."""
+    own = plan.pieces[rank]
+    message, received = _message(plan, rank, device, begin, lengths)
+    key_rows, key_lengths = _keys_seen(own, received)
+    if not len(key_rows):
+        return message
+    own_lengths, attending = _lengths(own), np.flatnonzero(key_lengths)
+    return replace(
+        message,
+        runs=Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False),
+        query_rows=_on(device, ranges(_starts(own_lengths)[attending], own_lengths[attending])),
+        key_rows=_on(device, key_rows),
     )
 
 
-def _keys_before(own: Table, arriving: Table) -> tuple[Indices, Indices, Indices]:
-    """Own pieces that have arriving ones before them; those, piece after piece; and how many tokens each sees."""
-    order = np.lexsort((arriving[:, 1], arriving[:, 0]))
-    segment, start, stop = arriving[order].T
-    span = 1 + max(own[:, 1].max(initial=0), arriving[:, 1].max(initial=0))
-    positions = segment * span + start
-    first = np.searchsorted(positions, own[:, 0] * span)
-    last = np.searchsorted(positions, own[:, 0] * span + own[:, 1])
-    attending = np.flatnonzero(last > first)
-    first, last = first[attending], last[attending]
-    tokens = np.concatenate([[0], np.cumsum(stop - start)])
-    return attending, order[ranges(first, last - first)], tokens[last] - tokens[first]
+def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int) -> ShardLayout:
+    own, table, owner = plan.pieces[rank], np.concatenate(plan.pieces), owners(plan.pieces)
+    reached = np.stack([_reached(table, pieces, window) for pieces in plan.pieces])  # (ranks, pieces)
+    reached[owner, np.arange(len(owner))] = 0
+    message, received = _message(plan, rank, device, table[:, 2] - reached, reached)
+    key_rows, key_lengths = _keys_seen(own, np.concatenate([own, received]), window)
+    runs = Runs(tuple(_lengths(own).tolist()), tuple(key_lengths.tolist()), True, window) if len(own) else None
+    return ShardLayout(runs, _on(device, key_rows), parts=(message,) if reached.any() else ())
+
+
+def _message(
+    plan: ShardPlan, rank: int, device: torch.device, begin: Indices, lengths: Indices
+) -> tuple[ExchangePart, Table]:
+    """What travels to and from every rank, attended by nobody yet, and the pieces that arrive, source after source.
+
+    Rank i gets ``lengths[i, j]`` tokens of piece j, from ``begin[j]`` on, or ``begin[i, j]``.
+    """
+    table, owner, begin = np.concatenate(plan.pieces), owners(plan.pieces), np.broadcast_to(begin, lengths.shape)
+    counts = np.zeros((plan.cp_size, plan.cp_size), np.int64)  # from i to j
+    np.add.at(counts, owner, lengths.T)
+    mine, arriving = owner == rank, np.flatnonzero(lengths[rank])
+    rows = _starts(_lengths(plan.pieces[rank])) + (begin - table[:, 1])[:, mine]
+    first, tokens = begin[rank, arriving], lengths[rank, arriving]
+    send_rows, nothing = _on(device, ranges(rows.ravel(), lengths[:, mine].ravel())), _on(device, np.zeros(0, np.int64))
+    message = ExchangePart(send_rows, counts[rank].tolist(), counts[:, rank].tolist(), None, nothing, nothing)
+    return message, np.stack([table[arriving, 0], first, first + tokens], axis=1)
+
+
+def _reached(table: Table, pieces: Table, window: int) -> Indices:
+    """Of every piece of ``table``, how many tokens at its end the windows of ``pieces`` reach.
+
+    What a window reaches of a piece before it is an end of it, and the first of ``pieces`` that follow reaches most.
+    """
+    segment, start, stop = table.T
+    span = 1 + int(stop.max())
+    if not len(pieces):
+        return np.zeros(len(table), np.int64)
+    following = np.searchsorted(pieces[:, 0] * span + pieces[:, 1], segment * span + stop)
+    first = pieces[np.minimum(following, len(pieces) - 1)]
+    in_segment = (following < len(pieces)) & (first[:, 0] == segment)
+    reached: Indices = np.where(in_segment, stop - np.maximum(start, first[:, 1] - window + 1), 0).clip(min=0)
+    return reached
+
+
+def _keys_seen(own: Table, held: Table, window: int | None = None) -> tuple[Indices, Indices]:
+    """Rows of the keys that the pieces of ``own`` see, piece after piece, and how many each sees.
+
+    ``held`` are the runs of keys, in the order of their rows.
+    """
+    order = np.lexsort((held[:, 1], held[:, 0]))
+    rows, (segment, start, stop) = _starts(_lengths(held))[order], held[order].T
+    span = 1 + max(stop.max(initial=0), own[:, 2].max(initial=0))
+    needed = own[:, 1] * 0 if window is None else np.maximum(own[:, 1] - window + 1, 0)
+    first = np.searchsorted(segment * span + stop, own[:, 0] * span + needed, side="right")
+    last = np.searchsorted(segment * span + start, own[:, 0] * span + own[:, 2])
+    seen, piece = ranges(first, last - first), np.repeat(np.arange(len(own)), last - first)
+    begin = np.maximum(start[seen], needed[piece])
+    lengths = stop[seen] - begin
+    per_piece = np.zeros(len(own), np.int64)
+    np.add.at(per_piece, piece, lengths)
+    return ranges(rows[seen] + begin - start[seen], lengths), per_piece
 
 
 def _tokens_per_segment(table: Table) -> tuple[int, ...]:
     first = np.flatnonzero(np.append(True, table[1:, 0] != table[:-1, 0]))
-    return tuple(np.add.reduceat(table[:, 2] - table[:, 1], first).tolist())
+    return tuple(np.add.reduceat(_lengths(table), first).tolist())
 
 
-def starts(lengths: Indices) -> Indices:
+def _lengths(table: Table) -> Indices:
+    return table[:, 2] - table[:, 1]
+
+
+def _starts(lengths: Indices) -> Indices:
     """Where runs of these lengths begin when they follow each other."""
     return np.cumsum(lengths) - lengths
 
 
-def check_order(table: Table, rank: int) -> None:
+def _on(device: torch.device, indices: Indices) -> Tensor:
+    return torch.from_numpy(indices).to(device)
+
+
+def _check_order(table: Table, rank: int) -> None:
     """Raise ``ValueError`` unless the pieces of ``rank`` are in packed order."""
     segment, start, stop = table.T
     same = segment[1:] == segment[:-1]
     in_order = np.where(same, start[1:] >= stop[:-1], segment[1:] > segment[:-1])
     if not in_order.all() or (start >= stop).any():
         raise ValueError(f"the pieces of rank {rank} must be in packed order and hold at least one token each")
-
-
-_layouts: dict[int, dict[object, Any]] = {}
-
-
-def once_per_plan(plan: ShardPlan, key: object, make: Callable[[], T]) -> T:
-    """Plans hold arrays and cannot be hashed, so they are told apart by identity for as long as they live."""
-    if id(plan) not in _layouts:
-        _layouts[id(plan)] = {}
-        weakref.finalize(plan, _layouts.pop, id(plan))
-    layouts = _layouts[id(plan)]
-    if key not in layouts:
-        layouts[key] = make()
-    made: T = layouts[key]
-    return made

@@ -1,7 +1,7 @@
 """Predicted seconds of a shard plan: of every context-parallel rank, and of the group, which synchronises every layer.
 
 A rank pays attention over its pieces, W_l for the tokens that it holds, and copies in its own memory for what it
-exchanges. Where ranks wait follows from how ``wlb.attention.context_parallel`` runs a layer. Forward, keys and values
+exchanges. Where ranks wait follows from how ``wlb.attention.packed_attention`` runs a layer. Forward, keys and values
 arrive in parts while the rank attends its own tokens, and then each part while the next is on its way. Backward, the
 received parts come first, and returning the gradients of each overlaps with what follows. A rank waits for those that
 it shares segments with: a message is there when the busiest of them has moved all of its own. Ranks that did not keep

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from wlb.config import JobConfig
 from wlb.documents.store.mixture import TrainedStore
-from wlb.models.pretrained import load_weights
+from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.planning.job import JobSpec
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
@@ -115,7 +115,7 @@ def restore(config: JobConfig, model: RankModel) -> tuple[Checkpointer, Progress
     if model.checkpoint is not None:
         return checkpointer, checkpointer.load(model.checkpoint)
     if config.model.pretrained is not None:
-        load_weights(config.model.pretrained, model.stages)
+        PretrainedWeights.open(config.model.pretrained).load(*model.stages)
     return checkpointer, None
 
 

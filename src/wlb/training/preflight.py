@@ -15,7 +15,7 @@ from wlb.config import JobConfig
 from wlb.documents.mixture import document_stream
 from wlb.documents.store.mixture import TrainedStore, document_lengths, open_stores
 from wlb.errors import UserError, require
-from wlb.models.pretrained import check_weights
+from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.planning.job import JobSpec
 from wlb.planning.model import TransformerConfig
 from wlb.simulate.pools import with_decided_pools
@@ -87,7 +87,7 @@ def saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str,
     newest = newest_checkpoint(config.checkpoint)
     if newest is None:
         if config.model.pretrained is not None:
-            check_weights(config.model.pretrained, model)
+            PretrainedWeights.open(config.model.pretrained).check(model)
         return None
     manifest = read_manifest(newest)
     check_model(newest, manifest.model, model)

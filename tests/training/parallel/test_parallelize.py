@@ -128,7 +128,7 @@ def test_only_full_attends_twice(strategy: Strategy, passes: int) -> None:
 
 
 def _exchanges_and_numbers(strategy: Strategy) -> tuple[int, Tensor, dict[str, Tensor]]:
-    with mock.patch("wlb.attention.context_parallel.send_keys", wraps=send_keys) as send:
+    with mock.patch("wlb.attention.packed_attention.send_keys", wraps=send_keys) as send:
         scores, gradients = run_model(recomputed(strategy), 2, dist.get_rank())
     return send.call_count, scores, gradients
 

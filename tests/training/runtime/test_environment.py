@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import resource
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job
-from wlb.config import TrainingConfig
+from wlb.config import ModelConfig, TrainingConfig
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
 from wlb.training.runtime.environment import (
@@ -22,6 +25,7 @@ from wlb.training.runtime.environment import (
     keep_freed_memory,
     shared_store_warning,
     threads_per_process,
+    tokenizer_warning,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -117,3 +121,17 @@ def _faults_of_large_tensors() -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
 def test_what_large_tensors_free_is_kept():
     assert run_ranks(1, _faults_of_large_tensors)[0] < 50
+
+
+def test_a_store_of_another_tokenizer_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    same = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+
+    def warning(name: str, sha256: str) -> str | None:
+        details = {"tokenizer": {"kind": "huggingface", "name": name, "sha256": sha256}}
+        with TokenStoreWriter(tmp_path / name, vocab_size=9, details=details) as writer:
+            writer.add(torch.arange(9).numpy())
+        return tokenizer_warning(ModelConfig(pretrained=tmp_path), TokenStore.open(tmp_path / name))
+
+    assert warning("same", same) is None
+    assert "prepared with the tokenizer other, not with" in (warning("other", "0" * 64) or "")

@@ -18,39 +18,35 @@ from wlb.errors import UserError
 class AttentionBackend(Protocol):
     """What a module must offer to be registered.
 
-    ``query`` and ``out`` have shape (queries, heads, head_dim), ``key`` and ``value`` (keys, kv_heads, head_dim),
-    ``log_sum_exp`` (heads, queries) in float32, or float64 where the query is. Scores are scaled by
+    Tensors are (queries, heads, head_dim), (keys, kv_heads, head_dim) and, log-sum-exp, (heads, queries), as their
+    letters in ``wlb.attention`` say. Log-sum-exp is float32, or float64 where the query is. Scores are scaled by
     1/sqrt(head_dim). There is at least one run.
     """
 
     def unsupported(self, query: Tensor) -> str | None:
         """Why this back end cannot attend with ``query``; ``None`` if it can."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    def forward(self, q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
         """Attention of each run of queries over its run of keys: output and log-sum-exp of the scores."""
 
     def backward(
         self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        log_sum_exp: Tensor,
+        grad_QHE: Tensor,
+        q_QHE: Tensor,
+        k_KGE: Tensor,
+        v_KGE: Tensor,
+        out_QHE: Tensor,
+        log_sum_exp_HQ: Tensor,
         runs: Runs,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The share of these keys in the gradients of query, key and value.
+        """The share of these keys in the gradients of query, key and value, where ``grad_QHE`` is that of the output.
 
-        ``out`` and ``log_sum_exp`` may be those over more keys than these, as merging leaves them.
+        ``out_QHE`` and ``log_sum_exp_HQ`` may be those over more keys than these, as merging leaves them.
         """
 
 
 # In order of preference: "auto" takes the first that supports the query.
-BACKENDS: dict[str, AttentionBackend] = {
-    "cuda": cuda,
-    "cpu": cpu,
-    "reference": reference,
-}
+BACKENDS: dict[str, AttentionBackend] = {"cuda": cuda, "cpu": cpu, "reference": reference}
 
 
 def pick_backend(query: Tensor, backend: str = "auto") -> AttentionBackend:
@@ -68,8 +64,8 @@ def pick_backend(query: Tensor, backend: str = "auto") -> AttentionBackend:
     return BACKENDS[backend]
 
 
-def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise ``ValueError`` unless the three hold the same tokens and heads that can be grouped."""
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> None:
+    """Raise ``ValueError`` unless they hold the same tokens and heads that can be grouped, and a window the token."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 3:
             raise ValueError(
@@ -82,9 +78,5 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"
         )
-
-
-def check_window(window: int) -> None:
-    """Raise ``ValueError`` for a window that does not hold the token itself."""
-    if window < 1:
+    if window is not None and window < 1:
         raise ValueError(f"window = {window} holds no token; it must be at least 1")

@@ -3,15 +3,15 @@
 The operator returns the log-sum-exp of each query's scores beside the output, and its backward twin takes
 both. That is why it is called directly instead of through ``scaled_dot_product_attention``.
 
-The operator wants (batch, heads, tokens, head_dim); slices of (tokens, heads, head_dim) are handed to it as transposed
-views, so nothing is copied on the way in, and each run's result is copied to its place before the next run is computed.
-It has no window; a run with one goes in blocks of queries, each with a mask over the keys that any of the block sees,
-so that time is still proportional to the attended area.
+The operator wants (batch, heads, tokens, head_dim); slices of our tensors are handed to it as transposed views, so
+nothing is copied on the way in, and each run's result is copied to its place before the next run is computed. It has no
+window; a run with one goes in blocks of queries, each with a mask over the keys that any of the block sees, so that
+time is still proportional to the attended area.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,114 +35,76 @@ def unsupported(query: Tensor) -> str | None:
     return None
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+def forward(q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, as ``AttentionBackend.forward``."""
-    if runs.window is not None:
-        return _forward_in_window(query, key, value, runs)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    log_sum_exp = query.new_empty(query.shape[1], len(query), dtype=torch.promote_types(query.dtype, torch.float32))
-    cut = zip(
-        _by_run(query, runs.query_lengths),
-        _by_run(key, runs.key_lengths),
-        _by_run(value, runs.key_lengths),
-        _by_run(out, runs.query_lengths),
-        log_sum_exp[None].split(runs.query_lengths, dim=-1),
-        strict=True,
-    )
-    for *inputs, run_out, run_log_sum_exp in cut:
-        results = _forward(*inputs, _NO_DROPOUT, runs.causal)
-        run_out.copy_(results[0])
-        run_log_sum_exp.copy_(results[1])
-    return out, log_sum_exp
+    out_QHE = torch.empty_like(q_QHE, memory_format=torch.contiguous_format)
+    wide = torch.promote_types(q_QHE.dtype, torch.float32)
+    log_sum_exp_HQ = q_QHE.new_empty(q_QHE.shape[1], len(q_QHE), dtype=wide)
+    for queries, keys, is_causal, mask_QK in _blocks(runs, q_QHE.dtype):
+        inputs = [_batched(x) for x in (q_QHE[queries], k_KGE[keys], v_KGE[keys])]
+        of_block = _forward(*inputs, _NO_DROPOUT, is_causal, attn_mask=mask_QK)
+        _batched(out_QHE[queries]).copy_(of_block[0])
+        log_sum_exp_HQ[None, :, queries].copy_(of_block[1])
+    return out_QHE, log_sum_exp_HQ
 
 
 def backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, runs: Runs
+    grad_QHE: Tensor, q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, out_QHE: Tensor, log_sum_exp_HQ: Tensor, runs: Runs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, as ``AttentionBackend.backward``."""
-    if runs.window is not None:
-        return _backward_in_window(grad_out, query, key, value, out, log_sum_exp, runs)
-    grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
-    cut = zip(
-        _by_run(grad_out, runs.query_lengths),
-        _by_run(query, runs.query_lengths),
-        _by_run(key, runs.key_lengths),
-        _by_run(value, runs.key_lengths),
-        _by_run(out, runs.query_lengths),
-        log_sum_exp[None].split(runs.query_lengths, dim=-1),
-        strict=True,
+    grad_q_QHE, grad_k_KGE, grad_v_KGE = (
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_QHE, k_KGE, v_KGE)
     )
-    grads_cut = zip(
-        _by_run(grads[0], runs.query_lengths),
-        _by_run(grads[1], runs.key_lengths),
-        _by_run(grads[2], runs.key_lengths),
-        strict=True,
-    )
-    for inputs, run_grads in zip(cut, grads_cut, strict=True):
-        for run_grad, result in zip(run_grads, _backward(*inputs, _NO_DROPOUT, runs.causal), strict=True):
-            run_grad.copy_(result)
-    return grads[0], grads[1], grads[2]
-
-
-def _by_run(tensor: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Views (1, heads, run, head_dim), one per run, of a tensor (tokens, heads, head_dim)."""
-    return [_batched(run) for run in tensor.split(lengths)]
+    if runs.window is not None:  # several blocks of queries see a key; a narrow type would round with each
+        wide = torch.promote_types(k_KGE.dtype, torch.float32)
+        grad_k_KGE, grad_v_KGE = (torch.zeros(k_KGE.shape, dtype=wide) for _ in range(2))
+    for queries, keys, is_causal, mask_QK in _blocks(runs, q_QHE.dtype):
+        inputs = [_batched(x) for x in (grad_QHE[queries], q_QHE[queries], k_KGE[keys], v_KGE[keys], out_QHE[queries])]
+        log_sum_exp = log_sum_exp_HQ[None, :, queries]
+        of_block = _backward(*inputs, log_sum_exp, _NO_DROPOUT, is_causal, attn_mask=mask_QK)
+        _batched(grad_q_QHE[queries]).copy_(of_block[0])
+        for grad_KGE, of_keys in ((grad_k_KGE, of_block[1]), (grad_v_KGE, of_block[2])):
+            place = _batched(grad_KGE[keys])
+            place.copy_(of_keys) if runs.window is None else place.add_(of_keys)
+    return grad_q_QHE, grad_k_KGE.to(k_KGE.dtype), grad_v_KGE.to(v_KGE.dtype)
 
 
 class _Block(NamedTuple):
-    """Queries of a run, all keys that one of them sees, and a mask to be added to the scores."""
+    """Queries of a run, all keys that one of them sees, and which: up to its own, or by a mask added to the scores."""
 
     queries: slice
     keys: slice
-    mask: Tensor
-
-
-def _forward_in_window(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    log_sum_exp = query.new_empty(query.shape[1], len(query), dtype=torch.promote_types(query.dtype, torch.float32))
-    for rows, keys, mask in _blocks(runs, query.dtype):
-        inputs = (_batched(query[rows]), _batched(key[keys]), _batched(value[keys]))
-        block_out, block_log_sum_exp = _forward(*inputs, _NO_DROPOUT, False, attn_mask=mask)
-        _batched(out[rows]).copy_(block_out)
-        log_sum_exp[None, :, rows].copy_(block_log_sum_exp)
-    return out, log_sum_exp
-
-
-def _backward_in_window(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, runs: Runs
-) -> tuple[Tensor, Tensor, Tensor]:
-    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-    # Several blocks of queries see a key; a narrow type would round with each.
-    wide = torch.promote_types(key.dtype, torch.float32)
-    grad_key, grad_value = (torch.zeros(key.shape, dtype=wide) for _ in range(2))
-    for rows, keys, mask in _blocks(runs, query.dtype):
-        inputs = [_batched(tensor) for tensor in (grad_out[rows], query[rows], key[keys], value[keys], out[rows])]
-        of_block = _backward(*inputs, log_sum_exp[None, :, rows], _NO_DROPOUT, False, attn_mask=mask)
-        _batched(grad_query[rows]).copy_(of_block[0])
-        _batched(grad_key[keys]).add_(of_block[1])
-        _batched(grad_value[keys]).add_(of_block[2])
-    return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
+    is_causal: bool
+    mask_QK: Tensor | None
 
 
 def _blocks(runs: Runs, dtype: torch.dtype) -> Iterator[_Block]:
-    assert runs.window is not None
-    most = max(runs.window, _LEAST_BLOCK)
+    """Whole runs, or in a window as many of their queries as make a block."""
     first_query = first_key = 0
     for queries, keys in zip(runs.query_lengths, runs.key_lengths, strict=True):
-        before = keys - queries
-        for begin in range(0, queries, most):
-            end = min(begin + most, queries)
-            seen = max(0, before + begin - runs.window + 1)
-            distance = torch.arange(before + begin, before + end)[:, None] - torch.arange(seen, before + end)
-            mask = torch.zeros(distance.shape, dtype=dtype)
-            mask.masked_fill_((distance < 0) | (distance >= runs.window), float("-inf"))
-            yield _Block(
-                slice(first_query + begin, first_query + end), slice(first_key + seen, first_key + before + end), mask
-            )
+        if runs.window is None:
+            own, seen = slice(first_query, first_query + queries), slice(first_key, first_key + keys)
+            yield _Block(own, seen, runs.causal, None)
+        else:
+            yield from _blocks_in_window(first_query, queries, first_key, keys, runs.window, dtype)
         first_query += queries
         first_key += keys
 
 
-def _batched(tensor: Tensor) -> Tensor:
-    """A view (1, heads, tokens, head_dim) of a tensor (tokens, heads, head_dim)."""
-    return tensor.transpose(0, 1)[None]
+def _blocks_in_window(
+    first_query: int, queries: int, first_key: int, keys: int, window: int, dtype: torch.dtype
+) -> Iterator[_Block]:
+    before, most = keys - queries, max(window, _LEAST_BLOCK)
+    for begin in range(0, queries, most):
+        end = min(begin + most, queries)
+        seen = max(0, before + begin - window + 1)
+        distance_QK = torch.arange(before + begin, before + end)[:, None] - torch.arange(seen, before + end)
+        mask_QK = torch.zeros(distance_QK.shape, dtype=dtype)
+        mask_QK.masked_fill_((distance_QK < 0) | (distance_QK >= window), float("-inf"))
+        of_keys = slice(first_key + seen, first_key + before + end)
+        yield _Block(slice(first_query + begin, first_query + end), of_keys, False, mask_QK)
+
+
+def _batched(x_THE: Tensor) -> Tensor:
+    """A view (1, H, T, E), of queries or keys."""
+    return x_THE.transpose(0, 1)[None]

@@ -44,42 +44,34 @@ def unsupported_by_kernel(query: Tensor) -> str | None:
     return None
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+def forward(q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, as ``AttentionBackend.forward``."""
     is_causal, window = _mask(runs)
-    out, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        *_extents(runs, query.device),
-        _NO_DROPOUT,
-        is_causal,
-        _NO_DEBUG_MASK,
-        **window,
+    extents = _extents(runs, q_QHE.device)
+    out_QHE, log_sum_exp_HQ, *_ = torch.ops.aten._flash_attention_forward(
+        q_QHE, k_KGE, v_KGE, *extents, _NO_DROPOUT, is_causal, _NO_DEBUG_MASK, **window
     )
-    return out, log_sum_exp
+    return out_QHE, log_sum_exp_HQ
 
 
 def backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, runs: Runs
+    grad_QHE: Tensor, q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, out_QHE: Tensor, log_sum_exp_HQ: Tensor, runs: Runs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, as ``AttentionBackend.backward``."""
     is_causal, window = _mask(runs)
-    grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
-        grad_out.contiguous(),
-        query,
-        key,
-        value,
-        out,
-        log_sum_exp.contiguous(),
-        *_extents(runs, query.device),
+    grad_q_QHE, grad_k_KGE, grad_v_KGE = torch.ops.aten._flash_attention_backward(
+        grad_QHE.contiguous(),
+        *(q_QHE, k_KGE, v_KGE),
+        out_QHE,
+        log_sum_exp_HQ.contiguous(),
+        *_extents(runs, q_QHE.device),
         _NO_DROPOUT,
         is_causal,
-        torch.zeros(_NO_RANDOM_STATE, dtype=torch.uint64, device=query.device),
-        torch.empty(0, device=query.device),
+        torch.zeros(_NO_RANDOM_STATE, dtype=torch.uint64, device=q_QHE.device),
+        torch.empty(0, device=q_QHE.device),
         **window,
     )
-    return grad_query, grad_key, grad_value
+    return grad_q_QHE, grad_k_KGE, grad_v_KGE
 
 
 def _mask(runs: Runs) -> tuple[bool, dict[str, int]]:

@@ -3,7 +3,7 @@
 Nothing is fused and nothing is skipped, so what it computes can be read off the code; float64 stays float64
 and types below float32 are computed in float32.
 
-Shapes: q queries · k keys · g key/value heads · r query heads that share one · d head_dim.
+R are the query heads that share a key/value head; the other letters are those of ``wlb.attention``.
 """
 
 from __future__ import annotations
@@ -21,69 +21,69 @@ def unsupported(query: Tensor) -> str | None:
     return None
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+def forward(q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, as ``AttentionBackend.forward``."""
-    outs, log_sum_exps = zip(*(_forward_one(*run, runs) for run in _cut(query, key, value, runs)), strict=True)
-    return torch.cat(outs).to(query.dtype), torch.cat(log_sum_exps, dim=-1)
+    outs, log_sum_exps = zip(*(_forward_one(*run, runs) for run in _cut(q_QHE, k_KGE, v_KGE, runs)), strict=True)
+    return torch.cat(outs).to(q_QHE.dtype), torch.cat(log_sum_exps, dim=-1)
 
 
 def backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, runs: Runs
+    grad_QHE: Tensor, q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, out_QHE: Tensor, log_sum_exp_HQ: Tensor, runs: Runs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, as ``AttentionBackend.backward``."""
-    exact = torch.promote_types(query.dtype, torch.float32)
+    exact = torch.promote_types(q_QHE.dtype, torch.float32)
     # What the softmax subtracts from every score's gradient: the output's gradient along the output.
-    delta = (grad_out.to(exact) * out.to(exact)).sum(dim=-1)
-    lengths = runs.query_lengths
-    per_query = zip(grad_out.to(exact).split(lengths), log_sum_exp.T.split(lengths), delta.split(lengths), strict=True)
-    cut = zip(_cut(query, key, value, runs), per_query, strict=True)
-    grads = zip(*(_backward_one(*tensors, *rest, runs) for tensors, rest in cut), strict=True)
-    grad_query, grad_key, grad_value = (torch.cat(pieces).to(query.dtype) for pieces in grads)
-    return grad_query, grad_key, grad_value
+    delta_QH = (grad_QHE.to(exact) * out_QHE.to(exact)).sum(dim=-1)
+    split = [x.split(runs.query_lengths) for x in (grad_QHE.to(exact), log_sum_exp_HQ.T, delta_QH)]
+    cut = zip(_cut(q_QHE, k_KGE, v_KGE, runs), split[0], split[1], split[2], strict=True)
+    grads = zip(*(_backward_one(*qkv, grad, sums, delta, runs) for qkv, grad, sums, delta in cut), strict=True)
+    grad_q_QHE, grad_k_KGE, grad_v_KGE = (torch.cat(pieces).to(q_QHE.dtype) for pieces in grads)
+    return grad_q_QHE, grad_k_KGE, grad_v_KGE
 
 
-def _cut(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Each run's query (q, g, r, d), key and value (k, g, d), in the type to compute in."""
-    exact = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.to(exact).unflatten(1, (key.shape[1], -1))
-    return list(
-        zip(
-            grouped.split(runs.query_lengths),
-            key.to(exact).split(runs.key_lengths),
-            value.to(exact).split(runs.key_lengths),
-            strict=True,
-        )
-    )
+def _cut(q_QHE: Tensor, k_KGE: Tensor, v_KGE: Tensor, runs: Runs) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each run's query (Q, G, R, E), key and value (K, G, E), in the type to compute in."""
+    exact = torch.promote_types(q_QHE.dtype, torch.float32)
+    q_QGRE = q_QHE.to(exact).unflatten(1, (k_KGE.shape[1], -1))
+    keys = (x_KGE.to(exact).split(runs.key_lengths) for x_KGE in (k_KGE, v_KGE))
+    return list(zip(q_QGRE.split(runs.query_lengths), *keys, strict=True))
 
 
-def _scores(query: Tensor, key: Tensor, runs: Runs) -> Tensor:
-    scores = torch.einsum("qgrd,kgd->grqk", query, key) / math.sqrt(query.shape[-1])
+def _scores(q_QGRE: Tensor, k_KGE: Tensor, runs: Runs) -> Tensor:
+    scores_GRQK = torch.einsum("qgre,kge->grqk", q_QGRE, k_KGE) / math.sqrt(q_QGRE.shape[-1])
     if not runs.causal:
-        return scores
-    before = len(key) - len(query)  # keys before the first query's own; none without a window
-    everything = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device)
-    hidden = everything.triu(diagonal=before + 1)
+        return scores_GRQK
+    before = len(k_KGE) - len(q_QGRE)  # keys before the first query's own; none without a window
+    everything_QK = torch.ones(scores_GRQK.shape[-2:], dtype=torch.bool, device=q_QGRE.device)
+    hidden_QK = everything_QK.triu(diagonal=before + 1)
     if runs.window is not None:
-        hidden |= everything.tril(diagonal=before - runs.window)
-    return scores.masked_fill(hidden, float("-inf"))
+        hidden_QK |= everything_QK.tril(diagonal=before - runs.window)
+    return scores_GRQK.masked_fill(hidden_QK, float("-inf"))
 
 
-def _forward_one(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, runs)
-    out = torch.einsum("grqk,kgd->qgrd", scores.softmax(dim=-1), value)
-    return out.flatten(1, 2), scores.logsumexp(dim=-1).flatten(0, 1)
+def _forward_one(q_QGRE: Tensor, k_KGE: Tensor, v_KGE: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+    scores_GRQK = _scores(q_QGRE, k_KGE, runs)
+    out_QGRE = torch.einsum("grqk,kge->qgre", scores_GRQK.softmax(dim=-1), v_KGE)
+    return out_QGRE.flatten(1, 2), scores_GRQK.logsumexp(dim=-1).flatten(0, 1)
 
 
 def _backward_one(
-    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, log_sum_exp: Tensor, delta: Tensor, runs: Runs
+    q_QGRE: Tensor,
+    k_KGE: Tensor,
+    v_KGE: Tensor,
+    grad_QHE: Tensor,
+    log_sum_exp_QH: Tensor,
+    delta_QH: Tensor,
+    runs: Runs,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups = (key.shape[1], -1)
-    grad_out = grad_out.unflatten(1, groups)
-    weights = (_scores(query, key, runs) - log_sum_exp.T.unflatten(0, groups)[..., None]).exp()
-    grad_weights = torch.einsum("qgrd,kgd->grqk", grad_out, value)
-    grad_scores = weights * (grad_weights - delta.T.unflatten(0, groups)[..., None]) / math.sqrt(query.shape[-1])
+    groups = q_QGRE.shape[1:3]
+    grad_QGRE = grad_QHE.unflatten(1, groups)
+    log_sum_exp_GRQ, delta_GRQ = (x_QH.T.unflatten(0, groups) for x_QH in (log_sum_exp_QH, delta_QH))
+    weights_GRQK = (_scores(q_QGRE, k_KGE, runs) - log_sum_exp_GRQ[..., None]).exp()
+    grad_weights_GRQK = torch.einsum("qgre,kge->grqk", grad_QGRE, v_KGE)
+    grad_scores_GRQK = weights_GRQK * (grad_weights_GRQK - delta_GRQ[..., None]) / math.sqrt(q_QGRE.shape[-1])
     return (
-        torch.einsum("grqk,kgd->qgrd", grad_scores, key).flatten(1, 2),
-        torch.einsum("grqk,qgrd->kgd", grad_scores, query),
-        torch.einsum("grqk,qgrd->kgd", weights, grad_out),
+        torch.einsum("grqk,kge->qgre", grad_scores_GRQK, k_KGE).flatten(1, 2),
+        torch.einsum("grqk,qgre->kge", grad_scores_GRQK, q_QGRE),
+        torch.einsum("grqk,qgre->kge", weights_GRQK, grad_QGRE),
     )

@@ -10,8 +10,9 @@ local part is read from the file, and converted to the parameter's type. Pickled
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,32 +89,32 @@ class PretrainedWeights:
         for what, names in (("lacks", expected.keys() - self._files.keys()), ("has unexpected", unexpected)):
             if names:
                 raise UserError(f"{self._directory} {what} {_list(names)}; its config.json describes another model")
-        with self._tensors() as tensors:
+        with self._tensors() as tensor:
             for name, shape in expected.items():
-                found = tuple(tensors[name].get_shape())
+                found, kind = tuple(tensor(name).get_shape()), tensor(name).get_dtype()
                 if found != shape:
                     raise UserError(
                         f"{self._directory} has {name} of shape {found}, its config.json asks for {shape}; one of them "
                         "belongs to another model"
                     )
-                if (kind := tensors[name].get_dtype()) not in _TYPES:
+                if kind not in _TYPES:
                     raise UserError(
                         f"{self._directory} has {name} of type {kind}; save the model as one of {', '.join(_TYPES)}"
                     )
-            if config.tied_embeddings and HEAD in self._files and not _equal(tensors[HEAD], tensors[EMBEDDING]):
+            if config.tied_embeddings and HEAD in self._files and not _equal(tensor(HEAD), tensor(EMBEDDING)):
                 raise UserError(
                     f"{self._directory} has a {HEAD} that differs from {EMBEDDING}, but its config.json ties them; set "
                     "model.tied_embeddings = false to train the head that is there, or remove it from the files"
                 )
 
     @torch.no_grad()
-    def load(self, module: nn.Module) -> None:
-        """Fill the parameters of a ``Transformer``, or of one stage of it, sharded or not; ``check`` came before."""
-        with self._tensors() as tensors:
-            for name, parameter in module.named_parameters():
+    def load(self, *modules: nn.Module) -> None:
+        """Fill the parameters of a ``Transformer``, or of stages of it, sharded or not; ``check`` came before."""
+        with self._tensors() as tensor:
+            for name, parameter in (named for module in modules for named in module.named_parameters()):
                 local, part = _local_part(parameter)
                 if local.numel():
-                    local.copy_(tensors[self._source(name)][part])
+                    local.copy_(tensor(self._source(name))[part])
 
     def _source(self, name: str) -> str:
         """Where the parameter ``name`` comes from: a head of its own starts as the embedding that it was tied to."""
@@ -121,12 +122,14 @@ class PretrainedWeights:
         return EMBEDDING if source == HEAD and self._tied and HEAD not in self._files else source
 
     @contextmanager
-    def _tensors(self) -> Iterator[_Slices]:
-        from safetensors import SafetensorError
+    def _tensors(self) -> Iterator[Callable[[str], Any]]:
+        """Tensors by name, as safetensors' slices; a file is opened when its first tensor is asked for."""
+        from safetensors import SafetensorError, safe_open
 
         try:
-            with ExitStack() as opened:
-                yield _Slices(self._files, opened)
+            with ExitStack() as stack:
+                opened = cache(lambda path: stack.enter_context(safe_open(path, framework="pt")))
+                yield lambda name: opened(self._files[name]).get_slice(name)
         except (OSError, SafetensorError) as error:
             raise UserError(f"weights in {self._directory} cannot be read ({error}); download them again") from error
 
@@ -138,23 +141,6 @@ def hugging_face_name(name: str) -> str:
     _, layer, inside = name.split(".", 2)
     module, _, kind = inside.rpartition(".")
     return f"model.layers.{layer}.{_INSIDE_BLOCKS[module]}.{kind}"
-
-
-class _Slices:
-    """Tensors by name, as safetensors' slices; a file is opened when its first tensor is asked for."""
-
-    def __init__(self, files: dict[str, Path], opened: ExitStack) -> None:
-        self._files = files
-        self._stack = opened
-        self._opened: dict[Path, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        path = self._files[name]
-        if path not in self._opened:
-            self._opened[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return self._opened[path].get_slice(name)
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from wlb.attention.context_parallel import Resends, context_parallel_attention
+from wlb.attention import context_parallel_attention
+from wlb.attention.exchange import Resends
 from wlb.attention.saved_attention import KeptAttention
 from wlb.sharding.plan import ShardPlan
 from wlb.training.data.batch import IGNORE_LABEL, TokenBatch

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from wlb.config import JobConfig
 from wlb.documents.store.mixture import StoreMixture, TrainedStore
-from wlb.models.pretrained import tokenizer_warning
 from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
@@ -17,7 +16,7 @@ from wlb.training.observe.observer import Observer
 from wlb.training.observe.stragglers import RankName
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.runtime.console import say
-from wlb.training.runtime.environment import dense_attention_warning, shared_store_warning
+from wlb.training.runtime.environment import dense_attention_warning, shared_store_warning, tokenizer_warning
 from wlb.workload import ModelShape
 
 _OVERLONG = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from wlb.config import JobConfig, TrainingConfig
+from wlb.config import JobConfig, ModelConfig, TrainingConfig
 from wlb.documents.store.mixture import TrainedStore
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
@@ -164,6 +165,19 @@ def dense_attention_warning(dtype: torch.dtype, device: torch.device) -> str | N
     return (
         f"wlb: warning: training.dtype = '{name}' on CUDA runs attention on the dense reference back end, whose memory "
         "grows with the square of a document's tokens; set training.dtype = 'bfloat16' for flash attention"
+    )
+
+
+def tokenizer_warning(model: ModelConfig, store: TrainedStore) -> str | None:
+    """What to tell the user where ``store`` was not prepared with the tokenizer of the pretrained model, or None."""
+    file = model.pretrained / "tokenizer.json" if model.pretrained is not None else None
+    if store.tokenizer is None or file is None or not file.is_file():
+        return None
+    if store.tokenizer.get("sha256") == hashlib.sha256(file.read_text(encoding="utf-8").encode()).hexdigest():
+        return None
+    return (
+        f"wlb: warning: {store.prefix} was prepared with the tokenizer {store.tokenizer.get('name')}, not with {file}; "
+        "unless both give the same tokens, the pretrained weights are of no use"
     )
 
 

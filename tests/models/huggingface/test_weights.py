@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from tests.models.huggingface.models import load_model, save_random_model, their_scores
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job, read_steps, write_store
-from wlb.config import JobConfig, ModelConfig, ParallelConfig
+from wlb.config import JobConfig, ParallelConfig
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
-from wlb.models.pretrained import check_weights, load_weights, tokenizer_warning
+from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
 from wlb.planning.config_json import read_config
 from wlb.training.parallel.mesh import build_mesh
@@ -53,7 +52,7 @@ def _weights_in(directories: list[Path], layouts: list[ParallelConfig]) -> list[
     for directory, parallel in zip(directories, layouts, strict=True):
         config, mesh = read_config(directory), build_mesh(parallel, "cpu")
         stages = build_stage_modules(config, parallel, mesh, Execution(device, torch.float32), seed=None)
-        load_weights(directory, stages)
+        PretrainedWeights.open(directory).load(*stages)
         weights = {name: weight for stage in stages for name, weight in stage.named_parameters()}
         found.append({name: w.full_tensor().detach() for name, w in weights.items() if isinstance(w, DTensor)})
     return found
@@ -66,7 +65,7 @@ def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
     by_rank = run_ranks(4, _weights_in, directories, [ParallelConfig(**layout) for layout in LAYOUTS.values()])
     for directory, ranks in zip(directories, zip(*by_rank, strict=True), strict=True):
         whole = Transformer(read_config(directory))
-        load_weights(directory, [whole])
+        PretrainedWeights.open(directory).load(whole)
         expected = {name: weight.detach() for name, weight in whole.named_parameters()}
         assert {name for held in ranks for name in held} == expected.keys()
         for held in ranks:
@@ -100,7 +99,7 @@ def test_the_model_is_the_files_with_rotary_settings_and_untying_of_the_job(tmp_
     assert model.shape == pretrained.shape
     assert (model.rope_theta, model.tied_embeddings) == (5e6, False)
     assert (model.norm_eps, model.rope_scaling) == (pretrained.norm_eps, pretrained.rope_scaling)
-    check_weights(tmp_path / "model", model)
+    PretrainedWeights.open(tmp_path / "model").check(model)
 
 
 @pytest.mark.parametrize(
@@ -136,17 +135,3 @@ def test_a_store_of_another_vocabulary_or_foreign_weights_stop_a_job_before_it_s
     (tmp_path / "model" / "config.json").write_text(json.dumps({}))
     with pytest.raises(UserError, match=r"config.json has no model_type"):
         check_job(_job(tmp_path), 1)
-
-
-def test_a_store_of_another_tokenizer_is_told(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    same = hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
-
-    def warning(name: str, sha256: str) -> str | None:
-        details = {"tokenizer": {"kind": "huggingface", "name": name, "sha256": sha256}}
-        with TokenStoreWriter(tmp_path / name, vocab_size=9, details=details) as writer:
-            writer.add(torch.arange(9).numpy())
-        return tokenizer_warning(ModelConfig(pretrained=tmp_path), TokenStore.open(tmp_path / name))
-
-    assert warning("same", same) is None
-    assert "prepared with the tokenizer other, not with" in (warning("other", "0" * 64) or "")

@@ -1,0 +1,194 @@
+"""The differentiable function beneath ``segment_attention`` and ``context_parallel_attention``.
+
+Forward, the keys and values that other ranks need set out, in parts where they are many; while they travel, the rank
+attends its own tokens, segment by segment; then its pieces attend each part that arrives while the next is under way,
+and the results are merged by their log-sum-exp, exactly. Backward, what was received comes first, part by part, and
+returning its gradients overlaps with the next part and the own one.
+
+Received keys and values are kept for this where no rank receives more than its even share of the micro-batch
+(``ShardPlan.keeps_received``), so that what a layer holds does not grow with the group. Where one does, they are sent
+again in the backward, each layer's while the layer above it is computed (``Resends``).
+
+In a layer with a sliding window a rank attends when everything has arrived, its own tokens and the few received ones in
+one go: there is little to hide. What was received is kept for the same reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from wlb.attention.backends import AttentionBackend
+from wlb.attention.exchange import Arrival, Resend, Resends, add_returned, add_rows, return_gradients, send_keys
+from wlb.attention.profiler_regions import region
+from wlb.attention.saved_attention import AttentionResults, KeptAttention
+from wlb.attention.shard_layout import ExchangePart, ShardLayout
+
+_OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
+
+
+class PackedAttention(torch.autograd.Function):
+    """Attention of one rank's tokens; ``group`` are the ranks of ``layout``, which may be this one alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THE: Tensor,
+        k_TGE: Tensor,
+        v_TGE: Tensor,
+        layout: ShardLayout,
+        backend: AttentionBackend,
+        group: dist.ProcessGroup | None,
+        kept: KeptAttention | None,
+        resends: Resends | None,
+    ) -> Tensor:
+        keeps = layout.keeps_received or (kept is not None and kept.computed_again)
+        results = (kept or KeptAttention()).get(
+            lambda: _attend(q_THE, k_TGE, v_TGE, layout, backend, group, keeps=keeps)
+        )
+        ctx.save_for_backward(q_THE, k_TGE, v_TGE, results.out_THE, results.log_sum_exp_HT, *results.received)
+        ctx.layout, ctx.backend, ctx.group = layout, backend, group
+        ctx.resend, ctx.resends = None, resends
+        # What is checkpointed must not be held from here.
+        if resends is not None and kept is None and layout.parts and not keeps and any(ctx.needs_input_grad):
+            ctx.resend = Resend(k_TGE, v_TGE, layout, group)
+            resends.last, ctx.resend.below = ctx.resend, resends.last
+        return results.out_THE
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
+        layout, backend, group, resend = ctx.layout, ctx.backend, ctx.group, ctx.resend
+        q_THE, k_TGE, v_TGE, out_THE, log_sum_exp_HT, *received = ctx.saved_tensors
+        merged: list[tuple[Tensor, Tensor]] = []
+        homeward: list[Arrival] = []
+        if layout.window_rows is None:
+            again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, group)).take()
+            for index, part in enumerate(layout.parts):
+                x_A2GE = received[index] if received else again[index].wait()
+                with region(_RECEIVED):
+                    grad_QHE, grad_A2GE = _received_gradients(
+                        grad_THE, q_THE, x_A2GE, out_THE, log_sum_exp_HT, part, backend
+                    )
+                merged.append((part.query_rows, grad_QHE))
+                homeward.append(return_gradients(grad_A2GE, part, group))
+        if resend is not None:
+            if resend.below is not None:
+                resend.below.start()
+            ctx.resends.last, ctx.resend, resend.below = resend.below, None, None
+        keys = _own_keys(k_TGE, v_TGE, received, layout)
+        if layout.own_runs is None:
+            grad_q_THE, *grads = (torch.zeros_like(tensor) for tensor in (q_THE, *keys))
+        else:
+            with region(_OWN):
+                grad_q_THE, *grads = backend.backward(grad_THE, q_THE, *keys, out_THE, log_sum_exp_HT, layout.own_runs)
+        if layout.window_rows is not None:
+            grads, grad_A2GE = _window_gradients(grads, layout, len(k_TGE))
+            homeward = [return_gradients(grad_A2GE, part, group) for part in layout.parts]
+        for rows, grad_QHE in merged:
+            add_rows(grad_q_THE, rows, grad_QHE)
+        if layout.parts:
+            returned = [arrival.wait() for arrival in homeward]
+            grads = [add_returned(x, [of[:, side] for of in returned], layout.parts) for side, x in enumerate(grads)]
+        return grad_q_THE, grads[0].to(k_TGE.dtype), grads[1].to(v_TGE.dtype), None, None, None, None, None
+
+
+def _attend(
+    q_THE: Tensor,
+    k_TGE: Tensor,
+    v_TGE: Tensor,
+    layout: ShardLayout,
+    backend: AttentionBackend,
+    group: dist.ProcessGroup | None,
+    *,
+    keeps: bool,
+) -> AttentionResults:
+    """Attention of this rank's tokens, and with ``keeps`` the keys and values it received."""
+    arrivals = [send_keys(k_TGE, v_TGE, part, group) for part in layout.parts]
+    if layout.own_runs is None:
+        out_THE, log_sum_exp_HT = q_THE.clone(), q_THE.new_empty(q_THE.shape[1], 0)
+    else:
+        arrived = [] if layout.window_rows is None else [arrival.wait() for arrival in arrivals]
+        keys = _own_keys(k_TGE, v_TGE, arrived, layout)
+        with region(_OWN):
+            out_THE, log_sum_exp_HT = backend.forward(q_THE, *keys, layout.own_runs)
+    for part, arrival in zip(layout.parts, arrivals, strict=True):
+        x_A2GE = arrival.wait()
+        with region(_RECEIVED):
+            _attend_received(q_THE, x_A2GE, out_THE, log_sum_exp_HT, part, backend)
+    return AttentionResults(out_THE, log_sum_exp_HT, tuple([it.received for it in arrivals]) if keeps else ())
+
+
+def _own_keys(k_TGE: Tensor, v_TGE: Tensor, received: Sequence[Tensor], layout: ShardLayout) -> tuple[Tensor, Tensor]:
+    """Keys and values of ``layout.own_runs``: the local ones, or those in windows, (K, G, E)."""
+    if layout.window_rows is None:
+        return k_TGE, v_TGE
+    k_KGE, v_KGE = (
+        torch.cat([x_TGE, *(x_A2GE[:, side] for x_A2GE in received)])[layout.window_rows]
+        for side, x_TGE in enumerate((k_TGE, v_TGE))
+    )
+    return k_KGE, v_KGE
+
+
+def _window_gradients(grads: Sequence[Tensor], layout: ShardLayout, tokens: int) -> tuple[list[Tensor], Tensor]:
+    """Gradients of local keys and values in a wide type, and of the received ones, (A, 2, G, E), from (K, G, E)."""
+    assert layout.window_rows is not None
+    held = tokens + sum(sum(part.receive_counts) for part in layout.parts)
+    # Summed over the pieces that see a key, and over ranks; a narrow type would round each time.
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    totals = [grad.new_zeros(held, *grad.shape[1:], dtype=wide) for grad in grads]
+    for total, grad_KGE in zip(totals, grads, strict=True):
+        total.index_add_(0, layout.window_rows, grad_KGE.to(wide))
+    grad_A2GE = torch.stack([total[tokens:] for total in totals], dim=1).to(grads[0].dtype)
+    return [total[:tokens] for total in totals], grad_A2GE
+
+
+def _attend_received(
+    q_THE: Tensor,
+    x_A2GE: Tensor,
+    out_THE: Tensor,
+    log_sum_exp_HT: Tensor,
+    part: ExchangePart,
+    backend: AttentionBackend,
+) -> None:
+    """Fold attention over the received keys into ``out_THE`` and ``log_sum_exp_HT``, in place."""
+    if part.runs is None:
+        return
+    rows = part.query_rows
+    k_KGE, v_KGE = x_A2GE.index_select(0, part.key_rows).unbind(1)
+    result_QHE, its_log_sum_exp_HQ = backend.forward(q_THE.index_select(0, rows), k_KGE, v_KGE, part.runs)
+    # Softmax over both sets of keys weights each set's output with its share of the summed exponentials.
+    before_HQ = log_sum_exp_HT.index_select(1, rows)
+    share_QH1 = torch.sigmoid(its_log_sum_exp_HQ - before_HQ).T[..., None]  # of the received keys
+    merged_QHE = out_THE.index_select(0, rows).to(share_QH1.dtype).lerp_(result_QHE.to(share_QH1.dtype), share_QH1)
+    out_THE.index_copy_(0, rows, merged_QHE.to(out_THE.dtype))
+    log_sum_exp_HT.index_copy_(1, rows, torch.logaddexp(before_HQ, its_log_sum_exp_HQ))
+
+
+def _received_gradients(
+    grad_THE: Tensor,
+    q_THE: Tensor,
+    x_A2GE: Tensor,
+    out_THE: Tensor,
+    log_sum_exp_HT: Tensor,
+    part: ExchangePart,
+    backend: AttentionBackend,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the queries in ``part.query_rows``, (Q, H, E), and of the received keys and values, (A, 2, G, E)."""
+    grad_A2GE = torch.zeros_like(x_A2GE)
+    if part.runs is None:
+        return q_THE[:0], grad_A2GE
+    grad_QHE, q_QHE, out_QHE = (x_THE.index_select(0, part.query_rows) for x_THE in (grad_THE, q_THE, out_THE))
+    k_KGE, v_KGE = x_A2GE.index_select(0, part.key_rows).unbind(1)
+    log_sum_exp_HQ = log_sum_exp_HT.index_select(1, part.query_rows)
+    grad_q_QHE, *grads = backend.backward(grad_QHE, q_QHE, k_KGE, v_KGE, out_QHE, log_sum_exp_HQ, part.runs)
+    once = len(part.key_rows) == len(x_A2GE)  # each is attended by one piece only
+    for side, grad_KGE in enumerate(grads):
+        put = grad_A2GE[:, side].index_copy_ if once else grad_A2GE[:, side].index_add_
+        put(0, part.key_rows, grad_KGE)
+    return grad_q_QHE, grad_A2GE
