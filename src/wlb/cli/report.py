@@ -10,6 +10,7 @@ import typer
 from wlb.cli import options
 from wlb.cli.console import emit_json, progress_bar, stdout
 from wlb.errors import UserError
+from wlb.schedules.operations import TRAINED_SCHEDULES
 from wlb.token_count import parse_count
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ _SIMULATED_ONLY = (
     *("model", "hardware", *_SIZES, "schedule", "parallel"),
     *("context_window", "micro_batches", "steps", "rivals"),
 )
-_SCHEDULES = ("1f1b", "interleaved_1f1b")  # what wlb train runs, and so what can be recommended
 
 
 def report(
@@ -41,7 +41,7 @@ def report(
     tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel size.")] = 8,
     virtual_pp: Annotated[int, typer.Option(min=1, metavar="N", help="Model chunks per pipeline rank.")] = 1,
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(_SCHEDULES)}.")
+        str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(TRAINED_SCHEDULES)}.")
     ] = None,
     parallel: Annotated[
         str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")
@@ -90,9 +90,9 @@ def report(
         given: dict[str, Any] = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_pp": virtual_pp}
         if schedule is not None:
             given["schedule"] = schedule
-        if schedule not in (None, *_SCHEDULES):
+        if schedule not in (None, *TRAINED_SCHEDULES):
             raise UserError(
-                f"--schedule {schedule!r} is not a schedule of the trainer; choose {' or '.join(_SCHEDULES)}"
+                f"--schedule {schedule!r} is not a schedule of the trainer; choose {' or '.join(TRAINED_SCHEDULES)}"
             )
         if parallel is not None:
             options.refuse_unused(context, (*_SIZES, "schedule"), "has no effect with --parallel, which says it")
@@ -110,14 +110,14 @@ def parallel_sizes(text: str) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name == "schedule" and value in _SCHEDULES:
+        if name == "schedule" and value in TRAINED_SCHEDULES:
             sizes[name] = value
         elif name in _SIZES and (size := parse_count(value)):
             sizes[name] = size
         else:
             raise UserError(
                 f"--parallel {text!r}: {part.strip()!r} is not a size or schedule; give dp=4,pp=4,cp=2,tp=8, "
-                f"virtual_pp=N or schedule={' or '.join(_SCHEDULES)}"
+                f"virtual_pp=N or schedule={' or '.join(TRAINED_SCHEDULES)}"
             )
     return sizes
 

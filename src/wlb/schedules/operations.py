@@ -32,6 +32,7 @@ class Operation(NamedTuple):
 RankOperations = tuple[tuple[Operation, ...], ...]
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "interleaved_zero_bubble", "zbv_zero_bubble")
+TRAINED_SCHEDULES = ("1f1b", "interleaved_1f1b")  # those that the trainer runs; the others are simulated only
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
 _SEVERAL_STAGES = ("interleaved_1f1b", *ZERO_BUBBLE)
 
