@@ -22,7 +22,7 @@ from wlb.schedules.operations import TRAINED_SCHEDULES, round_size
 from wlb.settings import (
     MOST_MICRO_BATCHES,
     MOST_RANKS,
-    MicroBatches,
+    MicroBatchCount,
     NonEmptyPath,
     NonNegativeInt,
     Number,
@@ -212,7 +212,7 @@ class PackingConfig(_PackerSettings):
     method: Annotated[str, AfterValidator(checked_name)] = Field(
         "makespan", description="Packer", json_schema_extra={"enum": [*PACKERS]}
     )
-    micro_batches: MicroBatches = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
+    micro_batches: MicroBatchCount = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
     assignment: Assignment = Field(
         "balanced", description="How micro-batches are dealt to data-parallel ranks: in turn, or heaviest first"
     )

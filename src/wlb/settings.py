@@ -42,7 +42,7 @@ MOST_RANKS = 512
 # Strict: true is no number of processes, and no learning rate; a whole number is a Number too. The bounds of integers
 # are those of the int32 and int64 that they end up in.
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True), BeforeValidator(_plain_integer)]
-MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES, strict=True), BeforeValidator(_plain_integer)]
+MicroBatchCount = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES, strict=True), BeforeValidator(_plain_integer)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True), BeforeValidator(_plain_integer)]
 Tokens = Annotated[
     int,

@@ -13,7 +13,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.packing import make_packer
 from wlb.packing import makespan as makespan_module
 from wlb.packing.packer import Pending
-from wlb.packing.release import Fluid, Outlier, Prices, StepPool, _appraise, choose
+from wlb.packing.release import Fluid, Outlier, Tradeoff, Trainable, _appraise, choose
 from wlb.workload import make_workload
 
 WINDOW = 1024
@@ -38,7 +38,7 @@ def pools(draw, most=10):
     due, early = (draw(st.integers(0, batch)) // 16 * 16 for _ in range(2))
     spread = draw(st.sampled_from([0.25, 0.75, 1.0]))
     due_tokens = due + sum(o.length for o in outliers if o.due)
-    return StepPool(
+    return Trainable(
         outliers=sorted(outliers, key=lambda o: (-o.seconds, o.due)),
         due_fluid=fluid(due),
         early_fluid=fluid(early),
@@ -53,18 +53,18 @@ def pools(draw, most=10):
     )
 
 
-def best_of_all(pool, prices):
-    sides = [(True,) if o.overdue else (True, False) for o in pool.outliers]
-    return min(_appraise(released, pool, prices).price for released in product(*sides))
+def best_of_all(offer, prices):
+    sides = [(True,) if o.overdue else (True, False) for o in offer.outliers]
+    return min(_appraise(released, offer, prices).price for released in product(*sides))
 
 
 @SETTINGS
 @given(pools(), st.sampled_from([0.02, 0.1, 1.0]))
-def test_what_must_be_trained_is_and_no_micro_batch_is_left_idle(pool, delay_price):
-    choice = choose(pool, Prices(delay_price))
-    assert all(now for now, o in zip(choice.released, pool.outliers, strict=True) if o.overdue)
-    at_hand = len(pool.outliers) + pool.short_documents
-    assert sum(choice.released) + pool.short_documents >= min(pool.micro_batches, at_hand)
+def test_what_must_be_trained_is_and_no_micro_batch_is_left_idle(offer, delay_price):
+    choice = choose(offer, Tradeoff(delay_price))
+    assert all(now for now, o in zip(choice.released, offer.outliers, strict=True) if o.overdue)
+    at_hand = len(offer.outliers) + offer.short_documents
+    assert sum(choice.released) + offer.short_documents >= min(offer.micro_batches, at_hand)
 
 
 def test_the_search_comes_close_to_the_best_of_all_subsets():
@@ -75,7 +75,7 @@ def test_the_search_comes_close_to_the_best_of_all_subsets():
         lengths = random.integers(WINDOW // 8, WINDOW, random.integers(1, 9), endpoint=True).tolist()
         outliers = [outlier(length, bool(random.random() < 0.7), bool(random.random() < 0.1)) for length in lengths]
         due = max(0, 4 * WINDOW - sum(o.length for o in outliers if o.due)) // 16 * 16
-        pool = StepPool(
+        offer = Trainable(
             outliers=sorted(outliers, key=lambda o: (-o.seconds, o.due)),
             due_fluid=fluid(due),
             early_fluid=fluid(WINDOW),
@@ -88,8 +88,8 @@ def test_the_search_comes_close_to_the_best_of_all_subsets():
             batch=4 * WINDOW,
             fluid_may_wait=True,
         )
-        prices = Prices(float(random.choice([0.02, 0.1, 0.3])))
-        gaps.append(choose(pool, prices).price - best_of_all(pool, prices))
+        prices = Tradeoff(float(random.choice([0.02, 0.1, 0.3])))
+        gaps.append(choose(offer, prices).price - best_of_all(offer, prices))
     assert min(gaps) > -1e-12
     assert np.mean(np.array(gaps) < 1e-9) > 0.9
     assert np.mean(gaps) < 0.002
@@ -100,8 +100,8 @@ def test_the_search_comes_close_to_the_best_of_all_subsets():
 def test_the_fluid_tells_how_even_the_step_will_be(factor, monkeypatch):
     choices = []
 
-    def observed(pool, prices):
-        choices.append(choose(pool, prices))
+    def observed(offer, prices):
+        choices.append(choose(offer, prices))
         return choices[-1]
 
     monkeypatch.setattr(makespan_module, "choose", observed)

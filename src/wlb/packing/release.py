@@ -31,7 +31,7 @@ _MOVED = 24  # outliers, the most expensive, that are swapped one by one
 Released = tuple[bool, ...]  # of every outlier
 
 
-class Prices(NamedTuple):
+class Tradeoff(NamedTuple):
     """What the search trades for evenness; a heaviest micro-batch twice the mean would be 1."""
 
     delay: float
@@ -56,7 +56,7 @@ class Fluid(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Release:
     """The outliers to release. Short documents that are due wait where they would make more than ``limit`` seconds."""
 
     price: float
@@ -66,7 +66,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPool:
+class Trainable:
     """What a step may train.
 
     ``outliers`` come most expensive first. ``due_fluid`` is due now, ``early_fluid`` may be trained; both together are
@@ -96,34 +96,34 @@ class StepPool:
         return self.outliers[-1].seconds / self.outliers[-1].length if self.outliers else 1.0
 
 
-def choose(pool: StepPool, prices: Prices) -> Choice:
+def choose(offer: Trainable, prices: Tradeoff) -> Release:
     """The best set of outliers that the search finds."""
-    tried: dict[Released, Choice] = {}
+    tried: dict[Released, Release] = {}
 
-    def attempt(released: Released) -> Choice:
+    def attempt(released: Released) -> Release:
         if released not in tried:
-            tried[released] = _appraise(released, pool, prices)
+            tried[released] = _appraise(released, offer, prices)
         return tried[released]
 
-    best = attempt(tuple([outlier.due for outlier in pool.outliers]))
+    best = attempt(tuple([outlier.due for outlier in offer.outliers]))
     if best.price <= _EVEN:
         return best
-    best = min((attempt(released) for released in _without_the_most_expensive(pool)), key=_price)
-    return _improved(best, attempt, pool)
+    best = min((attempt(released) for released in _without_the_most_expensive(offer)), key=_price)
+    return _improved(best, attempt, offer)
 
 
-def _without_the_most_expensive(pool: StepPool) -> Iterator[Released]:
+def _without_the_most_expensive(offer: Trainable) -> Iterator[Released]:
     """Sets without the k most expensive outliers; of the others those that are due, or all."""
-    count = len(pool.outliers)
+    count = len(offer.outliers)
     steps = min(count, _THRESHOLDS)
     for held in sorted({round(count * (step / steps) ** 2) if steps < count else step for step in range(steps + 1)}):
         for early in (False, True):
-            yield tuple([o.overdue or (index >= held and (early or o.due)) for index, o in enumerate(pool.outliers)])
+            yield tuple([o.overdue or (index >= held and (early or o.due)) for index, o in enumerate(offer.outliers)])
 
 
-def _improved(best: Choice, attempt: Callable[[Released], Choice], pool: StepPool) -> Choice:
+def _improved(best: Release, attempt: Callable[[Released], Release], offer: Trainable) -> Release:
     """The best that is reached from ``best`` by releasing or holding single outliers."""
-    movable = [index for index, outlier in enumerate(pool.outliers[:_MOVED]) if not outlier.overdue]
+    movable = [index for index, outlier in enumerate(offer.outliers[:_MOVED]) if not outlier.overdue]
     while True:
         before = best
         for index in movable:
@@ -133,29 +133,29 @@ def _improved(best: Choice, attempt: Callable[[Released], Choice], pool: StepPoo
             return best
 
 
-def _price(choice: Choice) -> float:
+def _price(choice: Release) -> float:
     return choice.price
 
 
-def _appraise(released: Released, pool: StepPool, prices: Prices) -> Choice:
-    now = [outlier for outlier, release in zip(pool.outliers, released, strict=True) if release]
-    later = [outlier for outlier, release in zip(pool.outliers, released, strict=True) if not release]
+def _appraise(released: Released, offer: Trainable, prices: Tradeoff) -> Release:
+    now = [outlier for outlier, release in zip(offer.outliers, released, strict=True) if release]
+    later = [outlier for outlier, release in zip(offer.outliers, released, strict=True) if not release]
     waiting = sum([outlier.length for outlier in later if outlier.due])
     tokens = sum([outlier.length for outlier in now])
-    loads, rooms, unfit = _placed(now, pool.micro_batches, pool.capacity)
-    outlook = prices.outlook * (_outlook(later, pool) - 1) if later else 0.0
-    enough = min(pool.micro_batches, len(pool.outliers) + pool.short_documents)
-    idle = math.inf if len(now) + pool.short_documents < enough else 0.0
+    loads, rooms, unfit = _placed(now, offer.micro_batches, offer.capacity)
+    outlook = prices.outlook * (_outlook(later, offer) - 1) if later else 0.0
+    enough = min(offer.micro_batches, len(offer.outliers) + offer.short_documents)
+    idle = math.inf if len(now) + offer.short_documents < enough else 0.0
     choices = []
-    for filled in _fillings(loads, rooms, tokens - unfit, pool):
+    for filled in _fillings(loads, rooms, tokens - unfit, offer):
         price = (
             filled.imbalance
-            + prices.delay * (waiting + unfit + filled.waiting) / pool.batch
+            + prices.delay * (waiting + unfit + filled.waiting) / offer.batch
             + outlook
-            + _OUT_OF_BOUNDS * max(0.0, pool.least - filled.tokens, filled.tokens - pool.most) / pool.batch
+            + _OUT_OF_BOUNDS * max(0.0, offer.least - filled.tokens, filled.tokens - offer.most) / offer.batch
             + idle
         )
-        choices.append(Choice(price, released, filled.limit, filled.imbalance))
+        choices.append(Release(price, released, filled.limit, filled.imbalance))
     return min(choices, key=_price)
 
 
@@ -168,30 +168,30 @@ class _Filling(NamedTuple):
     waiting: float
 
 
-def _fillings(loads: list[float], rooms: list[int], tokens: int, pool: StepPool) -> Iterator[_Filling]:
+def _fillings(loads: list[float], rooms: list[int], tokens: int, offer: Trainable) -> Iterator[_Filling]:
     """Pour the fluid over outliers of ``tokens`` tokens: all that is due, or only what the heaviest outlier hides."""
-    density, heaviest = pool.density, max(loads)
-    early = max(0, min(pool.early_fluid.tokens, pool.aim - tokens - pool.due_fluid.tokens))
-    due = (pool.due_fluid.tokens + early) * density
+    density, heaviest = offer.density, max(loads)
+    early = max(0, min(offer.early_fluid.tokens, offer.aim - tokens - offer.due_fluid.tokens))
+    due = (offer.due_fluid.tokens + early) * density
     level, overflow = _level(loads, rooms, due, density)
     peak = max(level, heaviest)
     space = _space(loads, rooms, density, peak) - (due - overflow)
-    more = density * min(pool.early_fluid.tokens - early, pool.most - tokens - pool.due_fluid.tokens - early)
-    yield _filling(loads, tokens, due - overflow + max(0.0, min(more, space)), peak, math.inf, pool)
-    if pool.fluid_may_wait and level > heaviest > 0:
+    more = density * min(offer.early_fluid.tokens - early, offer.most - tokens - offer.due_fluid.tokens - early)
+    yield _filling(loads, tokens, due - overflow + max(0.0, min(more, space)), peak, math.inf, offer)
+    if offer.fluid_may_wait and level > heaviest > 0:
         poured = min(due, _space(loads, rooms, density, heaviest))
-        yield _filling(loads, tokens, poured, heaviest, heaviest, pool)
+        yield _filling(loads, tokens, poured, heaviest, heaviest, offer)
 
 
-def _filling(loads: list[float], tokens: int, seconds: float, peak: float, limit: float, pool: StepPool) -> _Filling:
+def _filling(loads: list[float], tokens: int, seconds: float, peak: float, limit: float, offer: Trainable) -> _Filling:
     """What ``seconds`` of fluid make of micro-batches with ``loads`` seconds and ``tokens`` tokens of outliers."""
     total = math.fsum(loads) + seconds
-    poured = seconds / pool.density
+    poured = seconds / offer.density
     return _Filling(
         limit,
         max(1.0, peak * len(loads) / total) if total else 1.0,
         tokens + poured,
-        max(0.0, pool.due_fluid.tokens - poured),
+        max(0.0, offer.due_fluid.tokens - poured),
     )
 
 
@@ -200,12 +200,12 @@ def _space(loads: list[float], rooms: list[int], density: float, peak: float) ->
     return math.fsum([min(peak - load, room * density) for load, room in zip(loads, rooms, strict=True) if load < peak])
 
 
-def _outlook(outliers: Sequence[Outlier], pool: StepPool) -> float:
+def _outlook(outliers: Sequence[Outlier], offer: Trainable) -> float:
     """Heaviest over mean micro-batch of ``outliers`` alone, evened out with a global batch of fluid."""
-    density = pool.density
-    loads, rooms, _ = _placed(outliers, pool.micro_batches, pool.capacity)
+    density = offer.density
+    loads, rooms, _ = _placed(outliers, offer.micro_batches, offer.capacity)
     peak = max(loads)
-    fluid = min(_space(loads, rooms, density, peak), pool.batch * density)
+    fluid = min(_space(loads, rooms, density, peak), offer.batch * density)
     return max(1.0, peak * len(loads) / (math.fsum(loads) + fluid))
 
 

@@ -20,7 +20,7 @@ from wlb.simulate.job import PAPER_JOBS
 _STEPS = 200  # over fewer, tokens/s favour systems in which many long documents still wait at the end
 
 
-class Row(NamedTuple):
+class Speedups(NamedTuple):
     """Speedups over Plain-4D, and the share of whole documents' attention that Plain-4D computes."""
 
     fixed: float
@@ -59,7 +59,7 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _rows(treatment: Treatment, documents: Documents, settings: Settings) -> dict[str, Row]:
+def _rows(treatment: Treatment, documents: Documents, settings: Settings) -> dict[str, Speedups]:
     rows = {}
     for name, job in PAPER_JOBS.items():
         settings.on_progress(f"{name}, documents {treatment}")
@@ -67,9 +67,9 @@ def _rows(treatment: Treatment, documents: Documents, settings: Settings) -> dic
     return rows
 
 
-def _row(bench: Bench) -> Row:
+def _row(bench: Bench) -> Speedups:
     plain = bench.run("plain-4d")
-    return Row(
+    return Speedups(
         fixed=speedup(bench.fixed_4d(), plain),
         wlb=speedup(bench.run("wlb-llm"), plain),
         best=speedup(bench.run("best"), plain),
@@ -79,7 +79,7 @@ def _row(bench: Bench) -> Row:
     )
 
 
-def _table(title: str, rows: dict[str, Row], *, quoted: bool) -> Table:
+def _table(title: str, rows: dict[str, Speedups], *, quoted: bool) -> Table:
     columns = (
         Column("job"),
         Column("GPUs", format=",.0f"),
@@ -105,7 +105,7 @@ def _table(title: str, rows: dict[str, Row], *, quoted: bool) -> Table:
     return Table(title, columns, lines)
 
 
-def findings(rows: dict[str, Row]) -> list[Finding]:
+def findings(rows: dict[str, Speedups]) -> list[Finding]:
     """The paper's findings (sections 7.2 and 7.3), in these numbers."""
     by_model: dict[str, list[float]] = {}
     by_window: dict[int, list[float]] = {}
