@@ -25,7 +25,7 @@ from wlb.packing.options import LengthFactorOptions
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
-from wlb.packing.release import Fluid, Outlier, Tradeoff, Trainable, choose
+from wlb.packing.release import Fluid, Offer, Outlier, StepLimits, Tradeoff, choose
 from wlb.settings import NonNegativeInt, Number
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
@@ -82,11 +82,18 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
 
     def __init__(self, task: PackingTask, options: MakespanOptions) -> None:
         super().__init__(task, options)
-        self._prices = Tradeoff(delay=options.delay_price)
+        self._tradeoff = Tradeoff(delay=options.delay_price)
         self._least_documents = self.micro_batches  # of a step, where so many have arrived
         self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
         spread = int(options.token_spread * self.global_batch_tokens)
-        self._least_tokens, self._most_tokens = self.global_batch_tokens - spread, self.global_batch_tokens + spread
+        self._limits = StepLimits(
+            self.micro_batches,
+            self.capacity,
+            least=self.global_batch_tokens - spread,
+            most=self.global_batch_tokens + spread,
+            batch=self.global_batch_tokens,
+            fluid_may_wait=self.max_delay > 0,
+        )
         self._outlier_tokens = max(1, self.context_window // _OUTLIER_SHARE)
         self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
         self._ahead_tokens = 0  # taken in that were not due by the last step
@@ -156,7 +163,7 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
         candidates = self._candidates(due, early, last=last)
         chosen = self._choose(candidates, due_tokens=_tokens(due))
         filled, unfit, over_limit = self._place_chosen(chosen)
-        now, later = split_at(chosen.spare, max(0, self._most_tokens - sum(filled.tokens)))
+        now, later = split_at(chosen.spare, max(0, self._limits.most - sum(filled.tokens)))
         spare = filled.place_within(now, max(filled.seconds)) + later
         self._held = [outlier.item for outlier in chosen.left if outlier.due]
         self._held += [item for item in over_limit if item.arrived <= self._step]
@@ -179,24 +186,12 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
     def _choose(self, candidates: _StepCandidates, *, due_tokens: int) -> _Chosen:
         """What the search releases, all short documents that are due, and of the others as many as the step needs."""
         outliers, due, early = candidates
-        offer = Trainable(
-            outliers=outliers,
-            due_fluid=_fluid(due),
-            early_fluid=_fluid(early),
-            short_documents=len(due) + len(early),
-            micro_batches=self.micro_batches,
-            capacity=self.capacity,
-            least=self._least_tokens,
-            aim=min(max(due_tokens, self._least_tokens), self.global_batch_tokens),
-            most=self._most_tokens,
-            batch=self.global_batch_tokens,
-            fluid_may_wait=self.max_delay > 0,
-        )
-        choice = choose(offer, self._prices)
+        aim = min(max(due_tokens, self._limits.least), self.global_batch_tokens)
+        choice = choose(Offer(outliers, _fluid(due), _fluid(early), aim, self._limits), self._tradeoff)
         left = [outlier for outlier, released in zip(outliers, choice.released, strict=True) if not released]
         now = [outlier.item for outlier in compress(outliers, choice.released)] + due
         tokens, taken = _tokens(now), 0
-        while taken < len(early) and (len(now) + taken < self._least_documents or tokens < offer.aim):
+        while taken < len(early) and (len(now) + taken < self._least_documents or tokens < aim):
             tokens += early[taken].length
             taken += 1
         return _Chosen(now + early[:taken], choice.limit, early[taken:], left)
@@ -219,7 +214,7 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
 
 
 def _fluid(items: list[Pending]) -> Fluid:
-    return Fluid(_tokens(items), math.fsum([item.seconds for item in items]))
+    return Fluid(_tokens(items), math.fsum([item.seconds for item in items]), len(items))
 
 
 def _tokens(items: Iterable[Pending]) -> int:
