@@ -19,10 +19,10 @@ class RotaryScaling:
     interpolated by how often they turn.
     """
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class YarnScaling:
 
 
 Scaling: TypeAlias = RotaryScaling | LinearScaling | YarnScaling
-_CLASSES: dict[str, type[Scaling]] = {"llama3": RotaryScaling, "linear": LinearScaling, "yarn": YarnScaling}
+SCALINGS: dict[str, type[Scaling]] = {"llama3": RotaryScaling, "linear": LinearScaling, "yarn": YarnScaling}
 
 
 def yarn_length(factor: float, scale: float = 1.0) -> float:
@@ -88,11 +88,11 @@ def yarn_length(factor: float, scale: float = 1.0) -> float:
 
 def scaling_of(section: RopeScalingConfig) -> Scaling:
     """The scaling that [model.rope_scaling] describes."""
-    scaling = _CLASSES[section.rope_type]
+    scaling = SCALINGS[section.rope_type]
     return scaling(**{name: getattr(section, name) for name in scaling.__dataclass_fields__})
 
 
 def scaling_json(scaling: Scaling) -> dict[str, Any]:
     """``rope_scaling`` of ``config.json``."""
-    (kind,) = (name for name, known in _CLASSES.items() if type(scaling) is known)
+    (kind,) = (name for name, known in SCALINGS.items() if type(scaling) is known)
     return {"rope_type": kind, **{name: value for name, value in asdict(scaling).items() if value is not None}}
