@@ -181,23 +181,11 @@ class _Choice:
 
     def _soonest_done(self, runs: list[tuple[int, ...]]) -> list[InstancePool] | None:
         """A pool for every run of bins, the last one done as early as can be; None if the GPUs are too few."""
-        full = [one for one in self.instances if one.clock == 1.0]
-        ways = [
-            [self._pool(bins, one, count) for one in full for count in range(1, self.job.gpus // one.tp + 1)]
-            for bins in runs
-        ]
+        full = [(one, n) for one in self.instances if one.clock == 1.0 for n in range(1, self.job.gpus // one.tp + 1)]
+        ways = [[self._pool(bins, one, count) for one, count in full] for bins in runs]
         ends = sorted({pool.seconds for of_run in ways for pool in of_run})
-
-        def smallest(end: float) -> list[InstancePool] | None:
-            """The pools with the fewest GPUs that are done by ``end``."""
-            in_time = [[pool for pool in of_run if pool.seconds <= end] for of_run in ways]
-            if not all(in_time):
-                return None
-            pools = [min(of_run, key=lambda pool: (pool.gpus, pool.seconds)) for of_run in in_time]
-            return pools if _gpus(pools) <= self.job.gpus else None
-
-        first = bisect_left(ends, True, key=lambda end: smallest(end) is not None)
-        return smallest(ends[first]) if first < len(ends) else None
+        first = bisect_left(ends, True, key=lambda end: _gpus(_smallest(ways, end)) <= self.job.gpus)
+        return _smallest(ways, ends[first]) if first < len(ends) else None
 
     def _pool(self, bins: tuple[int, ...], one: Instance, count: int) -> InstancePool:
         seconds = self._seconds(self.prompts(bins), one)
@@ -221,8 +209,14 @@ def _runs(bins: int) -> Iterator[list[tuple[int, ...]]]:
         yield [tuple(range(*bounds)) for bounds in pairwise((0, *cuts, bins))]
 
 
-def _gpus(pools: Sequence[InstancePool]) -> int:
-    return sum(pool.gpus for pool in pools)
+def _smallest(ways: list[list[InstancePool]], end: float) -> list[InstancePool] | None:
+    """Of every run of bins, the pool with the fewest GPUs that is done by ``end``; None where a run has none."""
+    in_time = [[pool for pool in of_run if pool.seconds <= end] for of_run in ways]
+    return [min(one, key=lambda pool: (pool.gpus, pool.seconds)) for one in in_time] if all(in_time) else None
+
+
+def _gpus(pools: Sequence[InstancePool] | None) -> float:
+    return math.inf if pools is None else sum(pool.gpus for pool in pools)
 
 
 def _beats(one: InstancePool, other: InstancePool) -> bool:
