@@ -73,36 +73,45 @@ def report(
     Example: wlb report synthetic:20000:128K:0 --model 7b --dp 4 --pp 4 --cp 2 --tp 8 --out report.html
     """
     from wlb.report.html.page import write_page
-    from wlb.report.run_directory import is_run_directory
 
     options.check_writable(out)
-    path = Path(source)
-    try:
-        measured = is_run_directory(path) or before is not None or path.is_dir()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if measured:
+    if before is not None or _is_run(Path(source)):
         options.refuse_unused(
             context, _SIMULATED_ONLY, "has no effect on the report of a training run, which is measured"
         )
-        text, summary = _measured(path, before)
+        text, summary = _measured(Path(source), before)
     else:
-        given: dict[str, Any] = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_pp": virtual_pp}
-        if schedule is not None:
-            given["schedule"] = schedule
-        if schedule not in (None, *TRAINED_SCHEDULES):
-            raise UserError(
-                f"--schedule {schedule!r} is not a schedule of the trainer; choose {' or '.join(TRAINED_SCHEDULES)}"
-            )
-        if parallel is not None:
-            options.refuse_unused(context, (*_SIZES, "schedule"), "has no effect with --parallel, which says it")
-            given = parallel_sizes(parallel)
-        text, summary = _predicted(source, model, hardware, given, context_window, micro_batches, steps, rivals)
+        sizes = _layout(context, schedule, parallel, {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_pp": virtual_pp})
+        text, summary = _predicted(source, model, hardware, sizes, context_window, micro_batches, steps, rivals)
     write_page(out, text)
     if json:
         emit_json({"out": str(out), **summary})
     else:
         stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)", markup=False)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether it is the directory of a training job, or at least a directory, which reading then complains of."""
+    from wlb.report.run_directory import is_run_directory
+
+    try:
+        return is_run_directory(path) or path.is_dir()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _layout(
+    context: typer.Context, schedule: str | None, parallel: str | None, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """Keywords of ``simulated_job``, from one option each or all from --parallel."""
+    if schedule not in (None, *TRAINED_SCHEDULES):
+        raise UserError(
+            f"--schedule {schedule!r} is not a schedule of the trainer; choose {' or '.join(TRAINED_SCHEDULES)}"
+        )
+    if parallel is None:
+        return sizes if schedule is None else sizes | {"schedule": schedule}
+    options.refuse_unused(context, (*_SIZES, "schedule"), "has no effect with --parallel, which says it")
+    return parallel_sizes(parallel)
 
 
 def parallel_sizes(text: str) -> dict[str, Any]:
