@@ -31,7 +31,7 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-class ComputeDtype(StrEnum):
+class Dtype(StrEnum):
     """Compute types of training."""
 
     FLOAT64 = "float64"
@@ -52,9 +52,7 @@ def profile(
             metavar="TOKENS", parser=options.tokens, help="Longest document; default 4,096 on cpu, 131,072 on cuda."
         ),
     ] = None,
-    dtype: Annotated[
-        ComputeDtype | None, typer.Option(help="Compute type; default float32 on cpu, bfloat16 on cuda.")
-    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Compute type; default float32 on cpu, bfloat16 on cuda.")] = None,
     threads: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="CPU threads.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes, fewer times.")] = False,
     plot: Annotated[
@@ -115,13 +113,7 @@ def profile(
 
 
 def _settings(
-    device: Device,
-    model: str | None,
-    tp: int,
-    max_length: int | None,
-    dtype: ComputeDtype | None,
-    threads: int,
-    quick: bool,
+    device: Device, model: str | None, tp: int, max_length: int | None, dtype: Dtype | None, threads: int, quick: bool
 ) -> ProfileSettings:
     """What the options ask for; raises ``UserError`` for a model, tp or device that there is not."""
     torch = require("torch", "train")

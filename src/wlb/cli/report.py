@@ -91,11 +91,9 @@ def report(
 
 
 def _is_run(path: Path) -> bool:
-    """Whether it is the directory of a training job, or at least a directory, which reading then complains of."""
-    from wlb.report.run_directory import is_run_directory
-
+    """Whether it is the directory of a training job, or another one, of which reading then complains."""
     try:
-        return is_run_directory(path) or path.is_dir()
+        return path.is_dir()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
 

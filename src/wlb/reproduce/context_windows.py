@@ -25,25 +25,27 @@ _LEAST_STEPS = 64  # and over fewer steps, tokens/s favour systems in which many
 _TOKENS_OF_A_RANK = 128 * _1K
 
 
+class _Gains(NamedTuple):
+    """Speedups over Plain-4D."""
+
+    wlb: float
+    best: float
+
+
 class _OfWindow(NamedTuple):
-    """A row of the table: speedups over Plain-4D, those of documents that grow only where no file gives lengths."""
+    """A row of the table; documents that grow with the window only where no file gives their lengths."""
 
     window: str
     gpus: int
     layout: str
     quoted: float | None
-    wlb: float
-    best: float
-    grown_wlb: float | None
-    grown_best: float | None
+    same: _Gains
+    grown: _Gains | None
 
     @property
     def ratios(self) -> list[float]:
         """What best gains over WLB-LLM, each way."""
-        ratios = [self.best / self.wlb]
-        if self.grown_wlb is not None and self.grown_best is not None:
-            ratios.append(self.grown_best / self.grown_wlb)
-        return ratios
+        return [gains.best / gains.wlb for gains in (self.same, self.grown) if gains]
 
 
 def run(settings: Settings) -> Report:
@@ -68,7 +70,7 @@ def run(settings: Settings) -> Report:
                     Column("documents grow: WLB-LLM", "simulated"),
                     Column("best", "simulated"),
                 ),
-                rows,
+                [(*row[:4], *row.same, *(row.grown or (None, None))) for row in rows],
             )
         ],
         draw=partial(
@@ -85,8 +87,8 @@ def run(settings: Settings) -> Report:
         findings=[
             Finding(
                 "the speedup grows with the window, 32K to 160K (the same documents)",
-                all(longer > shorter for shorter, longer in pairwise([row.wlb for row in of_paper])),
-                ", ".join(f"{row.window} {row.wlb:.3f}" for row in of_paper),
+                all(longer > shorter for shorter, longer in pairwise([row.same.wlb for row in of_paper])),
+                ", ".join(f"{row.window} {row.same.wlb:.3f}" for row in of_paper),
             ),
             Finding(
                 "ours: best gains more than WLB-LLM at every window, both ways",
@@ -107,24 +109,27 @@ def _of_window(window: int, same: Documents, settings: Settings) -> _OfWindow:
     job = PAPER_JOBS["7b-128k"]._replace(context_window=window)
     job = job._replace(cp=max(job.cp, window // _TOKENS_OF_A_RANK))
     steps = settings.steps or max(_LEAST_STEPS, _TOKENS // (job.pp * window))
-    grown: tuple[float | None, float | None] = (None, None)
-    if settings.lengths is None:
-        grown = _speedups(Bench(job, grown_corpus(settings, window), steps, settings))
-    gains = _speedups(Bench(job, same, steps, settings))
-    return _OfWindow(f"{window // _1K}K", job.gpus, job.sizes, paper.CONTEXT_WINDOWS.get(window), *gains, *grown)
+    grown = grown_corpus(settings, window) if settings.lengths is None else None
+    return _OfWindow(
+        f"{window // _1K}K",
+        job.gpus,
+        job.sizes,
+        paper.CONTEXT_WINDOWS.get(window),
+        _gains(Bench(job, same, steps, settings)),
+        None if grown is None else _gains(Bench(job, grown, steps, settings)),
+    )
 
 
-def _speedups(bench: Bench) -> tuple[float, float]:
-    """Of WLB-LLM and of ours."""
+def _gains(bench: Bench) -> _Gains:
     plain = bench.run("plain-4d")
-    return speedup(bench.run("wlb-llm"), plain), speedup(bench.run("best"), plain)
+    return _Gains(speedup(bench.run("wlb-llm"), plain), speedup(bench.run("best"), plain))
 
 
 def _lines(rows: list[_OfWindow]) -> dict[str, tuple[list[int], list[float]]]:
-    columns = {
-        "same documents: WLB-LLM": [row.wlb for row in rows],
-        "same documents: best": [row.best for row in rows],
-        "documents grow: WLB-LLM": [row.grown_wlb for row in rows if row.grown_wlb is not None],
-        "documents grow: best": [row.grown_best for row in rows if row.grown_best is not None],
+    ways = {"same documents": [row.same for row in rows], "documents grow": [row.grown for row in rows if row.grown]}
+    return {
+        f"{way}: {name}": ([*WINDOWS], [*column])
+        for way, gains in ways.items()
+        if gains
+        for name, column in zip(("WLB-LLM", "best"), zip(*gains, strict=True), strict=True)
     }
-    return {name: ([*WINDOWS], column) for name, column in columns.items() if column}

@@ -15,8 +15,6 @@ counts documents of a group in place of tokens, and a micro-batch for which it f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -86,47 +84,25 @@ def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> li
     return solved
 
 
-@dataclass(frozen=True, eq=False)
 class _MicroBatch:
-    """``documents``, longest first, in buckets of like lengths. Arrays have the shape (buckets, sizes of groups)."""
+    """``documents``, longest first, in buckets of like lengths.
 
-    documents: list[int]
-    lengths: Integers
-    ranks: Ranks
+    ``longest`` is the longest of each bucket, shape (buckets, 1). Of shape (buckets, sizes of groups) are ``seconds``
+    and each of ``shares``: what a document takes of a group's memory, by its tokens and by how many fit; infinite
+    where none does.
+    """
 
-    @cached_property
-    def sizes(self) -> Integers:
-        return np.array(group_sizes(self.ranks))
-
-    @cached_property
-    def buckets(self) -> list[list[int]]:
-        return [part.tolist() for part in np.array_split(self.documents, min(BUCKETS, len(self.documents)))]
-
-    @cached_property
-    def counts(self) -> Integers:
-        """Documents of each bucket."""
-        return np.array([len(bucket) for bucket in self.buckets])
-
-    @cached_property
-    def longest(self) -> Integers:
-        """Tokens of each bucket's longest document, shape (buckets, 1)."""
-        return np.array([[self.lengths[bucket].max()] for bucket in self.buckets])
-
-    @cached_property
-    def room(self) -> Integers:
-        """Tokens that a group of each size holds."""
-        return self.sizes * self.ranks.capacity
-
-    @cached_property
-    def seconds(self) -> NDArray[np.float64]:
-        return _seconds(self.longest[:, 0], self.sizes, self.ranks)
-
-    @cached_property
-    def shares(self) -> list[NDArray[np.float64]]:
-        """What a document takes of a group's memory, by its tokens and by how many fit; infinite where none does."""
-        mean = np.array([[self.lengths[bucket].mean()] for bucket in self.buckets])
+    def __init__(self, documents: list[int], lengths: Integers, ranks: Ranks) -> None:
+        self.documents, self.lengths, self.ranks = documents, lengths, ranks
+        self.buckets = [part.tolist() for part in np.array_split(documents, min(BUCKETS, len(documents)))]
+        self.counts = np.array([len(bucket) for bucket in self.buckets])
+        self.longest = np.array([[lengths[bucket].max()] for bucket in self.buckets])
+        self.sizes = np.array(group_sizes(ranks))
+        self.room = self.sizes * ranks.capacity
+        self.seconds = _seconds(self.longest[:, 0], self.sizes, ranks)
+        mean = np.array([[lengths[bucket].mean()] for bucket in self.buckets])
         one_by_one = 1 / np.maximum(self.room // self.longest, 1)
-        return [np.where(self.longest <= self.room, shares, np.inf) for shares in (mean / self.room, one_by_one)]
+        self.shares = [np.where(self.longest <= self.room, part, np.inf) for part in (mean / self.room, one_by_one)]
 
     def grouped(self) -> _Grouped | None:
         """The fastest groups that the program finds; None where none fit."""
