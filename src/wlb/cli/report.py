@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,7 +76,7 @@ def report(
     from wlb.report.html.page import write_page
 
     options.check_writable(out)
-    if before is not None or _is_run(Path(source)):
+    if before is not None or isdir(source):  # reading complains of a directory without a job
         options.refuse_unused(
             context, _SIMULATED_ONLY, "has no effect on the report of a training run, which is measured"
         )
@@ -88,14 +89,6 @@ def report(
         emit_json({"out": str(out), **summary})
     else:
         stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)", markup=False)
-
-
-def _is_run(path: Path) -> bool:
-    """Whether it is the directory of a training job, or another one, of which reading then complains."""
-    try:
-        return path.is_dir()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _layout(

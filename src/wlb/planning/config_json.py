@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wlb.config import Number, PositiveInt, RopeScalingConfig
 from wlb.errors import UserError
-from wlb.planning.model import TransformerConfig
-from wlb.planning.rotary import SCALINGS, Scaling, scaling_json, scaling_of, yarn_length
+from wlb.planning.model import SCALINGS, Scaling, TransformerConfig, scaling_json, scaling_of, yarn_length
 from wlb.workload.model_json import FAMILIES, read_config_json
 from wlb.workload.shapes import ModelShape
 
@@ -229,7 +228,7 @@ def _rotary(document: Mapping[str, Any], described: _ConfigJson) -> tuple[float,
     return plain.rope_theta, _scaling(kind, {key: value for key, value in stretch.items() if value is not None})
 
 
-def _scaling(kind: str, stretch: dict[str, Any]) -> Scaling:
+def _scaling(kind: str, stretch: dict[str, Any]) -> Scaling | None:
     typed = _Stretch.model_validate(stretch)
     settings = {"rope_type": kind} | {key: value for key, value in stretch.items() if key not in _MSCALE}
     section = RopeScalingConfig.model_validate(settings)

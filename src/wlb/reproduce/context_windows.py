@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from wlb.reproduce import paper
-from wlb.reproduce.bench import ASSUMED, Bench, Documents, corpus, grown_corpus, speedup
+from wlb.reproduce.bench import ASSUMED, Bench, corpus, grown_corpus, speedup
 from wlb.reproduce.experiment import Column, Finding, Report, Settings, Table, lines_over_tokens
 from wlb.simulate.job import PAPER_JOBS
 
@@ -25,32 +25,39 @@ _LEAST_STEPS = 64  # and over fewer steps, tokens/s favour systems in which many
 _TOKENS_OF_A_RANK = 128 * _1K
 
 
-class _Gains(NamedTuple):
-    """Speedups over Plain-4D."""
-
-    wlb: float
-    best: float
-
-
 class _OfWindow(NamedTuple):
-    """A row of the table; documents that grow with the window only where no file gives their lengths."""
+    """A row of the table. The last two are of documents that grow, None where a file gives the lengths."""
 
     window: str
     gpus: int
     layout: str
     quoted: float | None
-    same: _Gains
-    grown: _Gains | None
+    wlb: float
+    best: float
+    grown_wlb: float | None
+    grown_best: float | None
 
     @property
     def ratios(self) -> list[float]:
         """What best gains over WLB-LLM, each way."""
-        return [gains.best / gains.wlb for gains in (self.same, self.grown) if gains]
+        grown = [self.grown_best / self.grown_wlb] if self.grown_best and self.grown_wlb else []
+        return [self.best / self.wlb, *grown]
 
 
 def run(settings: Settings) -> Report:
     same = corpus(settings, longest=max(WINDOWS))
-    rows = [_of_window(window, same, settings) for window in WINDOWS]
+    rows: list[_OfWindow] = []
+    for window in WINDOWS:
+        settings.on_progress(f"{window // _1K}K")
+        job = PAPER_JOBS["7b-128k"]._replace(context_window=window)
+        job = job._replace(cp=max(job.cp, window // _TOKENS_OF_A_RANK))
+        steps = settings.steps or max(_LEAST_STEPS, _TOKENS // (job.pp * window))
+        grown: tuple[float | None, float | None] = (None, None)
+        if settings.lengths is None:
+            grown = _speedups(Bench(job, grown_corpus(settings, window), steps, settings))
+        quoted = paper.CONTEXT_WINDOWS.get(window)
+        gains = _speedups(Bench(job, same, steps, settings))
+        rows.append(_OfWindow(f"{window // _1K}K", job.gpus, job.sizes, quoted, *gains, *grown))
     ratios = [ratio for row in rows for ratio in row.ratios]
     slower = [row.window for row in rows if min(row.ratios) <= 1]
     of_paper = rows[:_PAPER_WINDOWS]
@@ -70,7 +77,7 @@ def run(settings: Settings) -> Report:
                     Column("documents grow: WLB-LLM", "simulated"),
                     Column("best", "simulated"),
                 ),
-                [(*row[:4], *row.same, *(row.grown or (None, None))) for row in rows],
+                [*rows],
             )
         ],
         draw=partial(
@@ -87,8 +94,8 @@ def run(settings: Settings) -> Report:
         findings=[
             Finding(
                 "the speedup grows with the window, 32K to 160K (the same documents)",
-                all(longer > shorter for shorter, longer in pairwise([row.same.wlb for row in of_paper])),
-                ", ".join(f"{row.window} {row.same.wlb:.3f}" for row in of_paper),
+                all(longer > shorter for shorter, longer in pairwise([row.wlb for row in of_paper])),
+                ", ".join(f"{row.window} {row.wlb:.3f}" for row in of_paper),
             ),
             Finding(
                 "ours: best gains more than WLB-LLM at every window, both ways",
@@ -104,32 +111,17 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _of_window(window: int, same: Documents, settings: Settings) -> _OfWindow:
-    settings.on_progress(f"{window // _1K}K")
-    job = PAPER_JOBS["7b-128k"]._replace(context_window=window)
-    job = job._replace(cp=max(job.cp, window // _TOKENS_OF_A_RANK))
-    steps = settings.steps or max(_LEAST_STEPS, _TOKENS // (job.pp * window))
-    grown = grown_corpus(settings, window) if settings.lengths is None else None
-    return _OfWindow(
-        f"{window // _1K}K",
-        job.gpus,
-        job.sizes,
-        paper.CONTEXT_WINDOWS.get(window),
-        _gains(Bench(job, same, steps, settings)),
-        None if grown is None else _gains(Bench(job, grown, steps, settings)),
-    )
-
-
-def _gains(bench: Bench) -> _Gains:
+def _speedups(bench: Bench) -> tuple[float, float]:
+    """Of WLB-LLM and of ours."""
     plain = bench.run("plain-4d")
-    return _Gains(speedup(bench.run("wlb-llm"), plain), speedup(bench.run("best"), plain))
+    return speedup(bench.run("wlb-llm"), plain), speedup(bench.run("best"), plain)
 
 
 def _lines(rows: list[_OfWindow]) -> dict[str, tuple[list[int], list[float]]]:
-    ways = {"same documents": [row.same for row in rows], "documents grow": [row.grown for row in rows if row.grown]}
-    return {
-        f"{way}: {name}": ([*WINDOWS], [*column])
-        for way, gains in ways.items()
-        if gains
-        for name, column in zip(("WLB-LLM", "best"), zip(*gains, strict=True), strict=True)
+    columns = {
+        "same documents: WLB-LLM": [row.wlb for row in rows],
+        "same documents: best": [row.best for row in rows],
+        "documents grow: WLB-LLM": [row.grown_wlb for row in rows if row.grown_wlb],
+        "documents grow: best": [row.grown_best for row in rows if row.grown_best],
     }
+    return {name: ([*WINDOWS], column) for name, column in columns.items() if column}

@@ -139,7 +139,7 @@ def step_seconds(
 
     Without ``updates_weights`` it ends with the last backward.
     """
-    job, costs = ranks.job, group_costs(ranks.job, 0, "per_document")
+    job, costs = ranks.job, own_costs(ranks.job)
     forward, backward = seconds.forward[None], seconds.backward[None]
     kept = job.pp > 1 or ranks.keeps_weights
     if not kept:
@@ -227,10 +227,13 @@ def _priced(
     return _Stages(forward, backward, steps.moving[0, 0] + of_wire, received_bytes * job.shape.layers)
 
 
+own_costs = lru_cache(maxsize=512)(JobCosts)  # prices of the job itself
+
+
 @lru_cache(maxsize=512)
 def group_costs(job: SimulatedJob, size: int, sharding: str) -> JobCosts:
-    """Prices of a context-parallel group of ``size`` of the job's ranks; of size 0, of the job itself."""
-    return JobCosts(_with_groups(job, size, 1, sharding) if size else job)
+    """Prices of a context-parallel group of ``size`` of the job's ranks."""
+    return JobCosts(_with_groups(job, size, 1, sharding))
 
 
 def _with_groups(
