@@ -104,7 +104,7 @@ def measure_profile(
     with _threads(settings.threads):
         try:
             bench = Workbench(shard, settings.max_length, settings.device, settings.dtype)
-            plan = _Measurements(bench, sizes, held_out)
+            plan = _Cases(bench, sizes, held_out)
             effort = _QUICK_EFFORT if settings.quick else _EFFORT
             timings = _Timings(measure_in_turns(plan.cases, clock, effort, on_progress), plan.shares, shard.layers)
         except torch.OutOfMemoryError:
@@ -187,7 +187,7 @@ def _fill(tokens: int, context_window: int, seed: int) -> tuple[int, ...]:
     return tuple(filled.tolist())
 
 
-class _Measurements:
+class _Cases:
     """All cases under one key each, and how many documents (or which share of a micro-batch) a call of it is."""
 
     def __init__(self, bench: Workbench, sizes: ProfiledSizes, held_out: HeldOutSizes) -> None:

@@ -74,7 +74,7 @@ def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> li
     left = runs[::-1]
     while left:
         documents = left.pop()
-        one = _MicroBatch(documents, lengths, ranks).grouped()
+        one = _Program(documents, lengths, ranks).grouped()
         if one is not None:
             solved.append(one)
         elif len(documents) == 1:
@@ -84,7 +84,7 @@ def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> li
     return solved
 
 
-class _MicroBatch:
+class _Program:
     """``documents``, longest first, in buckets of like lengths.
 
     ``longest`` is the longest of each bucket, shape (buckets, 1). Of shape (buckets, sizes of groups) are ``seconds``
@@ -170,7 +170,7 @@ def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArr
     return seconds
 
 
-def _solve(task: _MicroBatch, shares: NDArray[np.float64], bound: float) -> tuple[Integers, Integers] | None:
+def _solve(task: _Program, shares: NDArray[np.float64], bound: float) -> tuple[Integers, Integers] | None:
     """Documents of each bucket in groups of each size, (buckets, sizes), and the number of groups; None if impossible.
 
     A document takes ``shares`` of a group's memory; infinite ones are not allowed. Columns: documents by bucket and
@@ -208,7 +208,7 @@ def _solve(task: _MicroBatch, shares: NDArray[np.float64], bound: float) -> tupl
     return whole[:count].reshape(buckets, kinds), whole[count:]
 
 
-def _dealt(task: _MicroBatch, shares: Integers, of_size: Integers) -> _Grouped | None:
+def _dealt(task: _Program, shares: Integers, of_size: Integers) -> _Grouped | None:
     """The groups of a solution; None where documents that were counted do not fit one by one."""
     lengths, ranks = task.lengths, task.ranks
     groups: list[Group] = []
@@ -232,7 +232,7 @@ def _dealt(task: _MicroBatch, shares: Integers, of_size: Integers) -> _Grouped |
     return _Grouped(max(seconds), groups)
 
 
-def _fits_in_one(document: int, groups: list[Group], task: _MicroBatch) -> bool:
+def _fits_in_one(document: int, groups: list[Group], task: _Program) -> bool:
     """Add the document to the group that it leaves least room in, if one has room."""
     rooms = [len(g.ranks) * task.ranks.capacity - int(task.lengths[list(g.documents)].sum()) for g in groups]
     length = int(task.lengths[document])

@@ -77,7 +77,7 @@ class Pulse:
         self.beat()
 
 
-class RankReport(NamedTuple):
+class RankActivity(NamedTuple):
     """What one rank was doing when the alarm was raised."""
 
     waiting: bool
@@ -152,20 +152,20 @@ class Watchdog:
         self._store.wait(["verdict"], patience)
         return self._store.get("verdict").decode()
 
-    def _answers(self) -> dict[int, RankReport]:
+    def _answers(self) -> dict[int, RankActivity]:
         deadline = time.monotonic() + self._answer_seconds
         keys = {rank: f"report/{rank}" for rank in range(self._world_size)}
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
             time.sleep(self._look_seconds / 4)
         present = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return {rank: RankReport(*json.loads(self._store.get(key))) for rank, key in present.items()}
+        return {rank: RankActivity(*json.loads(self._store.get(key))) for rank, key in present.items()}
 
     @property
     def _answer_seconds(self) -> float:
         return 2 * self._look_seconds + _ANSWER_SECONDS
 
-    def _report(self) -> RankReport:
-        return RankReport(*whereabouts_of(self._watched), step=self._pulse.step)
+    def _report(self) -> RankActivity:
+        return RankActivity(*whereabouts_of(self._watched), step=self._pulse.step)
 
     def _without_store(self) -> str:
         alone = describe_hang({self._rank: self._report()}, 1, self._limit_seconds)
@@ -230,10 +230,10 @@ def describe_time_out(error: RuntimeError, step: int, limit_seconds: float) -> s
     )
 
 
-def describe_hang(reports: Mapping[int, RankReport], world_size: int, limit_seconds: float) -> str:
+def describe_hang(reports: Mapping[int, RankActivity], world_size: int, limit_seconds: float) -> str:
     """One line: who does not answer, where those are that wait in no collective, and in which ones the others wait."""
     silent = [rank for rank in range(world_size) if rank not in reports]
-    alike: dict[RankReport, list[int]] = {}
+    alike: dict[RankActivity, list[int]] = {}
     for rank, report in sorted(reports.items()):
         alike.setdefault(report, []).append(rank)
     parts = [f"{_ranks(silent, 'does', 'do')} not answer (stopped, or its machine is gone)"] if silent else []
