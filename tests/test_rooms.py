@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,6 +113,13 @@ def test_no_file_imports_itself_through_others():
 
     for name in sorted(graph):
         visit(name, ())
+
+
+def test_no_two_classes_have_one_name():
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for _, path in modules())
+    names = [node.name.lstrip("_") for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    assert twice <= {"Block"}  # of the model, and of queries in the attention of CPUs
 
 
 def test_the_planning_half_imports_no_torch():

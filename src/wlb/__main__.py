@@ -8,7 +8,7 @@ _INTERRUPTED = 128 + signal.SIGINT  # exit statuses after a signal, as shells ha
 _TERMINATED = 128 + signal.SIGTERM
 
 
-class _Terminated(SystemExit):
+class _EndedBySignal(SystemExit):
     """SIGTERM in the main thread; worker processes that inherit the handler exit without a message."""
 
 
@@ -22,13 +22,13 @@ def main() -> None:
     except KeyboardInterrupt:
         print("wlb: interrupted", file=sys.stderr)
         sys.exit(_INTERRUPTED)
-    except _Terminated:
+    except _EndedBySignal:
         print("wlb: terminated", file=sys.stderr)
         raise
 
 
 def _terminate(*_: object) -> NoReturn:
-    raise _Terminated(_TERMINATED)
+    raise _EndedBySignal(_TERMINATED)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,22 @@ from pydantic.fields import FieldInfo
 
 from wlb.documents.order import DataConfig
 from wlb.packing import PACKERS, checked_name
+from wlb.packing.arrange import Assignment, Order
 from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions, PackerOptions
 from wlb.packing.packer import Packer, PackingTask
-from wlb.schedules.operations import round_size
+from wlb.schedules.operations import TRAINED_SCHEDULES, round_size
 from wlb.settings import (
     MOST_MICRO_BATCHES,
     MOST_RANKS,
-    MicroBatches,
+    MicroBatchCount,
     NonEmptyPath,
     NonNegativeInt,
     Number,
     PositiveInt,
     Section,
     Tokens,
+    one_of,
 )
 from wlb.sharding import STRATEGIES, checked_strategy
 from wlb.workload.base import DocumentPrices
@@ -52,7 +54,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "elastic": {"packing": {"method": "elastic"}, "sharding": {"strategy": "elastic"}},
 }
 
-
+Checkpointing = Literal["none", "selective", "full"]  # of activations, by rising cost
 DecayRate = Annotated[Number, Field(ge=0, lt=1)]
 
 
@@ -157,7 +159,7 @@ class ParallelConfig(Section):
     )
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
     virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
-    schedule: Literal["1f1b", "interleaved_1f1b"] = Field("1f1b", description="Pipeline schedule")
+    schedule: Annotated[str, *one_of(TRAINED_SCHEDULES)] = Field("1f1b", description="Pipeline schedule")
 
     @property
     def world_size(self) -> int:
@@ -210,11 +212,11 @@ class PackingConfig(_PackerSettings):
     method: Annotated[str, AfterValidator(checked_name)] = Field(
         "makespan", description="Packer", json_schema_extra={"enum": [*PACKERS]}
     )
-    micro_batches: MicroBatches = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
-    assignment: Literal["arrival", "balanced"] = Field(
+    micro_batches: MicroBatchCount = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
+    assignment: Assignment = Field(
         "balanced", description="How micro-batches are dealt to data-parallel ranks: in turn, or heaviest first"
     )
-    order: Literal["arrival", "pipeline", "makespan"] = Field(
+    order: Order = Field(
         "makespan",
         description="Order of micro-batches inside a rank: as packed, heavy in the middle, or searched for the order "
         "that parallel.schedule runs fastest",
@@ -294,7 +296,7 @@ class TrainingConfig(Section):
     weight_decay: Number = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
     betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
     gradient_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+    activation_checkpointing: Checkpointing = Field(
         "none", description="What blocks compute again in the backward pass: nothing, all but attention, or all"
     )
     memory_gib: Number | None = Field(
@@ -390,7 +392,7 @@ def check_pool(ranks: int, pool: int) -> None:
 class JobConfig(Section):
     """All sections of one training job; ``preset`` sets what [packing] and [sharding] leave out."""
 
-    preset: Literal["plain-4d", "fixed-4d", "wlb-llm", "best", "elastic"] = Field(
+    preset: Annotated[str, *one_of(PRESETS)] = Field(
         "best", description="System of which [packing] and [sharding] take the settings they leave out"
     )
     model: ModelConfig = ModelConfig()

@@ -5,12 +5,14 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from operator import index
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from wlb.token_count import MOST_TOKENS, parse_tokens
 
@@ -40,7 +42,7 @@ MOST_RANKS = 512
 # Strict: true is no number of processes, and no learning rate; a whole number is a Number too. The bounds of integers
 # are those of the int32 and int64 that they end up in.
 PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True), BeforeValidator(_plain_integer)]
-MicroBatches = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES, strict=True), BeforeValidator(_plain_integer)]
+MicroBatchCount = Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES, strict=True), BeforeValidator(_plain_integer)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True), BeforeValidator(_plain_integer)]
 Tokens = Annotated[
     int,
@@ -49,6 +51,19 @@ Tokens = Annotated[
 ]
 Number = Annotated[float, Field(strict=True)]
 NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
+
+
+def one_of(names: Iterable[str]) -> tuple[BeforeValidator, FieldInfo]:
+    """The validator and schema of a setting that is one of ``names``, with the errors of a ``Literal`` of them."""
+    known = [*names]
+    expected = " or ".join([", ".join(map(repr, known[:-1])), repr(known[-1])])
+
+    def check(value: object) -> object:
+        if value not in known:
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+        return value
+
+    return BeforeValidator(check), Field(json_schema_extra={"enum": [*known]})
 
 
 class Section(BaseModel):

@@ -25,7 +25,7 @@ from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.planning.rotary import RotaryScaling, YarnScaling
+from wlb.planning.model import RotaryScaling, YarnScaling
 from wlb.training.data.batch import labelled_tokens, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.optimizer import build_optimizer, clip_gradients

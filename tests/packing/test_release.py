@@ -13,7 +13,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.packing import make_packer
 from wlb.packing import makespan as makespan_module
 from wlb.packing.packer import Pending
-from wlb.packing.release import Fluid, Outlier, Prices, StepPool, _appraise, choose
+from wlb.packing.release import Fluid, Offer, Outlier, StepLimits, Tradeoff, _appraise, choose
 from wlb.workload import make_workload
 
 WINDOW = 1024
@@ -26,11 +26,11 @@ def outlier(length, due, overdue, workload=WORKLOADS["polynomial"]):
 
 def fluid(tokens, workload=WORKLOADS["polynomial"]):
     """``tokens`` in documents of 16 tokens."""
-    return Fluid(tokens, tokens / 16 * float(workload.document_seconds([16])[0]))
+    return Fluid(tokens, tokens / 16 * float(workload.document_seconds([16])[0]), tokens // 16)
 
 
 @st.composite
-def pools(draw, most=10):
+def offers(draw, most=10):
     micro_batches = draw(st.integers(1, 5))
     batch = micro_batches * WINDOW
     lengths = draw(st.lists(st.integers(WINDOW // 8, WINDOW), max_size=most))
@@ -38,33 +38,35 @@ def pools(draw, most=10):
     due, early = (draw(st.integers(0, batch)) // 16 * 16 for _ in range(2))
     spread = draw(st.sampled_from([0.25, 0.75, 1.0]))
     due_tokens = due + sum(o.length for o in outliers if o.due)
-    return StepPool(
+    return Offer(
         outliers=sorted(outliers, key=lambda o: (-o.seconds, o.due)),
-        due_fluid=fluid(due),
-        early_fluid=fluid(early),
-        short_documents=(due + early) // 16,
-        micro_batches=micro_batches,
-        capacity=int(draw(st.sampled_from([1.25, 1.5, 2])) * WINDOW),
-        least=int((1 - spread) * batch),
+        due=fluid(due),
+        early=fluid(early),
         aim=min(max(due_tokens, int((1 - spread) * batch)), batch),
-        most=int((1 + spread) * batch),
-        batch=batch,
-        fluid_may_wait=draw(st.booleans()),
+        limits=StepLimits(
+            micro_batches=micro_batches,
+            capacity=int(draw(st.sampled_from([1.25, 1.5, 2])) * WINDOW),
+            least=int((1 - spread) * batch),
+            most=int((1 + spread) * batch),
+            batch=batch,
+            fluid_may_wait=draw(st.booleans()),
+        ),
     )
 
 
-def best_of_all(pool, prices):
-    sides = [(True,) if o.overdue else (True, False) for o in pool.outliers]
-    return min(_appraise(released, pool, prices).price for released in product(*sides))
+def best_of_all(offer, prices):
+    sides = [(True,) if o.overdue else (True, False) for o in offer.outliers]
+    return min(_appraise(released, offer, prices).price for released in product(*sides))
 
 
 @SETTINGS
-@given(pools(), st.sampled_from([0.02, 0.1, 1.0]))
-def test_what_must_be_trained_is_and_no_micro_batch_is_left_idle(pool, delay_price):
-    choice = choose(pool, Prices(delay_price))
-    assert all(now for now, o in zip(choice.released, pool.outliers, strict=True) if o.overdue)
-    at_hand = len(pool.outliers) + pool.short_documents
-    assert sum(choice.released) + pool.short_documents >= min(pool.micro_batches, at_hand)
+@given(offers(), st.sampled_from([0.02, 0.1, 1.0]))
+def test_what_must_be_trained_is_and_no_micro_batch_is_left_idle(offer, delay_price):
+    choice = choose(offer, Tradeoff(delay_price))
+    assert all(now for now, o in zip(choice.released, offer.outliers, strict=True) if o.overdue)
+    short_documents = offer.due.documents + offer.early.documents
+    at_hand = len(offer.outliers) + short_documents
+    assert sum(choice.released) + short_documents >= min(offer.limits.micro_batches, at_hand)
 
 
 def test_the_search_comes_close_to_the_best_of_all_subsets():
@@ -75,21 +77,15 @@ def test_the_search_comes_close_to_the_best_of_all_subsets():
         lengths = random.integers(WINDOW // 8, WINDOW, random.integers(1, 9), endpoint=True).tolist()
         outliers = [outlier(length, bool(random.random() < 0.7), bool(random.random() < 0.1)) for length in lengths]
         due = max(0, 4 * WINDOW - sum(o.length for o in outliers if o.due)) // 16 * 16
-        pool = StepPool(
+        offer = Offer(
             outliers=sorted(outliers, key=lambda o: (-o.seconds, o.due)),
-            due_fluid=fluid(due),
-            early_fluid=fluid(WINDOW),
-            short_documents=due // 16 + WINDOW // 16,
-            micro_batches=4,
-            capacity=3 * WINDOW // 2,
-            least=WINDOW,
+            due=fluid(due),
+            early=fluid(WINDOW),
             aim=4 * WINDOW,
-            most=7 * WINDOW,
-            batch=4 * WINDOW,
-            fluid_may_wait=True,
+            limits=StepLimits(4, 3 * WINDOW // 2, WINDOW, 7 * WINDOW, 4 * WINDOW, fluid_may_wait=True),
         )
-        prices = Prices(float(random.choice([0.02, 0.1, 0.3])))
-        gaps.append(choose(pool, prices).price - best_of_all(pool, prices))
+        prices = Tradeoff(float(random.choice([0.02, 0.1, 0.3])))
+        gaps.append(choose(offer, prices).price - best_of_all(offer, prices))
     assert min(gaps) > -1e-12
     assert np.mean(np.array(gaps) < 1e-9) > 0.9
     assert np.mean(gaps) < 0.002
@@ -100,8 +96,8 @@ def test_the_search_comes_close_to_the_best_of_all_subsets():
 def test_the_fluid_tells_how_even_the_step_will_be(factor, monkeypatch):
     choices = []
 
-    def observed(pool, prices):
-        choices.append(choose(pool, prices))
+    def observed(offer, prices):
+        choices.append(choose(offer, prices))
         return choices[-1]
 
     monkeypatch.setattr(makespan_module, "choose", observed)

@@ -9,7 +9,7 @@ import torch
 
 from wlb.errors import UserError
 from wlb.profiling import (
-    HeldOut,
+    HeldOutSeconds,
     ProfileSettings,
     crossover_tokens,
     measure_profile,
@@ -91,9 +91,9 @@ def test_errors_are_zero_for_the_workload_that_was_measured_and_as_large_as_its_
     sizes = held_out_sizes(4096, quick=False)
     workload = make_workload("tiny", "cpu")
 
-    def held_out(factor: float) -> HeldOut:
+    def held_out(factor: float) -> HeldOutSeconds:
         starts, stops = np.array(sizes.pieces).T
-        return HeldOut(
+        return HeldOutSeconds(
             sizes,
             tuple(workload.attention_seconds(sizes.documents) / factor),
             tuple((workload.attention_seconds(stops) - workload.attention_seconds(starts)) / factor),

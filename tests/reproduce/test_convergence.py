@@ -12,7 +12,7 @@ from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.reproduce import training_runs
 from wlb.reproduce.convergence import Trained, displacement, measured, outside_noise, report
-from wlb.reproduce.training_runs import METHODS, Run, _check, _settings, _to_toml, runs_of, train_all
+from wlb.reproduce.training_runs import METHODS, SeedRun, _check, _settings, _to_toml, runs_of, train_all
 
 from .test_reports import check_report
 
@@ -76,14 +76,14 @@ def test_runs_train_once_and_are_measured(tiny):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_a_valid_job(method, tmp_path):
-    run = Run(method, 0, 10, tmp_path)
+    run = SeedRun(method, 0, 10, tmp_path)
     config = tmp_path / "job.toml"
     config.write_text(_to_toml(_settings(run, (tmp_path / "train", tmp_path / "held-out"))))
     assert load_config(config).packing.micro_batches == training_runs.MICRO_BATCHES
 
 
 def test_a_failing_run_is_told_with_its_last_line(tmp_path):
-    run = Run("best", 1, 10, tmp_path)
+    run = SeedRun("best", 1, 10, tmp_path)
     run.log.write_text("step 1\nwlb: error: no room\n")
     with pytest.raises(UserError, match=r"training best with seed 1 failed, see .*log.txt: wlb: error: no room"):
         _check(run, 1)

@@ -11,7 +11,6 @@ from wlb.rivals.filling import (
     even_bins,
     first_fit,
     in_order,
-    karmarkar_karp,
     lightest,
     power_of_two,
     split_evenly,
@@ -30,30 +29,6 @@ def test_bins_hold_every_document_once_and_keep_to_their_capacity(lengths):
     members, left_over = lightest(documents, lengths, 3, lengths, 150)
     assert sorted([*left_over, *(d for bin_ in members for d in bin_)]) == sorted(documents)
     assert all(lengths[bin_].sum() <= 150 for bin_ in members)
-
-
-@settings(max_examples=30)
-@given(LENGTHS, st.integers(1, 6))
-def test_karmarkar_karp_leaves_less_than_the_largest_between_parts(lengths, parts):
-    found = karmarkar_karp(lengths, parts)
-    assert len(found) == parts
-    assert sorted(d for part in found for d in part) == [*range(len(lengths))]
-    sums = [lengths[part].sum() for part in found]
-    assert max(sums) - min(sums) <= lengths.max()
-
-
-@settings(max_examples=30)
-@given(LENGTHS, st.integers(1, 6))
-def test_karmarkar_karp_of_equal_sizes_gives_parts_as_many_but_for_one(lengths, parts):
-    found = karmarkar_karp(lengths, parts, equal_size=True)
-    assert sorted(d for part in found for d in part) == [*range(len(lengths))]
-    assert max(map(len, found)) - min(map(len, found)) <= 1
-
-
-def test_karmarkar_karp_by_hand():
-    """8-7 = 1, 6-5 = 1, 4-1 = 3, 3-1 = 2: the sums of 30 are 16 and 14, one more than the best."""
-    found = karmarkar_karp([8, 7, 6, 5, 4], 2)
-    assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in found) == [14, 16]
 
 
 def test_best_fit_by_hand():

@@ -17,7 +17,7 @@ from wlb.rivals import BASE, POLICIES, chosen, compare
 from wlb.rivals.hotspa import HotSwitching, switched_bytes
 from wlb.rivals.hydraulis import Heterogeneous, Pipelines, _columns, _deals, greedy, packed
 from wlb.rivals.plan import Group, GroupPlan, Ranks
-from wlb.rivals.policy import RankPolicy, RankTrial, Trial, best_of, first_batches
+from wlb.rivals.policy import LayoutTrial, RankPolicy, RankTrial, best_of, first_batches
 from wlb.rivals.pricing import peak_memory, price_groups
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulate, simulate_step, simulated_job
@@ -167,7 +167,7 @@ def test_what_is_trained_is_credited_once_however_many_stages_run_it(pp):
     prices = make_workload(SHAPE, "h100")
     of = ranks(4, pp=pp, micro_batches=pp)
     policies = {name: policy for name, policy in POLICIES.items() if isinstance(policy, RankPolicy)}
-    trials: dict[str, Trial] = {
+    trials: dict[str, LayoutTrial] = {
         name: RankTrial(of, policy.plan, policy.price) for name, policy in policies.items() if policy.pipelines
     }
     trials |= {"hotspa": HotSwitching((1024, 16_384), (of, of)), "hydraulis": Heterogeneous((Pipelines(of, 4, 1),))}

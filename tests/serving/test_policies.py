@@ -12,7 +12,7 @@ from tests.serving.jobs import FEWER, job_of, jobs
 from wlb.errors import UserError
 from wlb.serving.job import PrefillJob
 from wlb.serving.policies import POLICIES, policy
-from wlb.serving.prefill import Group, Pass, PrefillRun
+from wlb.serving.prefill import GpuGroup, Pass, PrefillRun
 from wlb.serving.result import prefill_result
 from wlb.workload import make_workload
 
@@ -63,8 +63,8 @@ def test_figures_of_a_run_by_hand():
     job = job_of([100, 300], arrivals=[1.0, 2.0], dp=2, tp=2)
     seconds = np.array([0.5, 1.5])
     passes = [
-        Pass(0, 2.0, 3.5, seconds, [[], []], Group(2, 1, 1.0)),
-        Pass(0, 3.5, 4.0, np.array([0.5, 0.5]), [[], []], Group(2, 1, 0.6)),
+        Pass(0, 2.0, 3.5, seconds, [[], []], GpuGroup(2, 1, 1.0)),
+        Pass(0, 3.5, 4.0, np.array([0.5, 0.5]), [[], []], GpuGroup(2, 1, 0.6)),
     ]
     result = prefill_result("x", PrefillRun(passes, np.array([2.5, 2.0]), 3.0), job)
     # Two ranks of two GPUs are held 1.5 s and 0.5 s.

@@ -215,6 +215,7 @@ def test_a_later_mistral_has_full_attention(tmp_path):
         ({"model_type": "mamba"}, "model_type 'mamba' is not priced; choose a model of llama, qwen2"),
         ({"hidden_size": None}, "there is no hidden_size; complete it"),
         ({"head_dim": None, "hidden_size": 63}, "there is no head_dim; complete it"),
+        ({"model_type": "qwen2", "num_key_value_heads": None}, "there is no num_key_value_heads; complete it"),
         ({"vocab_size": 8.5}, "vocab_size = 8.5 is not a whole number of at least 1"),
         ({"num_key_value_heads": 3}, "heads = 4, not a multiple of kv_heads = 3"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]} | ROUTED, r"mlp_only_layers = \[2\] is not priced"),
@@ -225,7 +226,7 @@ def test_a_later_mistral_has_full_attention(tmp_path):
         ),
         (
             {"model_type": "gpt_oss", "layer_types": ["chunked_attention"] * 4} | LOCAL_EXPERTS,
-            "layer_types has 'chunked_attention', which is not priced",
+            "layer_types has 'chunked_attention', which is not supported",
         ),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 
 from parts.gpu.setting import Comparison, Result, Setting, Workloads
 from wlb.profiling import ProfileSettings, crossover_tokens, measure_profile
-from wlb.profiling.accuracy import HeldOut, micro_batch_seconds
+from wlb.profiling.accuracy import HeldOutSeconds, micro_batch_seconds
 from wlb.workload import Workload
 
 PROFILE = "profile"  # its name among the workloads
@@ -30,7 +30,7 @@ def profile(setting: Setting, workloads: Workloads) -> Result:
     return Result(rows, _comparisons(everyone, held_out), profile=measured)
 
 
-def _comparisons(workloads: Workloads, held_out: HeldOut) -> list[Comparison]:
+def _comparisons(workloads: Workloads, held_out: HeldOutSeconds) -> list[Comparison]:
     sizes = held_out.sizes
     starts, stops = np.array(sizes.pieces).T
 

@@ -13,7 +13,7 @@ from wlb.cli.console import emit_json, stderr
 from wlb.errors import require
 
 
-class Dtype(StrEnum):
+class WeightDtype(StrEnum):
     """Types of exported weights."""
 
     BFLOAT16 = "bfloat16"
@@ -26,7 +26,9 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Checkpoint of this step; default: the newest.")
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Type of the weights; a checkpoint has float32.")] = Dtype.BFLOAT16,
+    dtype: Annotated[
+        WeightDtype, typer.Option(help="Type of the weights; a checkpoint has float32.")
+    ] = WeightDtype.BFLOAT16,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from wlb.documents.prepare.tokenization import Tokenizer
 
 
-class Unit(StrEnum):
+class UnitOption(StrEnum):
     """What counts as one document of the standard library."""
 
     DEFINITION = "definition"
@@ -63,7 +63,9 @@ def prepare(
     chat: bool = typer.Option(
         False, "--chat", help="Read conversations (messages with roles); only what the assistant says becomes labels."
     ),
-    unit: Unit = typer.Option(Unit.DEFINITION, help="With --stdlib: one document per top-level definition or module."),
+    unit: UnitOption = typer.Option(
+        UnitOption.DEFINITION, help="With --stdlib: one document per top-level definition or module."
+    ),
     workers: int | None = typer.Option(
         None, metavar="N", min=1, max=1024, help="Tokenising processes (default: one for bytes, else one per core)."
     ),
@@ -115,7 +117,7 @@ def prepare(
         console.stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
 
 
-def _corpus(sources: list[Path], stdlib: bool, text_field: str | None, unit: Unit, chat: bool) -> Corpus:
+def _corpus(sources: list[Path], stdlib: bool, text_field: str | None, unit: UnitOption, chat: bool) -> Corpus:
     from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
 
     if stdlib == bool(sources):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from wlb.cli import options
 from wlb.cli.console import emit_json, progress_bar, stdout
 from wlb.errors import UserError
+from wlb.schedules.operations import TRAINED_SCHEDULES
 from wlb.token_count import parse_count
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ _SIMULATED_ONLY = (
     *("model", "hardware", *_SIZES, "schedule", "parallel"),
     *("context_window", "micro_batches", "steps", "rivals"),
 )
-_SCHEDULES = ("1f1b", "interleaved_1f1b")  # what wlb train runs, and so what can be recommended
 
 
 def report(
@@ -41,7 +42,7 @@ def report(
     tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="Tensor-parallel size.")] = 8,
     virtual_pp: Annotated[int, typer.Option(min=1, metavar="N", help="Model chunks per pipeline rank.")] = 1,
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(_SCHEDULES)}.")
+        str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(TRAINED_SCHEDULES)}.")
     ] = None,
     parallel: Annotated[
         str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")
@@ -73,31 +74,16 @@ def report(
     Example: wlb report synthetic:20000:128K:0 --model 7b --dp 4 --pp 4 --cp 2 --tp 8 --out report.html
     """
     from wlb.report.html.page import write_page
-    from wlb.report.run_directory import is_run_directory
 
     options.check_writable(out)
-    path = Path(source)
-    try:
-        measured = is_run_directory(path) or before is not None or path.is_dir()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    if measured:
+    if before is not None or isdir(source):  # reading complains of a directory without a job
         options.refuse_unused(
             context, _SIMULATED_ONLY, "has no effect on the report of a training run, which is measured"
         )
-        text, summary = _measured(path, before)
+        text, summary = _measured(Path(source), before)
     else:
-        given: dict[str, Any] = {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_pp": virtual_pp}
-        if schedule is not None:
-            given["schedule"] = schedule
-        if schedule not in (None, *_SCHEDULES):
-            raise UserError(
-                f"--schedule {schedule!r} is not a schedule of the trainer; choose {' or '.join(_SCHEDULES)}"
-            )
-        if parallel is not None:
-            options.refuse_unused(context, (*_SIZES, "schedule"), "has no effect with --parallel, which says it")
-            given = parallel_sizes(parallel)
-        text, summary = _predicted(source, model, hardware, given, context_window, micro_batches, steps, rivals)
+        sizes = _layout(context, schedule, parallel, {"dp": dp, "pp": pp, "cp": cp, "tp": tp, "virtual_pp": virtual_pp})
+        text, summary = _predicted(source, model, hardware, sizes, context_window, micro_batches, steps, rivals)
     write_page(out, text)
     if json:
         emit_json({"out": str(out), **summary})
@@ -105,19 +91,33 @@ def report(
         stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)", markup=False)
 
 
+def _layout(
+    context: typer.Context, schedule: str | None, parallel: str | None, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """Keywords of ``simulated_job``, from one option each or all from --parallel."""
+    if schedule not in (None, *TRAINED_SCHEDULES):
+        raise UserError(
+            f"--schedule {schedule!r} is not a schedule of the trainer; choose {' or '.join(TRAINED_SCHEDULES)}"
+        )
+    if parallel is None:
+        return sizes if schedule is None else sizes | {"schedule": schedule}
+    options.refuse_unused(context, (*_SIZES, "schedule"), "has no effect with --parallel, which says it")
+    return parallel_sizes(parallel)
+
+
 def parallel_sizes(text: str) -> dict[str, Any]:
     """``dp=4,pp=4`` as keywords of ``simulated_job``. Raises ``UserError`` for anything else."""
     sizes: dict[str, Any] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name == "schedule" and value in _SCHEDULES:
+        if name == "schedule" and value in TRAINED_SCHEDULES:
             sizes[name] = value
         elif name in _SIZES and (size := parse_count(value)):
             sizes[name] = size
         else:
             raise UserError(
                 f"--parallel {text!r}: {part.strip()!r} is not a size or schedule; give dp=4,pp=4,cp=2,tp=8, "
-                f"virtual_pp=N or schedule={' or '.join(_SCHEDULES)}"
+                f"virtual_pp=N or schedule={' or '.join(TRAINED_SCHEDULES)}"
             )
     return sizes
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.arriving import ArrivingDocuments
-from wlb.documents.order import DataConfig, DocumentStream, EpochSummary, Place, ids_used
+from wlb.documents.order import DataConfig, DocumentStream, EpochSummary, StorePlace, ids_used
 from wlb.documents.overlong import OverlongReport
 from wlb.documents.segments import Segment
 
@@ -59,7 +59,7 @@ class MixtureStream:
         firsts = np.cumsum([0, *map(len, lengths)]).tolist()
         self._documents: int = firsts[-1]
         self._streams = [
-            DocumentStream(of_store, config, Place(number, firsts[number], self._documents))
+            DocumentStream(of_store, config, StorePlace(number, firsts[number], self._documents))
             for number, of_store in enumerate(lengths)
         ]
         self._weights = config.weights

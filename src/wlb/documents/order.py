@@ -77,7 +77,7 @@ class EpochSummary:
     overlong: int
 
 
-class Place(NamedTuple):
+class StorePlace(NamedTuple):
     """Of a store in a mixture: its number, the index of its first document, and the documents of all stores."""
 
     number: int
@@ -93,10 +93,10 @@ class DocumentStream:
     nothing is left to train on.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], config: DataConfig, among: Place | None = None) -> None:
+    def __init__(self, lengths: NDArray[np.int64], config: DataConfig, among: StorePlace | None = None) -> None:
         self._lengths = lengths
         self._config = config
-        self._place = among or Place(0, 0, len(lengths))
+        self._place = among or StorePlace(0, 0, len(lengths))
         self.summary = summarise_epoch(lengths, config, config.stores[self._place.number])
         self._epoch = 0
         self._cursor = 0

@@ -153,7 +153,7 @@ class PackedSteps(Iterator[PackedStep]):
         if not hasattr(documents, "__getitem__") and not isinstance(documents, TokenStore):
             self._stream = _arriving(documents, context_window, overlong, epochs)
         kept: Any = documents if self._stream is None else self._stream
-        self._source: TokenStore | _Documents = kept if isinstance(kept, TokenStore) else _Documents(kept)
+        self._source: TokenStore | _Source = kept if isinstance(kept, TokenStore) else _Source(kept)
         lengths = None
         if self._stream is None:
             lengths = checked_lengths(self._source.lengths, context_window if overlong == "error" else None)
@@ -194,7 +194,7 @@ class PackedSteps(Iterator[PackedStep]):
 
     def _begins_with(self, state: Mapping[str, Any] | None) -> dict[str, Any]:
         """What processes compare before they train on, beside the settings of the steps."""
-        masks = self._source.has_labels if isinstance(self._source, _Documents) else None
+        masks = self._source.has_labels if isinstance(self._source, _Source) else None
         return {"epochs": self._epochs, "sharding": self._sharding, "labels or masks": masks, "state": digest(state)}
 
     def _read(self, micro_batch: MicroBatch) -> TokenBatch:
@@ -210,11 +210,11 @@ class PackedSteps(Iterator[PackedStep]):
 
     def _loss_tokens(self, plan: StepPlan | None, batches: Sequence[TokenBatch]) -> int:
         """Labelled tokens of the step on all processes. Those of a stream compare on the way what came of it."""
-        chosen = plan is not None and isinstance(self._source, _Documents) and self._source.choose_labels(plan)
+        chosen = plan is not None and isinstance(self._source, _Source) and self._source.choose_labels(plan)
         labelled = sum(int((batch.labels != IGNORE_LABEL).sum()) for batch in batches)
         if plan is not None and not chosen:
             source = self._source
-            labelled = labelled_tokens(plan, _Arrays(source.lengths, {}) if isinstance(source, _Documents) else source)
+            labelled = labelled_tokens(plan, _Arrays(source.lengths, {}) if isinstance(source, _Source) else source)
         ranks = self._processes.ranks
         if ranks == 1 or (self._stream is None and not chosen):
             return labelled
@@ -247,7 +247,7 @@ def summed_over_ranks(count: int) -> int:
     return int(total)
 
 
-class _Documents:
+class _Source:
     """Documents of a sequence, or of a stream, as micro-batches."""
 
     def __init__(self, documents: Sequence[Document] | ArrivingDocuments[Document]) -> None:

@@ -45,11 +45,11 @@ def balanced_partitions(seqlen_list: Iterable[float], k_partitions: int, equal_s
         UserError: Fewer documents than partitions, a number that ``equal_size`` cannot divide, or a cost below 0.
     """
     costs = np.array(seqlen_list.tolist() if hasattr(seqlen_list, "tolist") else list(seqlen_list), np.float64)
-    prices = _Prices(np.where(costs == 0, np.finfo(np.float64).tiny, costs))
+    prices = _GivenPrices(np.where(costs == 0, np.finfo(np.float64).tiny, costs))
     return balance([1] * len(costs), k_partitions, equal_size=equal_size, workload=prices)
 
 
-class _Prices:
+class _GivenPrices:
     """Prices of the documents at hand, which do not follow from lengths."""
 
     def __init__(self, prices: Seconds) -> None:

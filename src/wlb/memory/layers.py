@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from wlb.config import Checkpointing as Checkpointing
 from wlb.config import ParallelConfig
 from wlb.workload.flops import DELTA_NET_CHUNK
 from wlb.workload.shapes import DENSE, BlockKind, ModelShape
 from wlb.workload.weights import block_weights, feed_forward_width
-
-Checkpointing = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)

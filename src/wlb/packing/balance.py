@@ -176,7 +176,7 @@ def _differenced(task: _Task, parts: int) -> list[Indices] | None:
     """Another start, where there are few documents; None where there are many, or it breaks a limit."""
     if task.equal_size or parts > _FEW_PARTS or len(task.tokens) > _FEW * parts:
         return None
-    start = differenced(task.prices, parts)
+    start = [np.array(part, np.int64) for part in differenced(task.prices, parts)]
     return _within(task, start) if all(len(part) for part in start) else None
 
 

@@ -25,7 +25,7 @@ from wlb.packing.options import LengthFactor
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
-from wlb.settings import MicroBatches, NonNegativeInt, Number
+from wlb.settings import MicroBatchCount, NonNegativeInt, Number
 
 Grouping = Literal["even", "alike"]
 
@@ -39,10 +39,10 @@ class ElasticOptions(MakespanOptions):
     max_length_factor: LengthFactor | Literal["auto"] = "auto"
     max_delay: NonNegativeInt = 0
     lookahead: Number = Field(0.0, ge=0, le=1)
-    global_batch: MicroBatches | None = Field(
+    global_batch: MicroBatchCount | None = Field(
         None, description="Context windows that a step trains; default: as many as micro_batches"
     )
-    pool_micro_batches: MicroBatches | Literal["auto"] = Field(
+    pool_micro_batches: MicroBatchCount | Literal["auto"] = Field(
         "auto",
         description="Micro-batches that each pool runs in a step; auto is the number that is fastest by simulation",
     )

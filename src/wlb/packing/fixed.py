@@ -11,18 +11,18 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from wlb.packing.carrying import CarryingPacker
 from wlb.packing.exact import solve
 from wlb.packing.options import DelayOptions, whole_number
 from wlb.packing.packer import PackingTask
 from wlb.packing.placement import OpenMicroBatches
-from wlb.packing.pooling import PoolingPacker
-from wlb.settings import MicroBatches, Number, PositiveInt
+from wlb.settings import MicroBatchCount, Number, PositiveInt
 
 
 class FixedOptions(DelayOptions):
     """Options of ``fixed_greedy``."""
 
-    window: MicroBatches = Field(1, description="Global batches packed together, at most 65536 micro-batches in all")
+    window: MicroBatchCount = Field(1, description="Global batches packed together, at most 65536 micro-batches in all")
 
     @property
     def global_batches(self) -> int:
@@ -52,14 +52,14 @@ class SolverOptions(FixedOptions):
         return None if by_time_alone else self.solver_nodes
 
 
-class FixedGreedyPacker(PoolingPacker[FixedOptions]):
+class FixedGreedyPacker(CarryingPacker[FixedOptions]):
     """Longest document first into the lightest micro-batch with room."""
 
     name = "fixed_greedy"
     options_class = FixedOptions
 
 
-class FixedSolverPacker(PoolingPacker[SolverOptions]):
+class FixedSolverPacker(CarryingPacker[SolverOptions]):
     """Places the documents that greedy packing fits into a round of global batches as well as can be.
 
     Which documents fit is decided greedily; where each of them goes is decided by ``wlb.packing.exact.solve``.

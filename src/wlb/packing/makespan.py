@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from wlb.documents.segments import Segment
+from wlb.packing.carrying import CarryingPacker, split_at, to_state
 from wlb.packing.options import LengthFactorOptions
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
-from wlb.packing.pooling import PoolingPacker, split_at, to_state
-from wlb.packing.release import Fluid, Outlier, Prices, StepPool, choose
+from wlb.packing.release import Fluid, Offer, Outlier, StepLimits, Tradeoff, choose
 from wlb.settings import NonNegativeInt, Number
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
@@ -52,7 +52,7 @@ class MakespanOptions(LengthFactorOptions):
     )
 
 
-class _Candidates(NamedTuple):
+class _StepCandidates(NamedTuple):
     """What a step may train: outliers, most expensive first, and short documents, due by this step and not."""
 
     outliers: list[Outlier]
@@ -69,7 +69,7 @@ class _Chosen(NamedTuple):
     left: list[Outlier]
 
 
-class MakespanPacker(PoolingPacker[MakespanOptions]):
+class MakespanPacker(CarryingPacker[MakespanOptions]):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
     A step trains between 1 - ``token_spread`` and 1 + ``token_spread`` global batches, except where documents that may
@@ -82,11 +82,18 @@ class MakespanPacker(PoolingPacker[MakespanOptions]):
 
     def __init__(self, task: PackingTask, options: MakespanOptions) -> None:
         super().__init__(task, options)
-        self._prices = Prices(delay=options.delay_price)
+        self._tradeoff = Tradeoff(delay=options.delay_price)
         self._least_documents = self.micro_batches  # of a step, where so many have arrived
         self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
         spread = int(options.token_spread * self.global_batch_tokens)
-        self._least_tokens, self._most_tokens = self.global_batch_tokens - spread, self.global_batch_tokens + spread
+        self._limits = StepLimits(
+            self.micro_batches,
+            self.capacity,
+            least=self.global_batch_tokens - spread,
+            most=self.global_batch_tokens + spread,
+            batch=self.global_batch_tokens,
+            fluid_may_wait=self.max_delay > 0,
+        )
         self._outlier_tokens = max(1, self.context_window // _OUTLIER_SHARE)
         self._held: list[Pending] = []  # outliers that the last step could have trained, but did not
         self._ahead_tokens = 0  # taken in that were not due by the last step
@@ -117,9 +124,9 @@ class MakespanPacker(PoolingPacker[MakespanOptions]):
         return max(0, self.global_batch_tokens - unfit) - self._ahead_tokens
 
     def _next_steps(self) -> list[StepPlan]:
-        pool = self._held + self._carried + self._take_fresh()
-        due = [item for item in pool if item.arrived <= self._step]
-        early = [item for item in pool if item.arrived > self._step]
+        items = self._held + self._carried + self._take_fresh()
+        due = [item for item in items if item.arrived <= self._step]
+        early = [item for item in items if item.arrived > self._step]
         return self._plan_step(due, early)
 
     def _last_steps(self) -> list[StepPlan]:
@@ -156,7 +163,7 @@ class MakespanPacker(PoolingPacker[MakespanOptions]):
         candidates = self._candidates(due, early, last=last)
         chosen = self._choose(candidates, due_tokens=_tokens(due))
         filled, unfit, over_limit = self._place_chosen(chosen)
-        now, later = split_at(chosen.spare, max(0, self._most_tokens - sum(filled.tokens)))
+        now, later = split_at(chosen.spare, max(0, self._limits.most - sum(filled.tokens)))
         spare = filled.place_within(now, max(filled.seconds)) + later
         self._held = [outlier.item for outlier in chosen.left if outlier.due]
         self._held += [item for item in over_limit if item.arrived <= self._step]
@@ -165,7 +172,7 @@ class MakespanPacker(PoolingPacker[MakespanOptions]):
         self._carry(unfit + put_off + spare)
         return self._emit_filled(filled)
 
-    def _candidates(self, due: list[Pending], early: list[Pending], *, last: bool) -> _Candidates:
+    def _candidates(self, due: list[Pending], early: list[Pending], *, last: bool) -> _StepCandidates:
         outliers = [
             Outlier(item.length, item.seconds, is_due, is_due and (last or self._overdue(item)), item)
             for items, is_due in ((due, True), (early, False))
@@ -174,29 +181,17 @@ class MakespanPacker(PoolingPacker[MakespanOptions]):
         ]
         outliers.sort(key=lambda outlier: (-outlier.seconds, outlier.due))  # of equals, hold those not due
         short = ([item for item in items if item.length < self._outlier_tokens] for items in (due, early))
-        return _Candidates(outliers, *short)
+        return _StepCandidates(outliers, *short)
 
-    def _choose(self, candidates: _Candidates, *, due_tokens: int) -> _Chosen:
+    def _choose(self, candidates: _StepCandidates, *, due_tokens: int) -> _Chosen:
         """What the search releases, all short documents that are due, and of the others as many as the step needs."""
         outliers, due, early = candidates
-        pool = StepPool(
-            outliers=outliers,
-            due_fluid=_fluid(due),
-            early_fluid=_fluid(early),
-            short_documents=len(due) + len(early),
-            micro_batches=self.micro_batches,
-            capacity=self.capacity,
-            least=self._least_tokens,
-            aim=min(max(due_tokens, self._least_tokens), self.global_batch_tokens),
-            most=self._most_tokens,
-            batch=self.global_batch_tokens,
-            fluid_may_wait=self.max_delay > 0,
-        )
-        choice = choose(pool, self._prices)
+        aim = min(max(due_tokens, self._limits.least), self.global_batch_tokens)
+        choice = choose(Offer(outliers, _fluid(due), _fluid(early), aim, self._limits), self._tradeoff)
         left = [outlier for outlier, released in zip(outliers, choice.released, strict=True) if not released]
         now = [outlier.item for outlier in compress(outliers, choice.released)] + due
         tokens, taken = _tokens(now), 0
-        while taken < len(early) and (len(now) + taken < self._least_documents or tokens < pool.aim):
+        while taken < len(early) and (len(now) + taken < self._least_documents or tokens < aim):
             tokens += early[taken].length
             taken += 1
         return _Chosen(now + early[:taken], choice.limit, early[taken:], left)
@@ -219,7 +214,7 @@ class MakespanPacker(PoolingPacker[MakespanOptions]):
 
 
 def _fluid(items: list[Pending]) -> Fluid:
-    return Fluid(_tokens(items), math.fsum([item.seconds for item in items]))
+    return Fluid(_tokens(items), math.fsum([item.seconds for item in items]), len(items))
 
 
 def _tokens(items: Iterable[Pending]) -> int:

@@ -6,8 +6,8 @@ within a fraction of a percent how even the step would be, how many tokens it wo
 in a few microseconds instead of a whole packing. The price of a set is
 
     heaviest over mean micro-batch
-    + ``Prices.delay``   x tokens that wait another step, in global batches
-    + ``Prices.outlook`` x how uneven the next step would be if it had to train all outliers left, with short documents
+    + ``Tradeoff.delay``   x tokens that wait another step, in global batches
+    + ``Tradeoff.outlook`` x how uneven the next step would be if it had to train all outliers left, and short ones
 
 The search starts from the sets that hold the most expensive outliers back, all but one, all but two, ..., and then
 swaps single outliers while the cost falls. It ends at once where training all that is due is even already.
@@ -31,7 +31,7 @@ _MOVED = 24  # outliers, the most expensive, that are swapped one by one
 Released = tuple[bool, ...]  # of every outlier
 
 
-class Prices(NamedTuple):
+class Tradeoff(NamedTuple):
     """What the search trades for evenness; a heaviest micro-batch twice the mean would be 1."""
 
     delay: float
@@ -49,14 +49,15 @@ class Outlier(NamedTuple):
 
 
 class Fluid(NamedTuple):
-    """Documents that are short enough to be poured: their tokens and seconds in all."""
+    """Documents that are short enough to be poured: their tokens and seconds in all, and how many they are."""
 
     tokens: int
     seconds: float
+    documents: int
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Release:
     """The outliers to release. Short documents that are due wait where they would make more than ``limit`` seconds."""
 
     price: float
@@ -65,65 +66,70 @@ class Choice:
     imbalance: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepPool:
-    """What a step may train.
+class StepLimits(NamedTuple):
+    """Every step trains ``least`` to ``most`` tokens in ``micro_batches`` of at most ``capacity``.
 
-    ``outliers`` come most expensive first. ``due_fluid`` is due now, ``early_fluid`` may be trained; both together are
-    ``short_documents``. A step trains ``least`` to ``most`` tokens, and at least ``aim`` if ``early_fluid`` suffices,
-    in ``micro_batches`` of at most ``capacity``; ``batch`` is a global batch in tokens. Where ``fluid_may_wait``, a
-    part of ``due_fluid`` may be left for the next step.
+    ``batch`` is a global batch in tokens. Where ``fluid_may_wait``, short documents that are due may be left for the
+    next step.
     """
 
-    outliers: Sequence[Outlier]
-    due_fluid: Fluid
-    early_fluid: Fluid
-    short_documents: int
     micro_batches: int
     capacity: int
     least: int
-    aim: int
     most: int
     batch: int
     fluid_may_wait: bool
 
+
+class Offer(NamedTuple):
+    """What a step may train: ``outliers``, most expensive first, short documents that are ``due``, and ``early`` ones.
+
+    It trains at least ``aim`` tokens if ``early`` suffices.
+    """
+
+    outliers: Sequence[Outlier]
+    due: Fluid
+    early: Fluid
+    aim: int
+    limits: StepLimits
+
     @property
     def density(self) -> float:
         """Seconds of a token of the fluid; in its absence, of the shortest outlier's."""
-        tokens = self.due_fluid.tokens + self.early_fluid.tokens
+        tokens = self.due.tokens + self.early.tokens
         if tokens:
-            return (self.due_fluid.seconds + self.early_fluid.seconds) / tokens
+            return (self.due.seconds + self.early.seconds) / tokens
         return self.outliers[-1].seconds / self.outliers[-1].length if self.outliers else 1.0
 
 
-def choose(pool: StepPool, prices: Prices) -> Choice:
+def choose(offer: Offer, prices: Tradeoff) -> Release:
     """The best set of outliers that the search finds."""
-    tried: dict[Released, Choice] = {}
+    tried: dict[Released, Release] = {}
 
-    def attempt(released: Released) -> Choice:
+    def attempt(released: Released) -> Release:
         if released not in tried:
-            tried[released] = _appraise(released, pool, prices)
+            tried[released] = _appraise(released, offer, prices)
         return tried[released]
 
-    best = attempt(tuple([outlier.due for outlier in pool.outliers]))
+    best = attempt(tuple([outlier.due for outlier in offer.outliers]))
     if best.price <= _EVEN:
         return best
-    best = min((attempt(released) for released in _without_the_most_expensive(pool)), key=_price)
-    return _improved(best, attempt, pool)
+    best = min((attempt(released) for released in _without_the_most_expensive(offer)), key=_price)
+    return _improved(best, attempt, offer)
 
 
-def _without_the_most_expensive(pool: StepPool) -> Iterator[Released]:
+def _without_the_most_expensive(offer: Offer) -> Iterator[Released]:
     """Sets without the k most expensive outliers; of the others those that are due, or all."""
-    count = len(pool.outliers)
+    count = len(offer.outliers)
     steps = min(count, _THRESHOLDS)
     for held in sorted({round(count * (step / steps) ** 2) if steps < count else step for step in range(steps + 1)}):
         for early in (False, True):
-            yield tuple([o.overdue or (index >= held and (early or o.due)) for index, o in enumerate(pool.outliers)])
+            yield tuple([o.overdue or (index >= held and (early or o.due)) for index, o in enumerate(offer.outliers)])
 
 
-def _improved(best: Choice, attempt: Callable[[Released], Choice], pool: StepPool) -> Choice:
+def _improved(best: Release, attempt: Callable[[Released], Release], offer: Offer) -> Release:
     """The best that is reached from ``best`` by releasing or holding single outliers."""
-    movable = [index for index, outlier in enumerate(pool.outliers[:_MOVED]) if not outlier.overdue]
+    movable = [index for index, outlier in enumerate(offer.outliers[:_MOVED]) if not outlier.overdue]
     while True:
         before = best
         for index in movable:
@@ -133,29 +139,31 @@ def _improved(best: Choice, attempt: Callable[[Released], Choice], pool: StepPoo
             return best
 
 
-def _price(choice: Choice) -> float:
+def _price(choice: Release) -> float:
     return choice.price
 
 
-def _appraise(released: Released, pool: StepPool, prices: Prices) -> Choice:
-    now = [outlier for outlier, release in zip(pool.outliers, released, strict=True) if release]
-    later = [outlier for outlier, release in zip(pool.outliers, released, strict=True) if not release]
+def _appraise(released: Released, offer: Offer, prices: Tradeoff) -> Release:
+    limits = offer.limits
+    now = [outlier for outlier, release in zip(offer.outliers, released, strict=True) if release]
+    later = [outlier for outlier, release in zip(offer.outliers, released, strict=True) if not release]
     waiting = sum([outlier.length for outlier in later if outlier.due])
     tokens = sum([outlier.length for outlier in now])
-    loads, rooms, unfit = _placed(now, pool.micro_batches, pool.capacity)
-    outlook = prices.outlook * (_outlook(later, pool) - 1) if later else 0.0
-    enough = min(pool.micro_batches, len(pool.outliers) + pool.short_documents)
-    idle = math.inf if len(now) + pool.short_documents < enough else 0.0
+    loads, rooms, unfit = _placed(now, limits.micro_batches, limits.capacity)
+    outlook = prices.outlook * (_outlook(later, offer) - 1) if later else 0.0
+    short_documents = offer.due.documents + offer.early.documents
+    enough = min(limits.micro_batches, len(offer.outliers) + short_documents)
+    idle = math.inf if len(now) + short_documents < enough else 0.0
     choices = []
-    for filled in _fillings(loads, rooms, tokens - unfit, pool):
+    for filled in _fillings(loads, rooms, tokens - unfit, offer):
         price = (
             filled.imbalance
-            + prices.delay * (waiting + unfit + filled.waiting) / pool.batch
+            + prices.delay * (waiting + unfit + filled.waiting) / limits.batch
             + outlook
-            + _OUT_OF_BOUNDS * max(0.0, pool.least - filled.tokens, filled.tokens - pool.most) / pool.batch
+            + _OUT_OF_BOUNDS * max(0.0, limits.least - filled.tokens, filled.tokens - limits.most) / limits.batch
             + idle
         )
-        choices.append(Choice(price, released, filled.limit, filled.imbalance))
+        choices.append(Release(price, released, filled.limit, filled.imbalance))
     return min(choices, key=_price)
 
 
@@ -168,30 +176,30 @@ class _Filling(NamedTuple):
     waiting: float
 
 
-def _fillings(loads: list[float], rooms: list[int], tokens: int, pool: StepPool) -> Iterator[_Filling]:
+def _fillings(loads: list[float], rooms: list[int], tokens: int, offer: Offer) -> Iterator[_Filling]:
     """Pour the fluid over outliers of ``tokens`` tokens: all that is due, or only what the heaviest outlier hides."""
-    density, heaviest = pool.density, max(loads)
-    early = max(0, min(pool.early_fluid.tokens, pool.aim - tokens - pool.due_fluid.tokens))
-    due = (pool.due_fluid.tokens + early) * density
+    density, heaviest, limits = offer.density, max(loads), offer.limits
+    early = max(0, min(offer.early.tokens, offer.aim - tokens - offer.due.tokens))
+    due = (offer.due.tokens + early) * density
     level, overflow = _level(loads, rooms, due, density)
     peak = max(level, heaviest)
     space = _space(loads, rooms, density, peak) - (due - overflow)
-    more = density * min(pool.early_fluid.tokens - early, pool.most - tokens - pool.due_fluid.tokens - early)
-    yield _filling(loads, tokens, due - overflow + max(0.0, min(more, space)), peak, math.inf, pool)
-    if pool.fluid_may_wait and level > heaviest > 0:
+    more = density * min(offer.early.tokens - early, limits.most - tokens - offer.due.tokens - early)
+    yield _filling(loads, tokens, due - overflow + max(0.0, min(more, space)), peak, math.inf, offer)
+    if limits.fluid_may_wait and level > heaviest > 0:
         poured = min(due, _space(loads, rooms, density, heaviest))
-        yield _filling(loads, tokens, poured, heaviest, heaviest, pool)
+        yield _filling(loads, tokens, poured, heaviest, heaviest, offer)
 
 
-def _filling(loads: list[float], tokens: int, seconds: float, peak: float, limit: float, pool: StepPool) -> _Filling:
+def _filling(loads: list[float], tokens: int, seconds: float, peak: float, limit: float, offer: Offer) -> _Filling:
     """What ``seconds`` of fluid make of micro-batches with ``loads`` seconds and ``tokens`` tokens of outliers."""
     total = math.fsum(loads) + seconds
-    poured = seconds / pool.density
+    poured = seconds / offer.density
     return _Filling(
         limit,
         max(1.0, peak * len(loads) / total) if total else 1.0,
         tokens + poured,
-        max(0.0, pool.due_fluid.tokens - poured),
+        max(0.0, offer.due.tokens - poured),
     )
 
 
@@ -200,12 +208,12 @@ def _space(loads: list[float], rooms: list[int], density: float, peak: float) ->
     return math.fsum([min(peak - load, room * density) for load, room in zip(loads, rooms, strict=True) if load < peak])
 
 
-def _outlook(outliers: Sequence[Outlier], pool: StepPool) -> float:
+def _outlook(outliers: Sequence[Outlier], offer: Offer) -> float:
     """Heaviest over mean micro-batch of ``outliers`` alone, evened out with a global batch of fluid."""
-    density = pool.density
-    loads, rooms, _ = _placed(outliers, pool.micro_batches, pool.capacity)
+    density, limits = offer.density, offer.limits
+    loads, rooms, _ = _placed(outliers, limits.micro_batches, limits.capacity)
     peak = max(loads)
-    fluid = min(_space(loads, rooms, density, peak), pool.batch * density)
+    fluid = min(_space(loads, rooms, density, peak), limits.batch * density)
     return max(1.0, peak * len(loads) / (math.fsum(loads) + fluid))
 
 

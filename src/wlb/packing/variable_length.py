@@ -23,10 +23,10 @@ from pydantic import AfterValidator, Field
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.packing.carrying import CarryingPacker, to_state
 from wlb.packing.options import LengthFactorOptions, whole_number
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
-from wlb.packing.pooling import PoolingPacker, to_state
 from wlb.settings import Tokens
 
 
@@ -86,7 +86,7 @@ class VariableLengthOptions(LengthFactorOptions):
         return {"outlier_thresholds": default_thresholds(context_window, whole_number(argument, least=0))}
 
 
-class VariableLengthPacker(PoolingPacker[VariableLengthOptions]):
+class VariableLengthPacker(CarryingPacker[VariableLengthOptions]):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
     Thresholds stay as they are; ``wlb.packing.tuning.TunedVariableLengthPacker`` knows "auto".
@@ -137,16 +137,16 @@ class VariableLengthPacker(PoolingPacker[VariableLengthOptions]):
                 released.append(queue.popleft())
         return released
 
-    def _released_early(self, pool: list[Pending]) -> list[Pending]:
-        """Outliers that may join ``pool`` without making a micro-batch heavier than it or the mean would be anyway."""
+    def _released_early(self, items: list[Pending]) -> list[Pending]:
+        """Outliers that may join ``items`` without making a micro-batch heavier than it or the mean would be anyway."""
         waiting = self._waiting()
         if not waiting:
             return []
         outliers = OpenMicroBatches(self.micro_batches, self.capacity)
-        outliers.place(longest_first(item for item in pool if item[0] >= self.outlier_thresholds[0]))
+        outliers.place(longest_first(item for item in items if item[0] >= self.outlier_thresholds[0]))
         heaviest = max(outliers.seconds)
         # Exact, as the built-in sum rounds differently from Python 3.12 on, and machines must plan alike.
-        total = math.fsum([item[1] for item in pool])
+        total = math.fsum([item[1] for item in items])
         released: list[Pending] = []
         for item in waiting:
             limit = max(heaviest, (total + item.seconds) / self.micro_batches)

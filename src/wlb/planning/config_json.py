@@ -1,24 +1,27 @@
 """``config.json`` of a Hugging Face directory, to and from a ``TransformerConfig``.
 
 It reads the families whose mathematics ``wlb.models.transformer`` has: Llama, Mistral (a sliding window), Qwen2 (biases
-in the q, k and v projections) and Qwen3 (normalised queries and keys). Types and bounds are strict, and whatever would
-make the model compute something else is refused by name, never ignored; what the family's class in ``transformers``
-does not read means nothing here either. Keys that are absent have the defaults of those classes. It writes the keys
-that every version of ``transformers`` reads (``rope_theta`` and ``rope_scaling`` rather than ``rope_parameters``)."""
+in the q, k and v projections) and Qwen3 (normalised queries and keys). ``wlb.workload.model_json`` reads the shape, and
+this the rest. Types and bounds are strict, and whatever would make the model compute something else is refused by name,
+never ignored; what the family's class in ``transformers`` does not read means nothing here either. Keys that are absent
+have the defaults of those classes. It writes the keys that every version of ``transformers`` reads (``rope_theta`` and
+``rope_scaling`` rather than ``rope_parameters``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wlb.config import NonNegativeInt, Number, PositiveInt, RopeScalingConfig
+from wlb.config import Number, PositiveInt, RopeScalingConfig
 from wlb.errors import UserError
-from wlb.planning.model import TransformerConfig
-from wlb.planning.rotary import Scaling, scaling_json, scaling_of, yarn_length
+from wlb.planning.model import SCALINGS, Scaling, TransformerConfig, scaling_json, scaling_of, yarn_length
 from wlb.workload.model_json import FAMILIES, read_config_json
+from wlb.workload.shapes import ModelShape
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -27,13 +30,7 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _BIASED = ("llama", "qwen3")  # families that read attention_bias
-_REQUIRED = {
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "linear": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-_YARN = ("beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim")
-_SCALING_KEYS = _REQUIRED | {"yarn": (*_REQUIRED["yarn"], *_YARN)}
+_MSCALE = ("mscale", "mscale_all_dim")  # DeepSeek's way to say yarn's attention_factor
 _ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # beside the others, or in one object with the scaling
 
 
@@ -44,30 +41,19 @@ class _Strict(BaseModel):
 
 
 class _ConfigJson(_Strict):
-    """What is read of ``config.json``, with the defaults of ``transformers``."""
+    """What is read of ``config.json`` beside the shape, with the defaults of ``transformers``."""
 
-    model_type: str
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    intermediate_size: PositiveInt
-    vocab_size: PositiveInt
     max_position_embeddings: PositiveInt = 2048
     rms_norm_eps: Annotated[Number, Field(gt=0)] = 1e-6
     tie_word_embeddings: bool = False
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     attention_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: PositiveInt | None = None
-    max_window_layers: NonNegativeInt | None = None
-    layer_types: list[str] | None = None
     # What follows is refused where it says anything else; see _check_supported.
     hidden_act: str = "silu"
     attention_dropout: Number | None = None
     mlp_bias: bool = False
+    layer_types: list[str] | None = None
     quantization_config: Any = None
 
 
@@ -163,8 +149,6 @@ def _window_keys(config: TransformerConfig, family: str) -> dict[str, Any]:
 def _mistake(error: ValidationError) -> str:
     problem = error.errors()[0]
     name = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "missing":
-        return f" has no {name}; complete it"
     if problem["type"] == "extra_forbidden":
         return f": {name} is not supported for rotary positions; choose another model"
     if not name:
@@ -173,18 +157,16 @@ def _mistake(error: ValidationError) -> str:
 
 
 def _from_json(document: Mapping[str, Any]) -> TransformerConfig:
-    if (family := document.get("model_type", "llama")) not in list(_CLASSES):  # other families have other keys
+    if (family := document.get("model_type")) not in list(_CLASSES):  # other families have other keys
         raise UserError(f"model_type {family!r} is not supported; choose a model of {', '.join(_CLASSES)}")
-    whole = {"model_type": family, **document}
+    shape = FAMILIES[family](document)
     document = {name: value for name, value in document.items() if value is not None}  # null is the default
     described = _ConfigJson.model_validate(document)
-    _check_supported(described, family)
-    if family != "llama" and "num_key_value_heads" not in document:  # its default is that of one size of the family
-        raise UserError("num_key_value_heads is missing; complete it")
+    _check_supported(described, shape, family)
     theta, scaling = _rotary(document, described)
     biased = described.attention_bias and family in _BIASED
     return TransformerConfig(
-        FAMILIES[family](whole),
+        shape,
         rope_theta=theta,
         norm_eps=described.rms_norm_eps,
         rope_scaling=scaling,
@@ -195,7 +177,7 @@ def _from_json(document: Mapping[str, Any]) -> TransformerConfig:
     )
 
 
-def _check_supported(described: _ConfigJson, family: str) -> None:
+def _check_supported(described: _ConfigJson, shape: ModelShape, family: str) -> None:
     if described.attention_dropout:
         raise UserError(
             f"attention_dropout = {described.attention_dropout} is not supported; set it to 0 to train without dropout"
@@ -210,16 +192,12 @@ def _check_supported(described: _ConfigJson, family: str) -> None:
         if is_refused:
             shown = f" = {value!r}" if isinstance(value := getattr(described, key), str | bool) else ""
             raise UserError(f"{key}{shown} is not supported; choose another model")
-    layers, types = described.num_hidden_layers, described.layer_types
-    if types is None or family == "llama":  # which does not read it
-        return
-    first = types.count("full_attention")
-    if len(types) != layers or types != ["full_attention"] * first + ["sliding_attention"] * (layers - first):
+    if shape.full_attention_every is not None:
         raise UserError(
-            "layer_types is supported where full_attention comes first and sliding_attention follows, one for each "
-            "layer; choose another model"
+            "layer_types is supported where full_attention comes first and sliding_attention follows; choose another "
+            "model"
         )
-    if family == "mistral" and 0 < first < layers:
+    if family == "mistral" and shape.full_attention_layers is not None:
         raise UserError("layer_types of mistral is supported where all layers have one type; choose another model")
 
 
@@ -233,28 +211,28 @@ def _rotary(document: Mapping[str, Any], described: _ConfigJson) -> tuple[float,
             if rope[key] != value:
                 raise UserError(f"{key} is given twice, as {value!r} and as {rope[key]!r}; keep one of them")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", *_REQUIRED):
-        raise UserError(
-            f"rope_type {kind!r} is not supported; choose a model with {', '.join(['default', *_REQUIRED])}"
-        )
+    if kind not in ("default", *SCALINGS):
+        raise UserError(f"rope_type {kind!r} is not supported; choose a model with {', '.join(['default', *SCALINGS])}")
     if rope.get("type", kind) != kind:
         raise UserError(f"rope_type {kind!r} and type {rope['type']!r} differ; keep one of them")
-    stretch = {key: rope.pop(key) for key in _SCALING_KEYS.get(kind, ()) if key in rope}
+    keys = [] if kind == "default" else fields(SCALINGS[kind])
+    own = [*(key.name for key in keys), *(_MSCALE if kind == "yarn" else ())]
+    stretch = {name: rope.pop(name) for name in own if name in rope}
     plain = _Rope.model_validate(rope)
     if plain.partial_rotary_factor != 1:
         raise UserError(f"partial_rotary_factor = {plain.partial_rotary_factor} is not supported; choose another model")
     if kind == "default":
         return plain.rope_theta, None
-    if missing := [key for key in _REQUIRED[kind] if stretch.get(key) is None]:
+    if missing := [key.name for key in keys if key.default is MISSING and stretch.get(key.name) is None]:
         raise UserError(f"rope_type {kind!r} has no {missing[0]}; complete it")
     return plain.rope_theta, _scaling(kind, {key: value for key, value in stretch.items() if value is not None})
 
 
-def _scaling(kind: str, stretch: dict[str, Any]) -> Scaling:
+def _scaling(kind: str, stretch: dict[str, Any]) -> Scaling | None:
     typed = _Stretch.model_validate(stretch)
-    settings = {"rope_type": kind} | {key: value for key, value in stretch.items() if not key.startswith("mscale")}
+    settings = {"rope_type": kind} | {key: value for key, value in stretch.items() if key not in _MSCALE}
     section = RopeScalingConfig.model_validate(settings)
-    if typed.mscale and typed.mscale_all_dim and section.attention_factor is None:  # DeepSeek's way to say it
+    if typed.mscale and typed.mscale_all_dim and section.attention_factor is None:
         above, below = (yarn_length(section.factor, scale) for scale in (typed.mscale, typed.mscale_all_dim))
         section = RopeScalingConfig.model_validate(settings | {"attention_factor": above / below})
     return scaling_of(section)

@@ -12,8 +12,7 @@ from typing import Any
 from wlb.config import ModelConfig
 from wlb.errors import UserError
 from wlb.planning.config_json import read_config
-from wlb.planning.model import TransformerConfig
-from wlb.planning.rotary import Scaling, scaling_of
+from wlb.planning.model import TransformerConfig, scaling_of
 from wlb.workload import ModelShape, model_shape
 
 _DIMENSIONS = (
@@ -36,7 +35,7 @@ def configured_model(model: ModelConfig, vocab_size: int | None = None) -> Trans
         _preset_shape(model, vocab_size),
         rope_theta=model.rope_theta,
         norm_eps=model.norm_eps,
-        rope_scaling=_rotary_scaling(model),
+        rope_scaling=scaling_of(model.rope_scaling),
         tied_embeddings=model.tied_embeddings,
         **{name: getattr(model, name) for name in _VARIANTS},
     )
@@ -80,9 +79,5 @@ def _pretrained(directory: Path, model: ModelConfig, vocab_size: int | None) -> 
     free = ("rope_theta", "norm_eps", "tied_embeddings")
     changes: dict[str, Any] = {name: given[name] for name in free if name in given}
     if model.rope_scaling is not None:
-        changes["rope_scaling"] = _rotary_scaling(model)
+        changes["rope_scaling"] = scaling_of(model.rope_scaling)
     return replace(config, **changes)
-
-
-def _rotary_scaling(model: ModelConfig) -> Scaling | None:
-    return scaling_of(model.rope_scaling) if model.rope_scaling else None

@@ -8,14 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from wlb.memory.step import (
-    EVEN_ROUNDS,
-    MemoryEstimate,
-    gib,
-    largest_length_factor,
-    predict_even_step,
-    predict_memory,
-)
+from wlb.memory.step import EVEN_ROUNDS, MemoryEstimate, gib, largest_length_factor, predict_even_step, predict_memory
 from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions
 from wlb.planning.job import JobSpec

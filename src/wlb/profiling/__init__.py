@@ -5,11 +5,11 @@
 """
 
 from wlb.profiling.accuracy import Accuracy, crossover_tokens, prediction_errors
-from wlb.profiling.measure import HeldOut, ProfileSettings, measure_profile, tensor_parallel_shard
+from wlb.profiling.measure import HeldOutSeconds, ProfileSettings, measure_profile, tensor_parallel_shard
 
 __all__ = [
     "Accuracy",
-    "HeldOut",
+    "HeldOutSeconds",
     "ProfileSettings",
     "crossover_tokens",
     "measure_profile",

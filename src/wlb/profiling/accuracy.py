@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.profiling.measure import HeldOut
+from wlb.profiling.measure import HeldOutSeconds
 from wlb.workload.base import Seconds, Workload
 from wlb.workload.profile import ProfileWorkload
 
@@ -25,7 +25,7 @@ class Accuracy:
     worst: float
 
 
-def prediction_errors(workload: Workload, held_out: HeldOut) -> list[Accuracy]:
+def prediction_errors(workload: Workload, held_out: HeldOutSeconds) -> list[Accuracy]:
     """Errors of ``workload`` on documents, on context-parallel pieces of them, and on whole micro-batches."""
     sizes = held_out.sizes
     starts, stops = np.array(sizes.pieces).T

@@ -81,7 +81,7 @@ class HeldOutSizes:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutSeconds:
     """Held-out sizes with their measured seconds, forward and backward over all layers."""
 
     sizes: HeldOutSizes
@@ -92,7 +92,7 @@ class HeldOut:
 
 def measure_profile(
     settings: ProfileSettings, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> tuple[WorkloadProfile, HeldOut]:
+) -> tuple[WorkloadProfile, HeldOutSeconds]:
     """Measure ``settings.shape`` and return the profile, and held-out measurements to test it with.
 
     ``on_progress`` is told how many samples are taken and how many there will be. Raises ``UserError`` if ``tp``
@@ -107,7 +107,7 @@ def measure_profile(
     with _threads(settings.threads):
         try:
             bench = Workbench(shard, settings.max_length, settings.device, settings.dtype)
-            plan = _Plan(bench, sizes, held_out)
+            plan = _Cases(bench, sizes, held_out)
             effort = _QUICK_EFFORT if settings.quick else _EFFORT
             timings = _Timings(measure_in_turns(plan.cases, clock, effort, on_progress), plan.shares, shard.layers)
         except torch.OutOfMemoryError:
@@ -190,7 +190,7 @@ def _fill(tokens: int, context_window: int, seed: int) -> tuple[int, ...]:
     return tuple(filled.tolist())
 
 
-class _Plan:
+class _Cases:
     """All cases under one key each, and how many documents (or which share of a micro-batch) a call of it is."""
 
     def __init__(self, bench: Workbench, sizes: ProfiledSizes, held_out: HeldOutSizes) -> None:
@@ -264,8 +264,8 @@ def _measurements(tokens: tuple[int, ...], timings: list[Timing]) -> Measurement
     )
 
 
-def _held_out(sizes: HeldOutSizes, timings: _Timings) -> HeldOut:
-    return HeldOut(
+def _held_out(sizes: HeldOutSizes, timings: _Timings) -> HeldOutSeconds:
+    return HeldOutSeconds(
         sizes,
         documents=tuple(timings.document(length).both for length in sizes.documents),
         # As context_parallel_attention runs a piece: among its own tokens, and over those before it.

@@ -67,10 +67,6 @@ class TrainingRun:
         return float(self.columns[column].mean())
 
 
-def is_run_directory(path: Path) -> bool:
-    return (path / STEPS).is_file()
-
-
 def read_run(path: Path) -> TrainingRun:
     """Read a job's ``metrics.dir``. Raises ``UserError`` for what is missing or was not written by a job."""
     rows = _read_steps(path / STEPS)

@@ -22,7 +22,7 @@ from wlb.documents.store.reader import TokenStore
 from wlb.report.plots import pyplot_without_display, save
 from wlb.reproduce import paper
 from wlb.reproduce.experiment import COLOURS, Column, Finding, Report, Settings, Table
-from wlb.reproduce.training_runs import MICRO_BATCHES, WINDOW, Run, prepare_data, runs_of, train_all
+from wlb.reproduce.training_runs import MICRO_BATCHES, WINDOW, SeedRun, prepare_data, runs_of, train_all
 
 _STEPS = 400
 _LAST_SHARE = 0.1  # of all steps, over which the final training loss is averaged
@@ -74,7 +74,7 @@ def run(settings: Settings) -> Report:
     return report(methods, steps, seeds)
 
 
-def measured(run: Run, lengths: NDArray[np.int64]) -> Trained:
+def measured(run: SeedRun, lengths: NDArray[np.int64]) -> Trained:
     """What a finished run wrote."""
     lines, evaluations = run.lines(), run.evaluations()
     losses = np.array([line["loss"] for line in lines])

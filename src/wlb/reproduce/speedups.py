@@ -6,9 +6,10 @@ part), and its sharding of Plain-4D's micro-batches (context parallelism's part)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from wlb.simulate.job import PAPER_JOBS
 _STEPS = 200  # over fewer, tokens/s favour systems in which many long documents still wait at the end
 
 
-class Row(NamedTuple):
+class Speedups(NamedTuple):
     """Speedups over Plain-4D, and the share of whole documents' attention that Plain-4D computes."""
 
     fixed: float
@@ -59,7 +60,7 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _rows(treatment: Treatment, documents: Documents, settings: Settings) -> dict[str, Row]:
+def _rows(treatment: Treatment, documents: Documents, settings: Settings) -> dict[str, Speedups]:
     rows = {}
     for name, job in PAPER_JOBS.items():
         settings.on_progress(f"{name}, documents {treatment}")
@@ -67,9 +68,9 @@ def _rows(treatment: Treatment, documents: Documents, settings: Settings) -> dic
     return rows
 
 
-def _row(bench: Bench) -> Row:
+def _row(bench: Bench) -> Speedups:
     plain = bench.run("plain-4d")
-    return Row(
+    return Speedups(
         fixed=speedup(bench.fixed_4d(), plain),
         wlb=speedup(bench.run("wlb-llm"), plain),
         best=speedup(bench.run("best"), plain),
@@ -79,7 +80,7 @@ def _row(bench: Bench) -> Row:
     )
 
 
-def _table(title: str, rows: dict[str, Row], *, quoted: bool) -> Table:
+def _table(title: str, rows: dict[str, Speedups], *, quoted: bool) -> Table:
     columns = (
         Column("job"),
         Column("GPUs", format=",.0f"),
@@ -96,27 +97,17 @@ def _table(title: str, rows: dict[str, Row], *, quoted: bool) -> Table:
     lines: list[tuple[str | float | None, ...]] = [
         (name, PAPER_JOBS[name].gpus, PAPER_JOBS[name].sizes, told.get(name), *row) for name, row in rows.items()
     ]
-    means = np.mean([*rows.values()], axis=0).tolist()
-    lines.append(("mean", None, None, paper.WLB_LLM_SPEEDUP if quoted else None, *means))
+    lines.append(("mean", None, None, paper.WLB_LLM_SPEEDUP if quoted else None, *_mean(rows.values())))
     for window, value in paper.WLB_LLM_SPEEDUP_BY_WINDOW.items():
-        of_window = [row for name, row in rows.items() if PAPER_JOBS[name].context_window == window]
-        means = np.mean(of_window, axis=0).tolist()
-        lines.append((f"mean {window // 1024}K", None, None, value if quoted else None, *means))
+        mean = _mean(row for name, row in rows.items() if PAPER_JOBS[name].context_window == window)
+        lines.append((f"mean {window // 1024}K", None, None, value if quoted else None, *mean))
     return Table(title, columns, lines)
 
 
-def findings(rows: dict[str, Row]) -> list[Finding]:
+def findings(rows: dict[str, Speedups]) -> list[Finding]:
     """The paper's findings (sections 7.2 and 7.3), in these numbers."""
-    by_model: dict[str, list[float]] = {}
-    by_window: dict[int, list[float]] = {}
-    for name, row in rows.items():
-        by_model.setdefault(PAPER_JOBS[name].model, []).append(row.wlb)
-        by_window.setdefault(PAPER_JOBS[name].context_window, []).append(row.wlb)
-    models = {model: float(np.mean(values)) for model, values in by_model.items()}
-    windows = {window: float(np.mean(by_window[window])) for window in sorted(by_window)}
-    pipeline, context = (
-        float(np.mean([getattr(row, part) for row in rows.values()])) for part in ("pipeline", "context")
-    )
+    models, windows = _mean_by("model", rows), _mean_by("context_window", rows)
+    mean = _mean(rows.values())
     measured = rows["7b-128k"]  # where the paper shows it
     slower = [name for name, row in rows.items() if row.best <= row.wlb]
     jobs = sum(row.pipeline > row.context for row in rows.values())
@@ -128,28 +119,39 @@ def findings(rows: dict[str, Row]) -> list[Finding]:
         ),
         Finding(
             "the pipeline level matters more than the context level",
-            measured.pipeline > measured.context and pipeline > context,
+            measured.pipeline > measured.context and mean.pipeline > mean.context,
             f"packing and sharding alone: 7b-128k {measured.pipeline:.3f} and {measured.context:.3f}, means "
-            f"{pipeline:.3f} and {context:.3f}; packing gains more in {jobs} of {len(rows)} jobs",
+            f"{mean.pipeline:.3f} and {mean.context:.3f}; packing gains more in {jobs} of {len(rows)} jobs",
         ),
         Finding(
             "longer windows gain more",
-            all(longer > shorter for shorter, longer in pairwise(windows.values())),
-            ", ".join(f"{window // 1024}K {value:.3f}" for window, value in windows.items()),
+            all(longer > shorter for shorter, longer in pairwise([windows[window] for window in sorted(windows)])),
+            ", ".join(f"{window // 1024}K {windows[window]:.3f}" for window in sorted(windows)),
         ),
         Finding(
             f"balancing within fixed lengths gains little (paper: {paper.FIXED_4D_SPEEDUP})",
-            float(np.mean([row.fixed for row in rows.values()])) < 1 + (float(np.mean([*models.values()])) - 1) / 2,
-            f"Fixed-4D {np.mean([row.fixed for row in rows.values()]):.3f}, "
-            f"WLB-LLM {np.mean([row.wlb for row in rows.values()]):.3f}",
+            mean.fixed < 1 + (float(np.mean([*models.values()])) - 1) / 2,
+            f"Fixed-4D {mean.fixed:.3f}, WLB-LLM {mean.wlb:.3f}",
         ),
         Finding(
             "ours: best gains more than WLB-LLM, on every job",
             not slower,
-            f"{np.mean([row.best for row in rows.values()]):.3f}"
+            f"{mean.best:.3f}"
             + (f", but for {', '.join(f'{name} {rows[name].best:.3f}' for name in slower)}" if slower else ""),
         ),
     ]
+
+
+def _mean(rows: Iterable[Speedups]) -> Speedups:
+    return Speedups(*np.mean([*rows], axis=0).tolist())
+
+
+def _mean_by(size: str, rows: dict[str, Speedups]) -> dict[Any, float]:
+    """WLB-LLM's mean speedup over the jobs of each value of ``size``, in their order."""
+    jobs: dict[Any, list[float]] = {}
+    for name, row in rows.items():
+        jobs.setdefault(getattr(PAPER_JOBS[name], size), []).append(row.wlb)
+    return {value: float(np.mean(of_value)) for value, of_value in jobs.items()}
 
 
 def _with_mean(values: list[float]) -> list[float]:

@@ -23,7 +23,7 @@ _JOB = PAPER_JOBS["7b-128k"]
 _CLUSTER = Cluster(micro_batches=_JOB.pp * _JOB.dp, context_window=_JOB.context_window, dp=_JOB.dp, pp=_JOB.pp)
 
 
-class Method(NamedTuple):
+class PackingMethod(NamedTuple):
     """``name`` is that of ``wlb.reproduce.paper.TABLE_2``, or of ``wlb compare`` for ours."""
 
     shown: str
@@ -31,12 +31,12 @@ class Method(NamedTuple):
 
 
 METHODS = (
-    Method("original packing", "sequential"),
-    *(Method(f"fixed-length greedy, {n} global batches", f"fixed_greedy:{n}") for n in (1, 2, 4, 8)),
-    *(Method(f"fixed-length solver, {n} global batches", f"fixed_solver:{n}") for n in (1, 2, 4)),
-    *(Method(f"WLB-LLM, {n} queues", f"variable_length:{n}") for n in (1, 2, 3)),
-    Method("ours: tuned queues, early release", "variable_length:auto"),
-    Method("ours: makespan", "makespan"),
+    PackingMethod("original packing", "sequential"),
+    *(PackingMethod(f"fixed-length greedy, {n} global batches", f"fixed_greedy:{n}") for n in (1, 2, 4, 8)),
+    *(PackingMethod(f"fixed-length solver, {n} global batches", f"fixed_solver:{n}") for n in (1, 2, 4)),
+    *(PackingMethod(f"WLB-LLM, {n} queues", f"variable_length:{n}") for n in (1, 2, 3)),
+    PackingMethod("ours: tuned queues, early release", "variable_length:auto"),
+    PackingMethod("ours: makespan", "makespan"),
 )
 
 
@@ -44,7 +44,7 @@ def run(settings: Settings) -> Report:
     documents = corpus(settings)
     pieces = cut_by_loader(documents.lengths, _JOB.context_window, settings.seed)
     workload = make_workload(_JOB.model, "h100", _JOB.tp, _JOB.cp)
-    results: dict[Method, MethodResult] = {}
+    results: dict[PackingMethod, MethodResult] = {}
     for method in METHODS:
         if method.name.startswith("fixed_solver") and importlib.util.find_spec("scipy") is None:
             continue
@@ -102,11 +102,11 @@ def _filling(pieces: list[int], steps: int) -> list[Segment]:
     return documents
 
 
-def _quoted(method: Method) -> tuple[float | None, float | None]:
+def _quoted(method: PackingMethod) -> tuple[float | None, float | None]:
     return paper.TABLE_2.get(method.name, (None, None))
 
 
-def _table(results: dict[Method, MethodResult]) -> Table:
+def _table(results: dict[PackingMethod, MethodResult]) -> Table:
     rows: list[tuple[Any, ...]] = [
         (
             method.shown,

@@ -52,7 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-class Run(NamedTuple):
+class SeedRun(NamedTuple):
     """One training run; its directory holds ``job.toml``, ``metrics/``, ``checkpoints/`` and ``log.txt``."""
 
     method: str
@@ -77,11 +77,13 @@ class Run(NamedTuple):
         return _json_lines(self.folder / "metrics" / "evaluation.jsonl")
 
 
-def runs_of(out: Path, steps: int, seeds: Sequence[int]) -> list[Run]:
+def runs_of(out: Path, steps: int, seeds: Sequence[int]) -> list[SeedRun]:
     """All runs, seed after seed, so that an early stop leaves whole comparisons."""
     folder = out / "convergence" / f"{steps}-steps"
     return [
-        Run(method, seed, steps, folder / f"{method.replace(':', '')}-{seed}") for seed in seeds for method in METHODS
+        SeedRun(method, seed, steps, folder / f"{method.replace(':', '')}-{seed}")
+        for seed in seeds
+        for method in METHODS
     ]
 
 
@@ -104,11 +106,11 @@ def prepare_data(folder: Path) -> tuple[Path, Path]:
     return train, held_out
 
 
-def train_all(runs: Sequence[Run], data: tuple[Path, Path], on_progress: Callable[[str], None]) -> None:
+def train_all(runs: Sequence[SeedRun], data: tuple[Path, Path], on_progress: Callable[[str], None]) -> None:
     """Train the runs that are not finished. Raises ``UserError`` with the last line of the first that fails."""
     waiting = deque(run for run in runs if not run.finished)
     done = len(runs) - len(waiting)
-    running: dict[Run, subprocess.Popen[bytes]] = {}
+    running: dict[SeedRun, subprocess.Popen[bytes]] = {}
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no run is left behind
     try:
         while waiting or running:
@@ -128,7 +130,7 @@ def train_all(runs: Sequence[Run], data: tuple[Path, Path], on_progress: Callabl
             process.wait()
 
 
-def _start(run: Run, data: tuple[Path, Path]) -> subprocess.Popen[bytes]:
+def _start(run: SeedRun, data: tuple[Path, Path]) -> subprocess.Popen[bytes]:
     run.folder.mkdir(parents=True, exist_ok=True)
     config = run.folder / "job.toml"
     config.write_text(_to_toml(_settings(run, data)), encoding="utf-8")
@@ -136,14 +138,14 @@ def _start(run: Run, data: tuple[Path, Path]) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "wlb", "train", str(config)], stdout=output, stderr=output)
 
 
-def _check(run: Run, status: int) -> None:
+def _check(run: SeedRun, status: int) -> None:
     if status == 0 and run.finished:
         return
     last = run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
     raise UserError(f"training {run.method} with seed {run.seed} failed, see {run.log}: {''.join(last)}")
 
 
-def _settings(run: Run, data: tuple[Path, Path]) -> dict[str, Any]:
+def _settings(run: SeedRun, data: tuple[Path, Path]) -> dict[str, Any]:
     """The job as flat settings, ``section.key`` or ``preset``."""
     train, held_out = data
     return {

@@ -22,13 +22,7 @@ from numpy.typing import NDArray
 from wlb.rivals.exchange import kv_bytes, query_bytes
 from wlb.rivals.filling import Integers, lightest, longest_first
 from wlb.rivals.plan import MovedPlan, Ranks, Tasks, joined
-from wlb.rivals.pricing import (
-    StepPrice,
-    group_costs,
-    moved_rank_seconds,
-    peak_memory,
-    price_moved,
-)
+from wlb.rivals.pricing import StepPrice, moved_rank_seconds, own_costs, peak_memory, price_moved
 from wlb.simulate.fsdp import with_gathers
 from wlb.workload.flops import attended_pairs
 
@@ -80,7 +74,7 @@ def price_attention_servers(plan: MovedPlan, ranks: Ranks) -> StepPrice:
     """Two half-batches alternate, so that computing hides the exchange; servers keep nothing for the backward."""
     if ranks.job.pp == 1:
         return price_moved(plan, ranks, hidden_by="everything", resent=True)
-    job, costs = ranks.job, group_costs(ranks.job, 0, "per_document")
+    job, costs = ranks.job, own_costs(ranks.job)
     seconds, exchanged = moved_rank_seconds(plan, ranks, hidden_by="everything", resent=True)
     stage = np.arange(plan.ranks) // ranks.count
     ticks = [

@@ -1,9 +1,8 @@
-"""Putting documents into bins, as several policies do: in order, by fit, the lightest, and Karmarkar-Karp."""
+"""Putting documents into bins, as several policies do: in order, by fit, into the lightest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,43 +80,6 @@ def even_bins(lengths: Integers, cost: NDArray[np.float64], capacity: int, *, mu
         if not left_over:
             return members
         count += multiple
-
-
-def karmarkar_karp(
-    cost: Sequence[float] | NDArray[np.float64], parts: int, *, equal_size: bool = False
-) -> list[list[int]]:
-    """Indices of ``cost`` in ``parts`` parts of nearly equal sums: the largest differencing method.
-
-    With ``equal_size`` parts have equally many, but for one where ``parts`` does not divide their number: neighbours in
-    rising cost start in parts of their own.
-
-    The two partial partitions that differ most within are merged, the heaviest part of one with the lightest of the
-    other, until one is left (Karmarkar and Karp, 1982; for several parts as in verl, ``utils/seqlen_balancing.py``).
-    """
-    # (negated spread, number, parts that are not empty by falling sum)
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    rising: list[int] = np.argsort(cost, kind="stable").tolist() if equal_size else [*range(len(cost))]
-    width = parts if equal_size else 1
-    for first in range(len(rising) % width - width, len(rising), width):
-        apart = [(float(cost[index]), [index]) for index in reversed(rising[max(first, 0) : first + width])]
-        if apart:
-            least = apart[-1][0] if len(apart) == parts else 0.0
-            heap.append((least - apart[0][0], len(heap), apart))
-    heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        _, _, ours = heappop(heap)
-        _, _, theirs = heappop(heap)
-        shared = max(0, len(ours) + len(theirs) - parts)  # the lightest of both meet; the others meet empty parts
-        mine, yours = ours[len(ours) - shared :], theirs[len(theirs) - shared :]
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(mine, reversed(yours), strict=True)]
-        merged += ours[: len(ours) - shared] + theirs[: len(theirs) - shared]
-        merged.sort(key=lambda part: -part[0])
-        least = merged[-1][0] if len(merged) == parts else 0.0
-        heappush(heap, (least - merged[0][0], number, merged))
-        number += 1
-    full = [members for _, members in heap[0][2]] if heap else []
-    return full + [[] for _ in range(parts - len(full))]
 
 
 def split_evenly(descending: Sequence[int], lengths: Integers, parts: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ counts documents of a group in place of tokens, and a micro-batch for which it f
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,28 +33,33 @@ _GAP = 0.05
 _HOPELESS = 5.0  # times the seconds that even ranks would need
 
 
+class _Grouped(NamedTuple):
+    """The groups of a micro-batch, and the seconds of the slowest."""
+
+    seconds: float
+    groups: list[Group]
+
+
 def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
     """The fastest number of micro-batches by the program's own seconds. Raises ``UserError`` without SciPy."""
     require("scipy.optimize", "solver")
     order = longest_first(lengths)
     least = max(1, -(-int(lengths.sum()) // (ranks.count * ranks.capacity)))
-    best: tuple[float, list[list[Group]]] | None = None
+    best: list[_Grouped] = []
     for count in range(least, least + _MICRO_BATCHES_TRIED):
-        groups = _micro_batches(split_evenly(order, lengths, count), lengths, ranks)
-        if groups is None:
+        grouped = _micro_batches(split_evenly(order, lengths, count), lengths, ranks)
+        if grouped is None:
             break  # a document that no group holds
-        seconds = sum(of_one[0] for of_one in groups)
-        if best is not None and seconds >= best[0]:
+        if best and sum(one.seconds for one in grouped) >= sum(one.seconds for one in best):
             break  # nor would more micro-batches be faster
-        best = seconds, [of_one[1] for of_one in groups]
-    if best is None:
+        best = grouped
+    if not best:
         raise UserError(
             f"FlexSP finds no groups of {ranks.count} ranks of {ranks.capacity} tokens for documents of up to "
             f"{lengths.max()}; give more GPUs"
         )
-    groups_of_slots = [group._replace(slot=slot) for slot, of_slot in enumerate(best[1]) for group in of_slot]
-    slots = frozenset(range(len(best[1])))
-    return GroupPlan(lengths, tuple(groups_of_slots), slots, exchange="heads")
+    groups_of_slots = [group._replace(slot=slot) for slot, one in enumerate(best) for group in one.groups]
+    return GroupPlan(lengths, tuple(groups_of_slots), frozenset(range(len(best))), exchange="heads")
 
 
 def group_sizes(ranks: Ranks) -> list[int]:
@@ -62,13 +68,13 @@ def group_sizes(ranks: Ranks) -> list[int]:
     return [2**exponent for exponent in range(most.bit_length())]
 
 
-def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> list[tuple[float, list[Group]]] | None:
-    """Seconds and groups of all micro-batches, longest documents first; None where no group holds one of these."""
+def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> list[_Grouped] | None:
+    """The groups of all micro-batches, longest documents first; None where no group holds one of these."""
     solved = []
     left = runs[::-1]
     while left:
         documents = left.pop()
-        one = _micro_batch(documents, lengths, ranks)
+        one = _Program(documents, lengths, ranks).grouped()
         if one is not None:
             solved.append(one)
         elif len(documents) == 1:
@@ -78,56 +84,79 @@ def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> li
     return solved
 
 
-def _micro_batch(documents: list[int], lengths: Integers, ranks: Ranks) -> tuple[float, list[Group]] | None:
-    """Seconds and groups of one micro-batch; None where none fit."""
-    sizes = np.array(group_sizes(ranks))
-    buckets = [part.tolist() for part in np.array_split(documents, min(BUCKETS, len(documents)))]
-    longest = np.array([lengths[bucket].max() for bucket in buckets])
-    mean = np.array([lengths[bucket].mean() for bucket in buckets])
-    seconds = _seconds(longest, sizes, ranks)
-    counts = np.array([len(bucket) for bucket in buckets])
-    room = sizes * ranks.capacity
-    by_tokens = mean[:, None] / room
-    one_by_one = 1 / np.maximum(room // longest[:, None], 1)
-    possible = np.where(longest[:, None] <= sizes * ranks.capacity, seconds, np.inf)
-    low = max(float(((possible * sizes).min(axis=1) * counts).sum()) / ranks.count, float(possible.min(axis=1).max()))
-    if low == np.inf:
-        return None
-    alone = _alone(documents, lengths, ranks)
-    if alone is not None and alone[0] <= (1 + _GAP) * low:
-        return alone  # no program does better by more than its own gap
-    found, high = alone, 2 * low if alone is None else alone[0]
-    for _ in range(_BISECTIONS):
-        bound = high if found is None else (low + high) / 2
-        for shares in (by_tokens, one_by_one):
-            solution = _solve(seconds, sizes, counts, np.where(longest[:, None] <= room, shares, np.inf), bound, ranks)
-            groups = None if solution is None else _dealt(solution, buckets, sizes, lengths, ranks)
-            if solution is None or groups is not None:
-                break
-        if groups is not None and (found is None or groups[0] < found[0]):
-            found, high = groups, min(bound, groups[0])
-        elif found is None:
-            if solution is None and bound > _HOPELESS * low:
+class _Program:
+    """``documents``, longest first, in buckets of like lengths.
+
+    ``longest`` is the longest of each bucket, shape (buckets, 1). Of shape (buckets, sizes of groups) are ``seconds``
+    and each of ``shares``: what a document takes of a group's memory, by its tokens and by how many fit; infinite
+    where none does.
+    """
+
+    def __init__(self, documents: list[int], lengths: Integers, ranks: Ranks) -> None:
+        self.documents, self.lengths, self.ranks = documents, lengths, ranks
+        self.buckets = [part.tolist() for part in np.array_split(documents, min(BUCKETS, len(documents)))]
+        self.counts = np.array([len(bucket) for bucket in self.buckets])
+        self.longest = np.array([[lengths[bucket].max()] for bucket in self.buckets])
+        self.sizes = np.array(group_sizes(ranks))
+        self.room = self.sizes * ranks.capacity
+        self.seconds = _seconds(self.longest[:, 0], self.sizes, ranks)
+        mean = np.array([[lengths[bucket].mean()] for bucket in self.buckets])
+        one_by_one = 1 / np.maximum(self.room // self.longest, 1)
+        self.shares = [np.where(self.longest <= self.room, part, np.inf) for part in (mean / self.room, one_by_one)]
+
+    def grouped(self) -> _Grouped | None:
+        """The fastest groups that the program finds; None where none fit."""
+        low = self._least_seconds()
+        if low == np.inf:
+            return None
+        found = self._one_each()
+        if found is not None and found.seconds <= (1 + _GAP) * low:
+            return found  # no program does better by more than its own gap
+        high = 2 * low if found is None else found.seconds
+        for _ in range(_BISECTIONS):
+            bound = high if found is None else (low + high) / 2
+            solvable, groups = self._within(bound)
+            if groups is not None and (found is None or groups.seconds < found.seconds):
+                found, high = groups, min(bound, groups.seconds)
+            elif found is not None:
+                low = bound
+            elif solvable or bound <= _HOPELESS * low:
+                high = 2 * bound
+            else:
                 return None  # memory, not seconds, stands against it
-            high = 2 * bound
-        else:
-            low = bound
-        if found is not None and high <= (1 + 2 * _GAP) * low:
-            break
-    return found
+            if found is not None and high <= (1 + 2 * _GAP) * low:
+                break
+        return found
 
+    def _least_seconds(self) -> float:
+        """No groups are faster: those of ranks that are all as busy, and of the document that takes longest alone."""
+        possible = np.where(self.longest <= self.room, self.seconds, np.inf)
+        even = float(((possible * self.sizes).min(axis=1) * self.counts).sum()) / self.ranks.count
+        return max(even, float(possible.min(axis=1).max()))
 
-def _alone(documents: list[int], lengths: Integers, ranks: Ranks) -> tuple[float, list[Group]] | None:
-    """Every document on one rank, if that is possible."""
-    if lengths[documents].max() > ranks.capacity:
-        return None
-    cost = np.zeros(len(lengths))
-    cost[documents] = _seconds(lengths[documents], np.array([1]), ranks)[:, 0]
-    members, left_over = lightest(documents, cost, ranks.count, lengths, ranks.capacity)
-    if left_over:
-        return None
-    groups = [Group(0, (rank,), tuple(of_rank)) for rank, of_rank in enumerate(members) if of_rank]
-    return max(float(cost[list(group.documents)].sum()) for group in groups), groups
+    def _one_each(self) -> _Grouped | None:
+        """Every document on one rank, if that is possible."""
+        documents, lengths, ranks = self.documents, self.lengths, self.ranks
+        if lengths[documents].max() > ranks.capacity:
+            return None
+        cost = np.zeros(len(lengths))
+        cost[documents] = _seconds(lengths[documents], np.array([1]), ranks)[:, 0]
+        members, left_over = lightest(documents, cost, ranks.count, lengths, ranks.capacity)
+        if left_over:
+            return None
+        groups = [Group(0, (rank,), tuple(of_rank)) for rank, of_rank in enumerate(members) if of_rank]
+        return _Grouped(max(float(cost[list(group.documents)].sum()) for group in groups), groups)
+
+    def _within(self, bound: float) -> tuple[bool, _Grouped | None]:
+        """Whether the program has a solution in ``bound`` seconds, and the groups that documents could be dealt to."""
+        for shares in self.shares:
+            solution = _solve(self, shares, bound)
+            if solution is None:
+                return False, None
+            groups = _dealt(self, *solution)
+            if groups is not None:
+                return True, groups
+        return True, None
 
 
 def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArray[np.float64]:
@@ -141,40 +170,33 @@ def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArr
     return seconds
 
 
-def _solve(
-    seconds: NDArray[np.float64],
-    sizes: NDArray[np.int64],
-    counts: Integers,
-    shares: NDArray[np.float64],
-    bound: float,
-    ranks: Ranks,
-) -> tuple[Integers, Integers] | None:
+def _solve(task: _Program, shares: NDArray[np.float64], bound: float) -> tuple[Integers, Integers] | None:
     """Documents of each bucket in groups of each size, (buckets, sizes), and the number of groups; None if impossible.
 
-    A document takes ``shares`` of a group's memory, shape (buckets, sizes); infinite ones are not allowed. Columns:
-    documents by bucket and size, bucket-major, then groups of each size. Fewest ranks, of what is possible.
+    A document takes ``shares`` of a group's memory; infinite ones are not allowed. Columns: documents by bucket and
+    size, bucket-major, then groups of each size. Fewest ranks, of what is possible.
     """
     optimize = require("scipy.optimize", "solver")
-    buckets, kinds = seconds.shape
+    buckets, kinds = shares.shape
     count = buckets * kinds
     allowed = np.isfinite(shares)
-    upper = np.concatenate([(allowed * counts[:, None]).ravel(), ranks.count // sizes])
+    upper = np.concatenate([(allowed * task.counts[:, None]).ravel(), task.ranks.count // task.sizes])
     each = np.zeros((buckets, count + kinds))
     time, memory = np.zeros((kinds, count + kinds)), np.zeros((kinds, count + kinds))
     for bucket in range(buckets):
         each[bucket, bucket * kinds : (bucket + 1) * kinds] = 1
     for kind in range(kinds):
-        time[kind, kind:count:kinds] = seconds[:, kind] / bound
+        time[kind, kind:count:kinds] = task.seconds[:, kind] / bound
         memory[kind, kind:count:kinds] = np.where(allowed[:, kind], shares[:, kind], 0.0)
         time[kind, count + kind] = memory[kind, count + kind] = -1
-    used = np.concatenate([np.zeros(count), sizes])[None]
+    used = np.concatenate([np.zeros(count), task.sizes])
     constraints = [
-        optimize.LinearConstraint(each, counts, counts),
+        optimize.LinearConstraint(each, task.counts, task.counts),
         optimize.LinearConstraint(np.concatenate([time, memory]), -np.inf, 0),
-        optimize.LinearConstraint(used, 0, ranks.count),
+        optimize.LinearConstraint(used[None], 0, task.ranks.count),
     ]
     result = optimize.milp(
-        np.concatenate([np.zeros(count), sizes]),
+        used,
         integrality=np.ones(count + kinds),
         bounds=optimize.Bounds(0, upper),
         constraints=constraints,
@@ -186,42 +208,36 @@ def _solve(
     return whole[:count].reshape(buckets, kinds), whole[count:]
 
 
-def _dealt(
-    solution: tuple[Integers, Integers],
-    buckets: list[list[int]],
-    sizes: NDArray[np.int64],
-    lengths: Integers,
-    ranks: Ranks,
-) -> tuple[float, list[Group]] | None:
-    """Seconds of the slowest group, and all groups; None where documents that were counted do not fit one by one."""
-    shares, of_size = solution
+def _dealt(task: _Program, shares: Integers, of_size: Integers) -> _Grouped | None:
+    """The groups of a solution; None where documents that were counted do not fit one by one."""
+    lengths, ranks = task.lengths, task.ranks
     groups: list[Group] = []
     first = 0
     left_over: list[int] = []  # of smaller groups, which larger ones may have room for
-    cuts = np.concatenate([np.zeros((len(buckets), 1), np.int64), np.cumsum(shares, axis=1)], axis=1)
-    for kind in range(len(sizes)):
-        size, count = int(sizes[kind]), int(of_size[kind])
-        mine = left_over + [
-            document
-            for bucket, row in zip(buckets, cuts, strict=True)
-            for document in bucket[row[kind] : row[kind + 1]]
-        ]
-        left_over = mine
-        if not mine or not count:
+    stops = np.cumsum(shares, axis=1)
+    for kind, (size, count) in enumerate(zip(task.sizes.tolist(), of_size.tolist(), strict=True)):
+        for bucket, taken, stop in zip(task.buckets, shares[:, kind], stops[:, kind], strict=True):
+            left_over += bucket[stop - taken : stop]
+        if not left_over or not count:
             continue
         by_cost = np.zeros(len(lengths))
-        by_cost[mine] = _seconds(lengths[mine], np.array([size]), ranks)[:, 0]
-        members, left_over = lightest(mine, by_cost, count, lengths, size * ranks.capacity)
+        by_cost[left_over] = _seconds(lengths[left_over], np.array([size]), ranks)[:, 0]
+        members, left_over = lightest(left_over, by_cost, count, lengths, size * ranks.capacity)
         for documents in filter(None, members):
             groups.append(Group(0, tuple(range(first, first + size)), tuple(documents)))
             first += size
-    for document in left_over:
-        length = int(lengths[document])
-        rooms = [len(g.ranks) * ranks.capacity - int(lengths[list(g.documents)].sum()) for g in groups]
-        tightest = min((room, index) for index, room in enumerate([*rooms, math.inf]) if room >= length)[1]
-        if tightest == len(groups):
-            return None
-        group = groups[tightest]
-        groups[tightest] = group._replace(documents=(*group.documents, document))
+    if not all(_fits_in_one(document, groups, task) for document in left_over):
+        return None
     seconds = (float(_seconds(lengths[list(g.documents)], np.array([len(g.ranks)]), ranks).sum()) for g in groups)
-    return max(seconds), groups
+    return _Grouped(max(seconds), groups)
+
+
+def _fits_in_one(document: int, groups: list[Group], task: _Program) -> bool:
+    """Add the document to the group that it leaves least room in, if one has room."""
+    rooms = [len(g.ranks) * task.ranks.capacity - int(task.lengths[list(g.documents)].sum()) for g in groups]
+    length = int(task.lengths[document])
+    room, index = min((room, index) for index, room in enumerate([*rooms, math.inf]) if room >= length)
+    if room == math.inf:
+        return False
+    groups[index] = groups[index]._replace(documents=(*groups[index].documents, document))
+    return True

@@ -39,7 +39,7 @@ def same_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
 
 @dataclass(frozen=True)
 class HotSwitching:
-    """A ``Trial``: the strategy of every bucket, shortest documents first."""
+    """A ``LayoutTrial``: the strategy of every bucket, shortest documents first."""
 
     longest: tuple[int, ...]  # document of each bucket
     strategies: tuple[Ranks, ...]

@@ -83,7 +83,7 @@ def _profile(ranks: Ranks, size: int) -> tuple[Integers, NDArray[np.float64]]:
 
 @dataclass(frozen=True)
 class Heterogeneous:
-    """A ``Trial``: kinds of pipelines that share the GPUs."""
+    """A ``LayoutTrial``: kinds of pipelines that share the GPUs."""
 
     kinds: tuple[Pipelines, ...]
 

@@ -7,6 +7,7 @@ Source: NVIDIA/Megatron-LM, ``core/datasets/data_schedule.py`` (``dp_balanced``)
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -97,38 +98,52 @@ def dynamic_packed(lengths: Integers, ranks: Ranks) -> GroupPlan:
     return _packed(rounds, lengths)
 
 
+@dataclass
+class _Round:
+    """A round that is being filled: its groups, and how many ranks are in none yet; ``packs`` up to the token cap."""
+
+    ranks: Ranks
+    packs: bool
+    free: int
+    opened: list[_Open] = field(default_factory=list)
+
+    def takes(self, size: int) -> bool:
+        return size <= self.free or any(group.size == size for group in self.opened)
+
+    def group_for(self, length: int, size: int) -> _Open | None:
+        """A group of free ranks, or else the lightest of this size; None where no such group has room."""
+        if size <= self.free:
+            self.free -= size
+            self.opened.append(_Open(size))
+            return self.opened[-1]
+        most = size * self.ranks.capacity - length if self.packs else math.inf
+        alike = [group for group in self.opened if group.size == size and group.tokens <= most]
+        return min(alike, key=lambda group: group.load, default=None)
+
+    def is_even(self) -> bool:
+        return not self.free and _slack(self.opened) <= SLACK
+
+
 def _round(waiting: list[int], lengths: Integers, ranks: Ranks, *, packs: bool) -> tuple[list[_Open], list[int]]:
     """The groups of the next round, and the documents that are left for later ones."""
     sizes = {document: _least_size(int(lengths[document]), ranks) for document in waiting}
     buckets = _buckets(waiting, sizes, lengths)
-    opened: list[_Open] = []
-    free, first_size, checks_balance = ranks.count, sizes[waiting[0]], False
-    while buckets:
-        bucket = next((b for b in buckets if sizes[b[0]] <= free or any(g.size == sizes[b[0]] for g in opened)), None)
-        if bucket is None:
+    filled = _Round(ranks, packs, ranks.count)
+    largest, may_close = sizes[waiting[0]], False
+    while bucket := next((b for b in buckets if b and filled.takes(sizes[b[0]])), None):
+        length, size = int(lengths[bucket[0]]), sizes[bucket[0]]
+        group = filled.group_for(length, size)
+        if group is None:
             break
-        document, length = bucket[0], int(lengths[bucket[0]])
-        size = sizes[document]
-        if size <= free:
-            opened.append(_Open(size))
-            free -= size
-            group = opened[-1]
-        else:
-            alike = [g for g in opened if g.size == size]
-            fitting = [g for g in alike if g.tokens + length <= size * ranks.capacity] if packs else alike
-            if not fitting:
-                break
-            group = min(fitting, key=lambda g: g.load)
         group.add(bucket.popleft(), length)
-        buckets = [b for b in buckets if b]
-        checks_balance |= size < first_size
-        if buckets and checks_balance and not free and _slack(opened) <= SLACK:
+        may_close |= size < largest
+        if may_close and filled.is_even():
             break
     left = [document for bucket in buckets for document in bucket]
-    if not free and not packs:
-        left += _trimmed(opened, lengths)
-    _grow(opened, free, lengths, ranks.count)
-    return opened, left
+    if not filled.free and not packs:
+        left += _trimmed(filled.opened, lengths)
+    _grow(filled.opened, filled.free, lengths, ranks.count)
+    return filled.opened, left
 
 
 def _least_size(length: int, ranks: Ranks) -> int:

@@ -24,7 +24,7 @@ from wlb.simulate.job import SimulatedJob
 from wlb.workload.flops import attended_pairs
 
 Integers = NDArray[np.int64]
-Exchange = Literal["keys and values", "heads"]
+ExchangeKind = Literal["keys and values", "heads"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class GroupPlan:
     groups: tuple[Group, ...]
     barriers: frozenset[int] = frozenset()
     sharding: str = "per_document"
-    exchange: Exchange = "keys and values"
+    exchange: ExchangeKind = "keys and values"
 
     @classmethod
     def of_fixed_groups(

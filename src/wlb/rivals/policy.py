@@ -1,8 +1,8 @@
 """A policy to compare: its name, where it is from, what had to be assumed, and the layouts in which it may run.
 
 ``RankPolicy`` plans a step from whole documents and the ranks of a stage; a policy that switches strategies, or has
-several at once, makes its own ``Trial``s. What all of them train are the documents that begin in a step's global batch,
-whole: none waits, none is cut.
+several at once, makes its own ``LayoutTrial``s. What all of them train are the documents that begin in a step's global
+batch, whole: none waits, none is cut.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PricedStep:
     planning_seconds: float
 
 
-class Trial(Protocol):
+class LayoutTrial(Protocol):
     """A policy in one layout."""
 
     @property
@@ -143,8 +143,8 @@ class RankPolicy:
         more = self._other_capacities(space) if self.layouts > 1 else lambda fastest: []
         return best_of(name, trials, batches, space, work_prices, more=more)
 
-    def _other_capacities(self, space: SearchSpace) -> Callable[[Trial], list[Trial]]:
-        def more(trial: Trial) -> list[Trial]:
+    def _other_capacities(self, space: SearchSpace) -> Callable[[LayoutTrial], list[LayoutTrial]]:
+        def more(trial: LayoutTrial) -> list[LayoutTrial]:
             assert isinstance(trial, RankTrial)
             return [replace(trial, ranks=ranks) for ranks in other_capacities(trial.ranks, space)]
 
@@ -153,21 +153,21 @@ class RankPolicy:
 
 def best_of(
     name: str,
-    trials: Sequence[Trial],
+    trials: Sequence[LayoutTrial],
     batches: Sequence[Integers],
     space: SearchSpace,
     work_prices: DocumentPrices,
     *,
-    more: Callable[[Trial], Sequence[Trial]] = lambda fastest: (),
+    more: Callable[[LayoutTrial], Sequence[LayoutTrial]] = lambda fastest: (),
 ) -> Outcome:
     """The trial that is fastest on the first step, of ``trials`` and of ``more`` like the fastest of them; all steps.
 
     Raises ``UserError`` where none fits the memory.
     """
     limit = memory_limit(space)
-    priced: list[tuple[Trial, PricedStep]] = []
+    priced: list[tuple[LayoutTrial, PricedStep]] = []
 
-    def fastest() -> tuple[Trial, PricedStep]:
+    def fastest() -> tuple[LayoutTrial, PricedStep]:
         fitting = [(trial, step) for trial, step in priced if step.price.memory_bytes <= limit]
         if not fitting:
             raise no_layout(name, space)
@@ -180,7 +180,7 @@ def best_of(
     return _outcome(name, trial, steps, work_prices, len(priced))
 
 
-def _attempted(trials: Sequence[Trial], lengths: Integers) -> list[tuple[Trial, PricedStep]]:
+def _attempted(trials: Sequence[LayoutTrial], lengths: Integers) -> list[tuple[LayoutTrial, PricedStep]]:
     """The step in every trial in which the policy finds a plan."""
     priced = []
     for trial in trials:
@@ -191,7 +191,9 @@ def _attempted(trials: Sequence[Trial], lengths: Integers) -> list[tuple[Trial, 
     return priced
 
 
-def _outcome(name: str, trial: Trial, steps: Sequence[PricedStep], work_prices: DocumentPrices, tried: int) -> Outcome:
+def _outcome(
+    name: str, trial: LayoutTrial, steps: Sequence[PricedStep], work_prices: DocumentPrices, tried: int
+) -> Outcome:
     tokens = [int(step.trained.sum()) for step in steps]
     return Outcome(
         policy=name,

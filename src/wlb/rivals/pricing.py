@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.config import ShardingConfig
 from wlb.memory.step import predict_even_step
 from wlb.rivals.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moved_seconds, moving_seconds
-from wlb.rivals.plan import Exchange, GroupPlan, MovedPlan, Ranks
+from wlb.rivals.plan import ExchangeKind, GroupPlan, MovedPlan, Ranks
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
@@ -40,7 +40,7 @@ class StepPrice:
     memory_bytes: float
 
 
-class RankSeconds(NamedTuple):
+class SlotSeconds(NamedTuple):
     """What every rank's stages take in every slot, shape (ranks, stages, slots), and its tokens, (ranks, slots).
 
     For ``moving`` of these seconds its links carry what ranks exchange for attention: of a forward, or where a backward
@@ -73,7 +73,7 @@ def begun_together(plan: GroupPlan, ranks: Ranks) -> NDArray[np.int64]:
     return began
 
 
-def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[RankSeconds, float]:
+def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     """Seconds of all ranks, and bytes that they receive, of all layers, each rank's one tensor-parallel share."""
     job, by_size = ranks.job, defaultdict(list)
     for group in plan.groups:
@@ -90,7 +90,7 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[RankSeconds, float]:
             forward[members, :, group.slot] += of_stages.forward[:, index]
             backward[members, :, group.slot] += of_stages.backward[:, index]
             moving[members, :, group.slot] += of_stages.moving[:, index]
-    return RankSeconds(forward, backward, plan.tokens_per_rank(ranks.count), moving), exchanged
+    return SlotSeconds(forward, backward, plan.tokens_per_rank(ranks.count), moving), exchanged
 
 
 def price_moved(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool = False) -> StepPrice:
@@ -100,7 +100,7 @@ def price_moved(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool =
     return StepPrice(step_seconds(seconds, plan.pools, ranks), exchanged, memory)
 
 
-def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool) -> tuple[RankSeconds, float]:
+def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool) -> tuple[SlotSeconds, float]:
     """Seconds of all ranks, once those of a pool have waited for each other, and bytes received by the mean GPU."""
     job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
     tokens = plan.by_lane((plan.home.stop - plan.home.start).astype(np.float64), plan.home)
@@ -131,17 +131,17 @@ def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent:
     forward, backward = (share * b[:, None] + last * h[:, None] for b, h in zip(blocks, heads, strict=True))
     received = sum(float(part.received.sum()) for part in moved.values()) / plan.ranks
     moving = share * moving_seconds(moved["backward"], pool, job)[:, None]
-    return RankSeconds(forward, backward, tokens, moving), received * job.shape.layers / job.pp
+    return SlotSeconds(forward, backward, tokens, moving), received * job.shape.layers / job.pp
 
 
 def step_seconds(
-    seconds: RankSeconds, began: NDArray[np.int64], ranks: Ranks, *, updates_weights: bool = True
+    seconds: SlotSeconds, began: NDArray[np.int64], ranks: Ranks, *, updates_weights: bool = True
 ) -> float:
     """The whole step, where ranks with the same number in ``began``, shape (ranks, slots), begin a slot together.
 
     Without ``updates_weights`` it ends with the last backward.
     """
-    job, costs = ranks.job, group_costs(ranks.job, 0, "per_document")
+    job, costs = ranks.job, own_costs(ranks.job)
     forward, backward = seconds.forward[None], seconds.backward[None]
     kept = job.pp > 1 or ranks.keeps_weights
     if not kept:
@@ -174,7 +174,7 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
     lane = _alone(np.array([tokens / slots]), *(np.array([seconds]) for seconds in attention))
     stages = Steps.of_shards(lane.reshaped(1, 1, 1), costs).stages
     forward, backward = (np.repeat(phase[0], slots, axis=2) for phase in stages[:2])
-    seconds = RankSeconds(forward, backward, np.full((1, slots), tokens / slots))
+    seconds = SlotSeconds(forward, backward, np.full((1, slots), tokens / slots))
     return step_seconds(seconds, np.zeros((1, slots), np.int64), ranks)
 
 
@@ -204,7 +204,7 @@ class _Stages(NamedTuple):
 
 
 def _priced(
-    lengths: Sequence[Sequence[int]], size: int, job: SimulatedJob, sharding: str, exchange: Exchange
+    lengths: Sequence[Sequence[int]], size: int, job: SimulatedJob, sharding: str, exchange: ExchangeKind
 ) -> _Stages:
     """Groups of ``size`` ranks with documents of ``lengths``."""
     costs = group_costs(job, 1 if exchange == "heads" else size, sharding)
@@ -229,10 +229,13 @@ def _priced(
     return _Stages(forward, backward, steps.moving[0, 0] + of_wire, received_bytes * job.shape.layers)
 
 
+own_costs = lru_cache(maxsize=512)(JobCosts)  # prices of the job itself
+
+
 @lru_cache(maxsize=512)
 def group_costs(job: SimulatedJob, size: int, sharding: str) -> JobCosts:
-    """Prices of a context-parallel group of ``size`` of the job's ranks; of size 0, of the job itself."""
-    return JobCosts(_with_groups(job, size, 1, sharding) if size else job)
+    """Prices of a context-parallel group of ``size`` of the job's ranks."""
+    return JobCosts(_with_groups(job, size, 1, sharding))
 
 
 def _with_groups(

@@ -8,15 +8,18 @@ fixed; a micro-batch holds at most a group's token cap, and all ranks run equall
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.rivals.filling import Integers, first_fit, karmarkar_karp, power_of_two
+from wlb.packing.differencing import differenced
+from wlb.rivals.filling import Integers, first_fit, power_of_two
 from wlb.rivals.plan import Group, GroupPlan, Ranks
 from wlb.workload.flops import attention_flops, linear_flops
 
+_karmarkar_karp = partial(differenced, joined_last=True)
 _TOKEN_COST = 24_576  # over a squared token: 6 x the hidden size of 4,096, for every model
 
 
@@ -30,12 +33,12 @@ def karmarkar_karp_twice(lengths: Integers, ranks: Ranks) -> GroupPlan:
     size = power_of_two(ranks.needed(ranks.window))
     groups, most = ranks.count // size, ranks.capacity * size
     cost = _TOKEN_COST * lengths.astype(np.float64) + lengths.astype(np.float64) ** 2
-    of_ranks = [np.array(part, np.int64) for part in karmarkar_karp(cost, groups, equal_size=True)]
+    of_ranks = [np.array(part, np.int64) for part in _karmarkar_karp(cost, groups, equal_size=True)]
     fewest = min(len(documents) for documents in of_ranks)
     multiple = ranks.micro_batch_multiple
     count = -(-max(-(-int(lengths[documents].sum()) // most) for documents in of_ranks) // multiple) * multiple
     while count <= fewest:
-        parts = [[documents[part] for part in karmarkar_karp(cost[documents], count)] for documents in of_ranks]
+        parts = [[documents[part] for part in _karmarkar_karp(cost[documents], count)] for documents in of_ranks]
         if all(lengths[part].sum() <= most for of_rank in parts for part in of_rank):
             return _of_ranks(lengths, [_light_ends(of_rank, cost) for of_rank in parts], size)
         count += multiple
@@ -70,7 +73,7 @@ def packed_then_dealt(lengths: Integers, ranks: Ranks) -> GroupPlan:
         packed.append(halves[1])
     shape = ranks.job.shape
     flops = attention_flops(shape, lengths) + linear_flops(shape, lengths)
-    dealt = karmarkar_karp([float(flops[part].sum()) for part in packed], groups, equal_size=True)
+    dealt = _karmarkar_karp([float(flops[part].sum()) for part in packed], groups, equal_size=True)
     return _of_ranks(lengths, [[packed[index] for index in sorted(of_rank)] for of_rank in dealt], size)
 
 

@@ -11,6 +11,7 @@ before waits, and that of the weights, for which nobody does and which fills the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -32,6 +33,7 @@ class Operation(NamedTuple):
 RankOperations = tuple[tuple[Operation, ...], ...]
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "gpipe", "interleaved_zero_bubble", "zbv_zero_bubble")
+TRAINED_SCHEDULES = ("1f1b", "interleaved_1f1b")  # those that the trainer runs; the others are simulated only
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble")
 _SEVERAL_STAGES = ("interleaved_1f1b", *ZERO_BUBBLE)
 
@@ -153,36 +155,25 @@ def _zbv_zero_bubble(rank: int, pp: int, micro_batches: int) -> tuple[Operation,
     The schedule is laid out for at least 2 pp - 1 micro-batches; those that do not exist are left out.
     """
     wanted = max(2 * pp - 1, micro_batches)
-    down, up = rank, 2 * pp - 1 - rank
-    operations: list[Operation] = []
-    done = {(stage, kind): 0 for stage in (down, up) for kind in ("forward", "input", "weight")}
+    down, down_input, down_weight = _passes(rank)
+    up, up_input, up_weight = _passes(2 * pp - 1 - rank)
+    ahead = 2 * pp - 1 - rank  # forwards of the first stage before the steady phase, in which it runs the others
+    order = [down] * (2 * (pp - rank) - 1)
+    order += [up, down] * rank
+    order += [up, up_input, up_weight] * (pp - rank)
+    order += [down, down_input, down_weight, up, up_input, up_weight] * (wanted - ahead)
+    order += [down_input, down_weight, up, up_input, up_weight] * (ahead - pp)
+    order += [down_input, up_input] * rank
+    order += [down_input, down_weight] * (pp - rank)
+    order += [up_weight] * rank + [down_weight] * rank
+    done: Counter[Operation] = Counter()
+    operations = []
+    for operation in order:
+        operations.append(operation._replace(micro_batch=done[operation]))
+        done[operation] += 1
+    return tuple(operation for operation in operations if operation.micro_batch < micro_batches)
 
-    def run(stage: int, *kinds: Literal["forward", "input", "weight"]) -> None:
-        for kind in kinds:
-            index = done[stage, kind]
-            done[stage, kind] += 1
-            if index < micro_batches:
-                part: Part = "whole" if kind == "forward" else kind
-                operations.append(Operation(stage, index, kind != "forward", part))
 
-    for _ in range(2 * (pp - rank) - 1):
-        run(down, "forward")
-    for _ in range(rank):
-        run(up, "forward")
-        run(down, "forward")
-    for _ in range(pp - rank):
-        run(up, "forward", "input", "weight")
-    while done[up, "forward"] < wanted:
-        if done[down, "forward"] < wanted:
-            run(down, "forward")
-        run(down, "input", "weight")
-        run(up, "forward", "input", "weight")
-    for _ in range(rank):
-        run(down, "input")
-        run(up, "input")
-    for _ in range(pp - rank):
-        run(down, "input", "weight")
-    for stage in (up, down):
-        while done[stage, "weight"] < done[stage, "input"]:
-            run(stage, "weight")
-    return tuple(operations)
+def _passes(stage: int) -> tuple[Operation, Operation, Operation]:
+    """Forward, and the two parts of the backward, of the first micro-batch."""
+    return Operation(stage, 0, False), Operation(stage, 0, True, "input"), Operation(stage, 0, True, "weight")

@@ -51,14 +51,14 @@ class Chunk(NamedTuple):
     stop: int
 
 
-Batch = list[Chunk]
+ChunkBatch = list[Chunk]
 
 
 @dataclass
 class _OpenBatch:
     """What a rank runs in the pass being planned."""
 
-    chunks: Batch = field(default_factory=list)
+    chunks: ChunkBatch = field(default_factory=list)
     tokens: int = 0
     attention_seconds: float = 0.0
 
@@ -93,7 +93,7 @@ class PrefillPlanner:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} = {getattr(self, name)} must be at least 1")
 
-    def plan(self, waiting: Sequence[Prompt], ranks: int = 1) -> list[Batch]:
+    def plan(self, waiting: Sequence[Prompt], ranks: int = 1) -> list[ChunkBatch]:
         """What each of ``ranks`` ranks runs next of ``waiting``, which is in order of arrival.
 
         Without chunked prefill raises ``UserError`` for a prompt over the budget.

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.serving.batching import PrefillPlanner, Prompt
 from wlb.serving.job import PrefillJob
-from wlb.serving.prefill import Group, PrefillRun, simulate_prefill
+from wlb.serving.prefill import GpuGroup, PrefillRun, simulate_prefill
 from wlb.serving.queueing import waiting_seconds
 from wlb.workload import Hardware, ModelShape, Workload
 from wlb.workload.power import POWER, GpuPower
@@ -56,7 +56,7 @@ class Instance(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pool:
+class InstancePool:
     """Bins that share ``count`` instances."""
 
     bins: tuple[int, ...]
@@ -84,7 +84,7 @@ def dynamollm(job: PrefillJob, on_progress: Callable[[int], None] = lambda promp
             PrefillPlanner(one.workload, job.token_budget, "tokens", job.chunked),
             dp=pool.count,
             lock_step=False,
-            group=Group(one.tp, 1, one.clock, pool.count, f"{lengths.min():,} to {lengths.max():,} tokens"),
+            group=GpuGroup(one.tp, 1, one.clock, pool.count, f"{lengths.min():,} to {lengths.max():,} tokens"),
             on_progress=on_progress,
         )
         for each in run.passes:
@@ -96,7 +96,7 @@ def dynamollm(job: PrefillJob, on_progress: Callable[[int], None] = lambda promp
     return PrefillRun(passes, first_token, float((job.arrivals + first_token).max() - job.arrivals[0]))
 
 
-def choose_pools(job: PrefillJob) -> list[tuple[Pool, Integers]]:
+def choose_pools(job: PrefillJob) -> list[tuple[InstancePool, Integers]]:
     """The pools, shortest prompts first, and the numbers of the prompts of each. Raises as ``presets`` does."""
     bin_of = np.searchsorted(BIN_TOKENS, job.lengths)
     choice = _Choice(job, presets(job)[2], [np.flatnonzero(bin_of == number) for number in np.unique(bin_of)])
@@ -151,24 +151,24 @@ class _Choice:
     def prompts(self, bins: Sequence[int]) -> Integers:
         return np.sort(np.concatenate([self.bins[number] for number in bins]))
 
-    def in_time(self, slack: float) -> list[Pool] | None:
+    def in_time(self, slack: float) -> list[InstancePool] | None:
         """The pools that take the least energy with objectives of ``slack`` times ``alone``; None if none meet them."""
         ways = (product(*(self._in_time(bins, slack) for bins in runs)) for runs in _runs(len(self.bins)))
         met = (pools for pools in chain.from_iterable(ways) if _gpus(pools) <= self.job.gpus)
         best = min(met, key=lambda pools: (sum(pool.joules for pool in pools), _gpus(pools)), default=None)
         return None if best is None else list(best)
 
-    def soonest_done(self) -> list[Pool]:
+    def soonest_done(self) -> list[InstancePool]:
         """The pools at the full clock whose last one is done first with all prompts; the fewest of those."""
         ways = [pools for runs in _runs(len(self.bins)) if (pools := self._soonest_done(runs))]
         return min(ways, key=lambda pools: (max(pool.seconds for pool in pools), len(pools)))
 
-    def _in_time(self, bins: tuple[int, ...], slack: float) -> list[Pool]:
+    def _in_time(self, bins: tuple[int, ...], slack: float) -> list[InstancePool]:
         """The fewest instances of every kind that are enough; none that another beats in GPUs and energy."""
         pools = [pool for one in self.instances if (pool := self._fewest(bins, one, slack))]
         return [pool for pool in pools if not any(_beats(other, pool) for other in pools)]
 
-    def _fewest(self, bins: tuple[int, ...], one: Instance, slack: float) -> Pool | None:
+    def _fewest(self, bins: tuple[int, ...], one: Instance, slack: float) -> InstancePool | None:
         left = min(slack * self.alone[number] - self._longest(number, one) for number in bins)
         span = float(self.job.arrivals[-1] - self.job.arrivals[0])
         if left < 0 or span == 0.0:
@@ -179,31 +179,19 @@ class _Choice:
         enough = bisect_left(counts, True, key=lambda count: waiting_seconds(*load, count, _LATE) <= left)
         return self._pool(bins, one, counts[enough]) if enough < len(counts) else None
 
-    def _soonest_done(self, runs: list[tuple[int, ...]]) -> list[Pool] | None:
+    def _soonest_done(self, runs: list[tuple[int, ...]]) -> list[InstancePool] | None:
         """A pool for every run of bins, the last one done as early as can be; None if the GPUs are too few."""
-        full = [one for one in self.instances if one.clock == 1.0]
-        ways = [
-            [self._pool(bins, one, count) for one in full for count in range(1, self.job.gpus // one.tp + 1)]
-            for bins in runs
-        ]
+        full = [(one, n) for one in self.instances if one.clock == 1.0 for n in range(1, self.job.gpus // one.tp + 1)]
+        ways = [[self._pool(bins, one, count) for one, count in full] for bins in runs]
         ends = sorted({pool.seconds for of_run in ways for pool in of_run})
+        first = bisect_left(ends, True, key=lambda end: _gpus(_smallest(ways, end)) <= self.job.gpus)
+        return _smallest(ways, ends[first]) if first < len(ends) else None
 
-        def smallest(end: float) -> list[Pool] | None:
-            """The pools with the fewest GPUs that are done by ``end``."""
-            in_time = [[pool for pool in of_run if pool.seconds <= end] for of_run in ways]
-            if not all(in_time):
-                return None
-            pools = [min(of_run, key=lambda pool: (pool.gpus, pool.seconds)) for of_run in in_time]
-            return pools if _gpus(pools) <= self.job.gpus else None
-
-        first = bisect_left(ends, True, key=lambda end: smallest(end) is not None)
-        return smallest(ends[first]) if first < len(ends) else None
-
-    def _pool(self, bins: tuple[int, ...], one: Instance, count: int) -> Pool:
+    def _pool(self, bins: tuple[int, ...], one: Instance, count: int) -> InstancePool:
         seconds = self._seconds(self.prompts(bins), one)
         total = float(seconds.sum())
         watts = one.tp * (self.power.watts(one.clock) - self.power.idle_watts)
-        return Pool(bins, one, count, max(total / count, float(seconds.max())), total * watts)
+        return InstancePool(bins, one, count, max(total / count, float(seconds.max())), total * watts)
 
     def _longest(self, number: int, one: Instance) -> float:
         return float(self._seconds(self.bins[number], one).max())
@@ -221,11 +209,17 @@ def _runs(bins: int) -> Iterator[list[tuple[int, ...]]]:
         yield [tuple(range(*bounds)) for bounds in pairwise((0, *cuts, bins))]
 
 
-def _gpus(pools: Sequence[Pool]) -> int:
-    return sum(pool.gpus for pool in pools)
+def _smallest(ways: list[list[InstancePool]], end: float) -> list[InstancePool] | None:
+    """Of every run of bins, the pool with the fewest GPUs that is done by ``end``; None where a run has none."""
+    in_time = [[pool for pool in of_run if pool.seconds <= end] for of_run in ways]
+    return [min(one, key=lambda pool: (pool.gpus, pool.seconds)) for one in in_time] if all(in_time) else None
 
 
-def _beats(one: Pool, other: Pool) -> bool:
+def _gpus(pools: Sequence[InstancePool] | None) -> float:
+    return math.inf if pools is None else sum(pool.gpus for pool in pools)
+
+
+def _beats(one: InstancePool, other: InstancePool) -> bool:
     """Whether ``one`` needs no more GPUs and energy, and less of one of them."""
     costs, of_other = (one.gpus, one.joules), (other.gpus, other.joules)
     return costs != of_other and costs[0] <= of_other[0] and costs[1] <= of_other[1]

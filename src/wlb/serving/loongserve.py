@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.serving.batching import Chunk
 from wlb.serving.job import PrefillJob
-from wlb.serving.prefill import LOOK_AHEAD, Group, Pass, PrefillRun
+from wlb.serving.prefill import LOOK_AHEAD, GpuGroup, Pass, PrefillRun
 from wlb.sharding.latency import RankSeconds, forward_seconds
 from wlb.sharding.plan import exchange_parts
 from wlb.workload import Seconds, Workload
@@ -175,7 +175,7 @@ class _Server:
         attention, tokens = self.attention[numbers].sum(), self.lengths[numbers].sum()
         seconds = float(self.prices.seconds(attention, tokens, degree))
         batch = [Chunk(prompt, 0, int(self.lengths[prompt])) for prompt in prompts]
-        group = Group(self.job.tp, degree, count=self.job.gpus // self.job.tp // degree)
+        group = GpuGroup(self.job.tp, degree, count=self.job.gpus // self.job.tp // degree)
         self.passes.append(Pass(first_instance, start, start + seconds, np.array([seconds]), [batch], group))
         self.first_token[numbers] = start + seconds
         self.on_progress(len(batch))

@@ -14,20 +14,20 @@ from wlb.serving.batching import METHODS, Method, PrefillPlanner
 from wlb.serving.dynamollm import dynamollm, presets
 from wlb.serving.job import PrefillJob
 from wlb.serving.loongserve import loongserve
-from wlb.serving.prefill import Group, PrefillRun, simulate_prefill
+from wlb.serving.prefill import GpuGroup, PrefillRun, simulate_prefill
 
-Progress = Callable[[int], None]
+OnProgress = Callable[[int], None]
 
 
-class Policy(NamedTuple):
+class PrefillPolicy(NamedTuple):
     """``run`` prefills a job; ``check`` raises ``UserError`` where it cannot. ``reads`` names fields of the job."""
 
-    run: Callable[[PrefillJob, Progress], PrefillRun]
+    run: Callable[[PrefillJob, OnProgress], PrefillRun]
     reads: frozenset[str] = frozenset()
     check: Callable[[PrefillJob], object] = lambda job: None
 
 
-def batched(method: Method, job: PrefillJob, on_progress: Progress = lambda prompts: None) -> PrefillRun:
+def batched(method: Method, job: PrefillJob, on_progress: OnProgress = lambda prompts: None) -> PrefillRun:
     """Prefill on ranks that all have the job's layout, with passes that ``PrefillPlanner`` plans by ``method``."""
     planner = PrefillPlanner(
         job.workload, job.token_budget, method, job.chunked, prompts_per_batch=job.prompts_per_batch
@@ -39,19 +39,19 @@ def batched(method: Method, job: PrefillJob, on_progress: Progress = lambda prom
         dp=job.dp,
         pp=job.pp,
         lock_step=job.lock_step,
-        group=Group(job.tp, job.cp, count=job.dp),
+        group=GpuGroup(job.tp, job.cp, count=job.dp),
         on_progress=on_progress,
     )
 
 
-POLICIES: dict[str, Policy] = {
-    **{method: Policy(partial(batched, method), frozenset({"chunked", "lock_step"})) for method in METHODS},
-    "loongserve": Policy(loongserve, check=lambda job: job.instance(job.tp)),
-    "dynamollm": Policy(dynamollm, frozenset({"chunked"}), check=presets),
+POLICIES: dict[str, PrefillPolicy] = {
+    **{method: PrefillPolicy(partial(batched, method), frozenset({"chunked", "lock_step"})) for method in METHODS},
+    "loongserve": PrefillPolicy(loongserve, check=lambda job: job.instance(job.tp)),
+    "dynamollm": PrefillPolicy(dynamollm, frozenset({"chunked"}), check=presets),
 }
 
 
-def policy(name: str) -> Policy:
+def policy(name: str) -> PrefillPolicy:
     """The policy called ``name``. Raises ``UserError`` that lists them."""
     if name not in POLICIES:
         raise UserError(f"prefill method {name!r} is unknown; choose from {', '.join(POLICIES)}")

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.serving.batching import Batch, PrefillPlanner, Prompt
+from wlb.serving.batching import ChunkBatch, PrefillPlanner, Prompt
 
 LOOK_AHEAD = 1024  # prompts, from the oldest on, that are shown to the planner
 
 
 @dataclass(frozen=True)
-class Group:
+class GpuGroup:
     """GPUs that compute one rank's part of a pass together, and which prompts they are for."""
 
     tp: int = 1
@@ -47,8 +47,8 @@ class Pass(NamedTuple):
     start: float
     end: float
     seconds: NDArray[np.float64]
-    batches: list[Batch]
-    group: Group = Group()  # of each rank
+    batches: list[ChunkBatch]
+    group: GpuGroup = GpuGroup()  # of each rank
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def simulate_prefill(
     dp: int = 1,
     pp: int = 1,
     lock_step: bool = True,
-    group: Group = Group(),
+    group: GpuGroup = GpuGroup(),
     on_progress: Callable[[int], None] = lambda prompts: None,
 ) -> PrefillRun:
     """Serve prompts of ``lengths`` tokens that arrive at ``arrivals`` seconds (ascending) with ``dp`` ranks.

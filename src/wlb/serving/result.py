@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from wlb.serving.job import PrefillJob
-from wlb.serving.prefill import Group, PrefillRun
+from wlb.serving.prefill import GpuGroup, PrefillRun
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ def _joules(run: PrefillRun, job: PrefillJob) -> float | None:
 
 
 def _groups(run: PrefillRun) -> tuple[GroupResult, ...]:
-    passes: dict[Group, int] = defaultdict(int)
-    tokens: dict[Group, int] = defaultdict(int)
-    first_engine: dict[Group, int] = {}
+    passes: dict[GpuGroup, int] = defaultdict(int)
+    tokens: dict[GpuGroup, int] = defaultdict(int)
+    first_engine: dict[GpuGroup, int] = {}
     for each in run.passes:
         first_engine[each.group] = min(each.engine, first_engine.get(each.group, each.engine))
         passes[each.group] += 1

@@ -25,7 +25,7 @@ class Candidates(NamedTuple):
     pieces: Pieces
 
 
-class Prices(NamedTuple):
+class Priced(NamedTuple):
     """What plans cost; arrays of shape (plans,)."""
 
     seconds: Seconds  # of the group, forward and backward over all layers
@@ -45,7 +45,7 @@ def static_candidates(micro_batches: MicroBatches, cp_size: int) -> list[Candida
     return [Candidates(one_each, make(micro_batches, cp_size)) for make in (per_document, per_sequence)]
 
 
-def faster_static(prices: Prices, micro_batches: MicroBatches) -> Integers:
+def faster_static(prices: Priced, micro_batches: MicroBatches) -> Integers:
     """The plan that ``adaptive`` chooses for each micro-batch, where ``static_candidates`` come first."""
     count = len(micro_batches.counts)
     by_document, by_sequence = prices.seconds[:count], prices.seconds[count : 2 * count]
@@ -64,12 +64,12 @@ def joined(candidates: Sequence[Candidates], micro_batches: MicroBatches, cp_siz
     return Candidates(np.concatenate([micro_batch for micro_batch, _ in candidates]), together)
 
 
-def price(candidates: Candidates, micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Prices:
+def price(candidates: Candidates, micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Priced:
     """Price every plan with the ``workload`` of one GPU without context parallelism."""
     plans = len(candidates.micro_batch)
     segments = int(micro_batches.counts[candidates.micro_batch].sum())
     where = locality(candidates.pieces, segments, plans, cp_size)
-    return Prices(group_seconds(candidates.pieces, where, workload), where.gathered_tokens)
+    return Priced(group_seconds(candidates.pieces, where, workload), where.gathered_tokens)
 
 
 def pieces_of_plans(chosen: Integers, candidates: Candidates, micro_batches: MicroBatches, cp_size: int) -> Pieces:

@@ -64,7 +64,7 @@ def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Workload)
 
 
 @dataclass(frozen=True)
-class _Row:
+class _DocumentRow:
     """Cells of documents in a row, with the tokens and the seconds of attention before each and, last, of all."""
 
     cells: Integers  # (cells, 3): document, start, stop
@@ -174,7 +174,7 @@ class _Slicing:
         owner[first:last] = ranks[-1]
         return owner, row.cells
 
-    def _take(self, row: _Row, first: int, last: int, tokens: float, attention: float) -> tuple[int, int]:
+    def _take(self, row: _DocumentRow, first: int, last: int, tokens: float, attention: float) -> tuple[int, int]:
         """Where a rank stops that takes cells from ``first`` on and cells before ``last``, to get closest to both."""
         earliest = int(np.searchsorted(row.tokens, row.tokens[last] - tokens))
         back = np.arange(max(first, min(earliest, last)), last + 1)  # a rank may hold more than its share already
@@ -191,7 +191,7 @@ class _Slicing:
         best = int(off.argmin())
         return int(front[best]), int(back[best])
 
-    def _row(self, *parts: tuple[Integers, int, int | None]) -> _Row:
+    def _row(self, *parts: tuple[Integers, int, int | None]) -> _DocumentRow:
         """Cells of parts (documents, start, stop), in order; to the documents' ends where stop is None."""
         documents = np.concatenate([of_part for of_part, _, _ in parts])
         start = np.repeat([start for _, start, _ in parts], [len(of_part) for of_part, _, _ in parts])
@@ -205,7 +205,7 @@ class _Slicing:
         ends = np.minimum(begins + self._cell, stop[of_cell])
         seconds = self._workload.attention_seconds(ends) - self._workload.attention_seconds(begins)
         cells = np.stack([documents[of_cell], begins, ends], axis=1)
-        return _Row(cells, np.append(0, np.cumsum(ends - begins)), np.append(0.0, np.cumsum(seconds)))
+        return _DocumentRow(cells, np.append(0, np.cumsum(ends - begins)), np.append(0.0, np.cumsum(seconds)))
 
     def _mean_depth(self) -> int:
         """How deep in a document a token costs what the mean token does; a multiple of the cell."""

@@ -22,7 +22,7 @@ from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 
-from wlb.sharding.adaptive import Candidates, Prices, faster_static, joined, pieces_of_plans, price, static_candidates
+from wlb.sharding.adaptive import Candidates, Priced, faster_static, joined, pieces_of_plans, price, static_candidates
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged
 from wlb.sharding.plan import Table
 from wlb.workload.base import Seconds, Workload
@@ -52,7 +52,7 @@ def hybrid(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pie
     return pieces_of_plans(chosen, candidates, micro_batches, cp_size)
 
 
-def _choose(adaptive: Integers, of_levelled: Integers, prices: Prices) -> Integers:
+def _choose(adaptive: Integers, of_levelled: Integers, prices: Priced) -> Integers:
     """Of each micro-batch's ``adaptive`` plan and its levelled ones, the last of ``prices``, the one to take.
 
     Of those within ``TOLERANCE`` of the fastest that is the one that gathers the fewest tokens, because gathered keys

@@ -13,7 +13,7 @@ from wlb.training.data.loader import LoadedStep
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observe.imbalance import RankSteps
 from wlb.training.observe.monitor import Monitor
-from wlb.training.observe.reporter import Outcome
+from wlb.training.observe.reporter import StepOutcome
 from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.pipeline import PipelineRunner
@@ -49,7 +49,7 @@ def train_step(
     runner: PipelineRunner,
     monitor: Monitor,
     non_finite: NonFiniteSteps,
-) -> tuple[Outcome, RankSteps]:
+) -> tuple[StepOutcome, RankSteps]:
     """Train ``loaded`` as step ``step``; what came of it, and the rows of all ranks. Its seconds are not known here."""
     rate = learning_rate(step, training)
     set_learning_rate(model.optimizers, rate)
@@ -65,4 +65,4 @@ def train_step(
         with region("optimizer"):
             for optimizer in model.optimizers:
                 optimizer.step()
-    return Outcome(loss, grad_norm, rate, 0.0, skipped), rows
+    return StepOutcome(loss, grad_norm, rate, 0.0, skipped), rows

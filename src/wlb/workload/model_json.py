@@ -1,7 +1,7 @@
-"""The shape of a Hugging Face model, read from its ``config.json`` to price it.
+"""The shape of a Hugging Face model, from its ``config.json``.
 
-This reads what decides what a model costs: sizes, and which blocks have windows, linear attention or experts. What the
-trainer needs beside that, and what it refuses, is in ``wlb.planning.config_json``, which takes the shape from here.
+This is the only reader of sizes, and of which blocks have windows, linear attention or experts. What the trainer needs
+beside the shape, and what it refuses, is in ``wlb.planning.config_json``, which takes the shape from here.
 Keys that are absent have the defaults of the model's class in ``transformers``, where that class has one default for
 models of all sizes. Where keys disagree, ``layer_types`` decides, as there.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from wlb.errors import UserError
 from wlb.workload.shapes import DeltaNet, Experts, LatentAttention, ModelShape
 
-Document = Mapping[str, Any]
+Keys = Mapping[str, Any]
 
 # Where config.json does not say.
 _HEAD_DIMS = {"qwen3": 128, "qwen3_next": 256, "gemma3_text": 256, "gpt_oss": 64}
@@ -60,19 +60,21 @@ def read_shape(path: Path) -> ModelShape:
         raise UserError(f"{path if path.is_file() else path / 'config.json'}: {error}") from None
 
 
-def language_model(document: Document) -> Document:
+def language_model(document: Keys) -> Keys:
     """``document``, or the part on text of that of a model that also sees."""
     text = document.get("text_config")
     return text if isinstance(text, dict) else document
 
 
-def dense(document: Document, *, head_dim: int | None = None, **variant: Any) -> ModelShape:
+def dense(document: Keys, *, head_dim: int | None = None, **variant: Any) -> ModelShape:
     """The shape of a decoder whose blocks are all alike: full attention, and one feed-forward network."""
+    heads = _size(document, "num_attention_heads")
+    one_size = document["model_type"] in FAMILIES.keys() - {"llama"}  # whose class has that of one size of the family
     return ModelShape(
         hidden=_size(document, "hidden_size"),
         layers=_size(document, "num_hidden_layers"),
-        heads=_size(document, "num_attention_heads"),
-        kv_heads=_size(document, "num_key_value_heads", _size(document, "num_attention_heads")),
+        heads=heads,
+        kv_heads=_size(document, "num_key_value_heads", None if one_size else heads),
         ffn_hidden=_size(document, "intermediate_size"),
         head_dim=head_dim or _head_dim(document),
         vocab_size=_size(document, "vocab_size"),
@@ -80,7 +82,7 @@ def dense(document: Document, *, head_dim: int | None = None, **variant: Any) ->
     )
 
 
-def _head_dim(document: Document) -> int:
+def _head_dim(document: Keys) -> int:
     hidden, heads = _size(document, "hidden_size"), _size(document, "num_attention_heads")
     default = _HEAD_DIMS.get(document["model_type"])
     if default is None and document.get("head_dim") is None and hidden % heads:
@@ -91,33 +93,33 @@ def _head_dim(document: Document) -> int:
     return _size(document, "head_dim", default or hidden // heads)
 
 
-def _mistral(document: Document) -> ModelShape:
+def _mistral(document: Keys) -> ModelShape:
     window = _window(document, _WINDOW)  # with layer_types, transformers makes a Ministral of it
     return _with_windows(dense(document), document, window, lambda layer: window is not None)
 
 
-def _mixtral(document: Document) -> ModelShape:
+def _mixtral(document: Keys) -> ModelShape:
     experts = _experts(document, "num_local_experts", "intermediate_size")
     return dense(document, experts=experts, sliding_window=_window(document, None))
 
 
-def _qwen(document: Document) -> ModelShape:
+def _qwen(document: Keys) -> ModelShape:
     window, first = _qwen_window(document), _size(document, "max_window_layers", _QWEN_FULL, least=0)
     return _with_windows(dense(document), document, window, lambda layer: window is not None and layer >= first)
 
 
-def _qwen_moe(document: Document) -> ModelShape:
+def _qwen_moe(document: Keys) -> ModelShape:
     return replace(_qwen_routed(document), sliding_window=_qwen_window(document))
 
 
-def _qwen_window(document: Document) -> int | None:
+def _qwen_window(document: Keys) -> int | None:
     used = document.get("use_sliding_window")
     if used not in (None, True, False):
         raise UserError(f"use_sliding_window = {used!r} is neither true nor false; correct it")
     return _window(document, _WINDOW) if used else None
 
 
-def _qwen_routed(document: Document) -> ModelShape:
+def _qwen_routed(document: Keys) -> ModelShape:
     if _size(document, "decoder_sparse_step", 1) != 1:
         raise UserError(f"decoder_sparse_step = {document['decoder_sparse_step']} is not priced; choose another model")
     first = document.get("mlp_only_layers") or []
@@ -133,7 +135,7 @@ def _qwen_routed(document: Document) -> ModelShape:
     return dense(document, experts=experts)
 
 
-def _qwen3_next(document: Document) -> ModelShape:
+def _qwen3_next(document: Keys) -> ModelShape:
     shape, every = _qwen_routed(document), _size(document, "full_attention_interval", 4)
     types = _layer_types(document, shape.layers, _LINEAR, lambda layer: (layer + 1) % every != 0)
     net = DeltaNet(
@@ -146,7 +148,7 @@ def _qwen3_next(document: Document) -> ModelShape:
     return replace(shape, delta_net=net, full_attention_every=_period(types))
 
 
-def _deepseek(document: Document) -> ModelShape:
+def _deepseek(document: Keys) -> ModelShape:
     if _size(document, "moe_layer_freq", 1) != 1:
         raise UserError(f"moe_layer_freq = {document['moe_layer_freq']} is not priced; choose another model")
     width = _size(document, "moe_intermediate_size")
@@ -168,25 +170,25 @@ def _deepseek(document: Document) -> ModelShape:
     return dense(document, head_dim=head_dim, experts=experts, latent=latent)
 
 
-def _gemma3(document: Document) -> ModelShape:
+def _gemma3(document: Keys) -> ModelShape:
     document = _GEMMA3 | dict(document)
     every = _size(document, "sliding_window_pattern", 6)
     window = _window(document, _WINDOW)
     return _with_windows(dense(document), document, window, lambda layer: (layer + 1) % every != 0)
 
 
-def _gpt_oss(document: Document) -> ModelShape:
+def _gpt_oss(document: Keys) -> ModelShape:
     shape = dense(document, experts=_experts(document, "num_local_experts", "intermediate_size"))
     return _with_windows(shape, document, _window(document, _GPT_OSS_WINDOW), lambda layer: (layer + 1) % 2 != 0)
 
 
-def _experts(document: Document, count: str, width: str, **more: int) -> Experts:
+def _experts(document: Keys, count: str, width: str, **more: int) -> Experts:
     """Experts whose number and width have these names."""
     active = _size(document, "num_experts_per_tok")
     return Experts(_size(document, count), active, _size(document, width), **more)
 
 
-FAMILIES: dict[str, Callable[[Document], ModelShape]] = {
+FAMILIES: dict[str, Callable[[Keys], ModelShape]] = {
     "llama": dense,
     "qwen2": _qwen,
     "qwen3": _qwen,
@@ -201,14 +203,12 @@ FAMILIES: dict[str, Callable[[Document], ModelShape]] = {
 }
 
 
-def _window(document: Document, default: int | None) -> int | None:
+def _window(document: Keys, default: int | None) -> int | None:
     """Tokens that blocks with a window attend; null is no window."""
     return None if document.get("sliding_window", default) is None else _size(document, "sliding_window", default)
 
 
-def _with_windows(
-    shape: ModelShape, document: Document, window: int | None, slides: Callable[[int], bool]
-) -> ModelShape:
+def _with_windows(shape: ModelShape, document: Keys, window: int | None, slides: Callable[[int], bool]) -> ModelShape:
     """``shape`` with a window in the blocks of which ``layer_types`` says so, or else ``slides`` of their number."""
     types = _layer_types(document, shape.layers, _SLIDING, slides)
     if _SLIDING not in types:
@@ -224,14 +224,14 @@ def _with_windows(
     return replace(shape, sliding_window=window, full_attention_every=_period(types))
 
 
-def _layer_types(document: Document, layers: int, other: str, is_other: Callable[[int], bool]) -> list[str]:
+def _layer_types(document: Keys, layers: int, other: str, is_other: Callable[[int], bool]) -> list[str]:
     """Of every block whether its attention is full or of the ``other`` type; ``layer_types`` says so, if given."""
     types = document.get("layer_types")
     if types is None:
         return [other if is_other(layer) else _FULL for layer in range(layers)]
     unknown = [name for name in types if name not in (_FULL, other)] if isinstance(types, list) else [types]
     if unknown:
-        raise UserError(f"layer_types has {unknown[0]!r}, which is not priced; choose another model")
+        raise UserError(f"layer_types has {unknown[0]!r}, which is not supported; choose another model")
     if len(types) != layers:
         raise UserError(f"layer_types has {len(types)} types for num_hidden_layers = {layers}; correct one of them")
     return [str(name) for name in types]
@@ -241,11 +241,11 @@ def _period(types: list[str]) -> int:
     """Every so many blocks one has full attention, and all between have not."""
     every = types.index(_FULL) + 1 if _FULL in types else len(types) + 1
     if any((name == _FULL) != ((layer + 1) % every == 0) for layer, name in enumerate(types)):
-        raise UserError(f"layer_types does not repeat every {every} layers; such a model is not priced, choose another")
+        raise UserError(f"layer_types does not repeat every {every} layers; choose another model")
     return every
 
 
-def _size(document: Document, name: str, default: int | None = None, *, least: int = 1) -> int:
+def _size(document: Keys, name: str, default: int | None = None, *, least: int = 1) -> int:
     """A whole number; null is the default."""
     value = document.get(name)
     value = default if value is None else value

@@ -133,5 +133,5 @@ def test_a_store_of_another_vocabulary_or_foreign_weights_stop_a_job_before_it_s
     with pytest.raises(UserError, match="vocabulary of 60, below the 67"):
         check_job(_job(tmp_path, data={"store": str(tmp_path / "other")}), 1)
     (tmp_path / "model" / "config.json").write_text(json.dumps({}))
-    with pytest.raises(UserError, match=r"config.json has no model_type"):
+    with pytest.raises(UserError, match=r"model_type None is not supported"):
         check_job(_job(tmp_path), 1)

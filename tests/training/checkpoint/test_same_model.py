@@ -20,9 +20,10 @@ from wlb.training.optimizer import build_optimizer
 from wlb.workload import ModelShape
 
 SHAPE = ModelShape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn_hidden=12, vocab_size=5)
-MODEL = TransformerConfig(SHAPE, rope_scaling=RotaryScaling())
+SCALING = RotaryScaling(8.0, 1.0, 4.0, 8192)
+MODEL = TransformerConfig(SHAPE, rope_scaling=SCALING)
 PATH = Path("step-00000003")
-CHANGES: dict[str, Any] = {"rope_scaling": RotaryScaling(factor=2.0), "rope_theta": 1e4, "norm_eps": 1e-6}
+CHANGES: dict[str, Any] = {"rope_scaling": replace(SCALING, factor=2.0), "rope_theta": 1e4, "norm_eps": 1e-6}
 
 
 def saved(model: TransformerConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention
 from wlb.attention.backends import cpu
 from wlb.attention.exchange import send_keys
-from wlb.config import ParallelConfig
+from wlb.config import Checkpointing, ParallelConfig
 from wlb.errors import UserError
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
@@ -30,7 +30,6 @@ from wlb.sharding import make_shard_plan
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import (
     Execution,
-    Strategy,
     apply_activation_checkpointing,
     build_stage_modules,
     check_layout,
@@ -95,7 +94,7 @@ def plain_model() -> Transformer:
     return module
 
 
-def recomputed(strategy: Strategy) -> Transformer:
+def recomputed(strategy: Checkpointing) -> Transformer:
     module = plain_model()
     apply_activation_checkpointing(module, strategy)
     return module
@@ -112,7 +111,7 @@ def run_model(module: Transformer, cp: int, rank: int) -> tuple[Tensor, dict[str
 
 
 @pytest.mark.parametrize("strategy", ["selective", "full"])
-def test_numbers_do_not_change_by_a_bit(strategy: Strategy) -> None:
+def test_numbers_do_not_change_by_a_bit(strategy: Checkpointing) -> None:
     scores, gradients = run_model(recomputed("none"), 1, 0)
     recomputed_scores, recomputed_gradients = run_model(recomputed(strategy), 1, 0)
     assert torch.equal(scores, recomputed_scores)
@@ -121,20 +120,20 @@ def test_numbers_do_not_change_by_a_bit(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "passes"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_only_full_attends_twice(strategy: Strategy, passes: int) -> None:
+def test_only_full_attends_twice(strategy: Checkpointing, passes: int) -> None:
     with mock.patch.object(cpu, "forward", wraps=cpu.forward) as forward:
         run_model(recomputed(strategy), 1, 0)
     assert forward.call_count == passes * SHAPE.layers
 
 
-def _exchanges_and_numbers(strategy: Strategy) -> tuple[int, Tensor, dict[str, Tensor]]:
+def _exchanges_and_numbers(strategy: Checkpointing) -> tuple[int, Tensor, dict[str, Tensor]]:
     with mock.patch("wlb.attention.packed_attention.send_keys", wraps=send_keys) as send:
         scores, gradients = run_model(recomputed(strategy), 2, dist.get_rank())
     return send.call_count, scores, gradients
 
 
 def _all_strategies() -> dict[str, tuple[int, Tensor, dict[str, Tensor]]]:
-    strategies: tuple[Strategy, ...] = ("none", "selective", "full")
+    strategies: tuple[Checkpointing, ...] = ("none", "selective", "full")
     return {strategy: _exchanges_and_numbers(strategy) for strategy in strategies}
 
 

@@ -12,13 +12,13 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from tests.training.distributed import run_ranks
-from wlb.config import ParallelConfig
+from wlb.config import Checkpointing, ParallelConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch
 from wlb.training.data.sharded_batch import shard_batch
 from wlb.training.parallel.mesh import build_mesh
-from wlb.training.parallel.parallelize import Execution, Strategy, build_stage_modules, compile_blocks
+from wlb.training.parallel.parallelize import Execution, build_stage_modules, compile_blocks
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape
 
@@ -37,7 +37,7 @@ COMPILED_LAYOUTS = [ParallelConfig(pp=2), ParallelConfig(tp=2)]  # with FSDP ins
 GRAPHS = 5  # those of test_parallelize.py, and one more under tp
 
 
-def _gradients(parallel: ParallelConfig, strategy: Strategy = "none", compiled: bool = False) -> dict[str, Tensor]:
+def _gradients(parallel: ParallelConfig, strategy: Checkpointing = "none", compiled: bool = False) -> dict[str, Tensor]:
     """Loss and gradients of this rank after two steps of four micro-batches, by name."""
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(
@@ -76,7 +76,7 @@ def _recomputed(layouts: list[ParallelConfig]) -> list[float]:
     differences: list[float] = []
     for parallel in layouts:
         exact = _gradients(parallel)
-        strategies: tuple[Strategy, ...] = ("selective", "full")
+        strategies: tuple[Checkpointing, ...] = ("selective", "full")
         differences += [_largest_difference(_gradients(parallel, strategy), exact) for strategy in strategies]
     return differences
 

@@ -22,7 +22,7 @@ from tests.training.processes import ranks
 from wlb.training.runtime.failures import HungError, TrainingError
 from wlb.training.runtime.watchdog import (
     Pulse,
-    Report,
+    RankActivity,
     backend_timeout,
     describe_hang,
     stack_of,
@@ -63,8 +63,8 @@ def test_the_rank_that_others_wait_for_is_named(folder, fault, verdict):
 
 
 def test_the_verdict_puts_those_who_are_missing_first():
-    here, there = Report(True, "all_reduce (a.py:1)", 7), Report(True, "all_gather (b.py:2)", 8)
-    busy = Report(False, "read (c.py:3)", 7)
+    here, there = RankActivity(True, "all_reduce (a.py:1)", 7), RankActivity(True, "all_gather (b.py:2)", 8)
+    busy = RankActivity(False, "read (c.py:3)", 7)
     assert describe_hang({0: here, 1: here, 2: busy, 4: there}, 6, 5.0) == (
         "no progress for 5 s (training.timeout_seconds): ranks 3, 5 do not answer (stopped, or its machine is gone); "
         "rank 2 is in no collective but in read (c.py:3), step 7; ranks 0, 1 wait in all_reduce (a.py:1), step 7; "

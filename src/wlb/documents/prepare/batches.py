@@ -123,11 +123,11 @@ def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -
         return
     # Spawned, not forked: this process may have threads (tokenizers has), which fork does not survive.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (function,))
+    executor = ProcessPoolExecutor(workers, context, _start_worker, (function,))
     pending: deque[Future[R]] = deque()
     try:
         for item in items:
-            pending.append(pool.submit(_call, item))
+            pending.append(executor.submit(_call, item))
             if len(pending) >= _IN_FLIGHT * workers:
                 yield pending.popleft().result()
         while pending:
@@ -135,7 +135,7 @@ def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -
     except BrokenProcessPool:
         raise UserError("a worker process was killed, probably for lack of memory; try fewer --workers") from None
     finally:
-        pool.shutdown(cancel_futures=True)
+        executor.shutdown(cancel_futures=True)
 
 
 _function: Callable[[Any], Any]

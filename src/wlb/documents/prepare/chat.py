@@ -25,7 +25,7 @@ from wlb.documents.prepare.batches import Batch, Reject, TokenizedBatch, is_unic
 from wlb.documents.prepare.tokenization import Tokenizer
 from wlb.errors import UserError, require
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -74,7 +74,7 @@ class ChatFormat:
     def is_chatml(self) -> bool:
         return self.template == CHATML
 
-    def render(self, messages: Sequence[Message]) -> RenderedChat | Reject:
+    def render(self, messages: Sequence[ChatMessage]) -> RenderedChat | Reject:
         """The text of a conversation, or why it cannot be trained."""
         if any(mark in message[part] for message in messages for part in ("role", "content") for mark in self.marks):
             return Reject.SPECIAL_TOKEN  # it would end the turn in which it is quoted
@@ -94,7 +94,7 @@ class ChatFormat:
             return Reject.TEMPLATE
         return RenderedChat(text, tuple(spans))
 
-    def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def _text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
         text: str = self._compiled.render(
             messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.special_tokens)
         )
@@ -121,7 +121,7 @@ class ChatFormat:
         return ChatFormat, (self.template, self.special_tokens, self.marks)
 
 
-def json_line_chat(line: bytes, field: str) -> Iterator[list[Message] | Reject]:
+def json_line_chat(line: bytes, field: str) -> Iterator[list[ChatMessage] | Reject]:
     """The conversation in ``field`` of one JSON object."""
     if not line.strip():
         yield Reject.BLANK_LINE

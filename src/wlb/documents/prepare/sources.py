@@ -33,7 +33,7 @@ from wlb.documents.prepare.raw_files import (
 )
 from wlb.errors import UserError, require
 
-Unit = Literal["definition", "module"]
+DocumentUnit = Literal["definition", "module"]
 
 # Enough that sending a batch to another process costs little beside tokenising it; a few are in memory at a time.
 _BATCH_BYTES = 1 << 20
@@ -72,7 +72,7 @@ class StdlibCorpus:
     installed packages and what the build machine left behind are not part of it.
     """
 
-    def __init__(self, unit: Unit = "definition") -> None:
+    def __init__(self, unit: DocumentUnit = "definition") -> None:
         self._unit = unit
         self._root = stdlib_root()
         self.total_bytes = sum(path.stat().st_size for path in stdlib_files(self._root))
@@ -170,7 +170,7 @@ def stdlib_files(root: Path) -> Iterator[Path]:
             yield path
 
 
-def stdlib_documents(path: Path, unit: Unit) -> list[str]:
+def stdlib_documents(path: Path, unit: DocumentUnit) -> list[str]:
     """The documents of one file of the standard library."""
     source = _read_source(path)
     if path.suffix != ".py" or unit == "module" or not source:

@@ -176,8 +176,8 @@ def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0
         return str(damage)
     first, readers = share
     names = sorted(files)[first::readers]
-    with ThreadPoolExecutor() as pool:  # one process may have to read what hundreds of ranks have written
-        problems = pool.map(lambda name: _damage_of(checkpoint / name, files[name], contents), names)
+    with ThreadPoolExecutor() as executor:  # one process may have to read what hundreds of ranks have written
+        problems = executor.map(lambda name: _damage_of(checkpoint / name, files[name], contents), names)
         return next((f"its {name} {problem}" for name, problem in zip(names, problems, strict=True) if problem), None)
 
 

@@ -22,7 +22,7 @@ from wlb.workload import ModelShape
 _OVERLONG = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """What a step came to; ``skipped`` says why the weights were not changed, if they were not."""
 
     loss: float
@@ -60,7 +60,7 @@ class Reporter:
         for line in self._startup(loader):
             say(line)
 
-    def record(self, step: int, loaded: LoadedStep, outcome: Outcome, rows: RankSteps) -> None:
+    def record(self, step: int, loaded: LoadedStep, outcome: StepOutcome, rows: RankSteps) -> None:
         """Take in a step that was trained; ``rows`` are the seconds of all ranks."""
         if outcome.skipped:
             say(outcome.skipped)

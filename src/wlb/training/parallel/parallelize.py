@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from wlb.attention.saved_attention import AttentionComputedAgain, KeptAttention
-from wlb.config import ParallelConfig
+from wlb.config import Checkpointing, ParallelConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Block, Transformer, TransformerConfig
 from wlb.schedules.layer_split import split_layers
@@ -28,7 +28,6 @@ from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.tensor_parallel import apply_tensor_parallel
 from wlb.workload.shapes import ModelShape, check_divisible
 
-Strategy = Literal["none", "selective", "full"]
 Allocating = Callable[[], AbstractContextManager[Any]]
 _BlockForward = Callable[..., Tensor]  # of (x_TD, rotation, attend)
 
@@ -58,7 +57,7 @@ def build_stage_modules(
     execution: Execution,
     *,
     seed: int | None,
-    activation_checkpointing: Strategy = "none",
+    activation_checkpointing: Checkpointing = "none",
     compiled: bool = False,
 ) -> list[Transformer]:
     """Build this rank's pipeline stages, sharded and initialised: ``pp_rank`` and every pp-th after it.
@@ -118,7 +117,7 @@ def _compiled(forward: _BlockForward, backend: str) -> _BlockForward:
     return run
 
 
-def apply_activation_checkpointing(module: Transformer, strategy: Strategy) -> None:
+def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> None:
     """Make every block of ``module`` keep less between forward and backward; call it before ``shard_weights``.
 
     Without it a block keeps everything its backward pass reads. Under ``full`` it keeps its input only and is computed
@@ -130,12 +129,12 @@ def apply_activation_checkpointing(module: Transformer, strategy: Strategy) -> N
 
     Only the block's ``forward`` is replaced, so what wraps the block as a module (FSDP's gathering of weights,
     tensor-parallel hooks) stays around it. Numbers do not change by a bit: the same operations run on the same inputs.
-    ``docs/memory.md`` says what each strategy keeps.
+    ``docs/memory.md`` says what each kind keeps.
     """
-    if strategy == "none":
+    if kind == "none":
         return
     for block in _blocks(module):
-        block.forward = _recomputed(block.forward, keep_attention=strategy == "selective")  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward, keep_attention=kind == "selective")  # type: ignore[method-assign]
 
 
 def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForward:

@@ -54,7 +54,7 @@ _WRITES_FILES = f"{_TORCH_DISTRIBUTED}checkpoint/"  # its collectives are calls 
 _WRAPPERS = {f"{_TORCH}{name}" for name in ("distributed/c10d_logger.py", "_ops.py", "utils/_contextlib.py")}
 _FILE_PARTS_SHOWN = 3
 
-Stack = tuple[tuple[int, int], ...]
+Frames = tuple[tuple[int, int], ...]
 
 
 def backend_timeout(limit_seconds: float) -> timedelta:
@@ -77,7 +77,7 @@ class Pulse:
         self.beat()
 
 
-class Report(NamedTuple):
+class RankActivity(NamedTuple):
     """What one rank was doing when the alarm was raised."""
 
     waiting: bool
@@ -125,7 +125,7 @@ class Watchdog:
         while not self._closed.wait(self._look_seconds):
             # If this whole process was stopped for a while, its main thread is not to blame for that time.
             since, looked = min(time.monotonic() - looked, 2 * self._look_seconds), time.monotonic()
-            found: tuple[int, Stack] = (self._pulse.beats, stack_of(self._watched))
+            found: tuple[int, Frames] = (self._pulse.beats, stack_of(self._watched))
             still_seconds, seen = (still_seconds + since if found == seen else 0.0), found
             hung = still_seconds >= self._limit_seconds and whereabouts_of(self._watched).waiting
             alarm = hung
@@ -152,20 +152,20 @@ class Watchdog:
         self._store.wait(["verdict"], patience)
         return self._store.get("verdict").decode()
 
-    def _answers(self) -> dict[int, Report]:
+    def _answers(self) -> dict[int, RankActivity]:
         deadline = time.monotonic() + self._answer_seconds
         keys = {rank: f"report/{rank}" for rank in range(self._world_size)}
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
             time.sleep(self._look_seconds / 4)
         present = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return {rank: Report(*json.loads(self._store.get(key))) for rank, key in present.items()}
+        return {rank: RankActivity(*json.loads(self._store.get(key))) for rank, key in present.items()}
 
     @property
     def _answer_seconds(self) -> float:
         return 2 * self._look_seconds + _ANSWER_SECONDS
 
-    def _report(self) -> Report:
-        return Report(*whereabouts_of(self._watched), step=self._pulse.step)
+    def _report(self) -> RankActivity:
+        return RankActivity(*whereabouts_of(self._watched), step=self._pulse.step)
 
     def _without_store(self) -> str:
         alone = describe_hang({self._rank: self._report()}, 1, self._limit_seconds)
@@ -230,10 +230,10 @@ def describe_time_out(error: RuntimeError, step: int, limit_seconds: float) -> s
     )
 
 
-def describe_hang(reports: Mapping[int, Report], world_size: int, limit_seconds: float) -> str:
+def describe_hang(reports: Mapping[int, RankActivity], world_size: int, limit_seconds: float) -> str:
     """One line: who does not answer, where those are that wait in no collective, and in which ones the others wait."""
     silent = [rank for rank in range(world_size) if rank not in reports]
-    alike: dict[Report, list[int]] = {}
+    alike: dict[RankActivity, list[int]] = {}
     for rank, report in sorted(reports.items()):
         alike.setdefault(report, []).append(rank)
     parts = [f"{_ranks(silent, 'does', 'do')} not answer (stopped, or its machine is gone)"] if silent else []
@@ -262,7 +262,7 @@ class Whereabouts(NamedTuple):
     place: str
 
 
-def stack_of(thread: int) -> Stack:
+def stack_of(thread: int) -> Frames:
     """Where ``thread`` (a ``threading.get_ident``) is, to be compared: equal while it stands still."""
     return tuple((id(frame.f_code), frame.f_lasti) for frame in _frames(thread))
 

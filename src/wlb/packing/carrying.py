@@ -1,8 +1,9 @@
 """Base of packers of whole documents: what does not fit into a step is carried over.
 
-Each planning round takes fresh documents in until pool and carry-over hold as many global batches as it plans together,
-places them into N micro-batches for each of them and carries the rest. Where that would leave over a document that has
-waited ``max_delay`` rounds, the round is placed again with such documents first, oldest first, so none is starved.
+Each planning round takes fresh documents in until they and the carry-over make as many global batches as it plans
+together, places them into N micro-batches for each of them and carries the rest. Where that would leave over a document
+that has waited ``max_delay`` rounds, the round is placed again with such documents first, oldest first, so none is
+starved.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from wlb.packing.plan import StepPlan
 Options = TypeVar("Options", bound=DelayOptions)
 
 
-class PoolingPacker(Packer[Options]):
+class CarryingPacker(Packer[Options]):
     """Base of ``fixed_greedy``, ``fixed_solver``, ``variable_length`` and ``makespan``."""
 
     options_class = DelayOptions
