@@ -15,20 +15,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.filling import check_filling
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing
 from wlb.memory.step import gib
 from wlb.planning.memory import fits, predicted_memory
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.job import SimulatedJob, preset_sections, replicate_kv_heads, simulated_job
+from wlb.simulate.rate import rate
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.workload import Hardware, ModelShape, hardware_preset, make_workload, model_shape
-from wlb.workload.base import DocumentPrices
+
+T = TypeVar("T")
 
 LENGTH_FACTORS = (1.0, 1.5, 2.0)
 _SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not fit
@@ -103,7 +106,7 @@ def search(
 ) -> SearchResult:
     """Simulate and rank; ``on_progress`` gets how many simulations are done, and of how many.
 
-    Raises ``UserError`` where no layout fits the memory.
+    Raises ``UserError`` where no layout fits the memory, and where the documents do not fill one step.
     """
     jobs, too_large = layouts(space)
     if not jobs and not too_large:
@@ -119,24 +122,29 @@ def search(
             f"window of {space.context_window} tokens (of {len(too_large)} tried, the best needs "
             f"{gib(min(too_large))} GiB); give more GPUs or a shorter window"
         )
+    check_filling(lengths, space.micro_batches * space.context_window, space.context_window, steps=space.steps)
     finals = min(len(jobs), _FINALISTS)
     expected = len(jobs) + finals * len([*_ways_of_packing(jobs[0])]) + 1
     done = 0
 
-    def run(job: SimulatedJob, steps: int, work_prices: DocumentPrices) -> SimulationResult:
+    def counted(result: T) -> T:
         nonlocal done
-        result = simulate(job, lengths, steps, work_prices=work_prices)
         done += 1
         on_progress(done, expected)
         return result
 
     single = make_workload(space.shape, space.hardware)
-    first = sorted((run(job, _FIRST_STEPS, single) for job in jobs), key=_speed, reverse=True)
-    work_prices = first[0].job.work_prices
-    ways = [way for result in first[:finals] for way in _ways_of_packing(result.job)]
+    rates = [counted(rate(job, lengths, _FIRST_STEPS, single).work_rate) for job in jobs]
+    first = [jobs[index] for index in sorted(range(len(jobs)), key=lambda index: -rates[index])]
+    work_prices = first[0].work_prices
+
+    def run(job: SimulatedJob) -> SimulationResult:
+        return counted(simulate(job, lengths, space.steps, work_prices=work_prices))
+
+    ways = [way for job in first[:finals] for way in _ways_of_packing(job)]
     candidates = [candidate for way in ways if (candidate := fitted(way)) is not None]
-    ranking = sorted((run(job, space.steps, work_prices) for job in candidates), key=_speed, reverse=True)
-    plain = run(packed_as(ranking[0].job, "plain-4d"), space.steps, work_prices)
+    ranking = sorted(map(run, candidates), key=lambda result: -result.work_rate)
+    plain = run(packed_as(ranking[0].job, "plain-4d"))
     return SearchResult(ranking, plain, len(jobs), len(too_large))
 
 
@@ -162,10 +170,6 @@ def explanation(winner: SimulationResult, other: SimulationResult) -> list[tuple
     scale = winner.work_seconds / winner.steps / (other.work_seconds / other.steps)
     saved = [(cause, seconds * scale - winner.where[cause]) for cause, seconds in other.where.items()]
     return sorted(saved, key=lambda row: -row[1])
-
-
-def _speed(result: SimulationResult) -> float:
-    return result.work_rate
 
 
 def layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
