@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,8 @@ from wlb.errors import UserError, require
 from wlb.token_count import parse_tokens
 
 if TYPE_CHECKING:
-    from wlb.workload.base import Workload
+    from wlb.simulate import SimulatedJob
+    from wlb.workload import ModelShape, Workload
 
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
 
@@ -155,6 +156,47 @@ _TOKENS_PER_GPU = 65_536
 _GPUS_PER_NODE = 8
 
 
+def job_from(
+    context: typer.Context,
+    model: str,
+    hardware: str,
+    tp: int | None,
+    cp: int | None,
+    context_window: int,
+    profile: Path | None,
+    *,
+    micro_batches: int,
+    dp: int,
+    pp: int,
+) -> tuple[SimulatedJob, dict[str, str | int]]:
+    """The job, with the defaults of [packing] and [sharding], that the options name, and a description of it.
+
+    ``micro_batches`` counts all data-parallel ranks. With a measured profile ``hardware`` says its links. Raises
+    ``UserError`` for a layout that cannot run, and for an option that the profile replaces.
+    """
+    from wlb.simulate import simulated_job
+    from wlb.workload.profile import read_profile
+    from wlb.workload.published import model_shape
+
+    if micro_batches % dp:
+        raise UserError(
+            f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of --dp {dp}"
+        )
+    settings: dict[str, Any] = {"hardware": hardware, "micro_batches": micro_batches // dp, "dp": dp, "pp": pp}
+    if profile is not None:
+        refuse_unused(context, ("cp", "model", "tp"), "has no effect with --profile, which says it")
+        measured = read_profile(profile)
+        settings |= {"tp": measured.tp, "profile": measured, "packed_by": measured.workload()}
+        return simulated_job(measured.model, context_window, **settings), {
+            "profile": profile.name,
+            "hardware": hardware,
+        }
+    shape = model_shape(model)
+    tp, cp = _group_sizes(shape, tp, cp, context_window)
+    job = simulated_job(shape, context_window, tp=tp, cp=cp, **settings)
+    return job, {"model": model, "hardware": hardware, "tp": tp, "cp": cp, "sharding": job.sharding.strategy}
+
+
 def workload_from(
     context: typer.Context,
     model: str,
@@ -173,7 +215,6 @@ def workload_from(
     replaces, unless the command has a use of its own for it (``used_with_profile``).
     """
     from wlb.schedules.layer_split import split_layers
-    from wlb.settings import MOST_RANKS
     from wlb.sharding import check_group_size
     from wlb.workload import make_workload
     from wlb.workload.profile import read_profile
@@ -187,10 +228,18 @@ def workload_from(
         return measured.workload(), {"profile": profile.name}
     shape = model_shape(model)
     split_layers(shape, pp)
+    tp, cp = _group_sizes(shape, tp, cp, context_window)
+    check_group_size(cp)
+    return make_workload(shape, hardware, tp=tp, cp=cp), {"model": model, "hardware": hardware, "tp": tp, "cp": cp}
+
+
+def _group_sizes(shape: ModelShape, tp: int | None, cp: int | None, context_window: int) -> tuple[int, int]:
+    """``tp`` and ``cp``, or their defaults."""
+    from wlb.settings import MOST_RANKS
+
     if tp is None:
         tp = max(size for size in (1, 2, 4, _GPUS_PER_NODE) if size == 1 or shape.hidden // size >= _COLUMNS_PER_GPU)
         tp = math.gcd(tp, shape.kv_heads)
     if cp is None:
         cp = min(max(1, context_window // _TOKENS_PER_GPU), MOST_RANKS)
-    check_group_size(cp)
-    return make_workload(shape, hardware, tp=tp, cp=cp), {"model": model, "hardware": hardware, "tp": tp, "cp": cp}
+    return tp, cp

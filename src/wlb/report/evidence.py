@@ -25,7 +25,7 @@ from wlb.planning.planner import StepPlanner
 from wlb.report.gain import Gain, gain
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob, SimulationResult, simulate
-from wlb.simulate.compare import Cluster, MethodResult, compare_packer, packer_for
+from wlb.simulate.compare import MethodResult, compare_packer, packer_for
 from wlb.simulate.pools import with_decided_pools
 from wlb.simulate.timeline import Timeline, timeline
 
@@ -128,8 +128,7 @@ def gather_evidence(
     Raises ``UserError`` where the documents do not fill one step.
     """
     best = job(BEST)
-    cluster = Cluster(best.packing.micro_batches, best.context_window, best.dp, best.pp)
-    documents, _ = documents_for(lengths, cluster.micro_batches, cluster.context_window, steps=steps)
+    documents, _ = documents_for(lengths, best.packing.micro_batches, best.context_window, steps=steps)
     step_tokens = best.packing.micro_batches * best.context_window
     steps = min(steps, sum(document.length for document in documents) // step_tokens)
     checkpointing, room = least_checkpointing(best)
@@ -153,7 +152,7 @@ def gather_evidence(
     results = []
     for method in (*METHODS, RECOMMENDED):
         on_progress(f"packing {method}")
-        results.append(_pack(method, documents, cluster, systems[BEST].job))
+        results.append(_pack(method, documents, systems[BEST].job))
     fastest = max(candidate.work_rate for candidate in candidates)
     tried = [_tried(candidate, candidate.work_rate / fastest) for candidate in candidates]
     systems = {name: systems[name] for name in PRESETS}
@@ -200,12 +199,8 @@ def _tried(system: SimulationResult, speed: float) -> TriedLength:
     )
 
 
-def _pack(method: str, documents: Sequence[Segment], cluster: Cluster, best: SimulatedJob) -> MethodResult:
-    """``method`` by itself; the recommended one too packs by W_a + W_l here, so that all are judged by one price."""
-    workload = best.workload
-    if method == RECOMMENDED:
-        packer = replace(best, packed_by=workload).packer()
-    else:
-        factor = float(best.packing.length_factor)
-        packer = packer_for(method, cluster, workload, max_length_factor=factor)
-    return compare_packer(method, packer, documents, cluster, workload)
+def _pack(method: str, documents: Sequence[Segment], best: SimulatedJob) -> MethodResult:
+    """``method`` by itself, in the job of ``best``."""
+    factor = float(best.packing.length_factor)
+    packer = best.packer() if method == RECOMMENDED else packer_for(method, best, max_length_factor=factor)
+    return compare_packer(method, packer, documents, best)

@@ -159,7 +159,7 @@ def _packing(evidence: Evidence) -> list[Markup]:
         "packing-chart",
         "Imbalance degree by packing method",
         [(r.method, r.imbalance_degree, f"{r.imbalance_degree:.3f}") for r in results],
-        "largest over mean micro-batch workload, mean over steps; 1 is perfect",
+        "longest over mean micro-batch, mean over steps; 1 is perfect",
         "Simulated, on the same documents.",
         origin=1.0,
         highlights=[r.method for r in results if not is_baseline(r.method)],
@@ -188,9 +188,9 @@ def _packing(evidence: Evidence) -> list[Markup]:
         for r in results
     ]
     caption = (
-        "All methods pack by W_a + W_l here and are judged by it. Token delay in steps. Pipeline cost: simulated step "
-        "over a perfectly balanced one, micro-batches as packed, then with balanced assignment and order. ms/step: "
-        "planning, measured on this machine."
+        "All methods are simulated in the job of best. Token delay in steps. Pipeline cost: simulated step over a "
+        "perfectly balanced one, micro-batches as packed, then with balanced assignment and order. ms/step: planning, "
+        "measured on this machine."
     )
     return [chart, table(headings, rows, caption)]
 

@@ -81,10 +81,9 @@ def _latency(job: SimulatedJob, bench: Bench) -> Latency:
 
 def _of_step(plan: StepPlan, costs: JobCosts) -> tuple[Array, Array, Array, NDArray[np.int64]]:
     step = Steps.of([plan], costs)
-    results = step.results()
     attention = (step.shards.attention_forward + step.shards.attention_backward).sum(axis=2)  # (1, dp, cp)
     by_rank = costs.stage_shares[:, None, None] * attention[:, None]
-    return results.gpu_seconds, by_rank, results.seconds, results.tokens
+    return step.gpu_seconds, by_rank, step.seconds, step.tokens
 
 
 def slowest_over_mean(latency: Array, together: Sequence[int]) -> float:

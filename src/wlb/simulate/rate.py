@@ -42,12 +42,12 @@ class Rate:
 
     def add(self, plans: Sequence[StepPlan], steps: Steps) -> None:
         """Count ``plans``, which take what ``steps`` says."""
-        counts = [len(plan.table) for plan in plans]
-        lengths = np.concatenate([plan.table[:, 2] for plan in plans])
-        seconds = self.work_prices.document_seconds(lengths)
+        tables = [plan.table for plan in plans]
+        owner = np.repeat(np.arange(len(plans)), [len(table) for table in tables])
+        seconds = self.work_prices.document_seconds(np.concatenate(tables)[:, 2])
         self.work_seconds += float(seconds.sum())
-        self.step_work_seconds += np.bincount(np.repeat(np.arange(len(plans)), counts), seconds, len(plans)).tolist()
-        self.step_tokens += [plan.tokens for plan in plans]
+        self.step_work_seconds += np.bincount(owner, seconds, len(plans)).tolist()
+        self.step_tokens += steps.tokens.tolist()
         self.step_seconds += steps.seconds.tolist()
 
     @property
