@@ -38,6 +38,7 @@ _SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not f
 _SYSTEMS = ("fixed-4d", "wlb-llm", "best")
 _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
+_LARGEST_TP = 32
 _LARGEST_CP = 32
 _LARGEST_PP = 32
 
@@ -176,11 +177,13 @@ def layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
     """Jobs that fit the memory, one a layout, and the bytes that the others would need."""
     fitting: list[SimulatedJob] = []
     too_large: list[int] = []
-    for sizes in _sizes(space):
-        try:
-            job = _job(space, **sizes)
-        except UserError:
-            continue  # the model cannot be cut or split that way
+    for sizes in meshes(space):
+        micro_batches, rest = divmod(space.micro_batches, sizes["dp"])
+        if rest or micro_batches < sizes["pp"]:
+            continue
+        job = job_on(space, "best", micro_batches=micro_batches, **sizes)
+        if job is None:
+            continue
         fits_so = fitted(job) or fitted(job.with_length_factor(_SHORTEST))
         if fits_so is not None:
             fitting.append(fits_so)
@@ -190,32 +193,34 @@ def layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
     return fitting, too_large
 
 
-def _sizes(space: SearchSpace) -> Iterator[dict[str, Any]]:
-    powers = [2**exponent for exponent in range(6)]
-    tps = [tp for tp in powers if tp <= space.hardware.node_size]
-    cps = [cp for cp in powers if cp <= _LARGEST_CP]
-    pps = [pp for pp in powers if pp <= _LARGEST_PP]
+def meshes(space: SearchSpace, largest_cp: int = _LARGEST_CP) -> Iterator[dict[str, Any]]:
+    """All tp inside a node, cp and pp that are powers of two and divide the GPUs, dp being the rest of them.
+
+    A pipeline comes with one stage a rank, and with two. Whether a model, or a global batch, can be cut that way is not
+    asked.
+    """
+    tps, cps, pps = (
+        [2**exponent for exponent in range(most.bit_length())]
+        for most in (min(space.hardware.node_size, _LARGEST_TP), largest_cp, _LARGEST_PP)
+    )
     for tp, cp, pp in product(tps, cps, pps):
         dp, rest = divmod(space.gpus, tp * cp * pp)
-        if rest or not dp or space.micro_batches % dp or space.micro_batches // dp < pp:
+        if rest or not dp:
             continue
         sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
         yield sizes
-        if pp > 1 and space.micro_batches // dp % pp == 0 and space.shape.layers >= 2 * pp:
+        if pp > 1:
             yield sizes | {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
 
 
-def _job(space: SearchSpace, *, tp: int, dp: int, **sizes: Any) -> SimulatedJob:
-    return simulated_job(
-        replicate_kv_heads(space.shape, tp),
-        space.context_window,
-        "best",
-        hardware=space.hardware,
-        micro_batches=space.micro_batches // dp,
-        tp=tp,
-        dp=dp,
-        **sizes,
-    )
+def job_on(space: SearchSpace, system: str, *, tp: int, **sizes: Any) -> SimulatedJob | None:
+    """The job of ``system`` on one of ``meshes``; None where it cannot be cut or split that way."""
+    try:
+        return simulated_job(
+            replicate_kv_heads(space.shape, tp), space.context_window, system, hardware=space.hardware, tp=tp, **sizes
+        )
+    except UserError:
+        return None
 
 
 def fitted(job: SimulatedJob) -> SimulatedJob | None:
