@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -80,10 +81,12 @@ def test_table_shows_every_method_whole():
 @pytest.mark.parametrize(("narrow", "width"), [(True, 80), (False, 120)])
 def test_table_fits_the_terminal(narrow: bool, width: int):
     from wlb.cli.compare import comparison_table
-    from wlb.simulate.compare import MethodResult
+    from wlb.simulate.compare import MethodResult, SimulatedSteps
 
-    values = dict.fromkeys(MethodResult.__dataclass_fields__, 0.5) | {"method": "fixed_solver", "longest_delay": 23}
-    table = comparison_table([MethodResult(**values)], "title", narrow=narrow)  # type: ignore[arg-type]
+    simulated = dict.fromkeys(("as_packed", "arranged"), SimulatedSteps(0.5, 0.5, 0.5, 0.5))
+    values: dict[str, Any] = dict.fromkeys(MethodResult.__dataclass_fields__, 0.5)
+    values |= simulated | {"method": "fixed_solver", "longest_delay": 23}
+    table = comparison_table([MethodResult(**values)], "title", narrow=narrow)
     assert Console(width=1000).measure(table).minimum <= width
     headings = [str(column.header) for column in table.columns]
     assert "speed at\nequal work" in headings

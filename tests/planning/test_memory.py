@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.planning.memory import MemoryLimit, fits, largest_factor, predicted_memory
 from wlb.simulate import simulated_job
@@ -32,8 +33,9 @@ def test_auto_is_the_largest_factor_that_fits(layout, window, number_of_bytes):
 @pytest.mark.parametrize("share", [0.5, 0.999, 1.0, 1.2, 10.0])
 def test_of_pools_it_leaves_room_for_an_even_share(share):
     job = simulated_job("tiny", 4096, "elastic", dp=4, pp=2).with_pools(2, 4)
-    least, most = job.least_length_factor, job.packing.options.largest_auto_factor(job.packing.micro_batches)
+    options, least = job.packing.options, job.least_length_factor
+    assert isinstance(options, ElasticOptions)
     needed = predicted_memory(job.with_length_factor(least)).total
     factor = largest_factor(job, MemoryLimit(share * needed, "this test"))
     assert (factor is None) == (share < 1)
-    assert factor is None or least <= factor <= most
+    assert factor is None or least <= factor <= options.largest_auto_factor(job.packing.micro_batches)

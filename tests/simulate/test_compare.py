@@ -52,7 +52,9 @@ def test_leaving_long_documents_for_the_end_is_no_gain():
     assert leaving.tokens_out == leaving.tokens_in
     assert leaving.imbalance_degree < 1.1 < usual.imbalance_degree
     _, _, row = compared_rows([usual, leaving])
-    assert row.speed_at_equal_work < usual.pipeline_cost / leaving.pipeline_cost_arranged  # as before the long ones
+    assert (
+        row.speed_at_equal_work < usual.as_packed.pipeline_cost / leaving.arranged.pipeline_cost
+    )  # as before the long ones
     # The same tokens and the same work, in the same seconds.
     assert row.speed_in_tokens == pytest.approx(row.speed_at_equal_work, rel=0.01)
 
@@ -63,8 +65,8 @@ def test_the_first_row_is_one_and_arrangement_alone_a_row_of_its_own():
     rows = compared_rows(results)
     assert [row.name for row in rows] == ["sequential", "sequential, arranged", "makespan"]
     assert (rows[0].speed_at_equal_work, rows[0].speed_in_tokens) == (1.0, 1.0)
-    assert rows[0].pipeline_cost == results[0].pipeline_cost
-    assert rows[1].pipeline_cost == results[0].pipeline_cost_arranged
+    assert rows[0].simulated == results[0].as_packed
+    assert rows[1].simulated == results[0].arranged
     assert rows[1].speed_at_equal_work > 1  # the same packing, so the same work and the same tokens
     assert rows[1].speed_in_tokens == pytest.approx(rows[1].speed_at_equal_work)
     objects = comparison_json(results)
@@ -93,6 +95,6 @@ def test_it_is_the_speed_that_the_simulator_finds():
     base, usual = simulated("sequential", assignment="arrival", order="arrival"), compared("sequential")
     for method in ("fixed_greedy", "variable_length", "makespan"):
         result, row = simulated(method), compared(method)
-        speed = row.work_rate_arranged / usual.work_rate
+        speed = row.arranged.work_rate / usual.as_packed.work_rate
         assert speed == pytest.approx(result.speed_at_equal_work(base), rel=0.005), method
         assert row.mean_token_delay == pytest.approx(result.token_delay, abs=0.02), method

@@ -83,7 +83,7 @@ def _point(row: MethodResult, length_factor: float, setting: dict[str, Any]) -> 
         row.mean_token_delay,
         row.longest_delay,
         row.imbalance_degree,
-        row.pipeline_cost_arranged,
+        row.arranged.pipeline_cost,
         row.tokens_per_step_cv,
     )
 

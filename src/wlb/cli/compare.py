@@ -288,7 +288,7 @@ def _columns(rows: Sequence[ComparedRow]) -> dict[str, list[str]]:
         "token\ndelay": [f"{r.mean_token_delay:.2f} ({r.longest_delay})" for r in results],
         "step\nspread": [f"{r.tokens_per_step_cv:.1%}" for r in results],
         "planning\nms/step": [f"{r.planning_ms_per_step:.2f}" for r in results],
-        "pipeline\ncost": [f"{row.pipeline_cost:.3f}" for row in rows],
+        "pipeline\ncost": [f"{row.simulated.pipeline_cost:.3f}" for row in rows],
         "attention\nkept": [f"{r.attention_kept:.0%}" for r in results],
         "tokens/s": [f"{row.speed_in_tokens:.2f}x" for row in rows],
     }

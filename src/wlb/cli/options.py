@@ -16,7 +16,7 @@ from wlb.token_count import parse_tokens
 
 if TYPE_CHECKING:
     from wlb.simulate import SimulatedJob
-    from wlb.workload import ModelShape, Workload
+    from wlb.workload import Workload
 
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
 
@@ -176,25 +176,21 @@ def job_from(
     """
     from wlb.simulate import simulated_job
     from wlb.workload.profile import read_profile
-    from wlb.workload.published import model_shape
 
     if micro_batches % dp:
         raise UserError(
             f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of --dp {dp}"
         )
-    settings: dict[str, Any] = {"hardware": hardware, "micro_batches": micro_batches // dp, "dp": dp, "pp": pp}
-    if profile is not None:
-        refuse_unused(context, ("cp", "model", "tp"), "has no effect with --profile, which says it")
-        measured = read_profile(profile)
-        settings |= {"tp": measured.tp, "profile": measured, "packed_by": measured.workload()}
-        return simulated_job(measured.model, context_window, **settings), {
-            "profile": profile.name,
-            "hardware": hardware,
-        }
-    shape = model_shape(model)
-    tp, cp = _group_sizes(shape, tp, cp, context_window)
-    job = simulated_job(shape, context_window, tp=tp, cp=cp, **settings)
-    return job, {"model": model, "hardware": hardware, "tp": tp, "cp": cp, "sharding": job.sharding.strategy}
+    _, priced_by = workload_from(
+        context, model, hardware, tp, cp, context_window, profile, pp=pp, used_with_profile=frozenset({"hardware"})
+    )
+    measured = None if profile is None else read_profile(profile)
+    own: dict[str, Any] = {name: priced_by[name] for name in ("tp", "cp") if name in priced_by}
+    if measured is not None:
+        own = {"tp": measured.tp, "profile": measured, "packed_by": measured.workload()}
+    own |= {"hardware": hardware, "micro_batches": micro_batches // dp, "dp": dp, "pp": pp}
+    job = simulated_job(measured.model if measured else model, context_window, **own)
+    return job, priced_by | {"hardware": hardware} | ({"sharding": job.sharding.strategy} if job.cp > 1 else {})
 
 
 def workload_from(
@@ -215,6 +211,7 @@ def workload_from(
     replaces, unless the command has a use of its own for it (``used_with_profile``).
     """
     from wlb.schedules.layer_split import split_layers
+    from wlb.settings import MOST_RANKS
     from wlb.sharding import check_group_size
     from wlb.workload import make_workload
     from wlb.workload.profile import read_profile
@@ -228,18 +225,10 @@ def workload_from(
         return measured.workload(), {"profile": profile.name}
     shape = model_shape(model)
     split_layers(shape, pp)
-    tp, cp = _group_sizes(shape, tp, cp, context_window)
-    check_group_size(cp)
-    return make_workload(shape, hardware, tp=tp, cp=cp), {"model": model, "hardware": hardware, "tp": tp, "cp": cp}
-
-
-def _group_sizes(shape: ModelShape, tp: int | None, cp: int | None, context_window: int) -> tuple[int, int]:
-    """``tp`` and ``cp``, or their defaults."""
-    from wlb.settings import MOST_RANKS
-
     if tp is None:
         tp = max(size for size in (1, 2, 4, _GPUS_PER_NODE) if size == 1 or shape.hidden // size >= _COLUMNS_PER_GPU)
         tp = math.gcd(tp, shape.kv_heads)
     if cp is None:
         cp = min(max(1, context_window // _TOKENS_PER_GPU), MOST_RANKS)
-    return tp, cp
+    check_group_size(cp)
+    return make_workload(shape, hardware, tp=tp, cp=cp), {"model": model, "hardware": hardware, "tp": tp, "cp": cp}

@@ -141,7 +141,7 @@ def _recommended(
     """Settings of [packing]; ``max_delay`` where it is not the default."""
     by_name = {result.method: result for result in results}
     tuned, untuned = by_name[_TUNED], by_name[_UNTUNED]
-    as_fast = untuned.work_rate_arranged >= _AS_FAST * tuned.work_rate_arranged
+    as_fast = untuned.arranged.work_rate >= _AS_FAST * tuned.arranged.work_rate
     shared = {"max_length_factor": best.max_length_factor}
     if max_delay is not None:
         shared["max_delay"] = max_delay
@@ -153,7 +153,7 @@ def _recommended(
 def _verdict(results: Sequence[MethodResult]) -> str:
     by_name = {result.method: result for result in results}
     tuned, untuned = by_name[_TUNED], by_name[_UNTUNED]
-    speed = untuned.work_rate_arranged / tuned.work_rate_arranged
+    speed = untuned.arranged.work_rate / tuned.arranged.work_rate
     return (
         f"{_UNTUNED}, with nothing to tune but L_max, has {speed:.3f} times the tuned setting's speed at equal work, "
         f"an imbalance degree of {untuned.imbalance_degree:.3f} ({tuned.imbalance_degree:.3f}) and a token delay of "

@@ -180,8 +180,8 @@ def _packing(evidence: Evidence) -> list[Markup]:
             f"{r.imbalance_degree:.3f}",
             f"{r.mean_token_delay:.2f}",
             f"{r.longest_delay}",
-            f"{r.pipeline_cost:.3f}",
-            f"{r.pipeline_cost_arranged:.3f}",
+            f"{r.as_packed.pipeline_cost:.3f}",
+            f"{r.arranged.pipeline_cost:.3f}",
             f"{r.attention_kept:.0%}",
             f"{r.planning_ms_per_step:.1f}",
         )

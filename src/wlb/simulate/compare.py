@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,17 +46,28 @@ DEFAULT_METHODS = (
 _DOCUMENTS_AT_A_TIME = 4096
 
 
+class SimulatedSteps(NamedTuple):
+    """Steps with their micro-batches as packed, or arranged.
+
+    ``pipeline_cost`` is the seconds of whole steps over those with micro-batches that are all alike. The rest counts
+    the tail too: ``work_rate`` is predicted seconds of work done in a second, as in ``wlb.simulate``, tokens are of all
+    GPUs, and ``busy_share`` is the part of the GPUs' time in which they compute.
+    """
+
+    pipeline_cost: float
+    tokens_per_second: float
+    work_rate: float
+    busy_share: float
+
+
 @dataclass(frozen=True)
 class MethodResult:
-    """One row of the comparison; seconds are simulated.
+    """One row of the comparison.
 
-    ``imbalance_degree`` is the longest over the mean micro-batch, in seconds that it keeps its context-parallel group
-    busy, and ``pipeline_cost`` a step's seconds over those with micro-batches that are all alike; both are of whole
-    steps. ``work_rate`` is predicted seconds of work done in a second, as in ``wlb.simulate``, ``busy_share`` the part
-    of the GPUs' time in which they compute; these two and ``tokens_per_second``, of all GPUs together, count the tail.
-    Each is given for micro-batches as packed, and arranged. ``attention_kept`` is the share of the documents' query-key
-    pairs that is computed: what cutting documents leaves out makes a method faster, not better. ``optimality_gap`` is
-    the mean over solves, for methods with a solver.
+    ``imbalance_degree`` is the longest over the mean micro-batch of whole steps, in simulated seconds that it keeps its
+    context-parallel group busy. ``attention_kept`` is the share of the documents' query-key pairs that is computed:
+    what cutting documents leaves out makes a method faster, not better. ``optimality_gap`` is the mean over solves, for
+    methods with a solver.
     """
 
     method: str
@@ -65,14 +76,8 @@ class MethodResult:
     longest_delay: int
     tokens_per_step_cv: float
     planning_ms_per_step: float
-    pipeline_cost: float
-    pipeline_cost_arranged: float
-    tokens_per_second: float
-    tokens_per_second_arranged: float
-    work_rate: float
-    work_rate_arranged: float
-    busy_share: float
-    busy_share_arranged: float
+    as_packed: SimulatedSteps
+    arranged: SimulatedSteps
     attention_kept: float
     steps: int
     drained_steps: int
@@ -83,53 +88,52 @@ class MethodResult:
     optimality_gap: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        own = {name: value for name, value in vars(self).items() if name not in ("as_packed", "arranged")}
+        arranged = {f"{name}_arranged": value for name, value in self.arranged._asdict().items()}
+        return own | self.as_packed._asdict() | arranged
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A row as it is shown: ``result`` with its micro-batches as packed, or arranged.
+    """A row as it is shown: ``result`` with its micro-batches as packed, or arranged, over the first row.
 
-    ``speed_at_equal_work`` is predicted seconds of work done in a second, over the first row's. ``speed_in_tokens`` is
-    tokens instead; it flatters a method that cuts documents, because it skips part of their attention.
+    ``speed_at_equal_work`` is predicted seconds of work done in a second. ``speed_in_tokens`` is tokens instead; it
+    flatters a method that cuts documents, because it skips part of their attention.
     """
 
     name: str
     result: MethodResult
-    arranged: bool
-    speed_at_equal_work: float
-    speed_in_tokens: float
+    simulated: SimulatedSteps
+    base: SimulatedSteps
 
     @property
-    def pipeline_cost(self) -> float:
-        return self.result.pipeline_cost_arranged if self.arranged else self.result.pipeline_cost
+    def speed_at_equal_work(self) -> float:
+        return self.simulated.work_rate / self.base.work_rate
+
+    @property
+    def speed_in_tokens(self) -> float:
+        return self.simulated.tokens_per_second / self.base.tokens_per_second
 
 
 def compared_rows(results: Sequence[MethodResult]) -> list[ComparedRow]:
     """The first method as packed, which the others are compared with; then every method arranged, the first too."""
-    base = results[0]
-    first = ComparedRow(base.method, base, False, 1.0, 1.0)
-    arranged = [
-        ComparedRow(
-            f"{base.method}, arranged" if result is base else result.method,
-            result,
-            True,
-            result.work_rate_arranged / base.work_rate,
-            result.tokens_per_second_arranged / base.tokens_per_second,
-        )
-        for result in results
+    first, *others = results
+    base = first.as_packed
+    return [
+        ComparedRow(first.method, first, base, base),
+        ComparedRow(f"{first.method}, arranged", first, first.arranged, base),
+        *(ComparedRow(other.method, other, other.arranged, base) for other in others),
     ]
-    return [first, *arranged]
 
 
 def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
     """One object a method, with its speed at equal work over the first method's as packed: arranged, and as packed."""
-    base = results[0].work_rate
+    base = results[0].as_packed.work_rate
     return [
         result.to_json()
         | {
-            "speed_at_equal_work": result.work_rate_arranged / base,
-            "speed_at_equal_work_as_packed": result.work_rate / base,
+            "speed_at_equal_work": result.arranged.work_rate / base,
+            "speed_at_equal_work_as_packed": result.as_packed.work_rate / base,
         }
         for result in results
     ]
@@ -174,7 +178,6 @@ def compare_packer(
     ``on_progress`` is called with the number of documents just taken in.
     """
     simulated = _Simulated(job)
-    as_packed, arranged = simulated.as_packed, simulated.arranged
     statistics = PackingStatistics()
     trained = _TokenLedger()
     planning_seconds = 0.0
@@ -193,19 +196,13 @@ def compare_packer(
     gaps = packer.optimality_gaps if isinstance(packer, FixedSolverPacker) else []
     return MethodResult(
         method=method,
-        imbalance_degree=as_packed.imbalance_degree,
+        imbalance_degree=simulated.imbalance_degree,
         mean_token_delay=statistics.mean_token_delay,
         longest_delay=statistics.longest_delay,
         tokens_per_step_cv=statistics.tokens_per_step_cv,
         planning_ms_per_step=1e3 * planning_seconds / max(1, statistics.steps),
-        pipeline_cost=as_packed.over_balanced,
-        pipeline_cost_arranged=arranged.over_balanced,
-        tokens_per_second=statistics.tokens / as_packed.rate.seconds,
-        tokens_per_second_arranged=statistics.tokens / arranged.rate.seconds,
-        work_rate=as_packed.rate.work_rate,
-        work_rate_arranged=arranged.rate.work_rate,
-        busy_share=as_packed.busy_share,
-        busy_share_arranged=arranged.busy_share,
+        as_packed=simulated.as_packed.steps,
+        arranged=simulated.arranged.steps,
         attention_kept=trained.pairs / float(attended_pairs([document.length for document in documents]).sum()),
         steps=statistics.steps,
         drained_steps=len(tail),
@@ -222,6 +219,7 @@ class _Simulated:
 
     def __init__(self, job: SimulatedJob) -> None:
         self.as_packed, self.arranged = _Sums(Rate(job.work_prices)), _Sums(Rate(job.work_prices))
+        self._imbalances: list[float] = []
         self._costs = JobCosts(job)
         self._dealt = partial(arrange, dp=job.dp, assignment="arrival", order="arrival")
         self._arranged = partial(arrange, dp=job.dp, assignment="balanced", order="makespan", pipeline=job.pipeline)
@@ -233,6 +231,13 @@ class _Simulated:
         steps = simulate_steps(dealt, self._costs)
         self.as_packed.add(dealt, steps, tail)
         self.arranged.add(arranged, steps.reordered(np.array(list(map(_places, dealt, arranged)))), tail)
+        if not tail:
+            busy = steps.busy_seconds
+            self._imbalances += (busy.max(axis=(1, 2)) / busy.mean(axis=(1, 2))).tolist()
+
+    @property
+    def imbalance_degree(self) -> float:
+        return float(np.mean(self._imbalances)) if self._imbalances else 1.0
 
 
 @dataclass
@@ -241,7 +246,6 @@ class _Sums:
     computing: float = 0.0  # seconds of the mean GPU
     whole_seconds: float = 0.0  # of whole steps
     balanced_seconds: float = 0.0
-    imbalances: list[float] = field(default_factory=list)
 
     def add(self, plans: Sequence[StepPlan], steps: Steps, tail: bool) -> None:
         self.rate.add(plans, steps)
@@ -249,20 +253,16 @@ class _Sums:
         if not tail:
             self.whole_seconds += float(steps.seconds.sum())
             self.balanced_seconds += float(steps.balanced_seconds.sum())
-            busy = steps.busy_seconds
-            self.imbalances += (busy.max(axis=(1, 2)) / busy.mean(axis=(1, 2))).tolist()
 
     @property
-    def imbalance_degree(self) -> float:
-        return float(np.mean(self.imbalances)) if self.imbalances else 1.0
-
-    @property
-    def over_balanced(self) -> float:
-        return self.whole_seconds / self.balanced_seconds if self.balanced_seconds else 1.0
-
-    @property
-    def busy_share(self) -> float:
-        return self.computing / self.rate.seconds
+    def steps(self) -> SimulatedSteps:
+        seconds = self.rate.seconds
+        return SimulatedSteps(
+            pipeline_cost=self.whole_seconds / self.balanced_seconds if self.balanced_seconds else 1.0,
+            tokens_per_second=sum(self.rate.step_tokens) / seconds,
+            work_rate=self.rate.work_rate,
+            busy_share=self.computing / seconds,
+        )
 
 
 def _places(plan: StepPlan, arranged: StepPlan) -> list[int]:

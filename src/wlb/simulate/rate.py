@@ -63,14 +63,15 @@ class Rate:
 def rate(job: SimulatedJob, lengths: DocumentLengths, steps: int, work_prices: DocumentPrices) -> Rate:
     """That of the first ``steps`` steps of ``job`` on documents of ``lengths`` tokens."""
     rated = Rate(work_prices)
-    for plans, priced in priced_steps(islice(StepPlanner(job, lengths).plans(), steps), JobCosts(job)):
+    for plans, priced in first_steps(job, lengths, steps):
         rated.add(plans, priced)
     return rated
 
 
-def priced_steps(plans: Iterable[StepPlan], costs: JobCosts) -> Iterator[tuple[list[StepPlan], Steps]]:
-    """``plans``, a few at a time, with what they take: memory does not grow with their number."""
-    for group in in_groups(plans, max(1, _MICRO_BATCHES_AT_ONCE // costs.job.packing.micro_batches)):
+def first_steps(job: SimulatedJob, lengths: DocumentLengths, steps: int) -> Iterator[tuple[list[StepPlan], Steps]]:
+    """Plans of the trainer's own planner, and what they take; a few at a time, so memory does not grow with steps."""
+    costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(), steps)
+    for group in in_groups(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)):
         yield group, simulate_steps(group, costs)
 
 

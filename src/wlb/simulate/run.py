@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,9 @@ from numpy.typing import NDArray
 from wlb.documents.filling import check_filling
 from wlb.documents.mixture import DocumentLengths, joined_lengths
 from wlb.packing.plan import StepPlan
-from wlb.planning.planner import StepPlanner
-from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, with_decided_length
 from wlb.simulate.pools import with_decided_pools
-from wlb.simulate.rate import Rate, priced_steps
+from wlb.simulate.rate import Rate, first_steps
 from wlb.simulate.step import CAUSES, Steps
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
@@ -111,7 +108,7 @@ def simulate(
     work_prices = work_prices or job.work_prices
     job = with_decided_length(with_decided_pools(job, lengths))
     totals = _Totals(job, Rate(work_prices))
-    for plans, priced in priced_steps(islice(StepPlanner(job, lengths).plans(), steps), JobCosts(job)):
+    for plans, priced in first_steps(job, lengths, steps):
         totals.rate.add(plans, priced)
         totals.add(priced)
         totals.add_documents(plans, of_documents)
