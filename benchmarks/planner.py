@@ -38,8 +38,7 @@ from parts.planner.curves import (
 from parts.planner.sections import fixed_solver, placement, planning_times, targets
 from parts.streams import first_steps
 from wlb.errors import UserError
-from wlb.simulate.pipeline_cost import Cluster
-from wlb.workload import Workload, make_workload
+from wlb.simulate import SimulatedJob, simulated_job
 
 MODEL, HARDWARE, TP, CP = "7b", "h100", 8, 2
 LAYOUTS = {"small": (4, 1, 4), "large": (32, 4, 4)}  # micro-batches, dp, pp
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     freeze_imports()
     try:
-        results, curves = _run(options, make_workload(MODEL, HARDWARE, tp=TP, cp=CP))
+        results, curves = _run(options)
     except UserError as error:
         print(f"planner benchmark: error: {error}", file=sys.stderr)
         return 2
@@ -84,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace, workload: Workload) -> tuple[dict[str, Any], dict[str, list[Point]]]:
+def _run(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[Point]]]:
     window = options.context_window
     results: dict[str, Any] = {"machine": machine(), "versions": versions("wlb-llm", "numpy", "scipy"), "corpora": []}
     found: list[Violation] = []
@@ -92,10 +91,10 @@ def _run(options: argparse.Namespace, workload: Workload) -> tuple[dict[str, Any
     first: Lengths | None = None
     for layout in options.layouts:
         micro_batches, dp, pp = LAYOUTS[layout]
-        cluster = Cluster(micro_batches, window, dp, pp)
-        for name, lengths in _corpora(options, cluster, layout).items():
+        job = _job(micro_batches, window, dp, pp)
+        for name, lengths in _corpora(options, job, layout).items():
             title = f"{name}, {micro_batches} micro-batches"
-            corpus = Corpus(lengths, cluster, workload)
+            corpus = Corpus(lengths, job)
             points, worse = _compared(title, corpus, lengths, options.length_factors)
             curves.setdefault(title, [p for p in points if p.length_factor in (1.0, options.length_factors[0])])
             found += worse
@@ -107,24 +106,30 @@ def _run(options: argparse.Namespace, workload: Workload) -> tuple[dict[str, Any
     results["violations"] = [violation.to_json() for violation in found]
     _print_violations(found)
     assert first is not None
-    results |= _sections(options, first, workload)
+    results |= _sections(options, first)
     return results, curves
 
 
-def _corpora(options: argparse.Namespace, cluster: Cluster, layout: str) -> dict[str, Lengths]:
+def _job(micro_batches: int, context_window: int, dp: int = 1, pp: int = 4) -> SimulatedJob:
+    return simulated_job(
+        MODEL, context_window, hardware=HARDWARE, micro_batches=micro_batches // dp, tp=TP, cp=CP, pp=pp, dp=dp
+    )
+
+
+def _corpora(options: argparse.Namespace, job: SimulatedJob, layout: str) -> dict[str, Lengths]:
     steps = options.steps or {"small": 160, "large": 40}[layout]
     if options.lengths:
-        lengths = given_corpus(options.lengths, cluster.context_window)
-        return {"given lengths": lengths if options.steps is None else _steps(lengths, cluster, steps)}
-    every = corpora(cluster.context_window, cluster.micro_batches, steps, options.seed)
+        lengths = given_corpus(options.lengths, job.context_window)
+        return {"given lengths": lengths if options.steps is None else _steps(lengths, job, steps)}
+    every = corpora(job.context_window, job.packing.micro_batches, steps, options.seed)
     unknown = sorted(set(options.corpora or ()) - set(every))
     if unknown:
         raise UserError(f"unknown corpus {unknown[0]!r}; choose from {', '.join(every)}")
     return {name: every[name]() for name in options.corpora or every}
 
 
-def _steps(lengths: Lengths, cluster: Cluster, steps: int) -> Lengths:
-    return first_steps(lengths, steps * cluster.micro_batches * cluster.context_window)
+def _steps(lengths: Lengths, job: SimulatedJob, steps: int) -> Lengths:
+    return first_steps(lengths, steps * job.global_batch * job.context_window)
 
 
 def _compared(
@@ -133,7 +138,7 @@ def _compared(
     """All points of one corpus, printed, and those of the others that ``makespan`` does not cover."""
     points: list[Point] = []
     worse: list[Violation] = []
-    few = Corpus(lengths, Cluster(4, corpus.cluster.context_window), corpus.workload)  # thresholds hold for any number
+    few = Corpus(lengths, _job(4, corpus.job.context_window))  # thresholds hold for any number
     for factor in factors:
         ours = makespan_points(corpus, factor)
         others = other_points(corpus, factor, few.tuned(factor))
@@ -143,15 +148,15 @@ def _compared(
     return points, worse
 
 
-def _sections(options: argparse.Namespace, lengths: Lengths, workload: Workload) -> dict[str, Any]:
-    cluster = Cluster(4, options.context_window)
-    placed = placement(lengths, cluster, workload, options.solver_steps, options.time_limit)
+def _sections(options: argparse.Namespace, lengths: Lengths) -> dict[str, Any]:
+    job = _job(4, options.context_window)
+    placed = placement(lengths, job, options.solver_steps, options.time_limit)
     _print_rows("Placement against the integer program, same documents", [placed])
-    few = Corpus(_steps(lengths, cluster, options.solver_steps), cluster, workload)
+    few = Corpus(_steps(lengths, job, options.solver_steps), job)
     solved = [_row(point) for point in fixed_solver(few, options.time_limit)]
     _print_rows("Beside fixed-length packing by integer programming", solved)
-    clusters = [Cluster(n, options.context_window, max(1, gcd(n, 16) // 4), TIMED_PP) for n in options.timed]
-    times = planning_times(lengths, clusters, workload)
+    jobs = [_job(n, options.context_window, max(1, gcd(n, 16) // 4), TIMED_PP) for n in options.timed]
+    times = planning_times(lengths, jobs)
     _print_rows("Planning, CPU ms, beside simulated seconds of the step (7B, H100, tp 8, cp 2)", times)
     return {"placement": placed, "fixed_solver": solved, "planning": times}
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -34,10 +35,8 @@ def test_compare_accounts_for_every_document_and_ranks_the_methods():
     assert rows["sequential"]["attention_kept"] < 1 == rows["variable_length"]["attention_kept"]
     assert rows["sequential"]["speed_at_equal_work_as_packed"] == 1
     for row in rows.values():
-        # Costs are over steps of the same work that are perfectly balanced, so work falls out of their ratio; they
-        # leave out the shorter steps at the end.
-        equal_work = rows["sequential"]["pipeline_cost"] / row["pipeline_cost_arranged"]
-        assert row["speed_at_equal_work"] == pytest.approx(equal_work, rel=0.02)
+        equal_work = row["work_rate_arranged"] / rows["sequential"]["work_rate"]
+        assert row["speed_at_equal_work"] == pytest.approx(equal_work)
         assert 0 < row["busy_share_arranged"] <= 1
 
 
@@ -82,10 +81,12 @@ def test_table_shows_every_method_whole():
 @pytest.mark.parametrize(("narrow", "width"), [(True, 80), (False, 120)])
 def test_table_fits_the_terminal(narrow: bool, width: int):
     from wlb.cli.compare import comparison_table
-    from wlb.simulate.compare import MethodResult
+    from wlb.simulate.compare import MethodResult, SimulatedSteps
 
-    values = dict.fromkeys(MethodResult.__dataclass_fields__, 0.5) | {"method": "fixed_solver", "longest_delay": 23}
-    table = comparison_table([MethodResult(**values)], "title", narrow=narrow)  # type: ignore[arg-type]
+    simulated = dict.fromkeys(("as_packed", "arranged"), SimulatedSteps(0.5, 0.5, 0.5, 0.5))
+    values: dict[str, Any] = dict.fromkeys(MethodResult.__dataclass_fields__, 0.5)
+    values |= simulated | {"method": "fixed_solver", "longest_delay": 23}
+    table = comparison_table([MethodResult(**values)], "title", narrow=narrow)
     assert Console(width=1000).measure(table).minimum <= width
     headings = [str(column.header) for column in table.columns]
     assert "speed at\nequal work" in headings
@@ -119,7 +120,7 @@ def test_tune_shows_the_tuned_setting_beside_other_methods():
     tuned, untuned = rows["variable_length, tuned"], rows["makespan"]
     assert tuned["imbalance_degree"] == pytest.approx(output["best"]["imbalance_degree"], rel=0.05)
     assert tuned["documents_in"] == tuned["documents_out"]
-    as_fast = untuned["busy_share_arranged"] >= 0.99 * tuned["busy_share_arranged"]
+    as_fast = untuned["work_rate_arranged"] >= 0.99 * tuned["work_rate_arranged"]
     makespan = as_fast and untuned["mean_token_delay"] <= 0.35
     assert output["recommended"]["method"] == ("makespan" if makespan else "variable_length")
     assert output["recommended"]["max_length_factor"] == output["best"]["max_length_factor"]

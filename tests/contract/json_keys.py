@@ -22,6 +22,8 @@ _METHOD = {
     "pipeline_cost_arranged": float,
     "tokens_per_second": float,
     "tokens_per_second_arranged": float,
+    "work_rate": float,
+    "work_rate_arranged": float,
     "busy_share": float,
     "busy_share_arranged": float,
     "attention_kept": float,

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from wlb.config import ParallelConfig
 from wlb.memory.layers import LayerMemory, MemorySettings
-from wlb.memory.step import largest_length_factor, predict_even_step, predict_memory
-from wlb.packing.options import LARGEST_AUTO_FACTOR
+from wlb.memory.step import predict_even_step, predict_memory
 from wlb.schedules.operations import rank_operations
 from wlb.workload import ModelShape, model_shape
 
@@ -114,20 +113,6 @@ def test_equal_micro_batches_are_walked_through_until_they_repeat(settings_, tok
     size = settings_.parallel.pp + (more and rounds < settings_.parallel.pp)  # of a round
     longer = replace(settings_, micro_batches=rounds * size)
     assert predict_even_step(longer, tokens) == predict_memory(longer, [tokens] * longer.micro_batches)
-
-
-@settings(max_examples=40, deadline=None)
-@given(jobs(), st.integers(16, 4000), st.integers(2**22, 2**32))
-def test_auto_is_the_largest_factor_that_fits(settings_, window, limit):
-    factor = largest_length_factor(settings_, window, limit)
-    if factor is None:
-        assert total(settings_, window) > limit
-        return
-    assert 1 <= factor <= LARGEST_AUTO_FACTOR
-    assert factor * 64 == int(factor * 64)
-    assert total(settings_, int(factor * window)) <= limit
-    if factor < LARGEST_AUTO_FACTOR:
-        assert total(settings_, int((factor + 1 / 64) * window)) > limit
 
 
 def test_uneven_shards_count_as_longer_micro_batches_but_keep_no_more_of_other_ranks():

@@ -14,8 +14,8 @@ from tests.packing.streams import SETTINGS, WORKLOADS, check_plans, document_len
 from wlb.config import PackingConfig
 from wlb.packing import PACKERS, make_packer
 from wlb.packing.packer import Packer
+from wlb.simulate import simulated_job
 from wlb.simulate.compare import packer_for
-from wlb.simulate.pipeline_cost import Cluster
 
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 
@@ -49,5 +49,5 @@ def test_configurations_and_compare_know_it(shown_packer):
     packer = section.packer(64, WORKLOADS["7b"])
     assert isinstance(packer, shown_packer)
     assert packer.max_delay == 3
-    compared = packer_for("shortest_first", Cluster(4, 64, 1, 1), WORKLOADS["7b"], max_delay=5, max_length_factor=2.0)
+    compared = packer_for("shortest_first", simulated_job("7b", 64), max_delay=5, max_length_factor=2.0)
     assert compared.options.model_dump() == {"max_delay": 5}

@@ -12,8 +12,8 @@ from wlb.documents.filling import documents_for
 from wlb.packing import PACKERS
 from wlb.report import plots
 from wlb.report.plots import BALANCED, BASELINE, colour_of, is_baseline
-from wlb.simulate.compare import Cluster, compare_packer, packer_for
-from wlb.workload import make_workload
+from wlb.simulate import simulated_job
+from wlb.simulate.compare import compare_packer, packer_for
 
 METHODS = ["sequential", "fixed_greedy:4", "variable_length:paper", "makespan"]
 
@@ -26,11 +26,9 @@ def test_baselines_are_those_that_pack_to_a_fixed_length():
 def test_the_comparison_colours_by_role_and_nothing_overlaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import numpy as np
 
-    cluster, workload = Cluster(4, 4096, pp=2), make_workload("7b", tp=8)
-    documents, _ = documents_for(np.tile([4096, 100, 700, 1500], 60), cluster.micro_batches, cluster.context_window)
-    results = [
-        compare_packer(name, packer_for(name, cluster, workload), documents, cluster, workload) for name in METHODS
-    ]
+    job = simulated_job("7b", 4096, micro_batches=4, pp=2, tp=8)
+    documents, _ = documents_for(np.tile([4096, 100, 700, 1500], 60), 4, 4096)
+    results = [compare_packer(name, packer_for(name, job), documents, job) for name in METHODS]
     drawn = []
     monkeypatch.setattr(plots, "save", lambda figure, path: drawn.append(figure))
     plots.plot_comparison(results, tmp_path / "picture.png", title="a title\nof two lines")

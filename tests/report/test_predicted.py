@@ -30,7 +30,8 @@ from wlb.report.evidence import (
 from wlb.report.gain import Gain
 from wlb.report.predicted import predicted_report
 from wlb.report.recommended import recommended_config
-from wlb.simulate import simulate, simulated_job
+from wlb.simulate import simulated_job
+from wlb.simulate.rate import rate
 
 CHARTS = ["gain-chart", "lengths", "packing-chart", "where-chart", "ranks-chart", "pipeline-chart", "sharding-chart"]
 
@@ -55,22 +56,20 @@ def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
     page = predicted_report(evidence, source="lengths.json", model="7b", hardware="h100")
     assert f"{evidence.gains[BEST].factor:.2f}x" in page
     for name, system in evidence.systems.items():
-        prices = evidence.job.work_prices
-        result = simulate(system.job, evidence.lengths, len(system.seconds), work_prices=prices)
-        np.testing.assert_allclose(system.seconds, result.step_seconds)
-        assert system.tokens_per_second == pytest.approx(result.tokens_per_second)
-        assert system.work_seconds.sum() == pytest.approx(result.work_seconds)
+        result = rate(system.job, evidence.lengths, system.steps, evidence.job.work_prices)
+        np.testing.assert_allclose(system.step_seconds, result.step_seconds)
+        np.testing.assert_allclose(system.step_work_seconds, result.step_work_seconds)
         whole = evidence.job.workload.document_seconds(WINDOW) / WINDOW  # a token's of the longest document
-        assert np.all(system.work_seconds > 0)
-        assert np.all(system.work_seconds < whole * system.tokens)
-        assert sum(system.where.values()) == pytest.approx(result.mean_step_seconds)
+        assert np.all(system.step_work_seconds > 0)
+        assert np.all(system.step_work_seconds < whole * system.step_tokens)
+        assert sum(system.where.values()) == pytest.approx(system.mean_step_seconds)
         assert name in page
 
 
 def test_the_headline_is_the_speed_at_equal_work(evidence: Evidence):
     """Work left undone is no gain: a system that trains the same tokens in the same time, but cut, is slower."""
     best = evidence.systems[BEST]
-    cut = replace(best, work_seconds=0.5 * best.work_seconds)
+    cut = replace(best, step_work_seconds=0.5 * best.step_work_seconds)
     shown = replace(evidence, systems=evidence.systems | {BASELINE: best, BEST: cut, ELASTIC: cut})
     assert shown.gains[BEST].factor == pytest.approx(0.5)
     assert shown.gains_in_tokens[BEST].factor == pytest.approx(1.0)
@@ -105,7 +104,7 @@ def test_l_max_stays_within_the_memory():
 
 def test_delay_decides_between_the_fast_ones_only(evidence: Evidence):
     slow, near, fast = (
-        replace(evidence.systems[BEST], work_seconds=np.array([work]), token_delay=delay, seconds=np.array([1.0]))
+        replace(evidence.systems[BEST], work_seconds=work, token_delay=delay, seconds=1.0)
         for work, delay in ((0.98, 0.1), (0.991, 0.2), (1.0, 0.3))
     )
     assert fast_with_least_delay([slow, near, fast]) is near

@@ -1,8 +1,9 @@
-"""What ``wlb compare`` calls speed: work done in a second, with everything trained."""
+"""What ``wlb compare`` calls speed: work done in a second, with everything trained, as ``wlb simulate`` has it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,12 @@ from wlb.documents.segments import Segment
 from wlb.packing.fixed import FixedGreedyPacker, FixedOptions
 from wlb.packing.packer import PackingTask
 from wlb.packing.plan import StepPlan
-from wlb.simulate.compare import Cluster, compare_packer, compared_rows, comparison_json, packer_for
-from wlb.workload import make_workload
+from wlb.simulate import SimulationResult, simulate, simulated_job
+from wlb.simulate.compare import MethodResult, compare_packer, compared_rows, comparison_json, packer_for
 
 WINDOW = 131_072
-CLUSTER = Cluster(8, WINDOW, dp=2, pp=2)
-WORKLOAD = make_workload("7b", "h100", tp=8)
+JOB = simulated_job("7b", WINDOW, micro_batches=4, tp=8, dp=2, pp=2)
+MICRO_BATCHES = JOB.packing.micro_batches
 
 
 class LeavesLongOnes(FixedGreedyPacker):
@@ -42,34 +43,58 @@ def lengths() -> np.ndarray[Any, Any]:
 
 
 def test_leaving_long_documents_for_the_end_is_no_gain():
-    documents, _ = documents_for(lengths(), CLUSTER.micro_batches, WINDOW)
-    task = PackingTask(CLUSTER.micro_batches, WINDOW, WORKLOAD)
+    documents, _ = documents_for(lengths(), MICRO_BATCHES, WINDOW)
+    task = PackingTask(MICRO_BATCHES, WINDOW, JOB.workload)
     usual, leaving = (
-        compare_packer(name, packer(task, FixedOptions()), documents, CLUSTER, WORKLOAD)
+        compare_packer(name, packer(task, FixedOptions()), documents, JOB)
         for name, packer in (("usual", FixedGreedyPacker), ("leaving", LeavesLongOnes))
     )
     assert leaving.tokens_out == leaving.tokens_in
     assert leaving.imbalance_degree < 1.1 < usual.imbalance_degree
     _, _, row = compared_rows([usual, leaving])
-    assert row.speed_at_equal_work < usual.pipeline_cost / leaving.pipeline_cost_arranged  # as before the long ones
+    assert (
+        row.speed_at_equal_work < usual.as_packed.pipeline_cost / leaving.arranged.pipeline_cost
+    )  # as before the long ones
     # The same tokens and the same work, in the same seconds.
     assert row.speed_in_tokens == pytest.approx(row.speed_at_equal_work, rel=0.01)
 
 
 def test_the_first_row_is_one_and_arrangement_alone_a_row_of_its_own():
-    documents, _ = documents_for(lengths(), CLUSTER.micro_batches, WINDOW)
-    results = [
-        compare_packer(name, packer_for(name, CLUSTER, WORKLOAD), documents, CLUSTER, WORKLOAD)
-        for name in ("sequential", "makespan")
-    ]
+    documents, _ = documents_for(lengths(), MICRO_BATCHES, WINDOW)
+    results = [compare_packer(name, packer_for(name, JOB), documents, JOB) for name in ("sequential", "makespan")]
     rows = compared_rows(results)
     assert [row.name for row in rows] == ["sequential", "sequential, arranged", "makespan"]
     assert (rows[0].speed_at_equal_work, rows[0].speed_in_tokens) == (1.0, 1.0)
-    assert rows[0].pipeline_cost == results[0].pipeline_cost
-    assert rows[1].pipeline_cost == results[0].pipeline_cost_arranged
+    assert rows[0].simulated == results[0].as_packed
+    assert rows[1].simulated == results[0].arranged
     assert rows[1].speed_at_equal_work > 1  # the same packing, so the same work and the same tokens
     assert rows[1].speed_in_tokens == pytest.approx(rows[1].speed_at_equal_work)
     objects = comparison_json(results)
     assert [one["method"] for one in objects] == ["sequential", "makespan"]
     assert [one["speed_at_equal_work"] for one in objects] == [row.speed_at_equal_work for row in rows[1:]]
     assert objects[0]["speed_at_equal_work_as_packed"] == 1.0
+
+
+def test_it_is_the_speed_that_the_simulator_finds():
+    """For the same job, packer and documents, over enough steps that neither the tail nor the first ones matter."""
+    window = 65_536
+    sizes = np.random.default_rng(1).lognormal(np.log(window / 16), 1.3, 5000)
+    corpus = sizes.clip(64, window).astype(np.int64)
+    common = simulated_job("7b", window, tp=8, cp=2, dp=2, pp=2)
+    common = replace(common, data=common.data.model_copy(update={"shuffle": False}))
+    steps = int(corpus.sum()) // (common.global_batch * window)
+    documents, _ = documents_for(corpus, common.global_batch, window)
+
+    def simulated(method: str, **arranged: str) -> SimulationResult:
+        packing = common.packing.model_copy(update={"method": method, **arranged})
+        return simulate(replace(common, packing=packing), corpus, steps, work_prices=common.work_prices)
+
+    def compared(method: str) -> MethodResult:
+        return compare_packer(method, packer_for(method, common), documents, common)
+
+    base, usual = simulated("sequential", assignment="arrival", order="arrival"), compared("sequential")
+    for method in ("fixed_greedy", "variable_length", "makespan"):
+        result, row = simulated(method), compared(method)
+        speed = row.arranged.work_rate / usual.as_packed.work_rate
+        assert speed == pytest.approx(result.speed_at_equal_work(base), rel=0.005), method
+        assert row.mean_token_delay == pytest.approx(result.token_delay, abs=0.02), method

@@ -72,6 +72,20 @@ def test_steps_are_priced_together_as_alone():
     np.testing.assert_allclose(together.gpu_seconds, np.concatenate([result.gpu_seconds for result in alone]))
 
 
+def test_reordered_micro_batches_need_not_be_sharded_again():
+    simulated = job("best", pp=2, cp=2, dp=2)
+    plans = [*islice(StepPlanner(simulated, documents()).plans(), 3)]
+    places = np.array([np.random.default_rng(seed).permutation(simulated.packing.micro_batches) for seed in range(3)])
+    per_rank = simulated.micro_batches_per_rank
+    moved = []
+    for plan, of_step in zip(plans, places.tolist(), strict=True):
+        chosen = [plan.micro_batches[place] for place in of_step]
+        moved.append(replace(plan, ranks=(tuple(chosen[:per_rank]), tuple(chosen[per_rank:]))))
+    reordered, again = simulate_steps(plans, simulated).reordered(places), simulate_steps(moved, simulated)
+    np.testing.assert_allclose(reordered.seconds, again.seconds, rtol=1e-12)
+    np.testing.assert_allclose(reordered.micro_batch_seconds, again.micro_batch_seconds, rtol=1e-12)
+
+
 def test_the_timeline_ends_with_the_step():
     simulated = job("wlb-llm", pp=4, cp=2, dp=2)
     plan = next(StepPlanner(simulated, documents()).plans())

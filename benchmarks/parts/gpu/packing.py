@@ -16,8 +16,8 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.profiling.accuracy import micro_batch_seconds
 from wlb.profiling.timing import Case
+from wlb.simulate import simulated_job
 from wlb.simulate.compare import packer_for
-from wlb.simulate.pipeline_cost import Cluster
 from wlb.workload import Workload
 
 METHODS = (
@@ -51,8 +51,8 @@ def packing(setting: Setting, workloads: Workloads) -> Result:
 
 
 def _steps(method: str, setting: Setting, pricing: Workload) -> list[StepPlan]:
-    cluster = Cluster(MICRO_BATCHES, setting.packed_window)
-    packer = packer_for(method, cluster, pricing, max_length_factor=LONGEST_FACTOR, solver_seconds=SOLVER_SECONDS)
+    job = simulated_job(setting.shape, setting.packed_window, micro_batches=MICRO_BATCHES, packed_by=pricing)
+    packer = packer_for(method, job, max_length_factor=LONGEST_FACTOR, solver_seconds=SOLVER_SECONDS)
     lengths = sample_lengths(DOCUMENTS, setting.packed_window, setting.seed)
     steps: list[StepPlan] = []
     for start in range(0, len(lengths), DOCUMENTS_AT_A_TIME):

@@ -16,14 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
-from wlb.packing import make_packer
 from wlb.packing.packer import PackingTask
 from wlb.packing.tuning import search, trade_off
 from wlb.packing.variable_length import VariableLengthOptions
 from wlb.report.plots import pyplot_without_display
-from wlb.simulate.compare import MethodResult, compare_packer
-from wlb.simulate.pipeline_cost import Cluster
-from wlb.workload import Workload
+from wlb.simulate import SimulatedJob
+from wlb.simulate.compare import MethodResult, compare_packer, packer_for
 
 DELAY_PRICES = (0.02, 0.035, 0.05, 0.1, 0.2, 0.4, 1.0, 1.5, 4.0)
 LOOKAHEADS = (0.0, 0.5)
@@ -53,33 +51,24 @@ class Point:
 
 
 class Corpus:
-    """The documents of one corpus, and the cluster that trains them."""
+    """The documents of one corpus, and the job that trains them."""
 
-    def __init__(self, lengths: NDArray[np.int64], cluster: Cluster, workload: Workload) -> None:
+    def __init__(self, lengths: NDArray[np.int64], job: SimulatedJob) -> None:
         self.lengths = lengths
-        self.cluster = cluster
-        self.workload = workload
+        self.job = job
         self._documents = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
 
     def point(self, packer: str, length_factor: float = 1.0, **setting: Any) -> Point:
         """Pack the corpus once."""
-        grows = packer in ("variable_length", "makespan")
-        options = setting | {"max_length_factor": length_factor} if grows else setting
-        planner = make_packer(
-            packer,
-            micro_batches=self.cluster.micro_batches,
-            context_window=self.cluster.context_window,
-            workload=self.workload,
-            **options,
-        )
-        row = compare_packer(packer, planner, self._documents, self.cluster, self.workload)
+        planner = packer_for(packer, self.job, max_length_factor=length_factor, **setting)
+        row = compare_packer(packer, planner, self._documents, self.job)
         return _point(row, length_factor, setting)
 
     def tuned(self, length_factor: float) -> list[tuple[int, ...]]:
         """The outlier thresholds on the trade-off curve of ``variable_length``, by its own search."""
         trials = search(
             self.lengths,
-            PackingTask(self.cluster.micro_batches, self.cluster.context_window, self.workload),
+            PackingTask(self.job.packing.micro_batches, self.job.context_window, self.job.workload),
             VariableLengthOptions(max_delay=MAX_DELAY),
             factors=[length_factor],
         )
@@ -94,7 +83,7 @@ def _point(row: MethodResult, length_factor: float, setting: dict[str, Any]) -> 
         row.mean_token_delay,
         row.longest_delay,
         row.imbalance_degree,
-        row.pipeline_cost_arranged,
+        row.arranged.pipeline_cost,
         row.tokens_per_step_cv,
     )
 

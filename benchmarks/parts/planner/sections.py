@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 from parts.measurement import CpuTimer
 from parts.planner.curves import Corpus, Point
 from parts.streams import batched, first_steps
-from wlb.packing import make_packer
+from wlb.packing.arrange import arrange
 from wlb.packing.exact import solve
 from wlb.packing.plan import StepPlan
-from wlb.simulate.pipeline_cost import Cluster, PipelineCost
-from wlb.workload import Workload
+from wlb.simulate import SimulatedJob, simulate_steps
+from wlb.simulate.compare import packer_for
 
 Row = dict[str, Any]
 
 _FACTOR = 1.5
 
 
-def placement(lengths: NDArray[np.int64], cluster: Cluster, workload: Workload, steps: int, time_limit: float) -> Row:
+def placement(lengths: NDArray[np.int64], job: SimulatedJob, steps: int, time_limit: float) -> Row:
     """Steps of ``makespan`` placed again by the integer program, same documents and L_max, ``time_limit`` s each."""
-    plans = _packer(cluster, workload).plan(lengths.tolist())[:steps]
+    plans = _packer(job).plan(lengths.tolist())[:steps]
     over_best, over_bound = [], []
     for plan in plans:
         placed = [(segment.length, number) for number, m in enumerate(plan.micro_batches) for segment in m.segments]
@@ -34,9 +34,9 @@ def placement(lengths: NDArray[np.int64], cluster: Cluster, workload: Workload, 
         largest = max(micro_batch.workload for micro_batch in plan.micro_batches)
         best = solve(
             step_lengths,
-            workload.document_seconds(step_lengths).tolist(),
-            cluster.micro_batches,
-            int(_FACTOR * cluster.context_window),
+            job.packing_prices.document_seconds(step_lengths).tolist(),
+            job.packing.micro_batches,
+            int(_FACTOR * job.context_window),
             start=[number for _, number in placed],
             time_limit=time_limit,
         )
@@ -56,13 +56,13 @@ def fixed_solver(corpus: Corpus, time_limit: float) -> list[Point]:
     return [corpus.point("fixed_solver", solver_seconds=time_limit), corpus.point("makespan", _FACTOR)]
 
 
-def planning_times(lengths: NDArray[np.int64], clusters: Sequence[Cluster], workload: Workload) -> list[Row]:
+def planning_times(lengths: NDArray[np.int64], jobs: Sequence[SimulatedJob]) -> list[Row]:
     """Median CPU time of planning one step, beside the simulated seconds of the step that hides it."""
     rows: list[Row] = []
-    for cluster in clusters:
-        steps = max(5, 256 // cluster.micro_batches)
-        stream = first_steps(lengths, (steps + 1) * cluster.micro_batches * cluster.context_window)
-        packer = _packer(cluster, workload)
+    for job in jobs:
+        steps = max(5, 256 // job.packing.micro_batches)
+        stream = first_steps(lengths, (steps + 1) * job.global_batch * job.context_window)
+        packer = _packer(job)
         timed, marks = CpuTimer(), [0.0]
         plans: list[StepPlan] = []
         for documents in batched(stream, 64):
@@ -70,13 +70,11 @@ def planning_times(lengths: NDArray[np.int64], clusters: Sequence[Cluster], work
             if planned:
                 marks.append(timed.seconds)
                 plans += planned
-        cost = PipelineCost(cluster, workload, "balanced", "pipeline")
-        cost.add(plans)
         milliseconds = 1e3 * median(after - before for before, after in pairwise(marks))
-        step_seconds = cost.seconds / len(plans)
+        step_seconds = float(simulate_steps([arrange(plan, job.dp) for plan in plans], job).seconds.mean())
         rows.append(
             {
-                "micro_batches": cluster.micro_batches,
+                "micro_batches": job.packing.micro_batches,
                 "documents_per_step": len(stream) / (steps + 1),
                 "planning_ms": milliseconds,
                 "step_seconds": step_seconds,
@@ -86,14 +84,8 @@ def planning_times(lengths: NDArray[np.int64], clusters: Sequence[Cluster], work
     return rows
 
 
-def _packer(cluster: Cluster, workload: Workload) -> Any:
-    return make_packer(
-        "makespan",
-        micro_batches=cluster.micro_batches,
-        context_window=cluster.context_window,
-        workload=workload,
-        max_length_factor=_FACTOR,
-    )
+def _packer(job: SimulatedJob) -> Any:
+    return packer_for("makespan", job, max_length_factor=_FACTOR)
 
 
 def targets(points: Sequence[Point]) -> list[Row]:

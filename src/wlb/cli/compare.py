@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from wlb.documents.segments import Segment
     from wlb.packing.packer import Packer
-    from wlb.simulate.compare import Cluster, ComparedRow, MethodResult
-    from wlb.workload.base import Workload
+    from wlb.simulate import SimulatedJob
+    from wlb.simulate.compare import ComparedRow, MethodResult
 
 _PREFILL_ONLY = ("token_budget", "chunked", "load", "lock_step", "seed")
 _PACKING_ONLY = (
@@ -130,7 +130,7 @@ def compare(
     """
     from wlb.documents.filling import documents_for
     from wlb.documents.lengths import read_lengths
-    from wlb.simulate.compare import DEFAULT_METHODS, Cluster, comparison_json, packer_for
+    from wlb.simulate.compare import DEFAULT_METHODS, comparison_json, packer_for
 
     if prefill:
         options.refuse_unused(context, _PACKING_ONLY, "has no effect with --prefill, which packs no steps")
@@ -157,29 +157,35 @@ def compare(
         return
     options.refuse_unused(context, _PREFILL_ONLY, "has no effect without --prefill")
     context_window = _given("--context-window", context_window)
-    cluster = Cluster(_given("--micro-batches", micro_batches), context_window, dp, pp or 4)
-    check_dealing(cluster)
+    micro_batches = _given("--micro-batches", micro_batches)
     if plot is not None:
         options.check_picture(plot)
-    workload, priced_by = options.workload_from(
-        context, model, hardware, tp, cp, context_window, profile, pp=cluster.pp
+    job, priced_by = options.job_from(
+        context,
+        model,
+        hardware,
+        tp,
+        cp,
+        context_window,
+        profile,
+        micro_batches=micro_batches,
+        dp=dp,
+        pp=pp or 4,
     )
     tokens = read_lengths(lengths)
     if steps is None:
-        note_many_steps(tokens, cluster)
-    documents, report = documents_for(tokens, cluster.micro_batches, context_window, overlong=overlong, steps=steps)
+        note_many_steps(tokens, job)
+    documents, report = documents_for(tokens, micro_batches, context_window, overlong=overlong, steps=steps)
     own = {"max_length_factor": max_length_factor, "max_delay": max_delay, "solver_seconds": solver_seconds}
     names = options.names_in("--methods", methods, DEFAULT_METHODS)
-    results = compare_packers(
-        [(name, packer_for(name, cluster, workload, **own)) for name in names], documents, cluster, workload
-    )
-    title = title_of(cluster, priced_by)
+    results = compare_packers([(name, packer_for(name, job, **own)) for name in names], documents, job)
+    title = title_of(job, priced_by)
     if plot is not None:
         from wlb.report.plots import plot_comparison
 
         plot_comparison(results, plot, title=title)
     if json:
-        sizes = {name: getattr(cluster, name) for name in ("context_window", "micro_batches", "dp", "pp")}
+        sizes = {"context_window": context_window, "micro_batches": micro_batches, "dp": job.dp, "pp": job.pp}
         compared = {"methods": comparison_json(results), "workload": priced_by}
         emit_json(compared | sizes | {"overlong": {"policy": overlong, **asdict(report)}})
         return
@@ -199,31 +205,21 @@ def _given(option: str, value: int | None) -> int:
     return value
 
 
-def check_dealing(cluster: Cluster) -> None:
-    if cluster.micro_batches % cluster.dp:
-        raise UserError(
-            f"--micro-batches {cluster.micro_batches} counts all data-parallel ranks; make it a multiple of "
-            f"--dp {cluster.dp}"
-        )
-
-
-def note_many_steps(lengths: NDArray[np.int64], cluster: Cluster) -> None:
+def note_many_steps(lengths: NDArray[np.int64], job: SimulatedJob) -> None:
     """Say on stderr what to do where all of the documents take minutes to plan."""
-    filled = int(lengths.sum()) // (cluster.micro_batches * cluster.context_window)
+    filled = int(lengths.sum()) // (job.global_batch * job.context_window)
     if filled > _MANY_STEPS:
         print(f"wlb: note: the documents fill {filled:,} steps; --steps N takes as many as fill N", file=sys.stderr)
 
 
-def title_of(cluster: Cluster, priced_by: dict[str, str | int]) -> str:
+def title_of(job: SimulatedJob, priced_by: dict[str, str | int]) -> str:
+    sizes = f"{job.packing.micro_batches} micro-batches a step, dp {job.dp}, pp {job.pp}"
     price = ", ".join(f"{key} {value}" for key, value in priced_by.items())
-    return (
-        f"window {cluster.context_window:,}, {cluster.micro_batches} micro-batches a step, dp {cluster.dp}, "
-        f"pp {cluster.pp}\nsimulated with {price}"
-    )
+    return f"window {job.context_window:,}, {sizes}\nsimulated with {price}"
 
 
 def compare_packers(
-    packers: Iterable[tuple[str, Packer[Any]]], documents: Sequence[Segment], cluster: Cluster, workload: Workload
+    packers: Iterable[tuple[str, Packer[Any]]], documents: Sequence[Segment], job: SimulatedJob
 ) -> list[MethodResult]:
     """A row for each packer, by the name it is shown with, with a progress bar of its own."""
     from wlb.simulate.compare import compare_packer
@@ -232,7 +228,7 @@ def compare_packers(
     with progress_bar() as bar:
         for name, packer in packers:
             advance = partial(bar.advance, bar.add_task(name, total=len(documents)))
-            results.append(compare_packer(name, packer, documents, cluster, workload, on_progress=advance))
+            results.append(compare_packer(name, packer, documents, job, on_progress=advance))
     return results
 
 
@@ -292,7 +288,7 @@ def _columns(rows: Sequence[ComparedRow]) -> dict[str, list[str]]:
         "token\ndelay": [f"{r.mean_token_delay:.2f} ({r.longest_delay})" for r in results],
         "step\nspread": [f"{r.tokens_per_step_cv:.1%}" for r in results],
         "planning\nms/step": [f"{r.planning_ms_per_step:.2f}" for r in results],
-        "pipeline\ncost": [f"{row.pipeline_cost:.3f}" for row in rows],
+        "pipeline\ncost": [f"{row.simulated.pipeline_cost:.3f}" for row in rows],
         "attention\nkept": [f"{r.attention_kept:.0%}" for r in results],
         "tokens/s": [f"{row.speed_in_tokens:.2f}x" for row in rows],
     }

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,8 @@ from wlb.errors import UserError, require
 from wlb.token_count import parse_tokens
 
 if TYPE_CHECKING:
-    from wlb.workload.base import Workload
+    from wlb.simulate import SimulatedJob
+    from wlb.workload import Workload
 
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
 
@@ -153,6 +154,43 @@ def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[st
 _COLUMNS_PER_GPU = 512
 _TOKENS_PER_GPU = 65_536
 _GPUS_PER_NODE = 8
+
+
+def job_from(
+    context: typer.Context,
+    model: str,
+    hardware: str,
+    tp: int | None,
+    cp: int | None,
+    context_window: int,
+    profile: Path | None,
+    *,
+    micro_batches: int,
+    dp: int,
+    pp: int,
+) -> tuple[SimulatedJob, dict[str, str | int]]:
+    """The job, with the defaults of [packing] and [sharding], that the options name, and a description of it.
+
+    ``micro_batches`` counts all data-parallel ranks. With a measured profile ``hardware`` says its links. Raises
+    ``UserError`` for a layout that cannot run, and for an option that the profile replaces.
+    """
+    from wlb.simulate import simulated_job
+    from wlb.workload.profile import read_profile
+
+    if micro_batches % dp:
+        raise UserError(
+            f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of --dp {dp}"
+        )
+    _, priced_by = workload_from(
+        context, model, hardware, tp, cp, context_window, profile, pp=pp, used_with_profile=frozenset({"hardware"})
+    )
+    measured = None if profile is None else read_profile(profile)
+    own: dict[str, Any] = {name: priced_by[name] for name in ("tp", "cp") if name in priced_by}
+    if measured is not None:
+        own = {"tp": measured.tp, "profile": measured, "packed_by": measured.workload()}
+    own |= {"hardware": hardware, "micro_batches": micro_batches // dp, "dp": dp, "pp": pp}
+    job = simulated_job(measured.model if measured else model, context_window, **own)
+    return job, priced_by | {"hardware": hardware} | ({"sharding": job.sharding.strategy} if job.cp > 1 else {})
 
 
 def workload_from(

@@ -175,11 +175,11 @@ def _summary(evidence: Evidence) -> dict[str, Any]:
         "kind": "simulated",
         "speed_at_equal_work": {name: asdict(gain) for name, gain in evidence.gains.items()},
         "gain": {name: asdict(gain) for name, gain in evidence.gains_in_tokens.items()},
-        "imbalance": {name: system.imbalance for name, system in evidence.systems.items()},
+        "imbalance": {name: system.imbalance["gpus"] for name, system in evidence.systems.items()},
         "tokens_per_second": {name: system.tokens_per_second for name, system in evidence.systems.items()},
         "recommended": asdict(evidence.recommended)
         | {"activation_checkpointing": evidence.job.activation_checkpointing},
         "tried": [asdict(one) for one in evidence.tried],
         "fits": evidence.fits,
-        "steps": len(evidence.systems["best"].seconds),
+        "steps": evidence.systems["best"].steps,
     }

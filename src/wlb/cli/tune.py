@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.compare import check_dealing, compare_packers, note_many_steps, show_comparison, title_of
+from wlb.cli.compare import compare_packers, note_many_steps, show_comparison, title_of
 from wlb.cli.console import emit_json, print_table, progress_bar, stdout
 
 if TYPE_CHECKING:
@@ -64,18 +64,18 @@ def tune(
     from wlb.documents.lengths import read_lengths
     from wlb.packing.packer import PackingTask
     from wlb.packing.tuning import MAX_LENGTH_FACTORS, trade_off
-    from wlb.simulate.compare import Cluster, comparison_json, packer_for
+    from wlb.simulate.compare import comparison_json, packer_for
 
-    cluster = Cluster(micro_batches, context_window, dp, pp)
-    check_dealing(cluster)
-    workload, priced_by = options.workload_from(context, model, hardware, tp, cp, context_window, profile, pp=pp)
+    job, priced_by = options.job_from(
+        context, model, hardware, tp, cp, context_window, profile, micro_batches=micro_batches, dp=dp, pp=pp
+    )
     tokens = read_lengths(lengths)
     if steps is None:
-        note_many_steps(tokens, cluster)
+        note_many_steps(tokens, job)
     documents, _ = documents_for(tokens, micro_batches, context_window, steps=steps)
     trials = _trials(
         documents,
-        PackingTask(micro_batches, context_window, workload),
+        PackingTask(micro_batches, context_window, job.packed_by or job.workload),
         sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < max_length_factor), max_length_factor}),
         max_token_delay,
         max_delay,
@@ -83,14 +83,12 @@ def tune(
     best, curve = trials[0], trade_off(trials)
     shared = {"max_length_factor": best.max_length_factor, "max_delay": max_delay}
     packers = {
-        name: packer_for(name, cluster, workload, max_delay=max_delay)
+        name: packer_for(name, job, max_delay=max_delay)
         for name in options.names_in("--methods", methods, ["sequential"])
     }
-    packers[_TUNED] = packer_for(
-        "variable_length", cluster, workload, **shared, outlier_thresholds=best.outlier_thresholds
-    )
-    packers[_UNTUNED] = packer_for(_UNTUNED, cluster, workload, **shared)
-    results = compare_packers(packers.items(), documents, cluster, workload)
+    packers[_TUNED] = packer_for("variable_length", job, **shared, outlier_thresholds=best.outlier_thresholds)
+    packers[_UNTUNED] = packer_for(_UNTUNED, job, **shared)
+    results = compare_packers(packers.items(), documents, job)
     recommended = _recommended(best, results, max_token_delay, max_delay)
     if json:
         emit_json(
@@ -106,7 +104,7 @@ def tune(
         )
         return
     print_table(_trade_off_table(curve, best))
-    show_comparison(results, title_of(cluster, priced_by))
+    show_comparison(results, title_of(job, priced_by))
     stdout.print(_verdict(results), markup=False, highlight=False)
     stdout.print("recommended configuration:\n")
     lines = (f"{name} = {json_module.dumps(value)}" for name, value in recommended.items())
@@ -143,7 +141,7 @@ def _recommended(
     """Settings of [packing]; ``max_delay`` where it is not the default."""
     by_name = {result.method: result for result in results}
     tuned, untuned = by_name[_TUNED], by_name[_UNTUNED]
-    as_fast = untuned.busy_share_arranged >= _AS_FAST * tuned.busy_share_arranged
+    as_fast = untuned.arranged.work_rate >= _AS_FAST * tuned.arranged.work_rate
     shared = {"max_length_factor": best.max_length_factor}
     if max_delay is not None:
         shared["max_delay"] = max_delay
@@ -155,7 +153,7 @@ def _recommended(
 def _verdict(results: Sequence[MethodResult]) -> str:
     by_name = {result.method: result for result in results}
     tuned, untuned = by_name[_TUNED], by_name[_UNTUNED]
-    speed = untuned.busy_share_arranged / tuned.busy_share_arranged
+    speed = untuned.arranged.work_rate / tuned.arranged.work_rate
     return (
         f"{_UNTUNED}, with nothing to tune but L_max, has {speed:.3f} times the tuned setting's speed at equal work, "
         f"an imbalance degree of {untuned.imbalance_degree:.3f} ({tuned.imbalance_degree:.3f}) and a token delay of "

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from wlb.memory.layers import Exchange, LayerMemory, MemorySettings, Unit
 from wlb.schedules.operations import Operation, rank_operations, round_size
 
-_FACTOR_STEP = 1 / 64
 _BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
 EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
 
@@ -86,27 +85,6 @@ def _largest_share(settings: MemorySettings, tokens: int) -> int:
     """Of the tokens of a micro-batch, those of the context-parallel rank that holds most."""
     cp = settings.parallel.cp
     return math.ceil(tokens * (settings.uneven_shards / cp)) if cp > 1 else tokens
-
-
-def largest_length_factor(
-    settings: MemorySettings, context_window: int, limit_bytes: float, most: float = 4.0
-) -> float | None:
-    """The largest L_max, in context windows, at which a step of micro-batches all of that length fits ``limit_bytes``.
-
-    A multiple of 1/64 from 1 to ``most``; None where not even one window fits.
-    """
-
-    def fits(steps: int) -> bool:
-        tokens = int(context_window * steps * _FACTOR_STEP)
-        return predict_even_step(settings, tokens).total <= limit_bytes
-
-    low, high = round(1 / _FACTOR_STEP), math.ceil(most / _FACTOR_STEP)
-    if not fits(low):
-        return None
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low * _FACTOR_STEP
 
 
 @dataclass

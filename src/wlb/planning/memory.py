@@ -6,9 +6,17 @@ as many as the documents of a global batch fill.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from wlb.memory.step import EVEN_ROUNDS, MemoryEstimate, gib, largest_length_factor, predict_even_step, predict_memory
+from wlb.memory.step import (
+    EVEN_ROUNDS,
+    MemoryEstimate,
+    gib,
+    predict_even_step,
+    predict_memory,
+)
 from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions
 from wlb.planning.job import JobSpec
@@ -16,7 +24,7 @@ from wlb.schedules.operations import round_size
 
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
 USABLE_SHARE = 0.9
-_FACTORS = 64  # of L_max, between the least and the most, where a step's documents are given
+_FACTORS = 64  # of L_max that are tried in a window
 
 
 @dataclass(frozen=True)
@@ -52,23 +60,21 @@ def fits(job: JobSpec, limit: MemoryLimit) -> bool:
 
 
 def largest_factor(job: JobSpec, limit: MemoryLimit) -> float | None:
-    """The largest L_max that fits ``limit``, in context windows; None where not even one window fits."""
+    """The largest L_max that fits ``limit``, in context windows; None where not even the least does.
+
+    From a window on a multiple of 1/64; where a step's documents are bounded, one of so many between the least and the
+    most.
+    """
     options = job.packing.options
     assert isinstance(options, LengthFactorOptions)
     most = options.largest_auto_factor(job.packing.micro_batches)
     if job.most_step_tokens is None:
-        return largest_length_factor(job.memory_settings, job.context_window, limit.number_of_bytes, most)
-    least = job.least_length_factor
-    if not fits(job.with_length_factor(least), limit):
-        return None
-    low, high = 0, _FACTORS
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(job.with_length_factor(least + (most - least) * middle / _FACTORS), limit):
-            low = middle
-        else:
-            high = middle - 1
-    return least + (most - least) * low / _FACTORS
+        factors = [count / _FACTORS for count in range(_FACTORS, math.ceil(most * _FACTORS) + 1)]
+    else:
+        least = job.least_length_factor
+        factors = [least + (most - least) * count / _FACTORS for count in range(_FACTORS + 1)]
+    fitting = bisect_left(factors, True, key=lambda factor: not fits(job.with_length_factor(factor), limit))
+    return factors[fitting - 1] if fitting else None
 
 
 def too_large(job: JobSpec, limit: MemoryLimit, *, resumes: bool = False) -> str | None:

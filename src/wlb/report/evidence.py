@@ -20,18 +20,14 @@ from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
 from wlb.memory.layers import Checkpointing
 from wlb.packing.elastic import ElasticOptions
-from wlb.packing.statistics import PackingStatistics
 from wlb.planning.memory import fits, largest_factor, predicted_memory
 from wlb.planning.planner import StepPlanner
 from wlb.report.gain import Gain, gain
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
-from wlb.simulate import SimulatedJob, StepResults, simulate_steps
-from wlb.simulate.compare import Cluster, MethodResult, compare_packer, packer_for
-from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import with_decided_length
+from wlb.simulate import SimulatedJob, SimulationResult, simulate
+from wlb.simulate.compare import MethodResult, compare_packer, packer_for
 from wlb.simulate.pools import with_decided_pools
 from wlb.simulate.timeline import Timeline, timeline
-from wlb.workload.base import DocumentPrices
 
 BASELINE, BEST, ELASTIC = "plain-4d", "best", "elastic"  # presets
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")
@@ -39,39 +35,9 @@ RECOMMENDED = "makespan"
 
 LENGTH_FACTORS = (1.0, 1.25, 1.5, 2.0)
 AS_FAST = 0.01  # L_max within so much of the fastest differ in what waits, not in speed
-_MICRO_BATCHES_AT_ONCE = 512
 _ENOUGH_ROOM = 1.5  # windows: checkpointing is not raised to make micro-batches longer than this
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class SystemSteps:
-    """Every step's tokens and seconds, where the time goes on average, and one step in full.
-
-    The one step is that with the most usual seconds for its work; ``gpu_seconds`` has shape (pp, dp, cp).
-    ``token_delay`` is the mean number of steps that a token waits; ``work_seconds`` are W_a + W_l of what each step
-    trains.
-    """
-
-    job: SimulatedJob
-    tokens: NDArray[np.int64]
-    seconds: NDArray[np.float64]
-    where: dict[str, float]
-    imbalance: float
-    token_delay: float
-    work_seconds: NDArray[np.float64]
-    gpu_seconds: NDArray[np.float64]
-    timeline: Timeline
-
-    @property
-    def tokens_per_second(self) -> float:
-        return float(self.tokens.sum() / self.seconds.sum())
-
-    @property
-    def work_rate(self) -> float:
-        """Work over seconds: unlike tokens/s, it does not rise while long documents wait."""
-        return float(self.work_seconds.sum() / self.seconds.sum())
 
 
 @dataclass(frozen=True)
@@ -92,11 +58,10 @@ class Evidence:
     """Everything that the report on ``lengths`` shows; all of it is simulated."""
 
     lengths: NDArray[np.int64]
-    systems: dict[str, SystemSteps]
+    systems: dict[str, SimulationResult]
     methods: list[MethodResult]
     tried: list[TriedLength]  # by rising L_max
     fits: bool  # whether the memory model finds room for a window on every GPU
-    shards: list[ShardPlan]  # of one micro-batch, every strategy; empty without context parallelism
 
     @property
     def job(self) -> SimulatedJob:
@@ -117,17 +82,36 @@ class Evidence:
     @cached_property
     def gains(self) -> dict[str, Gain]:
         """Of every system over the baseline, at equal work."""
-        return self._gains(lambda system: system.work_seconds)
+        return self._gains(lambda system: system.step_work_seconds)
 
     @cached_property
     def gains_in_tokens(self) -> dict[str, Gain]:
         """The same in tokens/s, which also count what is cut away, and what still waits, as a gain."""
-        return self._gains(lambda system: system.tokens)
+        return self._gains(lambda system: system.step_tokens)
 
-    def _gains(self, done: Callable[[SystemSteps], NDArray[Any]]) -> dict[str, Gain]:
+    @cached_property
+    def usual_steps(self) -> dict[str, Timeline]:
+        """Of the baseline, of ``best`` and of the winner, the step with the most usual seconds for its work."""
+        names = (BASELINE, BEST, self.winner)
+        return {name: usual_step(self.systems[name], self.lengths) for name in dict.fromkeys(names)}
+
+    @cached_property
+    def shards(self) -> list[ShardPlan]:
+        """The heaviest micro-batch of ``best``'s usual step by every strategy; none without context parallelism."""
+        job = self.job
+        if job.cp == 1:
+            return []
+        plan = self.usual_steps[BEST].plan
+        heaviest = max(plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
+        return [
+            make_shard_plan(heaviest.lengths, job.cp, strategy, workload=job.sharding_workload)
+            for strategy in STRATEGIES
+        ]
+
+    def _gains(self, done: Callable[[SimulationResult], NDArray[Any]]) -> dict[str, Gain]:
         before = self.systems[BASELINE]
         return {
-            name: gain(done(before), before.seconds, done(after), after.seconds)
+            name: gain(done(before), before.step_seconds, done(after), after.step_seconds)
             for name, after in self.systems.items()
             if name != BASELINE
         }
@@ -144,8 +128,7 @@ def gather_evidence(
     Raises ``UserError`` where the documents do not fill one step.
     """
     best = job(BEST)
-    cluster = Cluster(best.packing.micro_batches, best.context_window, best.dp, best.pp)
-    documents, _ = documents_for(lengths, cluster.micro_batches, cluster.context_window, steps=steps)
+    documents, _ = documents_for(lengths, best.packing.micro_batches, best.context_window, steps=steps)
     step_tokens = best.packing.micro_batches * best.context_window
     steps = min(steps, sum(document.length for document in documents) // step_tokens)
     checkpointing, room = least_checkpointing(best)
@@ -158,53 +141,28 @@ def gather_evidence(
                 other = _settled(other, checkpointing, min(float(other.packing.length_factor), room or 1.0))
             else:
                 other = with_decided_pools(replace(other, activation_checkpointing=checkpointing), lengths)
-            systems[name] = simulate_system(with_decided_length(other), lengths, steps, best.work_prices)
+            systems[name] = simulate(other, lengths, steps, work_prices=best.work_prices)
     candidates = []
     for factor in LENGTH_FACTORS:
         if factor <= (room or 1.0):
             on_progress(f"simulating {BEST}, L_max {factor:g}")
             settled = _settled(best, checkpointing, factor)
-            candidates.append(simulate_system(settled, lengths, steps, best.work_prices))
+            candidates.append(simulate(settled, lengths, steps, work_prices=best.work_prices))
     systems[BEST] = fast_with_least_delay(candidates)
     results = []
     for method in (*METHODS, RECOMMENDED):
         on_progress(f"packing {method}")
-        results.append(_pack(method, documents, cluster, systems[BEST].job))
+        results.append(_pack(method, documents, systems[BEST].job))
     fastest = max(candidate.work_rate for candidate in candidates)
     tried = [_tried(candidate, candidate.work_rate / fastest) for candidate in candidates]
     systems = {name: systems[name] for name in PRESETS}
-    return Evidence(lengths, systems, results, tried, room is not None, _shards(systems[BEST]))
+    return Evidence(lengths, systems, results, tried, room is not None)
 
 
-def simulate_system(job: SimulatedJob, lengths: NDArray[np.int64], steps: int, prices: DocumentPrices) -> SystemSteps:
-    """The first ``steps`` steps of ``job`` on documents of ``lengths`` tokens, their work valued by ``prices``."""
-    costs = JobCosts(job)
-    plans = list(islice(StepPlanner(job, lengths).plans(), steps))
-    packed = PackingStatistics()
-    packed.add(plans)
-    at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
-    groups = [simulate_steps(plans[start : start + at_once], costs) for start in range(0, steps, at_once)]
-
-    def whole(column: Callable[[StepResults], NDArray[np.float64]]) -> NDArray[np.float64]:
-        return np.concatenate([column(group) for group in groups])
-
-    seconds = whole(lambda group: group.seconds)
-    tokens = np.concatenate([group.tokens for group in groups])
-    gpu_seconds = whole(lambda group: group.gpu_seconds)
-    work = np.array([prices.document_seconds(plan.table[:, 2]).sum() for plan in plans])
-    usual = int(np.abs(seconds / work - seconds.sum() / work.sum()).argmin())
-    over_gpus = (1, 2, 3)
-    return SystemSteps(
-        job=job,
-        tokens=tokens,
-        seconds=seconds,
-        where={cause: float(whole(lambda group, cause=cause: group.where[cause]).mean()) for cause in groups[0].where},  # type: ignore[misc]
-        imbalance=float((gpu_seconds.max(axis=over_gpus) / gpu_seconds.mean(axis=over_gpus)).mean()),
-        token_delay=packed.mean_token_delay,
-        work_seconds=work,
-        gpu_seconds=gpu_seconds[usual],
-        timeline=timeline(plans[usual], job),
-    )
+def usual_step(result: SimulationResult, lengths: NDArray[np.int64]) -> Timeline:
+    """The step of ``result`` with the most usual seconds for its work, planned again from ``lengths``."""
+    usual = int(np.abs(result.step_seconds / result.step_work_seconds - 1 / result.work_rate).argmin())
+    return timeline(next(islice(StepPlanner(result.job, lengths).plans(), usual, None)), result.job)
 
 
 def least_checkpointing(job: SimulatedJob) -> tuple[Checkpointing, float | None]:
@@ -221,7 +179,7 @@ def least_checkpointing(job: SimulatedJob) -> tuple[Checkpointing, float | None]
     return best
 
 
-def fast_with_least_delay(candidates: Sequence[SystemSteps]) -> SystemSteps:
+def fast_with_least_delay(candidates: Sequence[SimulationResult]) -> SimulationResult:
     """Of ``candidates`` about as fast as the fastest, the one in which tokens wait least."""
     enough = (1 - AS_FAST) * max(candidate.work_rate for candidate in candidates)
     fast = (candidate for candidate in candidates if candidate.work_rate >= enough)
@@ -232,7 +190,7 @@ def _settled(job: SimulatedJob, checkpointing: Checkpointing, max_length_factor:
     return replace(job.with_length_factor(max_length_factor), activation_checkpointing=checkpointing)
 
 
-def _tried(system: SystemSteps, speed: float) -> TriedLength:
+def _tried(system: SimulationResult, speed: float) -> TriedLength:
     return TriedLength(
         float(system.job.packing.length_factor),
         speed,
@@ -241,23 +199,8 @@ def _tried(system: SystemSteps, speed: float) -> TriedLength:
     )
 
 
-def _pack(method: str, documents: Sequence[Segment], cluster: Cluster, best: SimulatedJob) -> MethodResult:
-    """``method`` by itself; the recommended one too packs by W_a + W_l here, so that all are judged by one price."""
-    workload = best.workload
-    if method == RECOMMENDED:
-        packer = replace(best, packed_by=workload).packer()
-    else:
-        factor = float(best.packing.length_factor)
-        packer = packer_for(method, cluster, workload, max_length_factor=factor)
-    return compare_packer(method, packer, documents, cluster, workload)
-
-
-def _shards(best: SystemSteps) -> list[ShardPlan]:
-    """The step's heaviest micro-batch, shared by every strategy."""
-    job = best.job
-    if job.cp == 1:
-        return []
-    heaviest = max(best.timeline.plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
-    return [
-        make_shard_plan(heaviest.lengths, job.cp, strategy, workload=job.sharding_workload) for strategy in STRATEGIES
-    ]
+def _pack(method: str, documents: Sequence[Segment], best: SimulatedJob) -> MethodResult:
+    """``method`` by itself, in the job of ``best``."""
+    factor = float(best.packing.length_factor)
+    packer = best.packer() if method == RECOMMENDED else packer_for(method, best, max_length_factor=factor)
+    return compare_packer(method, packer, documents, best)

@@ -44,7 +44,7 @@ def plot_comparison(results: Sequence[MethodResult], path: Path, *, title: str) 
     panels = (
         ("speed at equal work", [row.speed_at_equal_work for row in rows], 0.0, "{:.2f}x"),
         ("imbalance degree (1 is perfect)", [row.result.imbalance_degree for row in rows], 1.0, "{:.3f}"),
-        ("pipeline cost over perfect balance", [row.pipeline_cost for row in rows], 1.0, "{:.3f}"),
+        ("pipeline cost over perfect balance", [row.simulated.pipeline_cost for row in rows], 1.0, "{:.3f}"),
         ("mean token delay (steps)", [row.result.mean_token_delay for row in rows], 0.0, "{:.2f}"),
     )
     figure, axes = pyplot_without_display().subplots(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wlb.memory.step import gib
 from wlb.report.evidence import AS_FAST, BASELINE, BEST, ELASTIC, Evidence
 from wlb.report.gain import Gain
@@ -14,6 +17,8 @@ from wlb.report.html.page import code, facts, page, paragraph, section, verdict
 from wlb.report.plots import is_baseline
 from wlb.report.recommended import recommended_config
 from wlb.report.rivals import rivals_section
+from wlb.simulate import simulate_step
+from wlb.simulate.timeline import Timeline
 
 TITLE = "What workload balancing gives this job"
 
@@ -39,7 +44,7 @@ def predicted_report(
     gain = evidence.gains[winner]
     before, after = evidence.systems[BASELINE], evidence.systems[winner]
     layout = f"dp {job.dp} · pp {job.pp} · cp {job.cp} · tp {job.tp}"
-    steps = len(after.seconds)
+    steps = after.steps
     return page(
         TITLE,
         [
@@ -57,7 +62,10 @@ def predicted_report(
                         f"{gain.factor:.2f}x",
                         f"speed at equal work, {winner} over {BASELINE} ({gain.low:.2f} to {gain.high:.2f})",
                     ),
-                    (f"{before.imbalance:.2f} → {after.imbalance:.2f}", "slowest over mean GPU, compute of a step"),
+                    (
+                        f"{before.imbalance['gpus']:.2f} → {after.imbalance['gpus']:.2f}",
+                        "slowest over mean GPU, compute of a step",
+                    ),
                     (f"{after.token_delay:.2f}", f"token delay of {winner}, mean, in steps"),
                     (f"{after.tokens_per_second:,.0f}", f"tokens/s of {winner}, all GPUs"),
                 ]
@@ -116,7 +124,7 @@ def _gain(evidence: Evidence) -> list[Markup]:
             f"Speed at equal work over {BASELINE}",
             list(evidence.gains.items()),
             f"times {BASELINE}",
-            f"Dots: simulated; lines: 95% of a moving-block bootstrap over {len(evidence.systems[BEST].tokens)} steps.",
+            f"Dots: simulated; lines: 95% of a moving-block bootstrap over {evidence.systems[BEST].steps} steps.",
         ),
         *_doubts(evidence.winner, evidence.gains[evidence.winner]),
         table(headings, rows),
@@ -151,7 +159,7 @@ def _packing(evidence: Evidence) -> list[Markup]:
         "packing-chart",
         "Imbalance degree by packing method",
         [(r.method, r.imbalance_degree, f"{r.imbalance_degree:.3f}") for r in results],
-        "largest over mean micro-batch workload, mean over steps; 1 is perfect",
+        "longest over mean micro-batch, mean over steps; 1 is perfect",
         "Simulated, on the same documents.",
         origin=1.0,
         highlights=[r.method for r in results if not is_baseline(r.method)],
@@ -172,17 +180,17 @@ def _packing(evidence: Evidence) -> list[Markup]:
             f"{r.imbalance_degree:.3f}",
             f"{r.mean_token_delay:.2f}",
             f"{r.longest_delay}",
-            f"{r.pipeline_cost:.3f}",
-            f"{r.pipeline_cost_arranged:.3f}",
+            f"{r.as_packed.pipeline_cost:.3f}",
+            f"{r.arranged.pipeline_cost:.3f}",
             f"{r.attention_kept:.0%}",
             f"{r.planning_ms_per_step:.1f}",
         )
         for r in results
     ]
     caption = (
-        "All methods pack by W_a + W_l here and are judged by it. Token delay in steps. Pipeline cost: simulated step "
-        "over a perfectly balanced one, micro-batches as packed, then with balanced assignment and order. ms/step: "
-        "planning, measured on this machine."
+        "All methods are simulated in the job of best. Token delay in steps. Pipeline cost: simulated step over a "
+        "perfectly balanced one, micro-batches as packed, then with balanced assignment and order. ms/step: planning, "
+        "measured on this machine."
     )
     return [chart, table(headings, rows, caption)]
 
@@ -190,7 +198,7 @@ def _packing(evidence: Evidence) -> list[Markup]:
 def _where(evidence: Evidence) -> Markup:
     baseline = evidence.systems[BASELINE]
     for_the_work = {
-        name: {cause: seconds / system.work_seconds.mean() for cause, seconds in system.where.items()}
+        name: {cause: seconds * system.steps / system.work_seconds for cause, seconds in system.where.items()}
         for name, system in evidence.systems.items()
     }
     unit = 1 / baseline.work_rate
@@ -217,18 +225,22 @@ def _ranks(evidence: Evidence) -> Markup:
     return heat_map(
         "ranks-chart",
         "Compute of every GPU in one step",
-        [(name, evidence.systems[name].gpu_seconds) for name in (BASELINE, evidence.winner)],
+        [(name, _gpu_seconds(evidence.usual_steps[name])) for name in (BASELINE, evidence.winner)],
         "Simulated seconds of compute, without collectives and idle time",
         f"{_THE_STEP}. Rows are pipeline ranks, columns context-parallel ranks within data-parallel ones; "
         "tensor-parallel ranks are alike. Red GPUs are the slowest; blue ones are idle until those have finished.",
     )
 
 
+def _gpu_seconds(step: Timeline) -> NDArray[np.float64]:
+    return np.asarray(simulate_step(step.plan, step.job).gpu_seconds[0])
+
+
 def _pipeline(evidence: Evidence) -> Markup:
     return pipeline_chart(
         "pipeline-chart",
         "One step, before and after",
-        [(name, evidence.systems[name].timeline) for name in (BASELINE, evidence.winner)],
+        [(name, evidence.usual_steps[name]) for name in (BASELINE, evidence.winner)],
         f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only.",
     )
 

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.packing.plan import StepPlan
-from wlb.planning.planner import StepPlanner
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.reproduce import paper
 from wlb.reproduce.bench import Bench, corpus
 from wlb.reproduce.experiment import COLOURS, Column, Finding, Report, Settings, Table
 from wlb.simulate import SimulatedJob
-from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import NAMED_JOBS
+from wlb.simulate.rate import first_steps
 from wlb.simulate.step import Steps
 
 _STEPS = 64  # over fewer, tokens/s favour systems in which many long documents still wait at the end
@@ -72,19 +69,15 @@ def run(settings: Settings) -> Report:
 
 
 def _latency(job: SimulatedJob, bench: Bench) -> Latency:
-    costs = JobCosts(job)
-    plans = islice(StepPlanner(job, bench.lengths).plans(), bench.steps)
-    parts = [_of_step(plan, costs) for plan in plans]
+    parts = [_of_steps(steps) for _, steps in first_steps(job, bench.lengths, bench.steps)]
     everything, attention, seconds, tokens = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Latency(everything, attention, seconds, int(tokens.sum()))
 
 
-def _of_step(plan: StepPlan, costs: JobCosts) -> tuple[Array, Array, Array, NDArray[np.int64]]:
-    step = Steps.of([plan], costs)
-    results = step.results()
-    attention = (step.shards.attention_forward + step.shards.attention_backward).sum(axis=2)  # (1, dp, cp)
-    by_rank = costs.stage_shares[:, None, None] * attention[:, None]
-    return results.gpu_seconds, by_rank, results.seconds, results.tokens
+def _of_steps(steps: Steps) -> tuple[Array, Array, Array, NDArray[np.int64]]:
+    attention = (steps.shards.attention_forward + steps.shards.attention_backward).sum(axis=2)  # (steps, dp, cp)
+    by_rank = steps.costs.stage_shares[:, None, None] * attention[:, None]
+    return steps.gpu_seconds, by_rank, steps.seconds, steps.tokens
 
 
 def slowest_over_mean(latency: Array, together: Sequence[int]) -> float:

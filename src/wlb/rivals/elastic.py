@@ -18,10 +18,11 @@ from wlb.errors import UserError
 from wlb.packing.elastic import ElasticOptions, Grouping
 from wlb.planning.memory import fits
 from wlb.rivals.layouts import candidate_ranks, checkpointed, no_layout
-from wlb.rivals.ours import first_plans, outcome_of, work_rate
+from wlb.rivals.ours import outcome_of
 from wlb.rivals.plan import Ranks
 from wlb.rivals.policy import Outcome, first_batches
 from wlb.simulate.job import SimulatedJob, preset_sections, with_decided_length
+from wlb.simulate.rate import rate
 from wlb.simulate.run import simulate
 from wlb.simulate.search import SearchSpace
 from wlb.workload.base import DocumentPrices
@@ -99,10 +100,8 @@ def _pooled(
 
 def _work_rate(job: SimulatedJob, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> float:
     """Of one step; 0 where a document finds no room in it."""
-    plans = first_plans(job, lengths, 1)
-    if plans[0].tokens < job.global_batch * job.context_window:
-        return 0.0
-    return work_rate(job, plans, work_prices)
+    rated = rate(job, lengths, 1, work_prices)
+    return 0.0 if rated.step_tokens[0] < job.global_batch * job.context_window else rated.work_rate
 
 
 def _text(job: SimulatedJob) -> str:

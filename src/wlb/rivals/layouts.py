@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
-from typing import Any, get_args
+from typing import get_args
 
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing
@@ -20,11 +19,10 @@ from wlb.rivals.filling import power_of_two
 from wlb.rivals.plan import Integers, Ranks
 from wlb.rivals.pricing import ideal_seconds, peak_memory
 from wlb.settings import MOST_RANKS
-from wlb.simulate.job import SimulatedJob, replicate_kv_heads, simulated_job
-from wlb.simulate.search import SearchSpace
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.search import SearchSpace, job_on, meshes
 
 TRIED = 6  # layouts of a policy, and then other token caps of the fastest
-_LARGEST_PP = 32
 _LEAST_TOKENS = 1024  # of a rank
 _PROBED = (4096, 2**18)  # tokens of a rank whose memory is predicted
 _FINER = (1.0, 0.5, 0.25)  # of the most tokens that fit: smaller micro-batches, documents on more ranks
@@ -90,35 +88,17 @@ def layout_text(ranks: Ranks) -> str:
 
 @lru_cache(maxsize=8)
 def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
-    return tuple(ranks for job in _jobs(space) for ranks in _capacities(job, space, keeps_weights=keeps_weights))
-
-
-def _jobs(space: SearchSpace) -> Iterator[SimulatedJob]:
-    powers = [2**exponent for exponent in range(6)]
-    for tp, pp in product(powers, powers):
-        count, rest = divmod(space.gpus, tp * pp)
-        if rest or not count or tp > space.hardware.node_size or pp > _LARGEST_PP:
-            continue
-        layouts: list[dict[str, Any]] = [{}] if pp == 1 else [{}, {"virtual_pp": 2, "schedule": "interleaved_1f1b"}]
-        for layout in layouts:
-            try:
-                yield simulated_job(
-                    replicate_kv_heads(space.shape, tp),
-                    space.context_window,
-                    "fixed-4d",
-                    hardware=space.hardware,
-                    micro_batches=pp,
-                    tp=tp,
-                    pp=pp,
-                    dp=count,
-                    **layout,
-                )
-            except UserError:
-                continue  # the model cannot be cut or split that way
+    jobs = (job_on(space, "fixed-4d", micro_batches=sizes["pp"], **sizes) for sizes in meshes(space, largest_cp=1))
+    return tuple(
+        ranks for job in jobs if job is not None for ranks in _capacities(job, space, keeps_weights=keeps_weights)
+    )
 
 
 def _capacities(job: SimulatedJob, space: SearchSpace, *, keeps_weights: bool) -> Iterator[Ranks]:
-    """Token caps worth trying, each with the cheapest activation checkpointing under which it fits."""
+    """Token caps worth trying, each with the cheapest activation checkpointing under which it fits.
+
+    Unlike a job's L_max (``wlb.planning.memory``), a cap is of one rank, whatever group it is in.
+    """
     even = space.micro_batches * space.context_window // job.dp
     least = -(-space.context_window // job.dp)
     known: set[int] = set()

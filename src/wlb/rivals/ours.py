@@ -15,7 +15,6 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.packing.plan import StepPlan
 from wlb.planning.memory import predicted_memory
 from wlb.planning.planner import StepPlanner
 from wlb.rivals.exchange import kv_bytes
@@ -25,10 +24,10 @@ from wlb.rivals.policy import Outcome, first_batches
 from wlb.rivals.pricing import ideal_seconds
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
+from wlb.simulate.rate import rate
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.simulate.search import SearchSpace, fitted, layout_of, layouts, packed_as
 from wlb.simulate.shards import price_shards
-from wlb.simulate.step import Steps
 from wlb.workload.base import DocumentPrices
 
 _SCREENED = 16  # layouts of which one step is simulated under fixed-4d
@@ -54,7 +53,7 @@ class SystemPolicy:
         if not jobs:
             raise no_layout(name, space)
         longer = LONGER if self.delays else 1
-        job = max(jobs, key=lambda job: work_rate(job, first_plans(job, lengths, longer), work_prices))
+        job = max(jobs, key=lambda job: rate(job, lengths, longer, work_prices).work_rate)
         result = simulate(job, lengths, longer * space.steps, work_prices=work_prices)
         return outcome_of(name, result, lengths, len(jobs), f"{layout_of(job)}, {job.activation_checkpointing}")
 
@@ -75,9 +74,7 @@ def _screened(space: SearchSpace, lengths_bytes: bytes) -> tuple[SimulatedJob, .
     fitting.sort(key=lambda job: ideal_seconds(documents, _as_ranks(job)))
     promising = fitting[:_SCREENED]
     work_prices = promising[0].work_prices
-    screens = {id(job): packed_as(job, _SCREEN) for job in promising}
-    rates = {key: work_rate(job, first_plans(job, lengths, 1), work_prices) for key, job in screens.items()}
-    fastest = sorted(promising, key=lambda job: -rates[id(job)])
+    fastest = sorted(promising, key=lambda job: -rate(packed_as(job, _SCREEN), lengths, 1, work_prices).work_rate)
     return tuple(dict.fromkeys(fastest[:_TRIED] + promising[:_TRIED]))
 
 
@@ -87,21 +84,11 @@ def _as_ranks(job: SimulatedJob) -> Ranks:
     return Ranks(replace(job, cp=1, dp=ranks, packing=packing), -(-job.context_window // job.cp))
 
 
-def first_plans(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> list[StepPlan]:
-    return [*islice(StepPlanner(job, lengths).plans(), steps)]
-
-
-def work_rate(job: SimulatedJob, plans: Sequence[StepPlan], work_prices: DocumentPrices) -> float:
-    """Seconds of work done in a second of ``plans``."""
-    work = sum(float(work_prices.document_seconds(plan.table[:, 2]).sum()) for plan in plans)
-    return work / float(Steps.of(plans, JobCosts(job)).seconds.sum())
-
-
 def outcome_of(name: str, result: SimulationResult, lengths: NDArray[np.int64], tried: int, layout: str) -> Outcome:
     """The ``Outcome`` of a simulated job; planning, sharding included, is measured here."""
     job, steps = result.job, result.steps
     began = time.perf_counter()
-    plans = first_plans(job, lengths, steps)
+    plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
     shards = price_shards([m.lengths for plan in plans for m in plan.micro_batches], JobCosts(job))
     planning = time.perf_counter() - began
     again = job.activation_checkpointing == "full"

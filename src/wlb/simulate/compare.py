@@ -1,30 +1,34 @@
-"""Packing methods side by side on the same documents: balance, delay, planning time and what a pipeline pays.
+"""Packing methods side by side on the same documents: balance, delay, planning time and what their steps take.
 
-Each method plans the whole stream; its plans are dealt to data-parallel ranks and replayed through the pipeline
-schedule, once as packed and once with balanced assignment and the order searched for (``wlb.packing.arrange``). Steps
-are priced in groups, so memory does not grow with the stream. Only whole steps count for balance and cost; the tail
-that ``drain`` leaves is shorter than a step. Speeds count the tail too: every method has trained all documents by
-then, so none looks fast because its long ones still wait.
+Each method plans the whole stream, by the prices that a job with this packer packs by. Its steps are simulated in that
+job (``wlb.simulate.step``), once as packed and once with balanced assignment and the order searched for
+(``wlb.packing.arrange``); everything else, sharding too, is the same for all. Only whole steps count for balance and
+cost; the tail that ``drain`` leaves is shorter than a step. Speeds count the tail too: every method has trained all
+documents by then, so none looks fast because its long ones still wait.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing import PACKERS, checked_name, make_packer
+from wlb.packing.arrange import arrange
 from wlb.packing.fixed import FixedSolverPacker
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
 from wlb.packing.statistics import PackingStatistics
-from wlb.simulate.pipeline_cost import Cluster, PipelineCost, in_groups
-from wlb.workload.base import Workload
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.rate import Rate, in_groups
+from wlb.simulate.step import Steps, simulate_steps
 from wlb.workload.flops import attended_pairs
 
 DEFAULT_METHODS = (
@@ -42,15 +46,27 @@ DEFAULT_METHODS = (
 _DOCUMENTS_AT_A_TIME = 4096
 
 
+class SimulatedSteps(NamedTuple):
+    """Steps with their micro-batches as packed, or arranged.
+
+    ``pipeline_cost`` is the seconds of whole steps over those with micro-batches that are all alike. The rest counts
+    the tail too: ``work_rate`` is predicted seconds of work done in a second, as in ``wlb.simulate``, tokens are of all
+    GPUs, and ``busy_share`` is the part of the GPUs' time in which they compute.
+    """
+
+    pipeline_cost: float
+    tokens_per_second: float
+    work_rate: float
+    busy_share: float
+
+
 @dataclass(frozen=True)
 class MethodResult:
-    """One row of the comparison; ``pipeline_cost`` is simulated step seconds over those of a perfectly balanced step.
+    """One row of the comparison.
 
-    ``pipeline_cost`` takes the micro-batches as packed, ``pipeline_cost_arranged`` with balanced assignment and order;
-    so do the simulated throughput, of all data-parallel ranks together, and the busy share, which is that of the
-    pipeline stages' time spent on work; these two are over all documents, the tail included. ``attention_kept`` is the
-    share of the documents' query-key pairs that is computed: what cutting documents leaves out makes a method faster,
-    not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
+    ``imbalance_degree`` is the heaviest over the mean micro-batch of whole steps, by the prices that the method packs by.
+    ``attention_kept`` is the share of the documents' query-key pairs that is computed: what cutting documents leaves out
+    makes a method faster, not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
     """
 
     method: str
@@ -59,12 +75,8 @@ class MethodResult:
     longest_delay: int
     tokens_per_step_cv: float
     planning_ms_per_step: float
-    pipeline_cost: float
-    pipeline_cost_arranged: float
-    tokens_per_second: float
-    tokens_per_second_arranged: float
-    busy_share: float
-    busy_share_arranged: float
+    as_packed: SimulatedSteps
+    arranged: SimulatedSteps
     attention_kept: float
     steps: int
     drained_steps: int
@@ -75,63 +87,63 @@ class MethodResult:
     optimality_gap: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        own = {name: value for name, value in vars(self).items() if name not in ("as_packed", "arranged")}
+        arranged = {f"{name}_arranged": value for name, value in self.arranged._asdict().items()}
+        return own | self.as_packed._asdict() | arranged
 
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A row as it is shown: ``result`` with its micro-batches as packed, or arranged.
+    """A row as it is shown: ``result`` with its micro-batches as packed, or arranged, over the first row.
 
-    ``speed_at_equal_work`` is predicted seconds of work done in a second, over the first row's. ``speed_in_tokens`` is
-    tokens instead; it flatters a method that cuts documents, because it skips part of their attention.
+    ``speed_at_equal_work`` is predicted seconds of work done in a second. ``speed_in_tokens`` is tokens instead; it
+    flatters a method that cuts documents, because it skips part of their attention.
     """
 
     name: str
     result: MethodResult
-    arranged: bool
-    speed_at_equal_work: float
-    speed_in_tokens: float
+    simulated: SimulatedSteps
+    base: SimulatedSteps
 
     @property
-    def pipeline_cost(self) -> float:
-        return self.result.pipeline_cost_arranged if self.arranged else self.result.pipeline_cost
+    def speed_at_equal_work(self) -> float:
+        return self.simulated.work_rate / self.base.work_rate
+
+    @property
+    def speed_in_tokens(self) -> float:
+        return self.simulated.tokens_per_second / self.base.tokens_per_second
 
 
 def compared_rows(results: Sequence[MethodResult]) -> list[ComparedRow]:
     """The first method as packed, which the others are compared with; then every method arranged, the first too."""
-    base = results[0]
-    first = ComparedRow(base.method, base, False, 1.0, 1.0)
-    arranged = [
-        ComparedRow(
-            f"{base.method}, arranged" if result is base else result.method,
-            result,
-            True,
-            result.busy_share_arranged / base.busy_share,
-            result.tokens_per_second_arranged / base.tokens_per_second,
-        )
-        for result in results
+    first, *others = results
+    base = first.as_packed
+    return [
+        ComparedRow(first.method, first, base, base),
+        ComparedRow(f"{first.method}, arranged", first, first.arranged, base),
+        *(ComparedRow(other.method, other, other.arranged, base) for other in others),
     ]
-    return [first, *arranged]
 
 
 def comparison_json(results: Sequence[MethodResult]) -> list[dict[str, Any]]:
     """One object a method, with its speed at equal work over the first method's as packed: arranged, and as packed."""
-    base = results[0].busy_share
+    base = results[0].as_packed.work_rate
     return [
         result.to_json()
         | {
-            "speed_at_equal_work": result.busy_share_arranged / base,
-            "speed_at_equal_work_as_packed": result.busy_share / base,
+            "speed_at_equal_work": result.arranged.work_rate / base,
+            "speed_at_equal_work_as_packed": result.as_packed.work_rate / base,
         }
         for result in results
     ]
 
 
-def packer_for(method: str, cluster: Cluster, workload: Workload, **overrides: object) -> Packer[Any]:
+def packer_for(method: str, job: SimulatedJob, **overrides: object) -> Packer[Any]:
     """The packer that ``method`` names, ``NAME`` or ``NAME:ARGUMENT``; ARGUMENT stands for options of that packer.
 
-    ``overrides`` are options for packers that have them; None leaves an option as it is. Raises ``UserError`` for an
-    unknown method, and for an argument that it does not take.
+    It packs micro-batches of ``job``, by the prices that the job would pack by with this packer. ``overrides`` are
+    options for packers that have them; None leaves an option as it is. Raises ``UserError`` for an unknown method, and
+    for an argument that it does not take.
     """
     name, separator, argument = method.partition(":")
     options_class = PACKERS[checked_name(name)].options_class
@@ -139,14 +151,15 @@ def packer_for(method: str, cluster: Cluster, workload: Workload, **overrides: o
     options = {option: value for option, value in overrides.items() if option in known and value is not None}
     try:
         if separator:
-            options |= options_class.from_argument(argument, cluster.context_window)
+            options |= options_class.from_argument(argument, job.context_window)
     except UserError as error:
         raise UserError(f"method {method!r}: {error}") from None
+    packed = replace(job, packing=job.packing.model_copy(update={"method": name}))
     return make_packer(
         name,
-        micro_batches=cluster.micro_batches,
-        context_window=cluster.context_window,
-        workload=workload,
+        micro_batches=job.packing.micro_batches,
+        context_window=job.context_window,
+        workload=packed.packing_prices,
         **options,
     )
 
@@ -155,17 +168,15 @@ def compare_packer(
     method: str,
     packer: Packer[Any],
     documents: Sequence[Segment],
-    cluster: Cluster,
-    workload: Workload,
+    job: SimulatedJob,
     *,
     on_progress: Callable[[int], None] = lambda documents: None,
 ) -> MethodResult:
-    """Pack ``documents``, at least one, in arrival order with ``packer``, shown as ``method``, and price the steps.
+    """Pack ``documents``, at least one, in arrival order with ``packer``, shown as ``method``; simulate the steps.
 
     ``on_progress`` is called with the number of documents just taken in.
     """
-    as_packed = PipelineCost(cluster, workload, "arrival", "arrival")
-    arranged = PipelineCost(cluster, workload, "balanced", "makespan")
+    simulated = _Simulated(job)
     statistics = PackingStatistics()
     trained = _TokenLedger()
     planning_seconds = 0.0
@@ -175,14 +186,12 @@ def compare_packer(
         planning_seconds += time.perf_counter() - start
         statistics.add(plans)
         trained.add(plans)
-        as_packed.add(plans)
-        arranged.add(plans)
+        simulated.add(plans)
         on_progress(len(chunk))
     tail = packer.drain()
     statistics.add_tail(tail)
     trained.add(tail)
-    as_packed.add_tail(tail)
-    arranged.add_tail(tail)
+    simulated.add(tail, tail=True)
     gaps = packer.optimality_gaps if isinstance(packer, FixedSolverPacker) else []
     return MethodResult(
         method=method,
@@ -191,12 +200,8 @@ def compare_packer(
         longest_delay=statistics.longest_delay,
         tokens_per_step_cv=statistics.tokens_per_step_cv,
         planning_ms_per_step=1e3 * planning_seconds / max(1, statistics.steps),
-        pipeline_cost=as_packed.ratio,
-        pipeline_cost_arranged=arranged.ratio,
-        tokens_per_second=statistics.tokens / as_packed.seconds,
-        tokens_per_second_arranged=statistics.tokens / arranged.seconds,
-        busy_share=as_packed.busy_share,
-        busy_share_arranged=arranged.busy_share,
+        as_packed=simulated.as_packed.steps,
+        arranged=simulated.arranged.steps,
         attention_kept=trained.pairs / float(attended_pairs([document.length for document in documents]).sum()),
         steps=statistics.steps,
         drained_steps=len(tail),
@@ -206,6 +211,55 @@ def compare_packer(
         tokens_out=statistics.tokens,
         optimality_gap=float(np.mean(gaps)) if gaps else None,
     )
+
+
+class _Simulated:
+    """Sums over steps, ``as_packed`` and ``arranged``."""
+
+    def __init__(self, job: SimulatedJob) -> None:
+        self.as_packed, self.arranged = _Sums(Rate(job.work_prices)), _Sums(Rate(job.work_prices))
+        self._costs = JobCosts(job)
+        self._dealt = partial(arrange, dp=job.dp, assignment="arrival", order="arrival")
+        self._arranged = partial(arrange, dp=job.dp, assignment="balanced", order="makespan", pipeline=job.pipeline)
+
+    def add(self, plans: Sequence[StepPlan], *, tail: bool = False) -> None:
+        if not plans:
+            return
+        dealt, arranged = [self._dealt(plan) for plan in plans], [self._arranged(plan) for plan in plans]
+        steps = simulate_steps(dealt, self._costs)
+        self.as_packed.add(dealt, steps, tail)
+        self.arranged.add(arranged, steps.reordered(np.array(list(map(_places, dealt, arranged)))), tail)
+
+
+@dataclass
+class _Sums:
+    rate: Rate
+    computing: float = 0.0  # seconds of the mean GPU
+    whole_seconds: float = 0.0  # of whole steps
+    balanced_seconds: float = 0.0
+
+    def add(self, plans: Sequence[StepPlan], steps: Steps, tail: bool) -> None:
+        self.rate.add(plans, steps)
+        self.computing += float(steps.gpu_seconds.mean(axis=(1, 2, 3)).sum())
+        if not tail:
+            self.whole_seconds += float(steps.seconds.sum())
+            self.balanced_seconds += float(steps.balanced_seconds.sum())
+
+    @property
+    def steps(self) -> SimulatedSteps:
+        seconds = self.rate.seconds
+        return SimulatedSteps(
+            pipeline_cost=self.whole_seconds / self.balanced_seconds if self.balanced_seconds else 1.0,
+            tokens_per_second=sum(self.rate.step_tokens) / seconds,
+            work_rate=self.rate.work_rate,
+            busy_share=self.computing / seconds,
+        )
+
+
+def _places(plan: StepPlan, arranged: StepPlan) -> list[int]:
+    """Where in ``plan`` each micro-batch of ``arranged`` is."""
+    places = {id(micro_batch): place for place, micro_batch in enumerate(plan.micro_batches)}
+    return [places[id(micro_batch)] for micro_batch in arranged.micro_batches]
 
 
 class _TokenLedger:

@@ -1,15 +1,12 @@
 """Simulating a job on documents: the plans that the trainer would run, step by step, and what they take.
 
-They come from the trainer's own planner (``wlb.planning.planner``), epoch after epoch, and are priced a few at a time,
-so memory does not grow with their number.
+They come from the trainer's own planner (``wlb.planning.planner``), epoch after epoch.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,15 +15,12 @@ from numpy.typing import NDArray
 from wlb.documents.filling import check_filling
 from wlb.documents.mixture import DocumentLengths, joined_lengths
 from wlb.packing.plan import StepPlan
-from wlb.planning.planner import StepPlanner
-from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, with_decided_length
 from wlb.simulate.pools import with_decided_pools
-from wlb.simulate.step import CAUSES, StepResults, simulate_steps
+from wlb.simulate.rate import Rate, first_steps
+from wlb.simulate.step import CAUSES, Steps
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
-
-_MICRO_BATCHES_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,8 @@ class SimulationResult:
     tokens: int
     work_seconds: float
     seconds: float
+    step_tokens: NDArray[np.int64]  # (steps,)
+    step_work_seconds: NDArray[np.float64]  # (steps,)
     step_seconds: NDArray[np.float64]  # (steps,)
     where: dict[str, float]
     gpu_seconds: NDArray[np.float64]
@@ -111,37 +107,29 @@ def simulate(
     check_filling(of_documents, step_tokens, job.context_window, overlong=data.overlong, steps=steps)
     work_prices = work_prices or job.work_prices
     job = with_decided_length(with_decided_pools(job, lengths))
-    costs = JobCosts(job)
-    totals = _Totals(job, work_prices)
-    plans = islice(StepPlanner(job, lengths).plans(), steps)
-    at_once = max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)
-    while group := list(islice(plans, at_once)):
-        totals.add(simulate_steps(group, costs))
-        totals.add_documents(group, of_documents)
-        on_progress(len(group))
+    totals = _Totals(job, Rate(work_prices))
+    for plans, priced in first_steps(job, lengths, steps):
+        totals.rate.add(plans, priced)
+        totals.add(priced)
+        totals.add_documents(plans, of_documents)
+        on_progress(len(plans))
     return totals.result()
 
 
 class _Totals:
-    """Sums over steps; memory grows by one number a step."""
+    """Sums over steps."""
 
-    def __init__(self, job: SimulatedJob, work_prices: DocumentPrices) -> None:
+    def __init__(self, job: SimulatedJob, rate: Rate) -> None:
+        self.rate = rate
         self._job = job
-        self._work_prices = work_prices
-        self._tokens = 0
-        self._work_seconds = 0.0
-        self._step_seconds: deque[float] = deque()
         self._where = dict.fromkeys(CAUSES, 0.0)
         self._gpu_seconds = np.zeros((job.pp, job.dp, job.cp))
         self._imbalance = dict.fromkeys(("gpus", "cp", "micro_batches", "dp", "pp"), 0.0)
         self._pairs = self._whole_pairs = 0.0
-        self._step_tokens: list[int] = []
         self._delay_token_steps = 0
         self._epochs = 0
 
-    def add(self, results: StepResults) -> None:
-        self._tokens += int(results.tokens.sum())
-        self._step_seconds.extend(results.seconds.tolist())
+    def add(self, results: Steps) -> None:
         for cause, seconds in results.where.items():
             self._where[cause] += float(seconds.sum())
         self._gpu_seconds += results.gpu_seconds.sum(axis=0)
@@ -155,30 +143,31 @@ class _Totals:
         self._imbalance["pp"] += _imbalances(results.gpu_seconds.sum(axis=(2, 3)), (1,))
 
     def add_documents(self, plans: Sequence[StepPlan], lengths: NDArray[np.int64]) -> None:
-        self._step_tokens += [plan.tokens for plan in plans]
         self._delay_token_steps += sum(plan.delay_token_steps for plan in plans)
         document, start, length = np.concatenate([plan.table for plan in plans]).T
         self._epochs = max(self._epochs, 1 + int(document.max()) // len(lengths))
         limit = self._job.context_window
         arrived = np.minimum(lengths[document % len(lengths)] - start // limit * limit, limit)
-        self._work_seconds += float(self._work_prices.document_seconds(length).sum())
         self._pairs += float(attended_pairs(length).sum())
         self._whole_pairs += float((attended_pairs(arrived) * length / arrived).sum())
 
     def result(self) -> SimulationResult:
-        steps = len(self._step_seconds)
+        rate = self.rate
+        steps, tokens = len(rate.step_seconds), np.array(rate.step_tokens)
         return SimulationResult(
             job=self._job,
             steps=steps,
-            tokens=self._tokens,
-            work_seconds=self._work_seconds,
-            seconds=sum(self._step_seconds),
-            step_seconds=np.array(self._step_seconds),
+            tokens=int(tokens.sum()),
+            work_seconds=rate.work_seconds,
+            seconds=rate.seconds,
+            step_tokens=tokens,
+            step_work_seconds=np.array(rate.step_work_seconds),
+            step_seconds=np.array(rate.step_seconds),
             where={cause: seconds / steps for cause, seconds in self._where.items()},
             gpu_seconds=self._gpu_seconds / steps,
             imbalance={name: total / steps for name, total in self._imbalance.items()},
-            token_delay=self._delay_token_steps / self._tokens,
-            tokens_cv=float(np.std(self._step_tokens) / np.mean(self._step_tokens)),
+            token_delay=self._delay_token_steps / int(tokens.sum()),
+            tokens_cv=float(np.std(tokens) / np.mean(tokens)),
             attention_kept=self._pairs / self._whole_pairs,
             epochs=self._epochs,
         )

@@ -15,26 +15,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.filling import check_filling
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing
 from wlb.memory.step import gib
 from wlb.planning.memory import fits, predicted_memory
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.job import SimulatedJob, preset_sections, replicate_kv_heads, simulated_job
+from wlb.simulate.rate import rate
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.workload import Hardware, ModelShape, hardware_preset, make_workload, model_shape
-from wlb.workload.base import DocumentPrices
+
+T = TypeVar("T")
 
 LENGTH_FACTORS = (1.0, 1.5, 2.0)
 _SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not fit
 _SYSTEMS = ("fixed-4d", "wlb-llm", "best")
 _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
+_LARGEST_TP = 32
 _LARGEST_CP = 32
 _LARGEST_PP = 32
 
@@ -103,7 +107,7 @@ def search(
 ) -> SearchResult:
     """Simulate and rank; ``on_progress`` gets how many simulations are done, and of how many.
 
-    Raises ``UserError`` where no layout fits the memory.
+    Raises ``UserError`` where no layout fits the memory, and where the documents do not fill one step.
     """
     jobs, too_large = layouts(space)
     if not jobs and not too_large:
@@ -119,24 +123,29 @@ def search(
             f"window of {space.context_window} tokens (of {len(too_large)} tried, the best needs "
             f"{gib(min(too_large))} GiB); give more GPUs or a shorter window"
         )
+    check_filling(lengths, space.micro_batches * space.context_window, space.context_window, steps=space.steps)
     finals = min(len(jobs), _FINALISTS)
     expected = len(jobs) + finals * len([*_ways_of_packing(jobs[0])]) + 1
     done = 0
 
-    def run(job: SimulatedJob, steps: int, work_prices: DocumentPrices) -> SimulationResult:
+    def counted(result: T) -> T:
         nonlocal done
-        result = simulate(job, lengths, steps, work_prices=work_prices)
         done += 1
         on_progress(done, expected)
         return result
 
     single = make_workload(space.shape, space.hardware)
-    first = sorted((run(job, _FIRST_STEPS, single) for job in jobs), key=_speed, reverse=True)
-    work_prices = first[0].job.work_prices
-    ways = [way for result in first[:finals] for way in _ways_of_packing(result.job)]
+    rates = [counted(rate(job, lengths, _FIRST_STEPS, single).work_rate) for job in jobs]
+    first = [jobs[index] for index in sorted(range(len(jobs)), key=lambda index: -rates[index])]
+    work_prices = first[0].work_prices
+
+    def run(job: SimulatedJob) -> SimulationResult:
+        return counted(simulate(job, lengths, space.steps, work_prices=work_prices))
+
+    ways = [way for job in first[:finals] for way in _ways_of_packing(job)]
     candidates = [candidate for way in ways if (candidate := fitted(way)) is not None]
-    ranking = sorted((run(job, space.steps, work_prices) for job in candidates), key=_speed, reverse=True)
-    plain = run(packed_as(ranking[0].job, "plain-4d"), space.steps, work_prices)
+    ranking = sorted(map(run, candidates), key=lambda result: -result.work_rate)
+    plain = run(packed_as(ranking[0].job, "plain-4d"))
     return SearchResult(ranking, plain, len(jobs), len(too_large))
 
 
@@ -164,19 +173,17 @@ def explanation(winner: SimulationResult, other: SimulationResult) -> list[tuple
     return sorted(saved, key=lambda row: -row[1])
 
 
-def _speed(result: SimulationResult) -> float:
-    return result.work_rate
-
-
 def layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
     """Jobs that fit the memory, one a layout, and the bytes that the others would need."""
     fitting: list[SimulatedJob] = []
     too_large: list[int] = []
-    for sizes in _sizes(space):
-        try:
-            job = _job(space, **sizes)
-        except UserError:
-            continue  # the model cannot be cut or split that way
+    for sizes in meshes(space):
+        micro_batches, rest = divmod(space.micro_batches, sizes["dp"])
+        if rest or micro_batches < sizes["pp"]:
+            continue
+        job = job_on(space, "best", micro_batches=micro_batches, **sizes)
+        if job is None:
+            continue
         fits_so = fitted(job) or fitted(job.with_length_factor(_SHORTEST))
         if fits_so is not None:
             fitting.append(fits_so)
@@ -186,32 +193,34 @@ def layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
     return fitting, too_large
 
 
-def _sizes(space: SearchSpace) -> Iterator[dict[str, Any]]:
-    powers = [2**exponent for exponent in range(6)]
-    tps = [tp for tp in powers if tp <= space.hardware.node_size]
-    cps = [cp for cp in powers if cp <= _LARGEST_CP]
-    pps = [pp for pp in powers if pp <= _LARGEST_PP]
+def meshes(space: SearchSpace, largest_cp: int = _LARGEST_CP) -> Iterator[dict[str, Any]]:
+    """All tp inside a node, cp and pp that are powers of two and divide the GPUs, dp being the rest of them.
+
+    A pipeline comes with one stage a rank, and with two. Whether a model, or a global batch, can be cut that way is not
+    asked.
+    """
+    tps, cps, pps = (
+        [2**exponent for exponent in range(most.bit_length())]
+        for most in (min(space.hardware.node_size, _LARGEST_TP), largest_cp, _LARGEST_PP)
+    )
     for tp, cp, pp in product(tps, cps, pps):
         dp, rest = divmod(space.gpus, tp * cp * pp)
-        if rest or not dp or space.micro_batches % dp or space.micro_batches // dp < pp:
+        if rest or not dp:
             continue
         sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
         yield sizes
-        if pp > 1 and space.micro_batches // dp % pp == 0 and space.shape.layers >= 2 * pp:
+        if pp > 1:
             yield sizes | {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
 
 
-def _job(space: SearchSpace, *, tp: int, dp: int, **sizes: Any) -> SimulatedJob:
-    return simulated_job(
-        replicate_kv_heads(space.shape, tp),
-        space.context_window,
-        "best",
-        hardware=space.hardware,
-        micro_batches=space.micro_batches // dp,
-        tp=tp,
-        dp=dp,
-        **sizes,
-    )
+def job_on(space: SearchSpace, system: str, *, tp: int, **sizes: Any) -> SimulatedJob | None:
+    """The job of ``system`` on one of ``meshes``; None where it cannot be cut or split that way."""
+    try:
+        return simulated_job(
+            replicate_kv_heads(space.shape, tp), space.context_window, system, hardware=space.hardware, tp=tp, **sizes
+        )
+    except UserError:
+        return None
 
 
 def fitted(job: SimulatedJob) -> SimulatedJob | None:

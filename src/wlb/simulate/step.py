@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,28 +49,12 @@ CAUSES = {
 EVERYTHING = frozenset(CAUSES)
 
 
-@dataclass(frozen=True)
-class StepResults:
-    """What some steps take, in seconds.
-
-    ``where`` divides ``seconds`` among ``CAUSES``. ``gpu_seconds`` is what each GPU computes in the step, collectives
-    and waiting left out; tensor-parallel ranks are alike. ``micro_batch_seconds`` is the same for each context-parallel
-    rank of each micro-batch, over all stages.
-    """
-
-    tokens: NDArray[np.int64]  # (steps,)
-    seconds: Array  # (steps,)
-    where: dict[str, Array]  # (steps,) each
-    gpu_seconds: Array  # (steps, pp, dp, cp)
-    micro_batch_seconds: Array  # (steps, dp, micro-batches, cp)
-
-
-def simulate_steps(plans: Sequence[StepPlan], job: SimulatedJob | JobCosts) -> StepResults:
+def simulate_steps(plans: Sequence[StepPlan], job: SimulatedJob | JobCosts) -> Steps:
     """What each of ``plans`` takes, dealt to the job's data-parallel ranks already."""
-    return Steps.of(plans, job if isinstance(job, JobCosts) else JobCosts(job)).results()
+    return Steps.of(plans, job if isinstance(job, JobCosts) else JobCosts(job))
 
 
-def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> StepResults:
+def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> Steps:
     """``simulate_steps`` of one step."""
     return simulate_steps([plan], job)
 
@@ -87,8 +71,9 @@ class Phases(NamedTuple):
 class Steps:
     """Some steps when only the ``modelled`` of ``CAUSES`` are taken into account; everything else is ideal.
 
-    ``blocks`` and ``head`` are what each rank computes outside attention in each micro-batch, in all blocks and in the
-    output head; shape (steps, dp, micro-batches, cp).
+    Nothing is priced before it is asked for: ``seconds`` alone costs a fraction of ``where``. ``blocks`` and ``head``
+    are what each rank computes outside attention in each micro-batch, in all blocks and in the output head; shape
+    (steps, dp, micro-batches, cp).
     """
 
     costs: JobCosts
@@ -109,6 +94,18 @@ class Steps:
         """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
         blocks, head = (_priced(shards.tokens, price) for price in (costs.blocks, costs.head))
         return cls(costs, shards, blocks, head)
+
+    def reordered(self, places: NDArray[np.int64]) -> Steps:
+        """The same micro-batches in another order: where each is now, counted over ranks; shape (steps, all of a step).
+
+        They are not sharded again, which is most of what pricing takes.
+        """
+
+        def moved(column: NDArray[Any]) -> NDArray[Any]:
+            of_steps = column.reshape(*places.shape, *column.shape[3:])
+            return of_steps[np.arange(len(places))[:, None], places].reshape(column.shape)
+
+        return self.of_shards(Shards(*map(moved, self.shards)), self.costs)
 
     @property
     def computing(self) -> Phases:
@@ -191,7 +188,7 @@ class Steps:
         """What reducing gradients adds after the last backward; (pp, steps)."""
         return late_reduction(self.costs, self.stages.backward)
 
-    @property
+    @cached_property
     def seconds(self) -> Array:
         """What the steps take; shape (steps,)."""
         if "bubbles" not in self.modelled:
@@ -205,26 +202,42 @@ class Steps:
             of_rank = of_rank + self.costs.optimizer[:, None]
         return np.asarray(of_rank.max(axis=0))
 
-    def results(self) -> StepResults:
-        """The steps with everything modelled, and what each cause adds."""
-        seconds, where = self._attributed()
-        forward, backward, _ = self.computing
-        computing = forward + backward
-        of_stage = computing.sum(axis=3)  # (steps, dp, stages, cp)
-        return StepResults(
-            tokens=self.shards.tokens.sum(axis=(1, 2, 3)),
-            seconds=seconds,
-            where=where,
-            gpu_seconds=np.stack([of_stage[:, :, mine].sum(axis=2) for mine in self.costs.job.rank_stages], axis=1),
-            micro_batch_seconds=computing.sum(axis=2),
-        )
+    @property
+    def balanced_seconds(self) -> Array:
+        """What the steps would take if all micro-batches of a step were alike; shape (steps,)."""
+        return replace(self, modelled=self.modelled - {"micro-batches"}).seconds
 
-    def _attributed(self) -> tuple[Array, dict[str, Array]]:
-        """The seconds of the steps, shape (steps,), and the part of them that each cause adds."""
+    @cached_property
+    def where(self) -> dict[str, Array]:
+        """The part of ``seconds`` that each of ``CAUSES`` adds, shape (steps,) each."""
         names = [*CAUSES]
         modelled = [frozenset(names[:count]) for count in range(1, len(names) + 1)]
         seconds = [replace(self, modelled=causes).seconds for causes in modelled]
-        return seconds[-1], dict(zip(names, np.diff(seconds, axis=0, prepend=0.0), strict=True))
+        return dict(zip(names, np.diff(seconds, axis=0, prepend=0.0), strict=True))
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Tokens of the steps; shape (steps,)."""
+        return np.asarray(self.shards.tokens.sum(axis=(1, 2, 3)))
+
+    @cached_property
+    def gpu_seconds(self) -> Array:
+        """What each GPU computes in the steps, collectives and waiting left out; shape (steps, pp, dp, cp).
+
+        Tensor-parallel ranks are alike.
+        """
+        of_stage = self._computed.sum(axis=3)
+        return np.stack([of_stage[:, :, mine].sum(axis=2) for mine in self.costs.job.rank_stages], axis=1)
+
+    @property
+    def micro_batch_seconds(self) -> Array:
+        """The same for each context-parallel rank of each micro-batch; shape (steps, dp, micro-batches, cp)."""
+        return np.asarray(self._computed.sum(axis=2))
+
+    @cached_property
+    def _computed(self) -> Array:
+        forward, backward, _ = self.computing
+        return forward + backward
 
     def _together(self, ranks: Array) -> Array:
         """Seconds of groups from those of their ranks, the last axis."""

@@ -1,47 +1,40 @@
-"""Predictions of ranks and stages add up to what packing predicts for the micro-batch."""
+"""What ranks and stages are predicted to compute is what the simulator says of them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from wlb.packing.plan import StepPlan
+from wlb.planning.planner import StepPlanner
 from wlb.schedules.layer_split import split_layers
 from wlb.sharding import ShardPlan, make_shard_plan
+from wlb.simulate import SimulatedJob, simulate_step, simulated_job
 from wlb.training.observe.predicted_load import PredictedLoad
-from wlb.workload import HARDWARE, make_workload, model_shape
 
-SHAPE = model_shape("tiny")
-LENGTHS = [[3000, 40, 700], [4096], [1]]
+LENGTHS = np.array([3000, 40, 700, 4096, 1, 2500, 12, 4000] * 4)
 
 
-def plans(cp: int) -> list[ShardPlan]:
-    return [make_shard_plan(lengths, cp, "per_document") for lengths in LENGTHS]
+def planned(cp: int, tp: int, stages: int) -> tuple[SimulatedJob, StepPlan, list[ShardPlan]]:
+    job = simulated_job("tiny", 4096, hardware="cpu", sharding="per_document", cp=cp, tp=tp, pp=stages)
+    plan = next(StepPlanner(job, LENGTHS).plans())
+    return job, plan, [make_shard_plan(of_one.lengths, cp, "per_document") for of_one in plan.micro_batches]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_stages_share_a_micro_batch(stages):
-    workload = make_workload(SHAPE, "cpu")
-    loss_seconds = 5 * 4 * SHAPE.vocab_size / HARDWARE["cpu"].memory_bandwidth  # for each token
-    whole = [
-        workload.attention_seconds(lengths).sum() + workload.linear_seconds(sum(lengths)) + loss_seconds * sum(lengths)
-        for lengths in LENGTHS
-    ]
-    parts = [PredictedLoad(SHAPE, "cpu", [chunk]).seconds(plans(1)) for chunk in split_layers(SHAPE, stages)]
-    assert np.sum(parts, axis=0)[:, 0] == pytest.approx(whole)
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_stages_share_what_the_simulator_predicts(cp: int, tp: int, stages: int):
+    job, plan, shard_plans = planned(cp, tp, stages)
+    simulated = simulate_step(plan, job)
+    chunks = split_layers(job.shape, stages)
+    loads = [PredictedLoad(job.shape, "cpu", [chunk], tp).seconds(shard_plans) for chunk in chunks]
+    np.testing.assert_allclose(np.sum(loads, axis=0), simulated.micro_batch_seconds[0, 0])
+    np.testing.assert_allclose([load.sum(axis=0) for load in loads], simulated.gpu_seconds[0, :, 0])
 
 
 def test_a_rank_with_several_chunks_has_them_all():
-    first, *_, last = chunks = split_layers(SHAPE, 4)
-    both = PredictedLoad(SHAPE, "cpu", [first, last]).seconds(plans(1))
-    assert both == pytest.approx(sum(PredictedLoad(SHAPE, "cpu", [chunk]).seconds(plans(1)) for chunk in chunks[::3]))
-
-
-def test_context_and_tensor_parallel_ranks_divide_the_work():
-    chunks = split_layers(SHAPE, 1)
-    alone = PredictedLoad(SHAPE, "cpu", chunks).seconds(plans(1))
-    shared = PredictedLoad(SHAPE, "cpu", chunks).seconds(plans(2))
-    assert shared.shape == (len(LENGTHS), 2)
-    # Per-document shards are even; partly filled tiles of queries make their sum a little more than the whole.
-    assert shared[0].max() / shared[0].mean() < 1.1
-    assert shared[0].sum() == pytest.approx(alone[0, 0], rel=0.15)
-    assert PredictedLoad(SHAPE, "cpu", chunks, tp=4).seconds(plans(1)) == pytest.approx(alone / 4)
+    job, _, shard_plans = planned(1, 1, 1)
+    first, *_, last = chunks = split_layers(job.shape, 4)
+    both = PredictedLoad(job.shape, "cpu", [first, last]).seconds(shard_plans)
+    each = [PredictedLoad(job.shape, "cpu", [chunk]).seconds(shard_plans) for chunk in chunks[::3]]
+    np.testing.assert_allclose(both, sum(each))

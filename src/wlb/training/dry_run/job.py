@@ -22,7 +22,7 @@ from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.shards import Shards, price_shards
-from wlb.simulate.step import StepResults, simulate_step
+from wlb.simulate.step import Steps, simulate_step
 from wlb.simulate.traffic import PURPOSES, received_bytes
 from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from wlb.training.dry_run.problems import FoundJob, find_problems
@@ -102,7 +102,7 @@ class DryRun:
     found: FoundJob
     step: int
     plan: StepPlan
-    simulated: StepResults
+    simulated: Steps
     ranks: tuple[RankReport, ...]
 
     def to_json(self) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""How fast steps do their work: planned, priced a few at a time and summed, for every command that compares jobs.
+
+``wlb simulate`` and its search, ``wlb compare``, ``wlb rivals`` and the report all divide the same predicted seconds of
+work by the same simulated seconds. Only what a rival plans without a ``StepPlan`` is summed elsewhere, by
+``wlb.rivals.policy``, as it has one global batch after another and no packer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
+
+import numpy as np
+
+from wlb.documents.mixture import DocumentLengths
+from wlb.packing.plan import StepPlan
+from wlb.planning.planner import StepPlanner
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.step import Steps, simulate_steps
+from wlb.workload.base import DocumentPrices
+
+_MICRO_BATCHES_AT_ONCE = 512
+
+T = TypeVar("T")
+
+
+@dataclass
+class Rate:
+    """Work and time of the steps added so far; memory grows by three numbers a step.
+
+    ``work_seconds`` are the predicted W_a + W_l of all that was trained, by ``work_prices``.
+    """
+
+    work_prices: DocumentPrices
+    work_seconds: float = 0.0
+    step_tokens: list[int] = field(default_factory=list)
+    step_work_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+
+    def add(self, plans: Sequence[StepPlan], steps: Steps) -> None:
+        """Count ``plans``, which take what ``steps`` says."""
+        tables = [plan.table for plan in plans]
+        owner = np.repeat(np.arange(len(plans)), [len(table) for table in tables])
+        seconds = self.work_prices.document_seconds(np.concatenate(tables)[:, 2])
+        self.work_seconds += float(seconds.sum())
+        self.step_work_seconds += np.bincount(owner, seconds, len(plans)).tolist()
+        self.step_tokens += steps.tokens.tolist()
+        self.step_seconds += steps.seconds.tolist()
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.step_seconds)
+
+    @property
+    def work_rate(self) -> float:
+        """Seconds of work done in a second."""
+        return self.work_seconds / self.seconds
+
+
+def rate(job: SimulatedJob, lengths: DocumentLengths, steps: int, work_prices: DocumentPrices) -> Rate:
+    """That of the first ``steps`` steps of ``job`` on documents of ``lengths`` tokens."""
+    rated = Rate(work_prices)
+    for plans, priced in first_steps(job, lengths, steps):
+        rated.add(plans, priced)
+    return rated
+
+
+def first_steps(job: SimulatedJob, lengths: DocumentLengths, steps: int) -> Iterator[tuple[list[StepPlan], Steps]]:
+    """Plans of the trainer's own planner, and what they take; a few at a time, so memory does not grow with steps."""
+    costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(), steps)
+    for group in in_groups(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)):
+        yield group, simulate_steps(group, costs)
+
+
+def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """``items`` in lists of ``size``, the last one shorter."""
+    iterator = iter(items)
+    while group := list(islice(iterator, size)):
+        yield group
