@@ -64,9 +64,9 @@ class SimulatedSteps(NamedTuple):
 class MethodResult:
     """One row of the comparison.
 
-    ``imbalance_degree`` is the heaviest over the mean micro-batch of whole steps, by the prices that the method packs by.
-    ``attention_kept`` is the share of the documents' query-key pairs that is computed: what cutting documents leaves out
-    makes a method faster, not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
+    ``imbalance_degree`` is the heaviest over the mean micro-batch of whole steps, by the prices a method packs by.
+    ``attention_kept`` is the share of the documents' query-key pairs that is computed: what cutting documents leaves
+    out makes a method faster, not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
     """
 
     method: str
