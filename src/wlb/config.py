@@ -238,7 +238,7 @@ class PackingConfig(_PackerSettings):
         """Whether micro-batches may be of up to L_max tokens, and not of the context window."""
         return isinstance(self.options, LengthFactorOptions)
 
-    def with_length_factor(self, factor: float) -> PackingConfig:
+    def with_length_factor(self, factor: float | Literal["auto"]) -> PackingConfig:
         """The same with another L_max, where the packer has one."""
         return self.model_copy(update={"max_length_factor": factor}) if self.has_length_factor else self
 

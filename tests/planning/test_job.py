@@ -13,8 +13,9 @@ import pytest
 
 from wlb.config import JobConfig, PackingConfig
 from wlb.errors import UserError
+from wlb.memory.step import MemoryLimit, limit_of_gpu
 from wlb.planning.job import JobSpec
-from wlb.planning.memory import MemoryLimit, limit_of_gpu, predicted_memory, too_large
+from wlb.planning.memory import predicted_memory, too_large
 from wlb.workload import hardware_preset, model_shape
 
 WINDOW = 32_768
@@ -58,17 +59,16 @@ def test_gpipe_holds_every_micro_batch():
 
 def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
     job = spec(parallel={"tp": 8, "pp": 4}, packing={"max_length_factor": 2.0})
-    limit = limit_of_gpu(40e9)
-    assert too_large(job, MemoryLimit(1e15, "a dream")) is None
-    problem = str(too_large(job, limit))
+    assert too_large(replace(job, limit=MemoryLimit(1e15, "a dream"))) is None
+    job = replace(job, limit=limit_of_gpu(40e9))
+    problem = str(too_large(job))
     for part in (f"with micro-batches of {2 * WINDOW} tokens a process needs up to", "33.5 GiB of 90% of a GPU"):
         assert part in problem
     assert 'set training.activation_checkpointing = "full"' in problem
-    assert too_large(replace(job, activation_checkpointing="full"), limit) is None
+    assert too_large(replace(job, activation_checkpointing="full")) is None
     pools = spec(packing={"method": "elastic"}, parallel={"tp": 8, "pp": 4, "cp": 2}).with_pools(2, 4)
-    assert "raise packing.pool_micro_batches, lower data.context_window" in str(
-        too_large(pools, MemoryLimit(1e9, "it"))
-    )
+    problem = str(too_large(replace(pools, limit=MemoryLimit(1e9, "it"))))
+    assert "raise packing.pool_micro_batches, lower data.context_window" in problem
     with pytest.raises(UserError, match="tp = 3 does not divide"):
         replace(job, tp=3)
 

@@ -221,10 +221,10 @@ def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
     """Say in one line which jobs the trainer would refuse, and why; they are simulated all the same."""
     from wlb.planning.memory import fits, predicted_memory, too_large
 
-    refused = [system for system, job in jobs.items() if not fits(job, job.memory_limit)]
+    refused = [system for system, job in jobs.items() if not fits(job)]
     if refused:
         worst = max(refused, key=lambda system: predicted_memory(jobs[system]).total)
-        problem = too_large(jobs[worst], jobs[worst].memory_limit)
+        problem = too_large(jobs[worst])
         others = [system for system in refused if system != worst]
         also = f"; {', '.join(others)} {'do' if len(others) > 1 else 'does'} not fit either" if others else ""
         print(f"wlb: warning: {worst}: {problem}{also}", file=sys.stderr)

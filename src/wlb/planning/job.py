@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from wlb.config import DataConfig, JobConfig, PackingConfig, ParallelConfig, ShardingConfig, TrainingConfig, check_pool
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing, MemorySettings
+from wlb.memory.step import MemoryLimit, limit_of_gpu
 from wlb.packing import PACKERS
 from wlb.packing.elastic import ElasticOptions, Grouping
 from wlb.packing.packer import Packer
@@ -42,7 +43,8 @@ class JobSpec:
     ranks. ``data`` says in which order documents come and what happens to overlong ones; its store is not opened.
     Where ``packing`` is elastic, ``pool`` of the dp x cp ranks make a pool; ``with_pools`` gives the job whose
     context-parallel groups are these pools. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while
-    a checkpoint is written) decide what the job holds in memory and nothing else.
+    a checkpoint is written) decide what the job holds in memory and nothing else. ``limit`` is what a process may hold,
+    by default 90% of ``hardware``'s memory.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -62,6 +64,7 @@ class JobSpec:
     activation_checkpointing: Checkpointing = "none"
     tied_embeddings: bool = False
     checkpoint_copy: bool = False
+    limit: MemoryLimit | None = None
 
     def __post_init__(self) -> None:
         check_group_size(self.cp)
@@ -87,12 +90,15 @@ class JobSpec:
         *,
         model: TransformerConfig | None = None,
         vocab_size: int | None = None,
+        limit: MemoryLimit | None = None,
     ) -> Self:
         """The job that ``config`` describes, on ``hardware``.
 
         ``vocab_size`` is that of the token store, where it is known; a ``model`` that was resolved with it may be given
-        in its place.
+        in its place. ``training.memory_gib`` is the limit where it is set, or else ``limit``.
         """
+        if config.training.memory_gib is not None:
+            limit = MemoryLimit(config.training.memory_gib * 2**30, "training.memory_gib")
         model = model or configured_model(config.model, vocab_size)
         rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
         return cls(
@@ -108,6 +114,7 @@ class JobSpec:
             checkpoint_copy=rates.device_type == "cpu"
             and config.checkpoint.dir is not None
             and config.checkpoint.asynchronous,
+            limit=limit,
         )
 
     @property
@@ -119,6 +126,11 @@ class JobSpec:
         """Sizes of groups, and micro-batches of a data-parallel rank; cp is the size of pools and dp their number."""
         sizes = {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "virtual_pp")}
         return sizes | {"micro_batches": self.micro_batches_per_rank}
+
+    @property
+    def memory_limit(self) -> MemoryLimit:
+        """What one process of the job may hold."""
+        return self.limit or limit_of_gpu(self.hardware.memory_bytes)
 
     @property
     def stages(self) -> int:
@@ -263,7 +275,7 @@ class JobSpec:
         """A fresh packer of this job, in which ``packing.max_length_factor`` is no longer "auto"."""
         return self.packing.packer(self.context_window, self.packing_prices)
 
-    def with_length_factor(self, factor: float) -> Self:
+    def with_length_factor(self, factor: float | Literal["auto"]) -> Self:
         """The same with another L_max, in context windows, where the packer has one."""
         return replace(self, packing=self.packing.with_length_factor(factor))
 

@@ -6,7 +6,7 @@ as many as the documents of a global batch fill.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from wlb.memory.step import (
     EVEN_ROUNDS,
@@ -21,22 +21,7 @@ from wlb.packing.options import LengthFactorOptions
 from wlb.planning.job import JobSpec
 from wlb.schedules.operations import round_size
 
-# Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
-USABLE_SHARE = 0.9
 _FACTORS = 64  # of L_max, between the least and the most, where a step's documents are given
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """Bytes that a process may hold, and where that comes from."""
-
-    number_of_bytes: float
-    origin: str
-
-
-def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
-    """What a process may hold that has a GPU of ``memory_bytes`` to itself."""
-    return MemoryLimit(USABLE_SHARE * memory_bytes, f"{USABLE_SHARE:.0%} of a GPU")
 
 
 def predicted_memory(job: JobSpec) -> MemoryEstimate:
@@ -54,38 +39,39 @@ def predicted_memory(job: JobSpec) -> MemoryEstimate:
     return predict_memory(replace(job.memory_settings, micro_batches=len(tokens)), tokens)
 
 
-def fits(job: JobSpec, limit: MemoryLimit) -> bool:
-    return predicted_memory(job).total <= limit.number_of_bytes
+def fits(job: JobSpec) -> bool:
+    """Whether the worst step is within ``job.memory_limit``."""
+    return predicted_memory(job).total <= job.memory_limit.number_of_bytes
 
 
-def largest_factor(job: JobSpec, limit: MemoryLimit) -> float | None:
-    """The largest L_max that fits ``limit``, in context windows; None where not even one window fits."""
+def largest_factor(job: JobSpec) -> float | None:
+    """The largest L_max that fits the job's memory, in context windows; None where not even one window fits."""
     options = job.packing.options
     assert isinstance(options, LengthFactorOptions)
     most = options.largest_auto_factor(job.packing.micro_batches)
     if job.most_step_tokens is None:
-        return largest_length_factor(job.memory_settings, job.context_window, limit.number_of_bytes, most)
+        return largest_length_factor(job.memory_settings, job.context_window, job.memory_limit.number_of_bytes, most)
     least = job.least_length_factor
-    if not fits(job.with_length_factor(least), limit):
+    if not fits(job.with_length_factor(least)):
         return None
     low, high = 0, _FACTORS
     while low < high:
         middle = (low + high + 1) // 2
-        if fits(job.with_length_factor(least + (most - least) * middle / _FACTORS), limit):
+        if fits(job.with_length_factor(least + (most - least) * middle / _FACTORS)):
             low = middle
         else:
             high = middle - 1
     return least + (most - least) * low / _FACTORS
 
 
-def too_large(job: JobSpec, limit: MemoryLimit, *, resumes: bool = False) -> str | None:
-    """What a job that does not fit ``limit`` needs and what would help, in configuration keys; None where it fits."""
-    estimate = predicted_memory(job)
+def too_large(job: JobSpec, *, resumes: bool = False) -> str | None:
+    """What a job that does not fit its memory needs and what would help, in configuration keys; None where it fits."""
+    estimate, limit = predicted_memory(job), job.memory_limit
     if estimate.total <= limit.number_of_bytes:
         return None
     remedies = []
     recomputing = replace(job, activation_checkpointing="full")
-    if job.activation_checkpointing != "full" and fits(recomputing, limit):
+    if job.activation_checkpointing != "full" and fits(recomputing):
         smaller = gib(predicted_memory(recomputing).total)
         remedies.append(f'set training.activation_checkpointing = "full" ({smaller} GiB)')
     on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""

@@ -28,8 +28,7 @@ from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob, StepResults, simulate_steps
 from wlb.simulate.compare import Cluster, MethodResult, compare_packer, packer_for
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import with_decided_length
-from wlb.simulate.pools import with_decided_pools
+from wlb.simulate.decide import decide
 from wlb.simulate.timeline import Timeline, timeline
 from wlb.workload.base import DocumentPrices
 
@@ -107,7 +106,7 @@ class Evidence:
         """The preset to set: ``elastic`` where it fits and is about as fast as ``best``, as it delays no document."""
         elastic = self.systems[ELASTIC].job
         as_fast = self.gains[ELASTIC].factor >= (1 - AS_FAST) * self.gains[BEST].factor
-        return ELASTIC if as_fast and fits(elastic, elastic.memory_limit) else BEST
+        return ELASTIC if as_fast and fits(elastic) else BEST
 
     @property
     def recommended(self) -> TriedLength:
@@ -153,12 +152,10 @@ def gather_evidence(
     for name in PRESETS:
         if name != BEST:
             on_progress(f"simulating {name}")
-            other = job(name)
+            other = decide(replace(job(name), activation_checkpointing=checkpointing), lengths)
             if not isinstance(other.packing.options, ElasticOptions):
-                other = _settled(other, checkpointing, min(float(other.packing.length_factor), room or 1.0))
-            else:
-                other = with_decided_pools(replace(other, activation_checkpointing=checkpointing), lengths)
-            systems[name] = simulate_system(with_decided_length(other), lengths, steps, best.work_prices)
+                other = other.with_length_factor(min(float(other.packing.length_factor), room or 1.0))
+            systems[name] = simulate_system(other, lengths, steps, best.work_prices)
     candidates = []
     for factor in LENGTH_FACTORS:
         if factor <= (room or 1.0):
@@ -213,7 +210,7 @@ def least_checkpointing(job: SimulatedJob) -> tuple[Checkpointing, float | None]
     levels: tuple[Checkpointing, ...] = ("none", "selective", "full")
     for level in levels:
         tried = replace(job, activation_checkpointing=level)
-        factor = largest_factor(tried, tried.memory_limit)
+        factor = largest_factor(tried)
         if factor is not None and (best[1] is None or factor > best[1]):
             best = level, factor
         if factor is not None and factor >= _ENOUGH_ROOM:

@@ -12,22 +12,18 @@ pipeline ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
 from wlb.config_file import validated
 from wlb.errors import UserError
-from wlb.memory.step import gib
-from wlb.packing.elastic import ElasticOptions
+from wlb.memory.step import MemoryLimit
 from wlb.planning.job import JobSpec
-from wlb.planning.memory import MemoryLimit, largest_factor, limit_of_gpu, predicted_memory
 from wlb.planning.model import TransformerConfig
 from wlb.simulate.software import Software
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 from wlb.workload.base import DocumentPrices
 from wlb.workload.profile import WorkloadProfile
-
-J = TypeVar("J", bound="SimulatedJob")
 
 
 @dataclass(frozen=True)
@@ -74,11 +70,12 @@ class SimulatedJob(JobSpec):
         *,
         model: TransformerConfig | None = None,
         vocab_size: int | None = None,
+        limit: MemoryLimit | None = None,
         profile: WorkloadProfile | None = None,
     ) -> Self:
-        """As ``JobSpec.from_config``; with ``packing.max_length_factor = "auto"`` L_max is what fits the GPUs."""
-        job = super().from_config(config, hardware, model=model, vocab_size=vocab_size)
-        return with_decided_length(replace(job, profile=profile))
+        """As ``JobSpec.from_config``."""
+        job = super().from_config(config, hardware, model=model, vocab_size=vocab_size, limit=limit)
+        return replace(job, profile=profile)
 
     @property
     def packing_prices(self) -> DocumentPrices:
@@ -88,11 +85,6 @@ class SimulatedJob(JobSpec):
     def work_prices(self) -> DocumentPrices:
         """What the work of training a document is worth, whatever the system: W_a + W_l, measured where possible."""
         return self.workload if self.profile is None else self.profile.workload()
-
-    @property
-    def memory_limit(self) -> MemoryLimit:
-        """What one process of the job may hold."""
-        return limit_of_gpu(self.hardware.memory_bytes)
 
 
 def simulated_job(
@@ -120,7 +112,7 @@ def simulated_job(
     packing_section, sharding_section = preset_sections(
         preset, {"micro_batches": per_rank * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
     )
-    job = SimulatedJob(
+    return SimulatedJob(
         shape=replicate_kv_heads(shape, layout.get("tp", 1)),
         hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
         packing=packing_section,
@@ -130,7 +122,6 @@ def simulated_job(
         pp=pp,
         **layout,
     )
-    return with_decided_length(job)
 
 
 def preset_sections(
@@ -154,25 +145,6 @@ def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
     if shape.kv_heads < tp and tp % shape.kv_heads == 0 and shape.heads % tp == 0:
         return replace(shape, kv_heads=tp)
     return shape
-
-
-def with_decided_length(job: J) -> J:
-    """``job`` with ``packing.max_length_factor = "auto"`` replaced by the most that its GPUs hold, of decided pools.
-
-    Raises ``UserError`` where they do not hold one window.
-    """
-    if job.packing.length_factor != "auto" or not job.pools_decided:
-        return job
-    factor = largest_factor(job, job.memory_limit)
-    if factor is None and isinstance(job.packing.options, ElasticOptions):
-        return job.with_length_factor(job.least_length_factor)  # memory is checked where the job is trained
-    if factor is None:
-        needed = predicted_memory(job.with_length_factor(1.0)).total
-        raise UserError(
-            f"micro-batches of one context window of {job.context_window} tokens need {gib(needed)} GiB a GPU, over "
-            f"the usable {gib(job.memory_limit.number_of_bytes)}; raise cp, tp, pp or dp, or shorten the context window"
-        )
-    return job.with_length_factor(factor)
 
 
 class NamedJob(NamedTuple):

@@ -116,7 +116,7 @@ class DryRun:
             "step": self.step,
             "step_tokens": self.plan.tokens,
             "imbalance": self.imbalance,
-            "memory_limit_bytes": int(self.found.limit.number_of_bytes),
+            "memory_limit_bytes": int(job.memory_limit.number_of_bytes),
             "worst_step_bytes": predicted_memory(job).total,
             "ranks": [rank.to_json(_sizes(job)) for rank in self.ranks],
         }

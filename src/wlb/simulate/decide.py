@@ -1,9 +1,12 @@
-"""Chooses pools, their micro-batches and the grouping of documents by simulation, where a job leaves them "auto".
+"""Decides what a job leaves "auto": L_max by its memory, and before that its pools by simulation.
 
-More micro-batches fill a pipeline better, and larger pools hold more of a document; but small micro-batches leave a
-long document alone in one, and in large pools its keys and values travel further. Documents of like lengths exchange
-least, and leave micro-batches that cost unequally. What is fastest depends on all of the job and on its documents, so a
-few steps are planned and simulated for every choice.
+Trainer, dry run, simulator, batches, report and rivals all call ``decide``, so that the same job runs everywhere.
+
+Of pools, their size, micro-batches and the grouping of documents are chosen. More micro-batches fill a pipeline better,
+and larger pools hold more of a document; but small micro-batches leave a long document alone in one, and in large pools
+its keys and values travel further. Documents of like lengths exchange least, and leave micro-batches that cost
+unequally. What is fastest depends on all of the job and on its documents, so a few steps are planned and simulated for
+every choice.
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ from wlb.documents.mixture import DocumentLengths
 from wlb.errors import UserError
 from wlb.packing.elastic import ElasticOptions, Grouping
 from wlb.planning.job import JobSpec
-from wlb.planning.memory import USABLE_SHARE, MemoryLimit, fits
+from wlb.planning.memory import fits, largest_factor, too_large
 from wlb.planning.planner import StepPlanner, documents_together
 from wlb.schedules.operations import round_size
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import SimulatedJob, with_decided_length
+from wlb.simulate.job import SimulatedJob
 from wlb.simulate.step import simulate_steps
 from wlb.workload.base import DocumentPrices
 
@@ -50,13 +53,29 @@ class _Pools(NamedTuple):
     grouping: Grouping
 
 
-def with_decided_pools(job: J, lengths: DocumentLengths, limit: MemoryLimit | None = None) -> J:
-    """``job`` with context-parallel groups that are its pools: those given, or the fastest on documents of ``lengths``.
+def decide(job: J, lengths: DocumentLengths) -> J:
+    """``job`` with nothing left "auto"; the same job and documents always give the same.
 
-    ``limit`` is what a process may hold, by default 90% of a GPU; of processes on CPUs it is not known without. The
-    same job, documents and limit give the same pools. Raises ``UserError`` for pools that are given and cannot run, and
-    where none can.
+    Context-parallel groups become its pools: those given, or the fastest on documents of ``lengths``. L_max becomes the
+    most that ``job.memory_limit`` allows. Raises ``UserError`` for pools that are given and cannot run, where none can,
+    and for an L_max that is "auto" where memory does not hold one context window. Pools and an L_max that do not fit
+    are not refused here.
     """
+    job = _with_pools(job, lengths)
+    if job.packing.length_factor != "auto":
+        return job
+    decided = _with_length(job)
+    if not isinstance(job.packing.options, ElasticOptions) and (problem := too_large(decided)):
+        raise UserError(problem)
+    return decided
+
+
+def _with_length(job: J) -> J:
+    """With the largest L_max that fits; where none does, with the least."""
+    return job.with_length_factor(largest_factor(job) or job.least_length_factor)
+
+
+def _with_pools(job: J, lengths: DocumentLengths) -> J:
     if job.pools_decided:
         return job
     options = job.packing.options
@@ -64,7 +83,7 @@ def with_decided_pools(job: J, lengths: DocumentLengths, limit: MemoryLimit | No
     if job.pool != "auto" and options.pool_micro_batches != "auto":
         return job.with_pools(job.pool, options.pool_micro_batches)
     parts = -(-job.global_batch // _WINDOWS)
-    part = _part(job, parts, limit)
+    part = _part(job, parts)
     fastest: _Pools | None = None
     for pool in _sizes(job):
         choices = _choices(part, pool, parts)
@@ -87,15 +106,11 @@ def with_decided_pools(job: J, lengths: DocumentLengths, limit: MemoryLimit | No
     return job.with_pools(fastest.pool, micro_batches, fastest.grouping)
 
 
-def _part(job: JobSpec, parts: int, limit: MemoryLimit | None) -> SimulatedJob:
-    """What is simulated: ``job`` with one of ``parts`` equal parts of its global batch, and with what memory it has."""
+def _part(job: JobSpec, parts: int) -> SimulatedJob:
+    """What is simulated: ``job`` with one of ``parts`` equal parts of its global batch."""
     options = job.packing.options
     assert isinstance(options, ElasticOptions)
     part = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
-    if limit is not None:
-        part = replace(part, hardware=replace(job.hardware, memory_bytes=limit.number_of_bytes / USABLE_SHARE))
-    elif job.hardware.device_type == "cpu":
-        part = replace(part, hardware=replace(job.hardware, memory_bytes=math.inf))
     if parts == 1:
         return part
     sizes: dict[str, int] = {"global_batch": job.global_batch // parts}
@@ -138,7 +153,7 @@ def _with_counts(job: SimulatedJob, pool: int, parts: int) -> list[SimulatedJob]
     counts = [count for count in counts if count <= most] or counts[:1]
     while True:
         runnable = _that_run(job, pool, counts)
-        fitting = [choice for choice in runnable if not _too_large(choice)]
+        fitting = [choice for choice in runnable if fits(choice)]
         smaller = [math.ceil(counts[-1] * times / job.pp) * job.pp for times in _SMALLER]
         if fitting or smaller[0] > most:
             return fitting or runnable
@@ -149,7 +164,8 @@ def _that_run(job: SimulatedJob, pool: int, counts: Iterable[int]) -> list[Simul
     jobs = []
     for count in sorted(set(counts)):
         try:
-            jobs.append(with_decided_length(job.with_pools(pool, count)))
+            of_count = job.with_pools(pool, count)
+            jobs.append(_with_length(of_count) if of_count.packing.length_factor == "auto" else of_count)
         except UserError:
             continue  # a pipeline that runs in rounds
     return jobs
@@ -174,8 +190,4 @@ def _priced(job: SimulatedJob, lengths: DocumentLengths, prices: DocumentPrices)
     grouping: Grouping = "alike" if options.grouping == "alike" else "even"
     if grouping == "alike":
         seconds *= 1 + _CLEARLY
-    return _Pools(_too_large(job), no_room, seconds / work, job.cp, job.micro_batches_per_rank, grouping)
-
-
-def _too_large(job: SimulatedJob) -> bool:
-    return not fits(job, job.memory_limit)
+    return _Pools(not fits(job), no_room, seconds / work, job.cp, job.micro_batches_per_rank, grouping)
