@@ -14,6 +14,7 @@ import pytest
 from wlb.config import JobConfig, PackingConfig
 from wlb.errors import UserError
 from wlb.memory.step import MemoryLimit, limit_of_gpu
+from wlb.packing.pools import Pools
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import predicted_memory, too_large
 from wlb.workload import hardware_preset, model_shape
@@ -66,7 +67,8 @@ def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
         assert part in problem
     assert 'set training.activation_checkpointing = "full"' in problem
     assert too_large(replace(job, activation_checkpointing="full")) is None
-    pools = spec(packing={"method": "elastic"}, parallel={"tp": 8, "pp": 4, "cp": 2}).with_pools(2, 4)
+    undecided = spec(packing={"method": "elastic"}, parallel={"tp": 8, "pp": 4, "cp": 2})
+    pools = undecided.with_pools(Pools(2, 4, "even", undecided.global_batch))
     problem = str(too_large(replace(pools, limit=MemoryLimit(1e9, "it"))))
     assert "raise packing.pool_micro_batches, lower data.context_window" in problem
     with pytest.raises(UserError, match="tp = 3 does not divide"):

@@ -9,6 +9,7 @@ import pytest
 
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
+from wlb.packing.pools import Pools
 from wlb.planning.planner import StepPlanner
 from wlb.simulate import SimulatedJob, simulate, simulated_job
 from wlb.simulate.decide import decide
@@ -91,7 +92,7 @@ def test_pools_that_cannot_run_are_refused(settings, message):
 @pytest.mark.parametrize("global_batch", [1, 3, 8])
 @pytest.mark.parametrize("count", [1, 4, 12])
 def test_every_step_trains_its_global_batch_however_it_is_divided(global_batch, count):
-    job = elastic(dp=1, micro_batches=global_batch).with_pools(2, count)
+    job = elastic(dp=1, micro_batches=global_batch).with_pools(Pools(2, count, "even", global_batch))
     plans = StepPlanner(job, LENGTHS[LENGTHS > WINDOW // 4]).plans()
     tokens = np.cumsum([next(plans).tokens for _ in range(8)])
     assert (np.abs(tokens - np.arange(1, 9) * global_batch * WINDOW) < WINDOW).all()

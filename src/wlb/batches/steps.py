@@ -76,9 +76,8 @@ def balanced_job(
         cp=cp,
         packed_by=workload,
     )
-    data = job.data.model_copy(update={"seed": seed, "shuffle": shuffle, "overlong": overlong})
-    job = replace(job, data=data, pool=pool)
-    if lengths is None and not job.pools_decided and "auto" in (pool, packing.get("pool_micro_batches", "auto")):
+    job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool)
+    if lengths is None and job.pools and "auto" in (job.pools.size, job.pools.micro_batches):
         raise UserError(
             f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; give "
             "pool and pool_micro_batches, or use preset = 'best'"

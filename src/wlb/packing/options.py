@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from wlb.errors import UserError
+from wlb.packing.pools import Pools
 from wlb.settings import MOST_MICRO_BATCHES, NonNegativeInt, Number, Section
 from wlb.token_count import parse_count
 
@@ -34,6 +35,13 @@ class PackerOptions(Section):
     def most_tokens(self, context_window: int, micro_batches: int) -> int:
         """L_max: the most tokens of a micro-batch, where a step has so many."""
         return context_window
+
+    def pools(self, size: int | Literal["auto"], micro_batches: int) -> Pools | None:
+        """The pools that it packs for, of ``size`` ranks; None where context-parallel groups run its micro-batches.
+
+        ``micro_batches`` are those of a step, which pools divide anew.
+        """
+        return None
 
     @property
     def global_batches(self) -> int:

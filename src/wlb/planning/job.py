@@ -16,9 +16,9 @@ from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing, MemorySettings
 from wlb.memory.step import MemoryLimit, limit_of_gpu
 from wlb.packing import PACKERS
-from wlb.packing.elastic import ElasticOptions, Grouping
 from wlb.packing.packer import Packer
 from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.pools import Pools
 from wlb.planning.configured_model import configured_model
 from wlb.planning.model import TransformerConfig
 from wlb.planning.prices import sharded_prices
@@ -157,9 +157,7 @@ class JobSpec:
     @property
     def global_batch(self) -> int:
         """Context windows that a step trains."""
-        options = self.packing.options
-        own = options.global_batch if isinstance(options, ElasticOptions) else None
-        return own or self.packing.micro_batches
+        return self.pools.global_batch if self.pools else self.packing.micro_batches
 
     @property
     def least_length_factor(self) -> float:
@@ -168,17 +166,13 @@ class JobSpec:
         A document that finds no room, because others do not fill theirs, is trained in the next step. With a window
         more than an even share that never happens.
         """
-        if not isinstance(self.packing.options, ElasticOptions):
-            return 1.0
         return max(1.0, self.global_batch / self.packing.micro_batches)
 
     @property
     def most_step_tokens(self) -> int | None:
         """Most tokens that a step trains; None where that is not bounded."""
-        options = self.packing.options
-        if not isinstance(options, ElasticOptions) or options.max_delay:
-            return None
-        return (self.global_batch + 1) * self.context_window
+        pools = self.pools
+        return None if pools is None or pools.delays else (pools.global_batch + 1) * self.context_window
 
     @property
     def workload(self) -> Workload:
@@ -223,45 +217,50 @@ class JobSpec:
         )
 
     @property
+    def pools(self) -> Pools | None:
+        """How its dp x cp ranks are grouped; None where they are its data- and context-parallel ranks as given."""
+        return self.packing.pools(self.pool)
+
+    @property
     def pools_decided(self) -> bool:
         """Whether context-parallel groups are the job's pools, with a number of micro-batches for each."""
-        options = self.packing.options
-        if not isinstance(options, ElasticOptions):
-            return True
-        return self.pool == self.cp and options.pool_micro_batches == self.micro_batches_per_rank
+        pools = self.pools
+        return pools is None or (pools.size, pools.micro_batches) == (self.cp, self.micro_batches_per_rank)
 
-    def with_pools(self, pool: int, micro_batches: int, grouping: Grouping | None = None) -> Self:
-        """The same job with pools of ``pool`` ranks for context-parallel groups, each of ``micro_batches`` a step.
+    def with_pools(self, pools: Pools) -> Self:
+        """The same job with ``pools``, of which size and micro-batches are given, for context-parallel groups.
 
-        A global batch stays what it is, and so does ``grouping`` where it is not given. Raises ``UserError`` for a pool
-        that does not divide dp x cp, and for a pipeline that cannot run so many micro-batches.
+        Raises ``UserError`` for pools that do not divide dp x cp, and for a pipeline that cannot run so many
+        micro-batches.
         """
-        ranks = self.dp * self.cp
+        ranks, size, micro_batches = self.dp * self.cp, pools.size, pools.micro_batches
+        if size == "auto" or micro_batches == "auto":
+            raise ValueError(f"{pools} are not decided")
         try:
-            check_pool(ranks, pool)
+            check_pool(ranks, size)
         except ValueError as error:
             raise UserError(str(error)) from None
         if micro_batches < self.pp:
             raise UserError(
                 f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.pp} pipeline stages; raise it"
             )
-        pools = ranks // pool
-        most = min(MOST_MICRO_BATCHES, _MOST_OF_A_WINDOW * self.global_batch)
-        if pools * micro_batches > most:
-            remedy = f"lower it to {most // pools}" if most >= pools else "raise parallel.pool or packing.global_batch"
-            raise UserError(
-                f"pool_micro_batches = {micro_batches} divides a global batch of {self.global_batch} context windows "
-                f"into {pools * micro_batches} micro-batches, over {most}; {remedy}"
+        number = ranks // size
+        most = min(MOST_MICRO_BATCHES, _MOST_OF_A_WINDOW * pools.global_batch)
+        if number * micro_batches > most:
+            remedy = (
+                f"lower it to {most // number}" if most >= number else "raise parallel.pool or packing.global_batch"
             )
-        packing = self.packing.model_copy(
-            update={
-                "micro_batches": pools * micro_batches,
-                "global_batch": self.global_batch,
-                "pool_micro_batches": micro_batches,
-            }
-            | ({} if grouping is None else {"grouping": grouping})
+            raise UserError(
+                f"pool_micro_batches = {micro_batches} divides a global batch of {pools.global_batch} context windows "
+                f"into {number * micro_batches} micro-batches, over {most}; {remedy}"
+            )
+        packing = self.packing.changed(
+            micro_batches=number * micro_batches,
+            global_batch=pools.global_batch,
+            pool_micro_batches=micro_batches,
+            grouping=pools.grouping,
         )
-        job = replace(self, dp=pools, cp=pool, pool=pool, packing=packing)
+        job = replace(self, dp=number, cp=size, pool=size, packing=packing)
         factor = job.packing.length_factor
         if factor != "auto" and factor < job.least_length_factor:
             raise UserError(

@@ -16,7 +16,6 @@ from wlb.memory.step import (
     predict_even_step,
     predict_memory,
 )
-from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions
 from wlb.planning.job import JobSpec
 from wlb.schedules.operations import round_size
@@ -76,7 +75,7 @@ def too_large(job: JobSpec, *, resumes: bool = False) -> str | None:
         remedies.append(f'set training.activation_checkpointing = "full" ({smaller} GiB)')
     on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""
     shorter = "lower packing.max_length_factor or"
-    if isinstance(job.packing.options, ElasticOptions):  # whose L_max is what its documents need
+    if job.pools is not None:  # whose L_max is what its documents need
         shorter = "raise packing.pool_micro_batches, lower"
     remedies.append(f"{shorter} data.context_window{on_purpose}, raise parallel.cp, tp, pp or dp")
     return (

@@ -19,7 +19,6 @@ from wlb.config import PRESETS
 from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
 from wlb.memory.layers import Checkpointing
-from wlb.packing.elastic import ElasticOptions
 from wlb.packing.statistics import PackingStatistics
 from wlb.planning.memory import fits, largest_factor, predicted_memory
 from wlb.planning.planner import StepPlanner
@@ -153,7 +152,7 @@ def gather_evidence(
         if name != BEST:
             on_progress(f"simulating {name}")
             other = decide(replace(job(name), activation_checkpointing=checkpointing), lengths)
-            if not isinstance(other.packing.options, ElasticOptions):
+            if other.pools is None:
                 other = other.with_length_factor(min(float(other.packing.length_factor), room or 1.0))
             systems[name] = simulate_system(other, lengths, steps, best.work_prices)
     candidates = []

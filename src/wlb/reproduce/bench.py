@@ -115,7 +115,7 @@ class Bench:
         job = self._job
         simulated = simulated_job(job.model, job.context_window, preset, **(job.layout | SCHEDULE | settings))
         order = {"shuffle": False} if self._cut else {"seed": self._seed}
-        return replace(simulated, data=simulated.data.model_copy(update=order))
+        return replace(simulated, data=simulated.data.changed(**order))
 
     def fixed_4d(self) -> SimulationResult:
         """Fixed-4D with the better of both static shardings, as the paper compares it (section 7.1)."""

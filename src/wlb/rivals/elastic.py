@@ -81,5 +81,6 @@ def _work_rate(job: SimulatedJob, lengths: NDArray[np.int64], work_prices: Docum
 def _text(job: SimulatedJob) -> str:
     pools = f"{job.dp} pool{'s' if job.dp > 1 else ''} of {job.cp} ranks"
     stages = f" x {job.virtual_pp} stages" if job.virtual_pp > 1 else ""
-    micro_batches = f"{job.micro_batches_per_rank} micro-batches, {job.packing.in_use()['grouping']}"
+    grouping = job.pools.grouping if job.pools else "even"
+    micro_batches = f"{job.micro_batches_per_rank} micro-batches, {grouping}"
     return f"tp {job.tp} pp {job.pp}{stages}, {pools}, {micro_batches}, {job.activation_checkpointing}"

@@ -93,7 +93,7 @@ def _screened(space: SearchSpace, lengths_bytes: bytes) -> tuple[SimulatedJob, .
 
 def _as_ranks(job: SimulatedJob) -> Ranks:
     ranks = job.dp * job.cp
-    packing = packed_as(job, _SCREEN).packing.model_copy(update={"micro_batches": ranks * job.pp})
+    packing = packed_as(job, _SCREEN).packing.changed(micro_batches=ranks * job.pp)
     return Ranks(replace(job, cp=1, dp=ranks, packing=packing), -(-job.context_window // job.cp))
 
 

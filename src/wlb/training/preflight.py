@@ -94,8 +94,8 @@ def checked(
     lengths = document_lengths(store)
     job = tried(lambda: decide(job, lengths)) or decide(job.with_length_factor(job.least_length_factor), lengths)
     tried(lambda: _check_memory(job, resumes=saved is not None))
-    parallel = config.parallel.model_copy(update={"dp": job.dp, "cp": job.cp, "pool": job.pool})
-    return CheckedJob(config.model_copy(update={"parallel": parallel, "packing": job.packing}), job, store, saved)
+    parallel = config.parallel.changed(dp=job.dp, cp=job.cp, pool=job.pool)
+    return CheckedJob(config.changed(parallel=parallel, packing=job.packing), job, store, saved)
 
 
 def _settings_checks(config: JobConfig, store: TrainedStore, model: TransformerConfig) -> list[Check]:

@@ -231,7 +231,7 @@ def _held(job: SimulatedJob, reduces_always: bool) -> SimulatedJob:
     """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
     if job.pp > 1 or not reduces_always:
         return job
-    return replace(job, packing=job.packing.model_copy(update={"micro_batches": job.dp}))
+    return replace(job, packing=job.packing.changed(micro_batches=job.dp))
 
 
 def _job(row: Row, shape: ModelShape, stack: Stack, layout: _Layout) -> SimulatedJob:
