@@ -189,7 +189,7 @@ def planning(turns: int) -> list[Row]:
             "sharding ms": 1e3 * median(sharded),
             "of the step": (median(planned) + median(sharded)) / step,
         }
-        rows.append(row | job.layout)
+        rows.append(row | job.sizes)
     return rows
 
 

@@ -17,6 +17,7 @@ from wlb.packing import PACKERS, checked_name
 from wlb.packing.options import LengthFactorOptions, PackerOptions
 from wlb.packing.packer import Packer, PackingTask
 from wlb.packing.pools import Pools
+from wlb.schedules.layout import Layout
 from wlb.schedules.operations import round_size
 from wlb.settings import (
     MOST_MICRO_BATCHES,
@@ -166,6 +167,10 @@ class ParallelConfig(Section):
     @property
     def stages(self) -> int:
         return self.pp * self.virtual_pp
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(**self.model_dump(exclude={"pool"}))
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:

@@ -17,6 +17,7 @@ from wlb.memory.step import MemoryLimit, limit_of_gpu
 from wlb.packing.pools import Pools
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import predicted_memory, too_large
+from wlb.schedules.layout import Layout
 from wlb.workload import hardware_preset, model_shape
 
 WINDOW = 32_768
@@ -53,8 +54,8 @@ def test_interleaving_one_stage_holds_and_takes_what_1f1b_does():
 
 def test_gpipe_holds_every_micro_batch():
     packing = PackingConfig.model_validate({"micro_batches": 64})
-    job = JobSpec(model_shape("7b"), hardware_preset("h100"), packing, tp=8, pp=4)
-    held = [predicted_memory(replace(job, schedule=name)).parts["activations"] for name in ("1f1b", "gpipe")]
+    job = JobSpec(model_shape("7b"), hardware_preset("h100"), packing, layout=Layout(tp=8, pp=4))
+    held = [predicted_memory(job.with_layout(schedule=name)).parts["activations"] for name in ("1f1b", "gpipe")]
     assert held[1] > 15 * held[0]  # in 1F1B the first rank has 4 of 64 in flight
 
 
@@ -72,7 +73,7 @@ def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
     problem = str(too_large(replace(pools, limit=MemoryLimit(1e9, "it"))))
     assert "raise packing.pool_micro_batches, lower data.context_window" in problem
     with pytest.raises(UserError, match="tp = 3 does not divide"):
-        replace(job, tp=3)
+        job.with_layout(tp=3)
 
 
 def test_a_pretrained_model_is_described_without_torch(tmp_path: Path):

@@ -55,7 +55,7 @@ def test_the_length_factor_is_what_memory_allows():
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_named_jobs_can_run(name, preset):
     simulated = named_job(name, preset)
-    assert simulated.gpus == NAMED_JOBS[name].gpus
+    assert simulated.gpus == NAMED_JOBS[name].layout.world_size
     assert simulated.packing.micro_batches == simulated.pp * simulated.dp
 
 
@@ -71,7 +71,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
     ("make", "message"),
     [
         (lambda: job(tp=0), "tp = 0"),
-        (lambda: replace(job(dp=2), dp=3), "dealt evenly to dp = 3"),
+        (lambda: job(dp=2).with_layout(dp=3), "dealt evenly to dp = 3"),
         (lambda: job(pp=16), "8 layers, fewer than the 16"),
         (lambda: job(tp=3), "tp = 3 does not divide"),
         (lambda: job(pp=2, schedule="zbv_zero_bubble"), "two stages on each rank"),

@@ -165,7 +165,7 @@ def simulate(
 
 
 def _changes(profile: Path | None, schedule: str | None) -> dict[str, Any]:
-    """Fields of every ``SimulatedJob`` that options replace."""
+    """Fields of every ``SimulatedJob`` and of its layout that options replace."""
     from wlb.workload.profile import read_profile
 
     changes: dict[str, Any] = {} if profile is None else {"profile": read_profile(profile)}
@@ -209,7 +209,8 @@ def _jobs(
         sources = [str(prefix) for prefix in config.data.stores]
     else:
         raise UserError(f"{name!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
-    return {system: replace(job, **changes) for system, job in jobs.items()}, sources
+    of_layout = {name: changes.pop(name) for name in ("schedule", "virtual_pp") if name in changes}
+    return {system: replace(job.with_layout(**of_layout), **changes) for system, job in jobs.items()}, sources
 
 
 def _without_pools(preset: str) -> list[str]:

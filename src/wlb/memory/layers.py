@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from wlb.config import ParallelConfig
+from wlb.schedules.layout import Layout
 from wlb.workload.flops import DELTA_NET_CHUNK
 from wlb.workload.shapes import DENSE, BlockKind, ModelShape
 from wlb.workload.weights import block_weights, feed_forward_width
@@ -34,7 +34,7 @@ class MemorySettings:
 
     shape: ModelShape
     stage_blocks: tuple[int, ...]
-    parallel: ParallelConfig
+    parallel: Layout
     micro_batches: int
     compute_bytes: int
     activation_checkpointing: Checkpointing = "none"

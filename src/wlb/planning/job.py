@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from wlb.config import DataConfig, JobConfig, PackingConfig, ParallelConfig, ShardingConfig, TrainingConfig, check_pool
+from wlb.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_pool
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing, MemorySettings
 from wlb.memory.step import MemoryLimit, limit_of_gpu
@@ -23,6 +23,7 @@ from wlb.planning.configured_model import configured_model
 from wlb.planning.model import TransformerConfig
 from wlb.planning.prices import sharded_prices
 from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import Layout
 from wlb.schedules.operations import ZERO_BUBBLE, rank_operations, stages_of_rank
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.sharding import check_group_size
@@ -37,7 +38,7 @@ _FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job on tp x cp x pp x dp GPUs, or processes on CPUs.
+    """A job on the GPUs of ``layout``, or processes on CPUs.
 
     ``hardware`` has the rates of the type that the job computes in. ``packing.micro_batches`` counts all data-parallel
     ranks. ``data`` says in which order documents come and what happens to overlong ones; its store is not opened.
@@ -54,12 +55,7 @@ class JobSpec:
     packing: PackingConfig
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(store=Path("documents")))
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    virtual_pp: int = 1
-    schedule: str = "1f1b"
+    layout: Layout = field(default_factory=Layout)
     pool: int | Literal["auto"] = "auto"
     activation_checkpointing: Checkpointing = "none"
     tied_embeddings: bool = False
@@ -68,9 +64,6 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         check_group_size(self.cp)
-        for name in ("tp", "pp", "dp", "virtual_pp"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} = {getattr(self, name)} is not a group size; it must be at least 1")
         micro_batches = self.packing.micro_batches
         split_layers(self.shape, self.stages)
         if self.pools_decided:  # before, it is not known how many there are
@@ -107,7 +100,8 @@ class JobSpec:
             packing=config.packing,
             sharding=config.sharding,
             data=config.data,
-            **config.parallel.model_dump(),
+            layout=config.parallel.layout,
+            pool=config.parallel.pool,
             activation_checkpointing=config.training.activation_checkpointing,
             tied_embeddings=model.tied_embeddings,
             # Those of a GPU are copied to the host.
@@ -117,15 +111,42 @@ class JobSpec:
             limit=limit,
         )
 
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
+    def with_layout(self, **sizes: Any) -> Self:
+        """The same with other ``sizes``, fields of ``Layout``."""
+        return replace(self, layout=replace(self.layout, **sizes))
 
     @property
-    def layout(self) -> dict[str, int]:
+    def tp(self) -> int:
+        return self.layout.tp
+
+    @property
+    def cp(self) -> int:
+        return self.layout.cp
+
+    @property
+    def pp(self) -> int:
+        return self.layout.pp
+
+    @property
+    def dp(self) -> int:
+        return self.layout.dp
+
+    @property
+    def virtual_pp(self) -> int:
+        return self.layout.virtual_pp
+
+    @property
+    def schedule(self) -> str:
+        return self.layout.schedule
+
+    @property
+    def gpus(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
         """Sizes of groups, and micro-batches of a data-parallel rank; cp is the size of pools and dp their number."""
-        sizes = {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "virtual_pp")}
-        return sizes | {"micro_batches": self.micro_batches_per_rank}
+        return self.layout.sizes | {"micro_batches": self.micro_batches_per_rank}
 
     @property
     def memory_limit(self) -> MemoryLimit:
@@ -134,7 +155,7 @@ class JobSpec:
 
     @property
     def stages(self) -> int:
-        return self.pp * self.virtual_pp
+        return self.layout.stages
 
     @property
     def rank_stages(self) -> list[list[int]]:
@@ -199,14 +220,13 @@ class JobSpec:
     @property
     def memory_settings(self) -> MemorySettings:
         """What the memory model asks. Zero-bubble schedules count as 1F1B of as many stages, which is less."""
-        names = ("dp", "pp", "cp", "tp", "virtual_pp", "schedule")
-        layout: dict[str, Any] = {name: getattr(self, name) for name in names}
+        layout = self.layout
         if self.schedule in ZERO_BUBBLE:
-            layout["schedule"] = "interleaved_1f1b"
+            layout = replace(layout, schedule="interleaved_1f1b")
         return MemorySettings(
             shape=self.shape,
             stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, self.stages)),
-            parallel=ParallelConfig.model_construct(**layout),  # unchecked: a simulation may run GPipe
+            parallel=layout,
             micro_batches=self.micro_batches_per_rank,
             compute_bytes=self.hardware.bytes_per_value,
             activation_checkpointing=self.activation_checkpointing,
@@ -260,7 +280,7 @@ class JobSpec:
             pool_micro_batches=micro_batches,
             grouping=pools.grouping,
         )
-        job = replace(self, dp=number, cp=size, pool=size, packing=packing)
+        job = replace(self, layout=replace(self.layout, dp=number, cp=size), pool=size, packing=packing)
         factor = job.packing.length_factor
         if factor != "auto" and factor < job.least_length_factor:
             raise UserError(

@@ -94,7 +94,8 @@ def _table(title: str, rows: dict[str, Row], *, quoted: bool) -> Table:
     )
     told = {"7b-128k": paper.BREAKDOWN["WLB-LLM"]} if quoted else {}
     lines: list[tuple[str | float | None, ...]] = [
-        (name, PAPER_JOBS[name].gpus, PAPER_JOBS[name].sizes, told.get(name), *row) for name, row in rows.items()
+        (name, PAPER_JOBS[name].layout.world_size, PAPER_JOBS[name].sizes, told.get(name), *row)
+        for name, row in rows.items()
     ]
     means = np.mean([*rows.values()], axis=0).tolist()
     lines.append(("mean", None, None, paper.WLB_LLM_SPEEDUP if quoted else None, *means))

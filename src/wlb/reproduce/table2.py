@@ -20,7 +20,12 @@ _STEPS = 400
 _SOLVER_STEPS = 24
 _SOLVER_SECONDS = 2.0
 _JOB = PAPER_JOBS["7b-128k"]
-_CLUSTER = Cluster(micro_batches=_JOB.pp * _JOB.dp, context_window=_JOB.context_window, dp=_JOB.dp, pp=_JOB.pp)
+_CLUSTER = Cluster(
+    micro_batches=_JOB.layout.pp * _JOB.layout.dp,
+    context_window=_JOB.context_window,
+    dp=_JOB.layout.dp,
+    pp=_JOB.layout.pp,
+)
 
 
 class Method(NamedTuple):
@@ -43,7 +48,7 @@ METHODS = (
 def run(settings: Settings) -> Report:
     documents = corpus(settings)
     pieces = cut_by_loader(documents.lengths, _JOB.context_window, settings.seed)
-    workload = make_workload(_JOB.model, "h100", _JOB.tp, _JOB.cp)
+    workload = make_workload(_JOB.model, "h100", _JOB.layout.tp, _JOB.layout.cp)
     results: dict[Method, MethodResult] = {}
     for method in METHODS:
         if method.name.startswith("fixed_solver") and importlib.util.find_spec("scipy") is None:

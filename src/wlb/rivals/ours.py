@@ -94,7 +94,7 @@ def _screened(space: SearchSpace, lengths_bytes: bytes) -> tuple[SimulatedJob, .
 def _as_ranks(job: SimulatedJob) -> Ranks:
     ranks = job.dp * job.cp
     packing = packed_as(job, _SCREEN).packing.changed(micro_batches=ranks * job.pp)
-    return Ranks(replace(job, cp=1, dp=ranks, packing=packing), -(-job.context_window // job.cp))
+    return Ranks(replace(job, packing=packing).with_layout(cp=1, dp=ranks), -(-job.context_window // job.cp))
 
 
 def first_plans(job: SimulatedJob, lengths: NDArray[np.int64], steps: int) -> list[StepPlan]:

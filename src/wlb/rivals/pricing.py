@@ -238,7 +238,12 @@ def _with_groups(
 ) -> SimulatedJob:
     """``job`` with ``count`` context-parallel groups, each of so many micro-batches, by default one a stage's rank."""
     packing = job.packing.changed(micro_batches=count * (micro_batches or job.pp))
-    return replace(job, cp=size, dp=count, packing=packing, sharding=ShardingConfig(strategy=sharding))
+    return replace(
+        job,
+        layout=replace(job.layout, cp=size, dp=count),
+        packing=packing,
+        sharding=ShardingConfig(strategy=sharding),
+    )
 
 
 def _alone(tokens: Array, forward: Array, backward: Array) -> Shards:

@@ -11,7 +11,7 @@ pipeline ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
 from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
@@ -20,6 +20,7 @@ from wlb.errors import UserError
 from wlb.memory.step import MemoryLimit
 from wlb.planning.job import JobSpec
 from wlb.planning.model import TransformerConfig
+from wlb.schedules.layout import Layout
 from wlb.simulate.software import Software
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 from wlb.workload.base import DocumentPrices
@@ -103,23 +104,23 @@ def simulated_job(
     """A job of ``model`` under one of the systems in ``wlb.config.PRESETS``.
 
     ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
-    replace settings of the preset; ``layout`` are further fields of ``SimulatedJob`` (tp, cp, ...).
+    replace settings of the preset; ``layout`` are further sizes of its ``Layout`` and fields of ``SimulatedJob``.
 
     Raises ``UserError`` for settings that no job could have.
     """
     per_rank = pp if micro_batches is None else micro_batches
+    sizes = {size.name: layout.pop(size.name) for size in fields(Layout) if size.name in layout}
     shape = model_shape(model) if isinstance(model, str) else model
     packing_section, sharding_section = preset_sections(
         preset, {"micro_batches": per_rank * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
     )
     return SimulatedJob(
-        shape=replicate_kv_heads(shape, layout.get("tp", 1)),
+        shape=replicate_kv_heads(shape, sizes.get("tp", 1)),
         hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
         packing=packing_section,
         sharding=sharding_section,
         data=validated(DataConfig, {"store": "documents", "context_window": context_window}, "data"),
-        dp=dp,
-        pp=pp,
+        layout=Layout(dp=dp, pp=pp, **sizes),
         **layout,
     )
 
@@ -152,39 +153,33 @@ class NamedJob(NamedTuple):
 
     model: str
     context_window: int
-    tp: int
-    cp: int
-    pp: int
-    dp: int
+    layout: Layout
     micro_batches: int | None = None
 
     @property
-    def layout(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Keywords of ``simulated_job``."""
-        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "micro_batches")}
+        return vars(self.layout) | {"micro_batches": self.micro_batches}
 
     @property
     def sizes(self) -> str:
-        return f"{self.tp},{self.cp},{self.pp},{self.dp}"
-
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
+        layout = self.layout
+        return f"{layout.tp},{layout.cp},{layout.pp},{layout.dp}"
 
 
 _64K, _128K = 65_536, 131_072
 
 PAPER_JOBS: dict[str, NamedJob] = {
-    "550m-64k": NamedJob("550m", _64K, 2, 2, 4, 2),
-    "550m-128k": NamedJob("550m", _128K, 2, 4, 4, 1),
-    "7b-64k": NamedJob("7b", _64K, 4, 2, 4, 1),
-    "7b-128k": NamedJob("7b", _128K, 8, 2, 4, 1),
-    "30b-64k": NamedJob("30b", _64K, 8, 2, 4, 1),
-    "30b-128k": NamedJob("30b", _128K, 8, 4, 4, 1),
-    "70b-64k": NamedJob("70b", _64K, 16, 4, 4, 1),
-    "70b-128k": NamedJob("70b", _128K, 16, 4, 4, 1),
+    "550m-64k": NamedJob("550m", _64K, Layout(2, 2, 4, 2)),
+    "550m-128k": NamedJob("550m", _128K, Layout(2, 4, 4, 1)),
+    "7b-64k": NamedJob("7b", _64K, Layout(4, 2, 4, 1)),
+    "7b-128k": NamedJob("7b", _128K, Layout(8, 2, 4, 1)),
+    "30b-64k": NamedJob("30b", _64K, Layout(8, 2, 4, 1)),
+    "30b-128k": NamedJob("30b", _128K, Layout(8, 4, 4, 1)),
+    "70b-64k": NamedJob("70b", _64K, Layout(16, 4, 4, 1)),
+    "70b-128k": NamedJob("70b", _128K, Layout(16, 4, 4, 1)),
 }
-NAMED_JOBS = PAPER_JOBS | {"405b-128k": NamedJob("llama3-405b", _128K, 8, 16, 16, 4)}
+NAMED_JOBS = PAPER_JOBS | {"405b-128k": NamedJob("llama3-405b", _128K, Layout(8, 16, 16, 4))}
 
 
 def named_job(name: str, preset: str = "best", **settings: object) -> SimulatedJob:
@@ -195,4 +190,4 @@ def named_job(name: str, preset: str = "best", **settings: object) -> SimulatedJ
     if name not in NAMED_JOBS:
         raise UserError(f"unknown job {name!r}; choose one of {', '.join(NAMED_JOBS)}, or give a configuration file")
     job = NAMED_JOBS[name]
-    return simulated_job(job.model, job.context_window, preset, **(job.layout | settings))
+    return simulated_job(job.model, job.context_window, preset, **(job.settings | settings))

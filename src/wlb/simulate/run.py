@@ -77,7 +77,7 @@ class SimulationResult:
     def to_json(self) -> dict[str, Any]:
         return {
             "gpus": self.job.gpus,
-            "layout": self.job.layout,
+            "layout": self.job.sizes,
             "steps": self.steps,
             "tokens": self.tokens,
             "work_seconds": self.work_seconds,

@@ -109,7 +109,7 @@ class DryRun:
         job = self.found.job
         return {
             "gpus": job.gpus,
-            "layout": job.layout,
+            "layout": job.sizes,
             "hardware": self.found.hardware,
             "data": "synthetic" if isinstance(self.found.store, SyntheticStore) else "store",
             "problems": list(self.found.problems),
