@@ -17,6 +17,7 @@ from wlb.memory.step import MemoryLimit, limit_of_gpu
 from wlb.packing.pools import Pools
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import predicted_memory, too_large
+from wlb.planning.pricing import Pricing
 from wlb.schedules.layout import Layout
 from wlb.workload import hardware_preset, model_shape
 
@@ -54,7 +55,7 @@ def test_interleaving_one_stage_holds_and_takes_what_1f1b_does():
 
 def test_gpipe_holds_every_micro_batch():
     packing = PackingConfig.model_validate({"micro_batches": 64})
-    job = JobSpec(model_shape("7b"), hardware_preset("h100"), packing, layout=Layout(tp=8, pp=4))
+    job = JobSpec(model_shape("7b"), Pricing(hardware_preset("h100")), packing, layout=Layout(tp=8, pp=4))
     held = [predicted_memory(job.with_layout(schedule=name)).parts["activations"] for name in ("1f1b", "gpipe")]
     assert held[1] > 15 * held[0]  # in 1F1B the first rank has 4 of 64 in flight
 

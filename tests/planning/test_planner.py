@@ -17,6 +17,7 @@ from wlb.documents.order import DocumentStream, shuffled
 from wlb.packing.pools import Grouping, Pools
 from wlb.planning.job import JobSpec
 from wlb.planning.planner import PlannedStep, StepPlanner
+from wlb.planning.pricing import Pricing
 from wlb.schedules.layout import Layout
 from wlb.workload import hardware_preset, model_shape
 
@@ -40,7 +41,7 @@ def planner_of(
     config = PackingConfig.model_validate(
         {"method": method, "micro_batches": 4, "outlier_thresholds": [8, 16], **packing}
     )
-    job = JobSpec(model_shape("tiny"), hardware_preset("h100"), config, data=data, layout=Layout(dp=dp, pp=2))
+    job = JobSpec(model_shape("tiny"), Pricing(hardware_preset("h100")), config, data=data, layout=Layout(dp=dp, pp=2))
     return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1 if one_epoch else None)
 
 
@@ -57,7 +58,11 @@ class Divided(NamedTuple):
         packing = PackingConfig.model_validate({"method": "elastic", "micro_batches": 4})
         data = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, "seed": 4})
         job = JobSpec(
-            model_shape("tiny"), hardware_preset("h100"), packing, data=data, layout=Layout(dp=self.number * self.size)
+            model_shape("tiny"),
+            Pricing(hardware_preset("h100")),
+            packing,
+            data=data,
+            layout=Layout(dp=self.number * self.size),
         ).with_pools(Pools(self.size, self.micro_batches, self.grouping, 4))
         job = job.with_length_factor(max(1.0, 4 / job.packing.micro_batches + self.spare))
         return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1)

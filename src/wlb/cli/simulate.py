@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -165,7 +164,7 @@ def simulate(
 
 
 def _changes(profile: Path | None, schedule: str | None) -> dict[str, Any]:
-    """Fields of every ``SimulatedJob`` and of its layout that options replace."""
+    """What options replace of every job's prices and layout."""
     from wlb.workload.profile import read_profile
 
     changes: dict[str, Any] = {} if profile is None else {"profile": read_profile(profile)}
@@ -210,7 +209,7 @@ def _jobs(
     else:
         raise UserError(f"{name!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
     of_layout = {name: changes.pop(name) for name in ("schedule", "virtual_pp") if name in changes}
-    return {system: replace(job.with_layout(**of_layout), **changes) for system, job in jobs.items()}, sources
+    return {system: job.with_layout(**of_layout).priced(**changes) for system, job in jobs.items()}, sources
 
 
 def _without_pools(preset: str) -> list[str]:

@@ -22,6 +22,7 @@ from wlb.packing.pools import Pools
 from wlb.planning.configured_model import configured_model
 from wlb.planning.model import TransformerConfig
 from wlb.planning.prices import sharded_prices
+from wlb.planning.pricing import Pricing
 from wlb.schedules.layer_split import split_layers
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import ZERO_BUBBLE, rank_operations, stages_of_rank
@@ -30,6 +31,7 @@ from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload
 from wlb.workload.base import DocumentPrices
+from wlb.workload.profile import WorkloadProfile
 from wlb.workload.shapes import check_divisible
 
 _MOST_OF_A_WINDOW = 64  # micro-batches of pools that a context window may make, on average: of some tokens each
@@ -40,7 +42,7 @@ _FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
 class JobSpec:
     """A job on the GPUs of ``layout``, or processes on CPUs.
 
-    ``hardware`` has the rates of the type that the job computes in. ``packing.micro_batches`` counts all data-parallel
+    A simulation may run any schedule of ``wlb.simulate.SCHEDULES``. ``packing.micro_batches`` counts all data-parallel
     ranks. ``data`` says in which order documents come and what happens to overlong ones; its store is not opened.
     Where ``packing`` is elastic, ``pool`` of the dp x cp ranks make a pool; ``with_pools`` gives the job whose
     context-parallel groups are these pools. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while
@@ -51,7 +53,7 @@ class JobSpec:
     """
 
     shape: ModelShape
-    hardware: Hardware
+    pricing: Pricing
     packing: PackingConfig
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(store=Path("documents")))
@@ -74,16 +76,18 @@ class JobSpec:
             rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
         make_workload(self.shape, self.hardware, self.tp, self.cp)
         check_divisible(self.shape, self.tp)
+        self.pricing.check(self.shape, self.gpus // self.pp)
 
     @classmethod
     def from_config(
         cls,
         config: JobConfig,
-        hardware: str | Hardware,
+        hardware: str | Hardware = "h100",
         *,
         model: TransformerConfig | None = None,
         vocab_size: int | None = None,
         limit: MemoryLimit | None = None,
+        profile: WorkloadProfile | None = None,
     ) -> Self:
         """The job that ``config`` describes, on ``hardware``.
 
@@ -96,7 +100,7 @@ class JobSpec:
         rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
         return cls(
             shape=model.shape,
-            hardware=rates.computing_in(compute_type(config.training, rates.device_type)),
+            pricing=Pricing(rates.computing_in(compute_type(config.training, rates.device_type)), profile),
             packing=config.packing,
             sharding=config.sharding,
             data=config.data,
@@ -110,6 +114,10 @@ class JobSpec:
             and config.checkpoint.asynchronous,
             limit=limit,
         )
+
+    def priced(self, **changes: Any) -> Self:
+        """The same with other prices, fields of ``Pricing``."""
+        return replace(self, pricing=replace(self.pricing, **changes))
 
     def with_layout(self, **sizes: Any) -> Self:
         """The same with other ``sizes``, fields of ``Layout``."""
@@ -138,6 +146,10 @@ class JobSpec:
     @property
     def schedule(self) -> str:
         return self.layout.schedule
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.pricing.hardware
 
     @property
     def gpus(self) -> int:
@@ -206,8 +218,15 @@ class JobSpec:
         return make_workload(self.shape, self.hardware, tp=self.tp)
 
     @property
+    def work_prices(self) -> DocumentPrices:
+        """What the work of training a document is worth, whatever the system: W_a + W_l, measured where possible."""
+        return self.workload if self.pricing.profile is None else self.pricing.profile.workload()
+
+    @property
     def packing_prices(self) -> DocumentPrices:
         """The prices by which it packs: with what sharding really costs, where the packer asks for it, or W_a + W_l."""
+        if self.pricing.packed_by is not None:
+            return self.pricing.packed_by
         if not PACKERS[self.packing.method].prices_sharding:
             return self.workload
         return sharded_prices(self.shape, self.hardware, self.tp, self.cp, self.sharding.strategy, self.context_window)

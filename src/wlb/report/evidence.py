@@ -241,7 +241,7 @@ def _pack(method: str, documents: Sequence[Segment], cluster: Cluster, best: Sim
     """``method`` by itself; the recommended one too packs by W_a + W_l here, so that all are judged by one price."""
     workload = best.workload
     if method == RECOMMENDED:
-        packer = replace(best, packed_by=workload).packer()
+        packer = best.priced(packed_by=workload).packer()
     else:
         factor = float(best.packing.length_factor)
         packer = packer_for(method, cluster, workload, max_length_factor=factor)

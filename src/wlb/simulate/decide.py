@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,14 +25,12 @@ from wlb.packing.pools import Grouping, Pools
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import fits, largest_factor, too_large
 from wlb.planning.planner import StepPlanner, documents_together
+from wlb.planning.pricing import Pricing
 from wlb.schedules.operations import round_size
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.step import simulate_steps
 from wlb.workload.base import DocumentPrices
-
-J = TypeVar("J", bound=JobSpec)
 
 _STEPS = 4  # that are simulated for a choice, fewer where they are of many micro-batches
 _MICRO_BATCHES = 48
@@ -44,7 +42,7 @@ _LEAST_WINDOWS = 0.5  # of documents in a mean micro-batch
 _CLEARLY = 0.01  # of the seconds, that grouping documents alike must save: how it does depends on a step's documents
 
 
-def decide(job: J, lengths: DocumentLengths) -> J:
+def decide(job: JobSpec, lengths: DocumentLengths) -> JobSpec:
     """``job`` with nothing left "auto"; the same job and documents always give the same.
 
     Context-parallel groups become its pools: those given, or the fastest on documents of ``lengths``. L_max becomes the
@@ -61,7 +59,7 @@ def decide(job: J, lengths: DocumentLengths) -> J:
     return decided
 
 
-def _with_length(job: J) -> J:
+def _with_length(job: JobSpec) -> JobSpec:
     """With the largest L_max that fits, where it is "auto"; where none does, with the least."""
     if job.packing.length_factor != "auto":
         return job
@@ -76,7 +74,8 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths) -> Pools:
     part = replace(pools, global_batch=pools.global_batch // parts)
     if parts > 1 and pools.micro_batches != "auto":
         part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.pp)) * job.pp)
-    search = _Search(SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)}), part, parts)
+    own = replace(job, pricing=Pricing(job.hardware))  # the trainer's prices, whatever a simulation prices steps by
+    search = _Search(own, part, parts)
     fastest: _Choice | None = None
     for size in search.sizes():
         best = min((_priced(choice, lengths, job.workload) for choice in search.choices(size)), default=None)
@@ -102,7 +101,7 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths) -> Pools:
 class _Search:
     """``job`` with all ``pools`` that it could have, for one of ``parts`` equal parts of its global batch."""
 
-    job: SimulatedJob
+    job: JobSpec
     pools: Pools
     parts: int
 
@@ -115,7 +114,7 @@ class _Search:
             if self.job.dp % number == 0:
                 yield self.job.dp // number * self.job.cp
 
-    def choices(self, size: int) -> Iterator[SimulatedJob]:
+    def choices(self, size: int) -> Iterator[JobSpec]:
         """The job with pools of this size, every number of micro-batches that they could run, and every grouping."""
         wanted = self.pools.grouping
         groupings: tuple[Grouping, ...] = ("even", "alike") if wanted == "auto" else (wanted,)
@@ -123,7 +122,7 @@ class _Search:
             for grouping in groupings:
                 yield replace(job, packing=job.packing.changed(grouping=grouping))
 
-    def _with_counts(self, size: int) -> list[SimulatedJob]:
+    def _with_counts(self, size: int) -> list[JobSpec]:
         """With pools of this size and numbers of micro-batches; more where the GPUs hold none of the usual ones."""
         if self.pools.micro_batches != "auto":
             return self._that_run(size, [self.pools.micro_batches])
@@ -139,7 +138,7 @@ class _Search:
                 return fitting or runnable
             counts = smaller
 
-    def _that_run(self, size: int, counts: Iterable[int]) -> list[SimulatedJob]:
+    def _that_run(self, size: int, counts: Iterable[int]) -> list[JobSpec]:
         jobs = []
         for count in sorted(set(counts)):
             try:
@@ -161,7 +160,7 @@ class _Choice(NamedTuple):
     grouping: Grouping
 
 
-def _priced(job: SimulatedJob, lengths: DocumentLengths, prices: DocumentPrices) -> _Choice:
+def _priced(job: JobSpec, lengths: DocumentLengths, prices: DocumentPrices) -> _Choice:
     planner = StepPlanner(job, lengths)
     most = (
         _MICRO_BATCHES // job.packing.micro_batches,

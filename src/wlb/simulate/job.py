@@ -1,7 +1,7 @@
-"""What is simulated: a job, and what only a simulation may change about it.
+"""What is simulated: the trainer's own description of a job, with other prices where those are given.
 
-A ``SimulatedJob`` comes from a job's configuration (``SimulatedJob.from_config``), from keywords (``simulated_job``),
-or by name (``named_job``).
+It comes from a job's configuration (``SimulatedJob.from_config``), from keywords (``simulated_job``), or by name
+(``named_job``).
 
 The named jobs are those of the paper's evaluation, and the one of its motivation. Quoted: WLB-LLM (arXiv 2503.17924),
 Table 1, model, context window and (tp, cp, pp, dp); and section 1 for the job on 8,192 GPUs, a model of 405B
@@ -11,81 +11,18 @@ pipeline ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
-from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
+from wlb.config import PRESETS, DataConfig, PackingConfig, ShardingConfig
 from wlb.config_file import validated
 from wlb.errors import UserError
-from wlb.memory.step import MemoryLimit
 from wlb.planning.job import JobSpec
-from wlb.planning.model import TransformerConfig
+from wlb.planning.pricing import Pricing
 from wlb.schedules.layout import Layout
-from wlb.simulate.software import Software
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
-from wlb.workload.base import DocumentPrices
-from wlb.workload.profile import WorkloadProfile
 
-
-@dataclass(frozen=True)
-class SimulatedJob(JobSpec):
-    """A ``JobSpec`` that is simulated.
-
-    ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A measured ``profile``, of one tensor-parallel rank, replaces
-    the hardware's prices of computing; links stay the hardware's. ``packed_by`` are the prices that it packs by, if not
-    the trainer's.
-    """
-
-    profile: WorkloadProfile | None = None
-    packed_by: DocumentPrices | None = None
-    software: Software = field(default_factory=Software)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_experts()
-        profile = self.profile
-        if profile is None:
-            return
-        ours, theirs = (replace(shape, vocab_size=1) for shape in (self.shape, profile.model))
-        if ours != theirs:
-            raise UserError(
-                f"the profile was measured with {theirs}, the job's model is {ours}; measure its own profile"
-            )
-        if profile.cp != 1:
-            raise UserError(f"the profile was measured with cp = {profile.cp}; the simulation needs one of cp = 1")
-
-    def _check_experts(self) -> None:
-        ranks, experts = self.software.expert_parallel, self.shape.experts
-        of_stage = self.gpus // self.pp
-        if ranks < 1 or of_stage % ranks or (ranks > 1 and (experts is None or experts.count % ranks)):
-            raise UserError(
-                f"expert_parallel = {ranks} must divide the {of_stage} GPUs of a pipeline stage and the model's "
-                f"{experts.count if experts else 0} experts; choose a common divisor, or 1"
-            )
-
-    @classmethod
-    def from_config(
-        cls,
-        config: JobConfig,
-        hardware: str | Hardware = "h100",
-        *,
-        model: TransformerConfig | None = None,
-        vocab_size: int | None = None,
-        limit: MemoryLimit | None = None,
-        profile: WorkloadProfile | None = None,
-    ) -> Self:
-        """As ``JobSpec.from_config``."""
-        job = super().from_config(config, hardware, model=model, vocab_size=vocab_size, limit=limit)
-        return replace(job, profile=profile)
-
-    @property
-    def packing_prices(self) -> DocumentPrices:
-        return self.packed_by or super().packing_prices
-
-    @property
-    def work_prices(self) -> DocumentPrices:
-        """What the work of training a document is worth, whatever the system: W_a + W_l, measured where possible."""
-        return self.workload if self.profile is None else self.profile.workload()
+SimulatedJob = JobSpec  # the name that programs use
 
 
 def simulated_job(
@@ -104,19 +41,22 @@ def simulated_job(
     """A job of ``model`` under one of the systems in ``wlb.config.PRESETS``.
 
     ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
-    replace settings of the preset; ``layout`` are further sizes of its ``Layout`` and fields of ``SimulatedJob``.
+    replace settings of the preset; ``layout`` are further fields of its ``Layout``, its ``Pricing`` and itself.
 
     Raises ``UserError`` for settings that no job could have.
     """
     per_rank = pp if micro_batches is None else micro_batches
-    sizes = {size.name: layout.pop(size.name) for size in fields(Layout) if size.name in layout}
+    sizes, prices = (
+        {field.name: layout.pop(field.name) for field in fields(part) if field.name in layout}
+        for part in (Layout, Pricing)
+    )
     shape = model_shape(model) if isinstance(model, str) else model
     packing_section, sharding_section = preset_sections(
         preset, {"micro_batches": per_rank * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
     )
     return SimulatedJob(
         shape=replicate_kv_heads(shape, sizes.get("tp", 1)),
-        hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
+        pricing=Pricing(hardware_preset(hardware) if isinstance(hardware, str) else hardware, **prices),
         packing=packing_section,
         sharding=sharding_section,
         data=validated(DataConfig, {"store": "documents", "context_window": context_window}, "data"),

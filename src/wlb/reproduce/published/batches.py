@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.planning.pricing import Software
 from wlb.reproduce.published.prediction import Prediction
 from wlb.rivals import distca
 from wlb.rivals.plan import Ranks
 from wlb.rivals.wlb_llm import breakpoint_tokens, evened
 from wlb.simulate import SimulatedJob, simulated_job
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.software import Software
 from wlb.simulate.step import simulate_steps
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 

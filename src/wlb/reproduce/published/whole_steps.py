@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.planning.pricing import Software
 from wlb.reproduce.published.metrics import Row, seconds_of_step, size, stated, step_tokens
 from wlb.reproduce.published.models import published_shape
 from wlb.reproduce.published.prediction import Prediction
@@ -26,7 +27,6 @@ from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.search import fitted
 from wlb.simulate.shards import Shards, price_shards
-from wlb.simulate.software import Software
 from wlb.simulate.step import Steps
 from wlb.workload import Hardware, ModelShape, hardware_preset
 
@@ -149,7 +149,7 @@ def published_step(row: Row) -> PublishedStep:
     if recomputation is None and stack.weights == "kept":
         assumed.append("no recomputation, or of element-wise operations only")
     elif recomputation is None:
-        fitting = fitted(_held(job, job.software.reduces_always))
+        fitting = fitted(_held(job, job.pricing.software.reduces_always))
         kind: Recomputation = fitting.activation_checkpointing if fitting else "full"
         why = "the cheapest that is predicted to fit" if fitting else "and not even that is predicted to fit"
         assumed.append(f"recomputation: {kind}, {why}")
