@@ -14,9 +14,8 @@ from pydantic.fields import FieldInfo
 
 from wlb.documents.order import DataConfig
 from wlb.packing import PACKERS, checked_name
-from wlb.packing.options import LengthFactorOptions, PackerOptions
+from wlb.packing.options import LengthFactorOptions, PackerOptions, Pools
 from wlb.packing.packer import Packer, PackingTask
-from wlb.packing.pools import Pools
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import round_size
 from wlb.settings import (

@@ -14,7 +14,7 @@ import pytest
 from wlb.config import JobConfig, PackingConfig
 from wlb.errors import UserError
 from wlb.memory.step import MemoryLimit, limit_of_gpu
-from wlb.packing.pools import Pools
+from wlb.packing.options import Pools
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import predicted_memory, too_large
 from wlb.planning.pricing import Pricing

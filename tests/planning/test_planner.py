@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from wlb.config import DataConfig, PackingConfig
 from wlb.documents.order import DocumentStream, shuffled
-from wlb.packing.pools import Grouping, Pools
+from wlb.packing.options import Grouping, Pools
 from wlb.planning.job import JobSpec
 from wlb.planning.planner import PlannedStep, StepPlanner
 from wlb.planning.pricing import Pricing

@@ -9,7 +9,7 @@ import pytest
 
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
-from wlb.packing.pools import Pools
+from wlb.packing.options import Pools
 from wlb.planning.planner import StepPlanner
 from wlb.simulate import SimulatedJob, simulate, simulated_job
 from wlb.simulate.decide import decide

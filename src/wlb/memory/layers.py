@@ -24,7 +24,8 @@ Checkpointing = Literal["none", "selective", "full"]
 class MemorySettings:
     """What memory depends on beside the lengths of micro-batches.
 
-    ``stage_blocks`` counts the blocks of every pipeline stage, ``micro_batches`` those of one data-parallel rank's
+    ``parallel`` may also be the section of that name of a configuration, which has the same sizes. ``stage_blocks``
+    counts the blocks of every pipeline stage, ``micro_batches`` those of one data-parallel rank's
     step. Weights and their gradients take ``compute_bytes`` or 4 bytes, whichever is more. ``fused_norms`` says that
     RMSNorm keeps its input only, as PyTorch's CUDA kernel does; on CPU it is made of several operations.
     ``uneven_shards`` is the most tokens that a context-parallel rank holds over their mean. With ``checkpoint_copy`` a

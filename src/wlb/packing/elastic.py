@@ -21,11 +21,10 @@ from pydantic import Field, model_validator
 
 from wlb.packing.bins import best_fit
 from wlb.packing.makespan import MakespanOptions, MakespanPacker
-from wlb.packing.options import LengthFactor
+from wlb.packing.options import Grouping, LengthFactor, Pools
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
-from wlb.packing.pools import Grouping, Pools
 from wlb.settings import MicroBatches, NonNegativeInt, Number
 
 _LENGTH_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds

@@ -6,12 +6,12 @@ packers means the same in all of them and has one type; its default may differ.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from wlb.errors import UserError
-from wlb.packing.pools import Pools
 from wlb.settings import MOST_MICRO_BATCHES, NonNegativeInt, Number, Section
 from wlb.token_count import parse_count
 
@@ -19,6 +19,24 @@ LARGEST_AUTO_FACTOR = 4.0  # of L_max: a bound where memory sets none, as for a 
 
 # L_max in context windows: at most twice the largest global batch, which one micro-batch of elastic pools may hold.
 LengthFactor = Annotated[Number, Field(ge=1, le=2 * MOST_MICRO_BATCHES)]
+
+Grouping = Literal["even", "alike"]
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Pools of ``size`` of a pipeline stage's dp x cp ranks, each of which runs ``micro_batches`` a step.
+
+    ``global_batch`` counts the context windows that a step trains, whatever the pools; documents of a micro-batch are
+    chosen by ``grouping`` (``wlb.packing.elastic``), and with ``delays`` they may wait for another step. What is "auto"
+    is yet to be decided (``wlb.simulate.decide``).
+    """
+
+    size: int | Literal["auto"]
+    micro_batches: int | Literal["auto"]
+    grouping: Grouping | Literal["auto"]
+    global_batch: int
+    delays: bool = False
 
 
 class PackerOptions(Section):

@@ -16,9 +16,9 @@ from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing, MemorySettings
 from wlb.memory.step import MemoryLimit, limit_of_gpu
 from wlb.packing import PACKERS
+from wlb.packing.options import Pools
 from wlb.packing.packer import Packer
 from wlb.packing.pipeline_order import Pipeline
-from wlb.packing.pools import Pools
 from wlb.planning.configured_model import configured_model
 from wlb.planning.model import TransformerConfig
 from wlb.planning.prices import sharded_prices

@@ -21,7 +21,7 @@ import numpy as np
 
 from wlb.documents.mixture import DocumentLengths
 from wlb.errors import UserError
-from wlb.packing.pools import Grouping, Pools
+from wlb.packing.options import Grouping, Pools
 from wlb.planning.job import JobSpec
 from wlb.planning.memory import fits, largest_factor, too_large
 from wlb.planning.planner import StepPlanner, documents_together

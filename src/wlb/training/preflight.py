@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,7 +31,6 @@ from wlb.training.parallel.parallelize import check_layout
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
 
 Check = Callable[[], object]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,6 @@ class CheckedJob:
             check_identity(self.saved, data_identity(self.store, self.config), allow_changes=allowed)
 
 
-class Try(Protocol):
-    """Makes a check; what it returns, or None where the check raised ``UserError`` and that is kept for later."""
-
-    def __call__(self, check: Callable[[], T], /) -> T | None: ...
-
-
 def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None = None) -> CheckedJob:
     """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine.
 
@@ -78,9 +71,12 @@ def checked(
     hardware: str,
     limit: MemoryLimit,
     check_writable: Callable[[str, Path], object],
-    tried: Try,
+    tried: Callable[[Callable[[], Any]], Any],
 ) -> CheckedJob:
-    """The job that ``config`` comes to on ``store`` and ``hardware``; all checks are made by ``tried``."""
+    """The job that ``config`` comes to on ``store`` and ``hardware``.
+
+    ``tried`` makes each check: it returns what the check does, or None where it keeps its ``UserError`` for later.
+    """
     model = trained_model(config, store)
     for check in _settings_checks(config, store, model):
         tried(check)
