@@ -33,8 +33,8 @@ from wlb.planning.planner import StepPlanner
 from wlb.sharding import make_shard_plan
 from wlb.sharding.pieces import Locality, locality
 from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job
+from wlb.simulate.decide import decide
 from wlb.simulate.job import PAPER_JOBS, named_job
-from wlb.simulate.pools import with_decided_pools
 
 Row = dict[str, Any]
 INTERLEAVED: Row = {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
@@ -171,7 +171,7 @@ def planning(turns: int) -> list[Row]:
     rows = []
     for name, undecided in jobs.items():
         lengths = read_lengths(f"synthetic:60000:{undecided.context_window}:0")
-        job = with_decided_pools(undecided, lengths)
+        job = decide(undecided, lengths)
         plans = StepPlanner(job, lengths).plans()
         planned, sharded = [], []
         for _ in range(turns):
@@ -189,7 +189,7 @@ def planning(turns: int) -> list[Row]:
             "sharding ms": 1e3 * median(sharded),
             "of the step": (median(planned) + median(sharded)) / step,
         }
-        rows.append(row | job.layout)
+        rows.append(row | job.sizes)
     return rows
 
 

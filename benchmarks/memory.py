@@ -80,7 +80,7 @@ def predict(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
     """Bytes of the process that holds most."""
     blocks = tuple(len(layers) for layers in split_layers(shape, case.parallel.stages))
     compute_bytes = {"float32": 4, "bfloat16": 2}[case.dtype]
-    settings = MemorySettings(shape, blocks, case.parallel, len(tokens), compute_bytes, case.checkpointing)
+    settings = MemorySettings(shape, blocks, case.parallel.layout, len(tokens), compute_bytes, case.checkpointing)
     return predict_memory(settings, tokens).total
 
 

@@ -25,8 +25,8 @@ from parts.measurement import versions
 from wlb.config import PRESETS
 from wlb.documents.lengths import read_lengths
 from wlb.planning.planner import StepPlanner
+from wlb.simulate.decide import decide
 from wlb.simulate.job import NAMED_JOBS, named_job
-from wlb.simulate.pools import with_decided_pools
 
 _BEST: tuple[dict[str, Any], ...] = (
     {"token_spread": 0.5},
@@ -57,7 +57,7 @@ class Steps:
 
 def steps_of(preset: str, packing: dict[str, Any], options: argparse.Namespace, lengths: NDArray[np.int64]) -> Steps:
     job = named_job(options.job, preset, packing=packing, micro_batches=options.micro_batches)
-    job = with_decided_pools(job, lengths)
+    job = decide(job, lengths)
     plans = [*islice(StepPlanner(job, lengths).plans(), options.steps)]
     tokens = np.array([plan.tokens for plan in plans])
     whole = np.minimum(lengths, job.context_window)

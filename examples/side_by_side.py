@@ -22,7 +22,6 @@ import torch.distributed as dist
 from wlb.config import JobConfig
 from wlb.config_file import load_config
 from wlb.errors import UserError
-from wlb.training.memory_budget import with_agreed_factor
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import joined_job
 from wlb.training.trainer import Trainer
@@ -40,7 +39,7 @@ def main() -> None:
         parser.error(str(error))
     with joined_job(configs[0]) as device:
         processes = int(os.environ["LOCAL_WORLD_SIZE"])
-        trainers = [Trainer(with_agreed_factor(check_job(config, processes).config), device) for config in configs]
+        trainers = [Trainer(check_job(config, processes).config, device) for config in configs]
         progress = Progress(configs) if dist.get_rank() == 0 else None
         for _ in zip_longest(*(trainer.steps() for trainer in trainers)):
             if progress is not None:

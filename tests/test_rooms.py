@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "sharding": {"workload"},
     "config": {"documents", "packing", "schedules", "sharding", "workload"},
     "config_file": {"config"},
-    "memory": {"config", "workload", "schedules"},
+    "memory": {"workload", "schedules"},
     "planning": {"config", "config_file", "documents", "memory", "packing", "sharding", "workload", "schedules"},
     "simulate": {
         "config",

@@ -15,9 +15,9 @@ from pydantic.fields import FieldInfo
 from wlb.documents.order import DataConfig
 from wlb.packing import PACKERS, checked_name
 from wlb.packing.arrange import Assignment, Order
-from wlb.packing.elastic import ElasticOptions
-from wlb.packing.options import LengthFactorOptions, PackerOptions
+from wlb.packing.options import LengthFactorOptions, PackerOptions, Pools
 from wlb.packing.packer import Packer, PackingTask
+from wlb.schedules.layout import Layout
 from wlb.schedules.operations import TRAINED_SCHEDULES, round_size
 from wlb.settings import (
     MOST_MICRO_BATCHES,
@@ -170,9 +170,8 @@ class ParallelConfig(Section):
         return self.pp * self.virtual_pp
 
     @property
-    def pooled(self) -> bool:
-        """Whether context-parallel groups are elastic pools; so after pre-flight has decided those."""
-        return self.pool == self.cp
+    def layout(self) -> Layout:
+        return Layout(**self.model_dump(exclude={"pool"}))
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
@@ -240,9 +239,13 @@ class PackingConfig(_PackerSettings):
         """Whether micro-batches may be of up to L_max tokens, and not of the context window."""
         return isinstance(self.options, LengthFactorOptions)
 
-    def with_length_factor(self, factor: float) -> PackingConfig:
+    def with_length_factor(self, factor: float | Literal["auto"]) -> PackingConfig:
         """The same with another L_max, where the packer has one."""
-        return self.model_copy(update={"max_length_factor": factor}) if self.has_length_factor else self
+        return self.changed(max_length_factor=factor) if self.has_length_factor else self
+
+    def pools(self, size: int | Literal["auto"]) -> Pools | None:
+        """The elastic pools of ``size`` ranks; None where the method has none."""
+        return self.options.pools(size, self.micro_batches)
 
     def in_use(self) -> dict[str, Any]:
         """The settings as JSON: L_max, the longest delay (None where no document waits), and the packer's options."""
@@ -419,7 +422,7 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> JobConfig:
         self.packing.options.check_window(self.data.context_window)
-        pooled = isinstance(self.packing.options, ElasticOptions)
+        pooled = self.packing.pools(self.parallel.pool) is not None
         if self.parallel.pool != "auto":
             if not pooled:
                 raise ValueError(

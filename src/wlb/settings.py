@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import index
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from wlb.errors import UserError
 from wlb.token_count import MOST_TOKENS, parse_tokens
 
 
@@ -70,6 +71,14 @@ class Section(BaseModel):
     """Base of every section: unknown keys are refused, values do not change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def changed(self, **settings: Any) -> Self:
+        """The same with other ``settings``, validated as a whole. Raises ``UserError`` for what they may not be."""
+        try:
+            return self.model_validate({name: getattr(self, name) for name in self.model_fields_set} | settings)
+        except ValidationError as error:
+            problem = main_problem(error)
+            raise UserError(f"{'.'.join(problem.where)} = {problem.value!r} cannot be: {problem.what}") from None
 
 
 class Problem(NamedTuple):

@@ -15,26 +15,28 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from wlb.batches import PlannedBatchSampler
 from wlb.config import JobConfig
 from wlb.documents.order import summarise_epoch
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
-from wlb.memory.step import MemoryEstimate, predict_memory
+from wlb.memory.step import USABLE_SHARE, MemoryEstimate, predict_memory
 from wlb.models.transformer import TransformerConfig
-from wlb.packing.elastic import ElasticOptions
 from wlb.packing.plan import StepPlan
 from wlb.planning.job import JobSpec
-from wlb.planning.memory import USABLE_SHARE, predicted_memory
+from wlb.planning.memory import fits, predicted_memory
 from wlb.planning.planner import StepPlanner
 from wlb.sharding import ShardPlan
-from wlb.simulate import SimulatedJob
+from wlb.simulate import SimulatedJob, simulate
 from wlb.simulate.costs import JobCosts
+from wlb.simulate.decide import decide
 from wlb.simulate.shards import price_shards
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
-from wlb.training.memory_budget import within_memory
+from wlb.training.dry_run.problems import find_problems
 from wlb.training.parallel.parallelize import check_layout
+from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import trained_model as model_of
-from wlb.workload import ModelShape, hardware_preset
+from wlb.workload import ModelShape
 
 STEPS = 50
 T = TypeVar("T")
@@ -130,24 +132,13 @@ def trained_job(case: Case) -> JobSpec:
     return JobSpec.from_config(case.config, case.hardware, model=trained_model(case))
 
 
-def _decided(case: Case) -> tuple[JobConfig, JobSpec]:
+def _decided(case: Case) -> JobSpec:
     """The job without "auto", as a machine with such GPUs decides; what does not fit is not refused."""
-    config, job = case.config, trained_job(case)
-    if config.packing.length_factor == "auto":
-        usable = USABLE_SHARE * hardware_preset(case.hardware).memory_bytes / 2**30
-        training = config.training.model_copy(update={"memory_gib": usable})
-        try:
-            config = within_memory(config.model_copy(update={"training": training}), job, 1)
-        except UserError:
-            if not isinstance(job.packing.options, ElasticOptions):
-                raise  # so does the simulator
-            if job.pools_decided:
-                config = config.model_copy(update={"packing": job.with_length_factor(job.least_length_factor).packing})
-    return config, replace(job, packing=config.packing)
+    return decide(trained_job(case), case.documents.lengths)
 
 
 def trained_memory(case: Case) -> Memory:
-    _, job = _decided(case)
+    job = _decided(case)
     settings, longest = job.memory_settings, job.longest_micro_batch
     if job.most_step_tokens is not None:  # which do not fill every micro-batch
         return Memory(longest, predicted_memory(job))
@@ -156,8 +147,8 @@ def trained_memory(case: Case) -> Memory:
 
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
     summarise_epoch(case.documents.lengths, case.config.data)
-    config, job = _decided(case)
-    with StepLoader(case.store, config, job, share=RankShare.in_job(job, dp_rank, 0)) as loader:
+    job = _decided(case)
+    with StepLoader(case.store, case.config, job, share=RankShare.in_job(job, dp_rank, 0)) as loader:
         return [*islice(loader, STEPS)]
 
 
@@ -167,7 +158,7 @@ def trained_plans(case: Case) -> list[StepPlan]:
 
 def trained_shards(case: Case) -> list[Shards]:
     """Of the last data-parallel rank's micro-batches that hold documents, step after step."""
-    rank = case.config.parallel.dp - 1
+    rank = _decided(case).dp - 1
     steps, costs = _loaded(case, rank), JobCosts(simulated_job(case))
     batches = [pair for step in steps for pair in zip(step.batches, step.plan.ranks[rank], strict=True)]
     return [_described(batch.shard_plan, costs) for batch, micro_batch in batches if micro_batch.segments]
@@ -193,7 +184,8 @@ def _attention(starts: NDArray[np.int64], stops: NDArray[np.int64], costs: JobCo
 
 
 def simulated_job(case: Case) -> SimulatedJob:
-    return SimulatedJob.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
+    job = SimulatedJob.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
+    return decide(job, case.documents.lengths)
 
 
 def simulated_shape(case: Case) -> ModelShape:
@@ -216,3 +208,101 @@ def simulated_shards(case: Case) -> list[Shards]:
     shards = price_shards(lengths, costs)
     columns = (shards.tokens, shards.attention_forward, shards.received, shards.kept)
     return [Shards(*row) for row in zip(lengths, *(column.tolist() for column in columns), strict=True)]
+
+
+# What is decided before a job starts
+
+
+class Decided(NamedTuple):
+    """What a job leaves open and what it runs in the end; equal for all who describe the same job."""
+
+    layout: tuple[object, ...]  # tp, cp, pp, dp, virtual_pp, schedule; cp is the size of pools and dp their number
+    packing: dict[str, Any]  # micro-batches, L_max, grouping, global batch and every other option
+    longest_micro_batch: int
+    memory_bytes: int
+
+
+def decided(job: JobSpec) -> Decided:
+    layout = (job.tp, job.cp, job.pp, job.dp, job.virtual_pp, job.schedule)
+    return Decided(layout, job.packing.in_use(), job.longest_micro_batch, predicted_memory(job).total)
+
+
+def stored(case: Case, folder: Path) -> Case:
+    """The same case with a token store in ``folder``."""
+    store = folder / "store"
+    with TokenStoreWriter(store, vocab_size=case.documents.vocab_size or 1) as writer:
+        for length in case.documents.lengths:
+            writer.add(np.zeros(length, np.int64))
+    metrics = {"dir": str(folder / "metrics"), "tensorboard": False}
+    given = case.config.model_dump(exclude_unset=True) | {"metrics": metrics}
+    given["data"]["store"] = str(store)
+    return replace(case, config=JobConfig.model_validate(given))
+
+
+def decided_by_trainer(case: Case) -> Decided:
+    """What its ranks run: the job that they make of the configuration, once it is checked."""
+    checked = check_job(case.config, case.config.parallel.world_size)
+    job = JobSpec.from_config(checked.config, case.hardware, model=trained_model(case))
+    assert decided(job) == decided(checked.job)
+    return decided(job)
+
+
+def decided_by_dry_run(case: Case) -> Decided:
+    found = find_problems(case.config, case.hardware)
+    if found.problems:
+        raise UserError(found.problems[0])
+    return decided(found.job)
+
+
+def decided_by_simulator(case: Case) -> Decided:
+    undecided = SimulatedJob.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
+    job = simulate(undecided, case.documents.lengths, 1).job
+    return decided(_fitting(job))
+
+
+def decided_by_batches(case: Case) -> Decided:
+    """Of a case without pipeline and tensor parallelism, of the order that loops which run in lock-step have."""
+    config, job = case.config, trained_job(case)
+    parallel, packing = config.parallel, config.packing.model_dump(exclude_unset=True)
+    sampler = PlannedBatchSampler(
+        case.documents.lengths,
+        context_window=config.data.context_window,
+        micro_batches=packing.pop("micro_batches") // parallel.dp,
+        dp=parallel.dp,
+        cp=parallel.cp,
+        pool=parallel.pool,
+        rank=0,
+        model=job.shape,
+        hardware=replace(job.hardware, memory_bytes=(config.training.memory_gib or 1.0) * 2**30 / USABLE_SHARE),
+        preset=config.preset,
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+        **packing,
+    )
+    return decided(_fitting(sampler.job))
+
+
+def _fitting(job: SimulatedJob) -> SimulatedJob:
+    """Raises ``UserError`` for a job that the trainer refuses, which is simulated all the same."""
+    if not fits(job):
+        raise UserError("it does not fit")
+    return job
+
+
+def case_of_job(job: SimulatedJob, model: str, lengths: NDArray[np.int64]) -> Case:
+    """What a user sets to train ``job``: its layout, with the dp x cp ranks of pools as data-parallel ranks."""
+    packing = {name: value for name, value in job.packing if value is not None}
+    undecided = {"max_length_factor": "auto", "grouping": "auto", "pool_micro_batches": "auto"}
+    pooled = job.packing.method == "elastic"
+    sizes = {"dp": job.dp * job.cp, "cp": 1} if pooled else {"dp": job.dp, "cp": job.cp}
+    packing |= undecided | {"micro_batches": sizes["dp"]} if pooled else {}
+    layout = {"tp": job.tp, "pp": job.pp, "virtual_pp": job.virtual_pp, "schedule": job.schedule}
+    config = {
+        "model": {"name": model},
+        "data": {"store": "documents", "context_window": job.context_window},
+        "parallel": layout | sizes,
+        "packing": packing,
+        "sharding": job.sharding,
+        "training": {"activation_checkpointing": job.activation_checkpointing, "device": "cuda"},
+    }
+    return Case(JobConfig.model_validate(config), Documents(lengths, job.shape.vocab_size))

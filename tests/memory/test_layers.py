@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.attention.live_bytes import LiveBytes
-from wlb.config import ParallelConfig
 from wlb.memory.layers import Checkpointing, LayerMemory, MemorySettings, Unit
 from wlb.models.transformer import Transformer, TransformerConfig, rotary_angles
+from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
 from wlb.training.data.sharded_batch import ShardedAttention
 from wlb.training.parallel.parallelize import apply_activation_checkpointing
@@ -34,7 +34,7 @@ class Measured:
 
 
 def layers(dtype: torch.dtype, strategy: Checkpointing = "none") -> LayerMemory:
-    return LayerMemory(MemorySettings(SHAPE, (1,), ParallelConfig(), 1, dtype.itemsize, strategy), ROWS)
+    return LayerMemory(MemorySettings(SHAPE, (1,), Layout(), 1, dtype.itemsize, strategy), ROWS)
 
 
 def model(dtype: torch.dtype, strategy: Checkpointing = "none") -> Transformer:

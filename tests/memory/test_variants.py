@@ -1,12 +1,13 @@
 """Memory of experts, latent and linear attention: all weights count, and what travels is what is kept."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from wlb.config import ParallelConfig
 from wlb.memory.layers import LayerMemory, MemorySettings
 from wlb.memory.step import predict_memory
+from wlb.schedules.layout import Layout
 from wlb.workload import ModelShape
 from wlb.workload.shapes import BlockKind, DeltaNet, Experts, LatentAttention
 from wlb.workload.weights import parameters
@@ -19,12 +20,12 @@ WINDOWED = replace(DENSE, full_attention_every=3, sliding_window=16)
 ROWS = 128
 
 
-def settings(shape: ModelShape, **layout: int) -> MemorySettings:
-    parallel = ParallelConfig(**layout)
+def settings(shape: ModelShape, **layout: Any) -> MemorySettings:
+    parallel = Layout(**layout)
     return MemorySettings(shape, (shape.layers // parallel.pp,) * parallel.pp, parallel, 1, compute_bytes=2)
 
 
-def held(shape: ModelShape, kind: BlockKind, **layout: int) -> int:
+def held(shape: ModelShape, kind: BlockKind, **layout: Any) -> int:
     return LayerMemory(settings(shape, **layout), ROWS).block(kind).held
 
 

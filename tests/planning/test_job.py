@@ -13,8 +13,12 @@ import pytest
 
 from wlb.config import JobConfig, PackingConfig
 from wlb.errors import UserError
+from wlb.memory.step import MemoryLimit, limit_of_gpu
+from wlb.packing.options import Pools
 from wlb.planning.job import JobSpec
-from wlb.planning.memory import MemoryLimit, limit_of_gpu, predicted_memory, too_large
+from wlb.planning.memory import predicted_memory, too_large
+from wlb.planning.pricing import Pricing
+from wlb.schedules.layout import Layout
 from wlb.workload import hardware_preset, model_shape
 
 WINDOW = 32_768
@@ -51,26 +55,26 @@ def test_interleaving_one_stage_holds_and_takes_what_1f1b_does():
 
 def test_gpipe_holds_every_micro_batch():
     packing = PackingConfig.model_validate({"micro_batches": 64})
-    job = JobSpec(model_shape("7b"), hardware_preset("h100"), packing, tp=8, pp=4)
-    held = [predicted_memory(replace(job, schedule=name)).parts["activations"] for name in ("1f1b", "gpipe")]
+    job = JobSpec(model_shape("7b"), Pricing(hardware_preset("h100")), packing, layout=Layout(tp=8, pp=4))
+    held = [predicted_memory(job.with_layout(schedule=name)).parts["activations"] for name in ("1f1b", "gpipe")]
     assert held[1] > 15 * held[0]  # in 1F1B the first rank has 4 of 64 in flight
 
 
 def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
     job = spec(parallel={"tp": 8, "pp": 4}, packing={"max_length_factor": 2.0})
-    limit = limit_of_gpu(40e9)
-    assert too_large(job, MemoryLimit(1e15, "a dream")) is None
-    problem = str(too_large(job, limit))
+    assert too_large(replace(job, limit=MemoryLimit(1e15, "a dream"))) is None
+    job = replace(job, limit=limit_of_gpu(40e9))
+    problem = str(too_large(job))
     for part in (f"with micro-batches of {2 * WINDOW} tokens a process needs up to", "33.5 GiB of 90% of a GPU"):
         assert part in problem
     assert 'set training.activation_checkpointing = "full"' in problem
-    assert too_large(replace(job, activation_checkpointing="full"), limit) is None
-    pools = spec(packing={"method": "elastic"}, parallel={"tp": 8, "pp": 4, "cp": 2}).with_pools(2, 4)
-    assert "raise packing.pool_micro_batches, lower data.context_window" in str(
-        too_large(pools, MemoryLimit(1e9, "it"))
-    )
+    assert too_large(replace(job, activation_checkpointing="full")) is None
+    undecided = spec(packing={"method": "elastic"}, parallel={"tp": 8, "pp": 4, "cp": 2})
+    pools = undecided.with_pools(Pools(2, 4, "even", undecided.global_batch))
+    problem = str(too_large(replace(pools, limit=MemoryLimit(1e9, "it"))))
+    assert "raise packing.pool_micro_batches, lower data.context_window" in problem
     with pytest.raises(UserError, match="tp = 3 does not divide"):
-        replace(job, tp=3)
+        job.with_layout(tp=3)
 
 
 def test_a_pretrained_model_is_described_without_torch(tmp_path: Path):

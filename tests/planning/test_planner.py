@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from wlb.config import DataConfig, PackingConfig
 from wlb.documents.order import DocumentStream, shuffled
-from wlb.packing.elastic import Grouping
+from wlb.packing.options import Grouping, Pools
 from wlb.planning.job import JobSpec
 from wlb.planning.planner import PlannedStep, StepPlanner
+from wlb.planning.pricing import Pricing
+from wlb.schedules.layout import Layout
 from wlb.workload import hardware_preset, model_shape
 
 WINDOW = 32
@@ -39,11 +41,11 @@ def planner_of(
     config = PackingConfig.model_validate(
         {"method": method, "micro_batches": 4, "outlier_thresholds": [8, 16], **packing}
     )
-    job = JobSpec(model_shape("tiny"), hardware_preset("h100"), config, data=data, dp=dp, pp=2)
+    job = JobSpec(model_shape("tiny"), Pricing(hardware_preset("h100")), config, data=data, layout=Layout(dp=dp, pp=2))
     return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1 if one_epoch else None)
 
 
-class Pools(NamedTuple):
+class Divided(NamedTuple):
     """How a job of four windows a step is divided; ``spare`` is the room of a micro-batch beside its even share."""
 
     number: int
@@ -56,13 +58,17 @@ class Pools(NamedTuple):
         packing = PackingConfig.model_validate({"method": "elastic", "micro_batches": 4})
         data = DataConfig.model_validate({"store": "unused", "context_window": WINDOW, "seed": 4})
         job = JobSpec(
-            model_shape("tiny"), hardware_preset("h100"), packing, data=data, dp=self.number * self.size
-        ).with_pools(self.size, self.micro_batches, self.grouping)
+            model_shape("tiny"),
+            Pricing(hardware_preset("h100")),
+            packing,
+            data=data,
+            layout=Layout(dp=self.number * self.size),
+        ).with_pools(Pools(self.size, self.micro_batches, self.grouping, 4))
         job = job.with_length_factor(max(1.0, 4 / job.packing.micro_batches + self.spare))
         return StepPlanner(job, np.array(lengths, dtype=np.int64), epochs=1)
 
 
-def resumed_in_turn(lengths: list[int], chain: list[tuple[Pools, int]], last: Pools) -> list[PlannedStep]:
+def resumed_in_turn(lengths: list[int], chain: list[tuple[Divided, int]], last: Divided) -> list[PlannedStep]:
     """The steps of an epoch in which each of ``chain`` plans so many of them, and ``last`` all others."""
     steps: list[PlannedStep] = []
     state: dict[str, Any] | None = None
@@ -124,10 +130,10 @@ def test_a_resumed_plan_may_be_dealt_to_other_ranks():
     assert sorted(actual.segments) == sorted(expected.segments)
 
 
-def any_pools(spare: int = 1) -> st.SearchStrategy[Pools]:
+def any_pools(spare: int = 1) -> st.SearchStrategy[Divided]:
     grouping: st.SearchStrategy[Grouping] = st.sampled_from(["even", "alike"])
     return st.builds(
-        Pools, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4), grouping, st.just(spare)
+        Divided, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4), grouping, st.just(spare)
     )
 
 
@@ -140,7 +146,7 @@ def random_lengths(least: int) -> st.SearchStrategy[list[int]]:
     return st.builds(drawn, st.integers(1, 150), st.integers(0, 2**32))
 
 
-def a_chain(spare: int = 1) -> st.SearchStrategy[list[tuple[Pools, int]]]:
+def a_chain(spare: int = 1) -> st.SearchStrategy[list[tuple[Divided, int]]]:
     return st.lists(st.tuples(any_pools(spare), st.integers(0, 3)), max_size=4)
 
 

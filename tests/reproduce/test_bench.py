@@ -12,9 +12,10 @@ from wlb.packing import PACKERS
 from wlb.packing.variable_length import VariableLengthOptions
 from wlb.reproduce.bench import Bench, Documents, corpus, cut_by_loader
 from wlb.reproduce.experiment import Settings
+from wlb.schedules.layout import Layout
 from wlb.simulate.job import PAPER_JOBS, NamedJob
 
-JOB = NamedJob("550m", 4096, 2, 2, 2, 1)
+JOB = NamedJob("550m", 4096, Layout(2, 2, 2, 1))
 
 
 def test_wlb_llm_is_algorithm_1_and_nobody_else_is():

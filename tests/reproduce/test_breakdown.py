@@ -8,10 +8,11 @@ import pytest
 from wlb.reproduce.bench import Bench, Documents
 from wlb.reproduce.breakdown import LEFT_OUT, ONE_BY_ONE, Variant
 from wlb.reproduce.experiment import Settings
+from wlb.schedules.layout import Layout
 from wlb.simulate.job import NamedJob
 
 WINDOW = 8192
-BENCH = Bench(NamedJob("7b", WINDOW, tp=8, cp=2, pp=2, dp=1), Documents(np.array([2 * WINDOW]), ""), 1, Settings())
+BENCH = Bench(NamedJob("7b", WINDOW, Layout(tp=8, cp=2, pp=2)), Documents(np.array([2 * WINDOW]), ""), 1, Settings())
 BEST = BENCH.job("best")
 
 

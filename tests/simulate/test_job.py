@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, job
 from wlb.config import PRESETS, JobConfig
 from wlb.errors import UserError
-from wlb.planning.memory import fits
+from wlb.planning.memory import fits, too_large
 from wlb.simulate import SimulatedJob, simulated_job
+from wlb.simulate.decide import decide
 from wlb.simulate.job import NAMED_JOBS, named_job
 from wlb.workload import hardware_preset, model_shape
 
 H100 = hardware_preset("h100")
+NO_LENGTHS = np.array([], np.int64)  # of which L_max does not depend
 
 
 def configuration(**sections) -> JobConfig:
@@ -39,18 +42,20 @@ def test_a_configuration_becomes_the_job_it_describes():
 
 def test_the_length_factor_is_what_memory_allows():
     config = configuration(model={"name": "550m"}, packing={"max_length_factor": "auto"})
-    simulated = SimulatedJob.from_config(config)
+    simulated = decide(SimulatedJob.from_config(config), NO_LENGTHS)
     assert 1 <= float(simulated.packing.length_factor) <= 4
-    assert fits(simulated, simulated.memory_limit)
-    with pytest.raises(UserError, match="over the usable"):
-        SimulatedJob.from_config(config, replace(H100, memory_bytes=1e9))
+    assert fits(simulated)
+    with pytest.raises(UserError, match="GiB of 90% of a GPU"):
+        decide(SimulatedJob.from_config(config, replace(H100, memory_bytes=1e9)), NO_LENGTHS)
+    little = configuration(model={"name": "550m"}, training={"memory_gib": 1.0})
+    assert too_large(SimulatedJob.from_config(little)) is not None  # as the trainer says
 
 
 @pytest.mark.parametrize("name", sorted(NAMED_JOBS))
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_named_jobs_can_run(name, preset):
     simulated = named_job(name, preset)
-    assert simulated.gpus == NAMED_JOBS[name].gpus
+    assert simulated.gpus == NAMED_JOBS[name].layout.world_size
     assert simulated.packing.micro_batches == simulated.pp * simulated.dp
 
 
@@ -66,7 +71,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
     ("make", "message"),
     [
         (lambda: job(tp=0), "tp = 0"),
-        (lambda: replace(job(dp=2), dp=3), "dealt evenly to dp = 3"),
+        (lambda: job(dp=2).with_layout(dp=3), "dealt evenly to dp = 3"),
         (lambda: job(pp=16), "8 layers, fewer than the 16"),
         (lambda: job(tp=3), "tp = 3 does not divide"),
         (lambda: job(pp=2, schedule="zbv_zero_bubble"), "two stages on each rank"),
@@ -88,4 +93,5 @@ def test_mistakes_are_named_in_one_line(make, message):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_zero_bubble"])
 def test_a_job_of_keywords_decides_its_length_factor_too(schedule):
     job = simulated_job("7b", 32_768, packing={"max_length_factor": "auto"}, tp=8, pp=4, schedule=schedule)
+    job = decide(job, NO_LENGTHS)
     assert 1 <= float(job.packing.length_factor) <= 4

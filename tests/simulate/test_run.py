@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -15,7 +16,7 @@ from wlb.packing.arrange import arrange
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
 from wlb.planning.planner import StepPlanner
-from wlb.simulate import SimulatedJob, simulate, simulate_steps
+from wlb.simulate import simulate, simulate_steps
 
 LENGTHS = documents(300)
 
@@ -108,7 +109,7 @@ def test_a_hundred_thousand_gpus():
 def test_the_order_of_documents_is_that_of_the_configuration():
     unshuffled = DataConfig.model_validate({"store": "x", "context_window": WINDOW, "shuffle": False})
     simulated = job("plain-4d")
-    plan = next(StepPlanner(SimulatedJob(**{**vars(simulated), "data": unshuffled}), LENGTHS).plans())
+    plan = next(StepPlanner(replace(simulated, data=unshuffled), LENGTHS).plans())
     assert next(iter(plan.segments)).document == 0
 
 

@@ -32,7 +32,7 @@ def test_everything_ranked_uses_all_gpus_and_fits(found):
     for result in found.ranking:
         assert result.job.gpus == 4
         assert result.job.packing.micro_batches == 16
-        assert fits(result.job, result.job.memory_limit)
+        assert fits(result.job)
         assert result.job.packing.method != "sequential"
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW
+from wlb.planning.pricing import Software
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import beside_computing, with_gathers
-from wlb.simulate.software import Software
 from wlb.workload import hardware_preset
 
 H100 = hardware_preset("h100")

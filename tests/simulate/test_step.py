@@ -11,10 +11,10 @@ import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents, job
 from wlb.planning.planner import StepPlanner
+from wlb.planning.pricing import Software
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.software import Software
 from wlb.simulate.step import Steps
 from wlb.simulate.timeline import timeline
 from wlb.workload.weights import parameters
@@ -59,7 +59,7 @@ def test_what_the_job_lacks_costs_nothing():
 def test_interleaving_one_stage_takes_what_1f1b_takes():
     plain = job("plain-4d", pp=4, micro_batches=6)
     plan = next(StepPlanner(plain, documents()).plans())
-    interleaved = replace(plain, schedule="interleaved_1f1b")
+    interleaved = plain.with_layout(schedule="interleaved_1f1b")
     assert simulate_step(plan, interleaved).seconds == simulate_step(plan, plain).seconds
 
 
@@ -104,7 +104,7 @@ def test_faster_links_and_fewer_layers_take_less():
     plan = next(StepPlanner(simulated, documents()).plans())
     base = simulate_step(plan, simulated).seconds[0]
     hardware = replace(simulated.hardware, network_bandwidth=1e15, node_bandwidth=1e15)
-    assert simulate_step(plan, replace(simulated, hardware=hardware)).seconds[0] < base
+    assert simulate_step(plan, simulated.priced(hardware=hardware)).seconds[0] < base
     shape = replace(simulated.shape, layers=6)
     assert simulate_step(plan, replace(simulated, shape=shape)).seconds[0] < base
 

@@ -9,9 +9,9 @@ import pytest
 from tests.simulate.jobs import SHAPE, WINDOW, documents
 from wlb.errors import UserError
 from wlb.planning.planner import StepPlanner
+from wlb.planning.pricing import Software
 from wlb.simulate import SimulationResult, simulate, simulate_step, simulated_job
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.software import Software
 from wlb.workload import ModelShape, model_shape
 from wlb.workload.links import group_link, shard_bytes
 from wlb.workload.shapes import DeltaNet, Experts, LatentAttention
@@ -88,7 +88,7 @@ def test_experts_on_other_ranks_exchange_tokens_and_share_weights():
     assert simulate_step(step, spread.job).where["expert exchange"] > 0
     for ranks in (0, 3, 32):
         with pytest.raises(UserError, match=f"expert_parallel = {ranks} must divide"):
-            replace(spread.job, software=Software(expert_parallel=ranks))
+            spread.job.priced(software=Software(expert_parallel=ranks))
     np.testing.assert_allclose(spread.optimizer, alone.optimizer)
 
 

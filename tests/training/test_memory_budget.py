@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -18,8 +19,11 @@ from wlb.memory.step import predict_memory
 from wlb.os_limits import usable_memory
 from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.planning.job import JobSpec
-from wlb.training.memory_budget import memory_limit, with_agreed_factor, within_memory
+from wlb.training import preflight
+from wlb.training.dry_run.problems import find_problems
+from wlb.training.memory_budget import check_agreed, least_limit, memory_limit
 from wlb.training.preflight import check_job
+from wlb.training.runtime.failures import TrainingError
 
 AUTO = {"packing": {"max_length_factor": "auto"}}
 
@@ -33,7 +37,12 @@ def spec(config: JobConfig) -> JobSpec:
 
 
 def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> JobConfig:
-    return within_memory(config, spec(config), 1, saved)
+    """As before the job starts; ``saved`` is the identity in its checkpoint."""
+    (store,) = config.data.stores
+    if not store.with_suffix(".idx").exists():
+        write_store(store)
+    with mock.patch.object(preflight, "_saved_loader_state", return_value=saved and {"identity": saved}):
+        return preflight.check_job(config, 1).config
 
 
 def needed_gib(config: JobConfig, tokens: int) -> float:
@@ -54,7 +63,11 @@ def test_auto_is_bounded_where_memory_is_not(tmp_path):
 
 
 def test_a_job_that_continues_keeps_its_length(tmp_path):
-    assert decide(auto_job(tmp_path), {"packing.max_length_factor": 1.25}).packing.length_factor == 1.25
+    config = auto_job(tmp_path, checkpoint={"allow_changed_data": True})  # of which the identity here says little
+    saved = {"packing.max_length_factor": 1.25}
+    assert decide(config, saved).packing.length_factor == 1.25
+    with mock.patch.object(preflight, "_saved_loader_state", return_value={"identity": saved}):
+        assert find_problems(config, "cpu").job.packing.length_factor == 1.25
 
 
 @pytest.mark.parametrize("factor", ["auto", 2.0])
@@ -80,8 +93,8 @@ def test_other_packing_methods_fill_windows(tmp_path):
 
 
 def test_processes_share_the_memory_of_a_machine(tmp_path):
-    config = job(tmp_path)
-    alone, shared = (memory_limit(config, "cpu", processes).number_of_bytes for processes in (1, 4))
+    training = job(tmp_path).training
+    alone, shared = (memory_limit(training, "cpu", processes).number_of_bytes for processes in (1, 4))
     assert alone == pytest.approx(4 * shared)
     assert alone < usable_memory()
 
@@ -89,12 +102,17 @@ def test_processes_share_the_memory_of_a_machine(tmp_path):
 def _agree(folder: Path) -> float:
     """Rank 1's machine has less memory."""
     config = auto_job(folder)
-    less = needed_gib(config, 2 * WINDOW)
-    mine = decide(auto_job(folder, less if dist.get_rank() else None))
-    return float(with_agreed_factor(mine).packing.length_factor)
+    gib = needed_gib(config, 2 * WINDOW) if dist.get_rank() else None
+    limit = least_limit(auto_job(folder, gib).training, "cpu", 1)
+    job = check_job(config, 1, limit).job
+    check_agreed(job)
+    with pytest.raises(TrainingError, match="ranks decided on different jobs"):
+        check_agreed(job.with_length_factor(1.0 + dist.get_rank()))
+    return float(job.packing.length_factor)
 
 
 def test_ranks_agree_on_the_least(tmp_path):
+    write_store(tmp_path / "store")
     assert run_ranks(2, _agree, tmp_path) == [2.0, 2.0]
 
 

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from torch.distributed import distributed_c10d
 
 from wlb.config_file import load_config
-from wlb.training.memory_budget import with_agreed_factor
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import joined_job
 from wlb.training.trainer import Trainer
@@ -193,7 +192,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     processes = int(os.environ["LOCAL_WORLD_SIZE"])
     with joined_job(configs[0]) as device, _file(out, int(os.environ["RANK"])).open("w", encoding="utf-8") as lines:
-        trainers = [Trainer(with_agreed_factor(check_job(config, processes).config), device) for config in configs]
+        trainers = [Trainer(check_job(config, processes).config, device) for config in configs]
         running = {job: trainer.steps() for job, trainer in enumerate(trainers)}
         notebook = Notebook()
         while running:

@@ -27,9 +27,10 @@ from wlb.packing.arrange import arrange
 from wlb.packing.balance import balance
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.planning.job import JobSpec
+from wlb.planning.memory import fits
 from wlb.planning.planner import PlannedStep, StepPlanner, waiting_in
+from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob, simulated_job
-from wlb.simulate.pools import with_decided_pools
 from wlb.workload import Hardware, ModelShape
 from wlb.workload.base import DocumentPrices
 
@@ -75,14 +76,15 @@ def balanced_job(
         cp=cp,
         packed_by=workload,
     )
-    data = job.data.model_copy(update={"seed": seed, "shuffle": shuffle, "overlong": overlong})
-    job = replace(job, data=data, pool=pool)
-    if lengths is None and not job.pools_decided and "auto" in (pool, packing.get("pool_micro_batches", "auto")):
+    job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool)
+    if lengths is None and job.pools and "auto" in (job.pools.size, job.pools.micro_batches):
         raise UserError(
             f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; give "
             "pool and pool_micro_batches, or use preset = 'best'"
         )
-    return with_decided_pools(job, np.array([], np.int64) if lengths is None else lengths)
+    decided = decide(job, np.array([], np.int64) if lengths is None else lengths)
+    # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
+    return decided if fits(decided) else decided.with_length_factor(job.packing.length_factor)
 
 
 def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_window: int | None = None) -> Lengths:

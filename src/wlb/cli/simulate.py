@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -165,7 +164,7 @@ def simulate(
 
 
 def _changes(profile: Path | None, schedule: str | None) -> dict[str, Any]:
-    """Fields of every ``SimulatedJob`` that options replace."""
+    """What options replace of every job's prices and layout."""
     from wlb.workload.profile import read_profile
 
     changes: dict[str, Any] = {} if profile is None else {"profile": read_profile(profile)}
@@ -209,7 +208,8 @@ def _jobs(
         sources = [str(prefix) for prefix in config.data.stores]
     else:
         raise UserError(f"{name!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
-    return {system: replace(job, **changes) for system, job in jobs.items()}, sources
+    of_layout = {name: changes.pop(name) for name in ("schedule", "virtual_pp") if name in changes}
+    return {system: job.with_layout(**of_layout).priced(**changes) for system, job in jobs.items()}, sources
 
 
 def _without_pools(preset: str) -> list[str]:
@@ -221,10 +221,10 @@ def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
     """Say in one line which jobs the trainer would refuse, and why; they are simulated all the same."""
     from wlb.planning.memory import fits, predicted_memory, too_large
 
-    refused = [system for system, job in jobs.items() if not fits(job, job.memory_limit)]
+    refused = [system for system, job in jobs.items() if not fits(job)]
     if refused:
         worst = max(refused, key=lambda system: predicted_memory(jobs[system]).total)
-        problem = too_large(jobs[worst], jobs[worst].memory_limit)
+        problem = too_large(jobs[worst])
         others = [system for system in refused if system != worst]
         also = f"; {', '.join(others)} {'do' if len(others) > 1 else 'does'} not fit either" if others else ""
         print(f"wlb: warning: {worst}: {problem}{also}", file=sys.stderr)

@@ -75,7 +75,7 @@ def tune(
     documents, _ = documents_for(tokens, micro_batches, context_window, steps=steps)
     trials = _trials(
         documents,
-        PackingTask(micro_batches, context_window, job.packed_by or job.workload),
+        PackingTask(micro_batches, context_window, job.pricing.packed_by or job.workload),
         sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < max_length_factor), max_length_factor}),
         max_token_delay,
         max_delay,

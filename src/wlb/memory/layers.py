@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from wlb.config import Checkpointing as Checkpointing
-from wlb.config import ParallelConfig
+from wlb.schedules.layout import Layout
 from wlb.workload.flops import DELTA_NET_CHUNK
 from wlb.workload.shapes import DENSE, BlockKind, ModelShape
 from wlb.workload.weights import block_weights, feed_forward_width
@@ -23,7 +23,8 @@ from wlb.workload.weights import block_weights, feed_forward_width
 class MemorySettings:
     """What memory depends on beside the lengths of micro-batches.
 
-    ``stage_blocks`` counts the blocks of every pipeline stage, ``micro_batches`` those of one data-parallel rank's
+    ``parallel`` may also be the section of that name of a configuration, which has the same sizes. ``stage_blocks``
+    counts the blocks of every pipeline stage, ``micro_batches`` those of one data-parallel rank's
     step. Weights and their gradients take ``compute_bytes`` or 4 bytes, whichever is more. ``fused_norms`` says that
     RMSNorm keeps its input only, as PyTorch's CUDA kernel does; on CPU it is made of several operations.
     ``uneven_shards`` is the most tokens that a context-parallel rank holds over their mean. With ``checkpoint_copy`` a
@@ -33,7 +34,7 @@ class MemorySettings:
 
     shape: ModelShape
     stage_blocks: tuple[int, ...]
-    parallel: ParallelConfig
+    parallel: Layout
     micro_batches: int
     compute_bytes: int
     activation_checkpointing: Checkpointing = "none"

@@ -18,8 +18,23 @@ from dataclasses import dataclass, field, replace
 from wlb.memory.layers import Exchange, LayerMemory, MemorySettings, Unit
 from wlb.schedules.operations import Operation, rank_operations, round_size
 
+# Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
+USABLE_SHARE = 0.9
 _BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
 EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes that a process may hold, and where that comes from."""
+
+    number_of_bytes: float
+    origin: str
+
+
+def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
+    """What a process may hold that has a GPU of ``memory_bytes`` to itself."""
+    return MemoryLimit(USABLE_SHARE * memory_bytes, f"{USABLE_SHARE:.0%} of a GPU")
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,11 @@ from pydantic import Field, model_validator
 
 from wlb.packing.bins import best_fit
 from wlb.packing.makespan import MakespanOptions, MakespanPacker
-from wlb.packing.options import LengthFactor
+from wlb.packing.options import Grouping, LengthFactor, Pools
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
 from wlb.settings import MicroBatchCount, NonNegativeInt, Number
-
-Grouping = Literal["even", "alike"]
 
 _LENGTH_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds
 _FILLINGS = 8  # of micro-batches that are tried, to find how few tokens the longest one needs
@@ -68,6 +66,12 @@ class ElasticOptions(MakespanOptions):
         if self.max_length_factor == "auto":
             return math.ceil(self.largest_auto_factor(micro_batches) * context_window)
         return super().most_tokens(context_window, micro_batches)
+
+    def pools(self, size: int | Literal["auto"], micro_batches: int) -> Pools:
+        moves = bool(self.max_delay or self.lookahead)
+        grouping = "even" if self.grouping == "auto" and moves else self.grouping
+        batch = self.global_batch or micro_batches
+        return Pools(size, self.pool_micro_batches, grouping, batch, delays=bool(self.max_delay))
 
     def identity(self, context_window: int) -> dict[str, Any]:
         """As for every packer, but for sizes: no document waits that was measured by them."""

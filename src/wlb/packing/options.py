@@ -6,6 +6,7 @@ packers means the same in all of them and has one type; its default may differ.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -18,6 +19,24 @@ LARGEST_AUTO_FACTOR = 4.0  # of L_max: a bound where memory sets none, as for a 
 
 # L_max in context windows: at most twice the largest global batch, which one micro-batch of elastic pools may hold.
 LengthFactor = Annotated[Number, Field(ge=1, le=2 * MOST_MICRO_BATCHES)]
+
+Grouping = Literal["even", "alike"]
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Pools of ``size`` of a pipeline stage's dp x cp ranks, each of which runs ``micro_batches`` a step.
+
+    ``global_batch`` counts the context windows that a step trains, whatever the pools; documents of a micro-batch are
+    chosen by ``grouping`` (``wlb.packing.elastic``), and with ``delays`` they may wait for another step. What is "auto"
+    is yet to be decided (``wlb.simulate.decide``).
+    """
+
+    size: int | Literal["auto"]
+    micro_batches: int | Literal["auto"]
+    grouping: Grouping | Literal["auto"]
+    global_batch: int
+    delays: bool = False
 
 
 class PackerOptions(Section):
@@ -34,6 +53,13 @@ class PackerOptions(Section):
     def most_tokens(self, context_window: int, micro_batches: int) -> int:
         """L_max: the most tokens of a micro-batch, where a step has so many."""
         return context_window
+
+    def pools(self, size: int | Literal["auto"], micro_batches: int) -> Pools | None:
+        """The pools that it packs for, of ``size`` ranks; None where context-parallel groups run its micro-batches.
+
+        ``micro_batches`` are those of a step, which pools divide anew.
+        """
+        return None
 
     @property
     def global_batches(self) -> int:

@@ -78,7 +78,7 @@ def search(
         trials = []
         for done, (thresholds, factor) in enumerate(settings, 1):
             tried = {"outlier_thresholds": thresholds, "max_length_factor": factor}
-            trials.append(try_setting(part, task, options.model_copy(update=tried)))
+            trials.append(try_setting(part, task, options.changed(**tried)))
             on_trial(done, len(settings))
         return sorted(trials, key=lambda trial: _preference(trial, max_token_delay))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from wlb.memory.step import (
     EVEN_ROUNDS,
@@ -17,27 +17,11 @@ from wlb.memory.step import (
     predict_even_step,
     predict_memory,
 )
-from wlb.packing.elastic import ElasticOptions
 from wlb.packing.options import LengthFactorOptions
 from wlb.planning.job import JobSpec
 from wlb.schedules.operations import round_size
 
-# Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
-USABLE_SHARE = 0.9
 _FACTORS = 64  # of L_max that are tried in a window
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """Bytes that a process may hold, and where that comes from."""
-
-    number_of_bytes: float
-    origin: str
-
-
-def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
-    """What a process may hold that has a GPU of ``memory_bytes`` to itself."""
-    return MemoryLimit(USABLE_SHARE * memory_bytes, f"{USABLE_SHARE:.0%} of a GPU")
 
 
 def predicted_memory(job: JobSpec) -> MemoryEstimate:
@@ -55,12 +39,13 @@ def predicted_memory(job: JobSpec) -> MemoryEstimate:
     return predict_memory(replace(job.memory_settings, micro_batches=len(tokens)), tokens)
 
 
-def fits(job: JobSpec, limit: MemoryLimit) -> bool:
-    return predicted_memory(job).total <= limit.number_of_bytes
+def fits(job: JobSpec) -> bool:
+    """Whether the worst step is within ``job.memory_limit``."""
+    return predicted_memory(job).total <= job.memory_limit.number_of_bytes
 
 
-def largest_factor(job: JobSpec, limit: MemoryLimit) -> float | None:
-    """The largest L_max that fits ``limit``, in context windows; None where not even the least does.
+def largest_factor(job: JobSpec) -> float | None:
+    """The largest L_max that fits the job's memory, in context windows; None where not even the least does.
 
     From a window on a multiple of 1/64; where a step's documents are bounded, one of so many between the least and the
     most.
@@ -73,23 +58,23 @@ def largest_factor(job: JobSpec, limit: MemoryLimit) -> float | None:
     else:
         least = job.least_length_factor
         factors = [least + (most - least) * count / _FACTORS for count in range(_FACTORS + 1)]
-    fitting = bisect_left(factors, True, key=lambda factor: not fits(job.with_length_factor(factor), limit))
+    fitting = bisect_left(factors, True, key=lambda factor: not fits(job.with_length_factor(factor)))
     return factors[fitting - 1] if fitting else None
 
 
-def too_large(job: JobSpec, limit: MemoryLimit, *, resumes: bool = False) -> str | None:
-    """What a job that does not fit ``limit`` needs and what would help, in configuration keys; None where it fits."""
-    estimate = predicted_memory(job)
+def too_large(job: JobSpec, *, resumes: bool = False) -> str | None:
+    """What a job that does not fit its memory needs and what would help, in configuration keys; None where it fits."""
+    estimate, limit = predicted_memory(job), job.memory_limit
     if estimate.total <= limit.number_of_bytes:
         return None
     remedies = []
     recomputing = replace(job, activation_checkpointing="full")
-    if job.activation_checkpointing != "full" and fits(recomputing, limit):
+    if job.activation_checkpointing != "full" and fits(recomputing):
         smaller = gib(predicted_memory(recomputing).total)
         remedies.append(f'set training.activation_checkpointing = "full" ({smaller} GiB)')
     on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""
     shorter = "lower packing.max_length_factor or"
-    if isinstance(job.packing.options, ElasticOptions):  # whose L_max is what its documents need
+    if job.pools is not None:  # whose L_max is what its documents need
         shorter = "raise packing.pool_micro_batches, lower"
     remedies.append(f"{shorter} data.context_window{on_purpose}, raise parallel.cp, tp, pp or dp")
     return (

@@ -19,14 +19,13 @@ from wlb.config import PRESETS
 from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
 from wlb.memory.layers import Checkpointing
-from wlb.packing.elastic import ElasticOptions
 from wlb.planning.memory import fits, largest_factor, predicted_memory
 from wlb.planning.planner import StepPlanner
 from wlb.report.gain import Gain, gain
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob, SimulationResult, simulate
 from wlb.simulate.compare import MethodResult, compare_packer, packer_for
-from wlb.simulate.pools import with_decided_pools
+from wlb.simulate.decide import decide
 from wlb.simulate.timeline import Timeline, timeline
 
 BASELINE, BEST, ELASTIC = "plain-4d", "best", "elastic"  # presets
@@ -72,7 +71,7 @@ class Evidence:
         """The preset to set: ``elastic`` where it fits and is about as fast as ``best``, as it delays no document."""
         elastic = self.systems[ELASTIC].job
         as_fast = self.gains[ELASTIC].factor >= (1 - AS_FAST) * self.gains[BEST].factor
-        return ELASTIC if as_fast and fits(elastic, elastic.memory_limit) else BEST
+        return ELASTIC if as_fast and fits(elastic) else BEST
 
     @property
     def recommended(self) -> TriedLength:
@@ -136,11 +135,9 @@ def gather_evidence(
     for name in PRESETS:
         if name != BEST:
             on_progress(f"simulating {name}")
-            other = job(name)
-            if not isinstance(other.packing.options, ElasticOptions):
-                other = _settled(other, checkpointing, min(float(other.packing.length_factor), room or 1.0))
-            else:
-                other = with_decided_pools(replace(other, activation_checkpointing=checkpointing), lengths)
+            other = decide(replace(job(name), activation_checkpointing=checkpointing), lengths)
+            if other.pools is None:
+                other = other.with_length_factor(min(float(other.packing.length_factor), room or 1.0))
             systems[name] = simulate(other, lengths, steps, work_prices=best.work_prices)
     candidates = []
     for factor in LENGTH_FACTORS:
@@ -171,7 +168,7 @@ def least_checkpointing(job: SimulatedJob) -> tuple[Checkpointing, float | None]
     levels: tuple[Checkpointing, ...] = ("none", "selective", "full")
     for level in levels:
         tried = replace(job, activation_checkpointing=level)
-        factor = largest_factor(tried, tried.memory_limit)
+        factor = largest_factor(tried)
         if factor is not None and (best[1] is None or factor > best[1]):
             best = level, factor
         if factor is not None and factor >= _ENOUGH_ROOM:

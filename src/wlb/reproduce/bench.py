@@ -113,9 +113,9 @@ class Bench:
 
     def job(self, preset: str, **settings: Any) -> SimulatedJob:
         job = self._job
-        simulated = simulated_job(job.model, job.context_window, preset, **(job.layout | SCHEDULE | settings))
+        simulated = simulated_job(job.model, job.context_window, preset, **(job.settings | SCHEDULE | settings))
         order = {"shuffle": False} if self._cut else {"seed": self._seed}
-        return replace(simulated, data=simulated.data.model_copy(update=order))
+        return replace(simulated, data=simulated.data.changed(**order))
 
     def fixed_4d(self) -> SimulationResult:
         """Fixed-4D with the better of both static shardings, as the paper compares it (section 7.1)."""

@@ -18,7 +18,7 @@ from wlb.simulate.job import PAPER_JOBS
 
 _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]
-_WIDE = _JOB._replace(dp=4, micro_batches=16)
+_WIDE = _JOB._replace(layout=replace(_JOB.layout, dp=4), micro_batches=16)
 _WIDE_SHARE = 4  # of the steps, each of which has 16 times as many documents
 
 
@@ -34,7 +34,7 @@ class Variant(NamedTuple):
         if self.prices == "own":
             return job
         prices = bench.job("best").packing_prices if self.prices == "best's" else job.workload
-        return replace(job, packed_by=prices)
+        return job.priced(packed_by=prices)
 
 
 def _ours(sharding: str = "adaptive", **packing: Any) -> Variant:
@@ -80,7 +80,7 @@ def run(settings: Settings) -> Report:
     narrow = _speedups(Bench(_JOB, documents, steps, settings), settings)
     wide = _speedups(Bench(_WIDE, documents, max(1, steps // _WIDE_SHARE), settings), settings)
     names = [*ONE_BY_ONE]
-    wide_name = f"dp {_WIDE.dp}, {_WIDE.micro_batches} micro-batches a rank"
+    wide_name = f"dp {_WIDE.layout.dp}, {_WIDE.micro_batches} micro-batches a rank"
     return Report(
         title="What each remedy gives, 7B-128K (paper: Figure 13)",
         documents=documents.source,

@@ -8,6 +8,7 @@ micro-batch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -50,14 +51,14 @@ def run(settings: Settings) -> Report:
     for window in WINDOWS:
         settings.on_progress(f"{window // _1K}K")
         job = PAPER_JOBS["7b-128k"]._replace(context_window=window)
-        job = job._replace(cp=max(job.cp, window // _TOKENS_OF_A_RANK))
-        steps = settings.steps or max(_LEAST_STEPS, _TOKENS // (job.pp * window))
+        job = job._replace(layout=replace(job.layout, cp=max(job.layout.cp, window // _TOKENS_OF_A_RANK)))
+        steps = settings.steps or max(_LEAST_STEPS, _TOKENS // (job.layout.pp * window))
         grown: tuple[float | None, float | None] = (None, None)
         if settings.lengths is None:
             grown = _speedups(Bench(job, grown_corpus(settings, window), steps, settings))
         quoted = paper.CONTEXT_WINDOWS.get(window)
         gains = _speedups(Bench(job, same, steps, settings))
-        rows.append(_OfWindow(f"{window // _1K}K", job.gpus, job.sizes, quoted, *gains, *grown))
+        rows.append(_OfWindow(f"{window // _1K}K", job.layout.world_size, job.sizes, quoted, *gains, *grown))
     ratios = [ratio for row in rows for ratio in row.ratios]
     slower = [row.window for row in rows if min(row.ratios) <= 1]
     of_paper = rows[:_PAPER_WINDOWS]

@@ -49,12 +49,12 @@ def run(settings: Settings) -> Report:
     bench = Bench(_JOB, documents, settings.steps or _STEPS, settings)
     found = {}
     for system in SYSTEMS:
-        settings.on_progress(f"{system} on {_JOB.gpus:,} GPUs")
+        settings.on_progress(f"{system} on {_JOB.layout.world_size:,} GPUs")
         found[system] = _latency(bench.job(system, **_SCHEDULE), bench)
     plain = found["plain-4d"]
     rates = {system: latency.tokens / float(latency.seconds.sum()) for system, latency in found.items()}
     return Report(
-        title=f"Latency per GPU, {_JOB.gpus:,} GPUs (paper: Figures 1 and 4)",
+        title=f"Latency per GPU, {_JOB.layout.world_size:,} GPUs (paper: Figures 1 and 4)",
         documents=documents.source,
         tables=[_table(found, rates)],
         draw=partial(_draw, found),
@@ -99,7 +99,7 @@ def _table(found: dict[str, Latency], rates: dict[str, float]) -> Table:
         Column("plain-4d", "quoted", ".2f"),
         *(Column(name, "simulated") for name in found),
     )
-    return Table(f"{_JOB.gpus:,} GPUs, {len(found['plain-4d'].seconds)} steps", columns, rows)
+    return Table(f"{_JOB.layout.world_size:,} GPUs, {len(found['plain-4d'].seconds)} steps", columns, rows)
 
 
 def _grouped(latency: Array, axes: tuple[int, ...]) -> float:
@@ -136,26 +136,28 @@ def _draw(found: dict[str, Latency], path: Path) -> None:
     )
     for (name, latency), colour in zip(found.items(), (BASELINE, *COLOURS[:2], BALANCED), strict=True):
         values = np.sort(_median_step(latency.all).ravel())[::-1]
-        sorted_axis.plot(np.arange(values.size) * _JOB.tp, values / values.mean(), color=colour, label=name, lw=2)
+        sorted_axis.plot(
+            np.arange(values.size) * _JOB.layout.tp, values / values.mean(), color=colour, label=name, lw=2
+        )
     sorted_axis.set(xlabel="GPUs, slowest first", ylabel="computing, over the mean", title="all GPUs")
     sorted_axis.legend(frameon=False)
     plain = _median_step(found["plain-4d"].attention)
     plain = plain / plain.mean()  # (pp, dp, cp)
-    for dp in range(_JOB.dp):
-        places = np.repeat(dp * _JOB.pp + np.arange(_JOB.pp), _JOB.cp)
+    for dp in range(_JOB.layout.dp):
+        places = np.repeat(dp * _JOB.layout.pp + np.arange(_JOB.layout.pp), _JOB.layout.cp)
         group_axis.scatter(places, plain[:, dp].ravel(), s=5, color=COLOURS[dp], label=f"dp {dp}")
     group_axis.set(xlabel="dp and pp rank", title="plain-4d: attention alone, over the mean")
     group_axis.legend(frameon=False, fontsize=8)
     slowest = int(plain.max(axis=(0, 2)).argmax())
     for name, colour in (("plain-4d", BASELINE), ("wlb-llm", COLOURS[1]), ("best", BALANCED)):
         group = _median_step(found[name].attention)[0, slowest]
-        cp_axis.plot(np.arange(_JOB.cp), group / group.mean(), "o-", color=colour, label=name)
+        cp_axis.plot(np.arange(_JOB.layout.cp), group / group.mean(), "o-", color=colour, label=name)
     cp_axis.set(xlabel="cp rank", title=f"inside the cp group of dp {slowest}, pp 0: attention alone, over the mean")
     cp_axis.legend(frameon=False)
     for axis in (sorted_axis, group_axis, cp_axis):
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{_JOB.gpus:,} GPUs, one step, simulated", fontsize=11)
+    figure.suptitle(f"{_JOB.layout.world_size:,} GPUs, one step, simulated", fontsize=11)
     save(figure, path)
 
 

@@ -95,7 +95,8 @@ def _table(title: str, rows: dict[str, Speedups], *, quoted: bool) -> Table:
     )
     told = {"7b-128k": paper.BREAKDOWN["WLB-LLM"]} if quoted else {}
     lines: list[tuple[str | float | None, ...]] = [
-        (name, PAPER_JOBS[name].gpus, PAPER_JOBS[name].sizes, told.get(name), *row) for name, row in rows.items()
+        (name, PAPER_JOBS[name].layout.world_size, PAPER_JOBS[name].sizes, told.get(name), *row)
+        for name, row in rows.items()
     ]
     lines.append(("mean", None, None, paper.WLB_LLM_SPEEDUP if quoted else None, *_mean(rows.values())))
     for window, value in paper.WLB_LLM_SPEEDUP_BY_WINDOW.items():

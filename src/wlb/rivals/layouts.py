@@ -14,7 +14,7 @@ from typing import get_args
 
 from wlb.errors import UserError
 from wlb.memory.layers import Checkpointing
-from wlb.planning.memory import limit_of_gpu
+from wlb.memory.step import limit_of_gpu
 from wlb.rivals.filling import power_of_two
 from wlb.rivals.plan import Integers, Ranks
 from wlb.rivals.pricing import ideal_seconds, peak_memory

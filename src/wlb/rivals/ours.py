@@ -48,14 +48,22 @@ class SystemPolicy:
     delays: bool = False  # documents, so that its first steps are unlike later ones
 
     def best(self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> Outcome:
-        screened = _screened(space, lengths.tobytes())
-        jobs = _packed_jobs(self.preset, screened)
+        job, tried = self.fastest(name, space, lengths, work_prices)
+        result = simulate(job, lengths, self._longer * space.steps, work_prices=work_prices)
+        return outcome_of(name, result, lengths, tried, f"{layout_of(job)}, {job.activation_checkpointing}")
+
+    def fastest(
+        self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices
+    ) -> tuple[SimulatedJob, int]:
+        """The job of the best layout, and how many were tried."""
+        jobs = _packed_jobs(self.preset, _screened(space, lengths.tobytes()))
         if not jobs:
             raise no_layout(name, space)
-        longer = LONGER if self.delays else 1
-        job = max(jobs, key=lambda job: rate(job, lengths, longer, work_prices).work_rate)
-        result = simulate(job, lengths, longer * space.steps, work_prices=work_prices)
-        return outcome_of(name, result, lengths, len(jobs), f"{layout_of(job)}, {job.activation_checkpointing}")
+        return max(jobs, key=lambda job: rate(job, lengths, self._longer, work_prices).work_rate), len(jobs)
+
+    @property
+    def _longer(self) -> int:
+        return LONGER if self.delays else 1
 
 
 def _packed_jobs(preset: str, screened: Sequence[SimulatedJob]) -> list[SimulatedJob]:
@@ -80,8 +88,8 @@ def _screened(space: SearchSpace, lengths_bytes: bytes) -> tuple[SimulatedJob, .
 
 def _as_ranks(job: SimulatedJob) -> Ranks:
     ranks = job.dp * job.cp
-    packing = packed_as(job, _SCREEN).packing.model_copy(update={"micro_batches": ranks * job.pp})
-    return Ranks(replace(job, cp=1, dp=ranks, packing=packing), -(-job.context_window // job.cp))
+    packing = packed_as(job, _SCREEN).packing.changed(micro_batches=ranks * job.pp)
+    return Ranks(replace(job, packing=packing).with_layout(cp=1, dp=ranks), -(-job.context_window // job.cp))
 
 
 def outcome_of(name: str, result: SimulationResult, lengths: NDArray[np.int64], tried: int, layout: str) -> Outcome:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from wlb.config import DataConfig
 from wlb.documents.order import DocumentStream
 from wlb.errors import UserError
-from wlb.planning.memory import limit_of_gpu
+from wlb.memory.step import limit_of_gpu
 from wlb.rivals.layouts import TRIED, candidate_ranks, layout_text, no_layout, other_capacities
 from wlb.rivals.plan import GroupPlan, Integers, MovedPlan, Ranks
 from wlb.rivals.pricing import StepPrice

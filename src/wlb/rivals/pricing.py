@@ -242,8 +242,13 @@ def _with_groups(
     job: SimulatedJob, size: int, count: int, sharding: str, micro_batches: int | None = None
 ) -> SimulatedJob:
     """``job`` with ``count`` context-parallel groups, each of so many micro-batches, by default one a stage's rank."""
-    packing = job.packing.model_copy(update={"micro_batches": count * (micro_batches or job.pp)})
-    return replace(job, cp=size, dp=count, packing=packing, sharding=ShardingConfig(strategy=sharding))
+    packing = job.packing.changed(micro_batches=count * (micro_batches or job.pp))
+    return replace(
+        job,
+        layout=replace(job.layout, cp=size, dp=count),
+        packing=packing,
+        sharding=ShardingConfig(strategy=sharding),
+    )
 
 
 def _alone(tokens: Array, forward: Array, backward: Array) -> Shards:

@@ -154,7 +154,7 @@ def packer_for(method: str, job: SimulatedJob, **overrides: object) -> Packer[An
             options |= options_class.from_argument(argument, job.context_window)
     except UserError as error:
         raise UserError(f"method {method!r}: {error}") from None
-    packed = replace(job, packing=job.packing.model_copy(update={"method": name}))
+    packed = replace(job, packing=job.packing.changed(method=name))
     return make_packer(
         name,
         micro_batches=job.packing.micro_batches,

@@ -49,7 +49,7 @@ class JobCosts:
         self.job = job
         self._parallel = make_workload(job.shape, job.hardware, tp=job.tp)
         self._alone = make_workload(job.shape, job.hardware.unlinked, tp=job.tp)
-        profile = job.profile
+        profile = job.pricing.profile
         self._compute: Workload = profile.workload() if profile else self._alone
         self._share = profile.tp / job.tp if profile else 1.0
 
@@ -63,7 +63,7 @@ class JobCosts:
 
     def blocks(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         """W_l of ``tokens`` tokens without collectives, output head and loss."""
-        if self.job.profile is not None:
+        if self.job.pricing.profile is not None:
             return self._profiled(tokens, direction) * (1 - self._head_share(direction))
         return self._at_least_moving(
             self._own_weights, tokens, self._headless.linear_seconds(tokens, direction), direction
@@ -71,7 +71,7 @@ class JobCosts:
 
     def head(self, tokens: ArrayLike, direction: Direction) -> Seconds:
         """Output head and loss of ``tokens`` tokens."""
-        if self.job.profile is not None:
+        if self.job.pricing.profile is not None:
             return self._profiled(tokens, direction) * self._head_share(direction)
         seconds = np.asarray(tokens) * self._head_token_seconds(direction)
         return self._at_least_moving(self.job.shape.vocab_size * self.job.shape.hidden, tokens, seconds, direction)
@@ -80,13 +80,13 @@ class JobCosts:
         """Gathering and reducing the residual stream over the tensor-parallel group."""
         together = self._parallel.linear_seconds(tokens, direction)
         links: Seconds = together - self._alone.linear_seconds(tokens, direction)
-        shown = _SHOWN_OF_ASYNC_TP if self.job.software.async_tp else 1.0
+        shown = _SHOWN_OF_ASYNC_TP if self.job.pricing.software.async_tp else 1.0
         return shown * np.maximum(links, 0.0)  # rounding leaves less than nothing where there is no group
 
     def expert_exchange(self, tokens: ArrayLike) -> Seconds:
         """Sending tokens to the ranks that have their experts, and back: in a forward, or in a backward."""
         job, experts = self.job, self.job.shape.experts
-        ranks = job.software.expert_parallel
+        ranks = job.pricing.software.expert_parallel
         if experts is None or ranks == 1:
             return np.zeros(np.shape(tokens))
         layers = sum(count for kind, count in job.shape.blocks.items() if kind.routed)
@@ -171,7 +171,7 @@ class JobCosts:
         """Weights of all blocks that a tensor-parallel group has: its experts, and everything else."""
         all_weights = self.job.shape.layers * mean_block_weights(self.job.shape)
         experts = expert_weights(self.job.shape)
-        return all_weights - experts + experts / self.job.software.expert_parallel
+        return all_weights - experts + experts / self.job.pricing.software.expert_parallel
 
     @cached_property
     def _headless(self) -> Workload:

@@ -1,7 +1,7 @@
-"""What is simulated: a job, and what only a simulation may change about it.
+"""What is simulated: the trainer's own description of a job, with other prices where those are given.
 
-A ``SimulatedJob`` comes from a job's configuration (``SimulatedJob.from_config``), from keywords (``simulated_job``),
-or by name (``named_job``).
+It comes from a job's configuration (``SimulatedJob.from_config``), from keywords (``simulated_job``), or by name
+(``named_job``).
 
 The named jobs are those of the paper's evaluation, and the one of its motivation. Quoted: WLB-LLM (arXiv 2503.17924),
 Table 1, model, context window and (tp, cp, pp, dp); and section 1 for the job on 8,192 GPUs, a model of 405B
@@ -11,88 +11,18 @@ pipeline ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self, TypeVar
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
-from wlb.config import PRESETS, DataConfig, JobConfig, PackingConfig, ShardingConfig
+from wlb.config import PRESETS, DataConfig, PackingConfig, ShardingConfig
 from wlb.config_file import validated
 from wlb.errors import UserError
-from wlb.memory.step import gib
-from wlb.packing.elastic import ElasticOptions
 from wlb.planning.job import JobSpec
-from wlb.planning.memory import MemoryLimit, largest_factor, limit_of_gpu, predicted_memory
-from wlb.planning.model import TransformerConfig
-from wlb.simulate.software import Software
+from wlb.planning.pricing import Pricing
+from wlb.schedules.layout import Layout
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
-from wlb.workload.base import DocumentPrices
-from wlb.workload.profile import WorkloadProfile
 
-J = TypeVar("J", bound="SimulatedJob")
-
-
-@dataclass(frozen=True)
-class SimulatedJob(JobSpec):
-    """A ``JobSpec`` that is simulated.
-
-    ``schedule`` may be any of ``wlb.simulate.SCHEDULES``. A measured ``profile``, of one tensor-parallel rank, replaces
-    the hardware's prices of computing; links stay the hardware's. ``packed_by`` are the prices that it packs by, if not
-    the trainer's.
-    """
-
-    profile: WorkloadProfile | None = None
-    packed_by: DocumentPrices | None = None
-    software: Software = field(default_factory=Software)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_experts()
-        profile = self.profile
-        if profile is None:
-            return
-        ours, theirs = (replace(shape, vocab_size=1) for shape in (self.shape, profile.model))
-        if ours != theirs:
-            raise UserError(
-                f"the profile was measured with {theirs}, the job's model is {ours}; measure its own profile"
-            )
-        if profile.cp != 1:
-            raise UserError(f"the profile was measured with cp = {profile.cp}; the simulation needs one of cp = 1")
-
-    def _check_experts(self) -> None:
-        ranks, experts = self.software.expert_parallel, self.shape.experts
-        of_stage = self.gpus // self.pp
-        if ranks < 1 or of_stage % ranks or (ranks > 1 and (experts is None or experts.count % ranks)):
-            raise UserError(
-                f"expert_parallel = {ranks} must divide the {of_stage} GPUs of a pipeline stage and the model's "
-                f"{experts.count if experts else 0} experts; choose a common divisor, or 1"
-            )
-
-    @classmethod
-    def from_config(
-        cls,
-        config: JobConfig,
-        hardware: str | Hardware = "h100",
-        *,
-        model: TransformerConfig | None = None,
-        vocab_size: int | None = None,
-        profile: WorkloadProfile | None = None,
-    ) -> Self:
-        """As ``JobSpec.from_config``; with ``packing.max_length_factor = "auto"`` L_max is what fits the GPUs."""
-        job = super().from_config(config, hardware, model=model, vocab_size=vocab_size)
-        return with_decided_length(replace(job, profile=profile))
-
-    @property
-    def packing_prices(self) -> DocumentPrices:
-        return self.packed_by or super().packing_prices
-
-    @property
-    def work_prices(self) -> DocumentPrices:
-        """What the work of training a document is worth, whatever the system: W_a + W_l, measured where possible."""
-        return self.workload if self.profile is None else self.profile.workload()
-
-    @property
-    def memory_limit(self) -> MemoryLimit:
-        """What one process of the job may hold."""
-        return limit_of_gpu(self.hardware.memory_bytes)
+SimulatedJob = JobSpec  # the name that programs use
 
 
 def simulated_job(
@@ -111,26 +41,28 @@ def simulated_job(
     """A job of ``model`` under one of the systems in ``wlb.config.PRESETS``.
 
     ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
-    replace settings of the preset; ``layout`` are further fields of ``SimulatedJob`` (tp, cp, ...).
+    replace settings of the preset; ``layout`` are further fields of its ``Layout``, its ``Pricing`` and itself.
 
     Raises ``UserError`` for settings that no job could have.
     """
     per_rank = pp if micro_batches is None else micro_batches
+    sizes, prices = (
+        {field.name: layout.pop(field.name) for field in fields(part) if field.name in layout}
+        for part in (Layout, Pricing)
+    )
     shape = model_shape(model) if isinstance(model, str) else model
     packing_section, sharding_section = preset_sections(
         preset, {"micro_batches": per_rank * dp} | (packing or {}), {"strategy": sharding} if sharding else {}
     )
-    job = SimulatedJob(
-        shape=replicate_kv_heads(shape, layout.get("tp", 1)),
-        hardware=hardware_preset(hardware) if isinstance(hardware, str) else hardware,
+    return SimulatedJob(
+        shape=replicate_kv_heads(shape, sizes.get("tp", 1)),
+        pricing=Pricing(hardware_preset(hardware) if isinstance(hardware, str) else hardware, **prices),
         packing=packing_section,
         sharding=sharding_section,
         data=validated(DataConfig, {"store": "documents", "context_window": context_window}, "data"),
-        dp=dp,
-        pp=pp,
+        layout=Layout(dp=dp, pp=pp, **sizes),
         **layout,
     )
-    return with_decided_length(job)
 
 
 def preset_sections(
@@ -156,63 +88,38 @@ def replicate_kv_heads(shape: ModelShape, tp: int) -> ModelShape:
     return shape
 
 
-def with_decided_length(job: J) -> J:
-    """``job`` with ``packing.max_length_factor = "auto"`` replaced by the most that its GPUs hold, of decided pools.
-
-    Raises ``UserError`` where they do not hold one window.
-    """
-    if job.packing.length_factor != "auto" or not job.pools_decided:
-        return job
-    factor = largest_factor(job, job.memory_limit)
-    if factor is None and isinstance(job.packing.options, ElasticOptions):
-        return job.with_length_factor(job.least_length_factor)  # memory is checked where the job is trained
-    if factor is None:
-        needed = predicted_memory(job.with_length_factor(1.0)).total
-        raise UserError(
-            f"micro-batches of one context window of {job.context_window} tokens need {gib(needed)} GiB a GPU, over "
-            f"the usable {gib(job.memory_limit.number_of_bytes)}; raise cp, tp, pp or dp, or shorten the context window"
-        )
-    return job.with_length_factor(factor)
-
-
 class NamedJob(NamedTuple):
     """A model, a context window in tokens, and a layout; ``micro_batches`` of a rank, by default as many as ``pp``."""
 
     model: str
     context_window: int
-    tp: int
-    cp: int
-    pp: int
-    dp: int
+    layout: Layout
     micro_batches: int | None = None
 
     @property
-    def layout(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Keywords of ``simulated_job``."""
-        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "micro_batches")}
+        return vars(self.layout) | {"micro_batches": self.micro_batches}
 
     @property
     def sizes(self) -> str:
-        return f"{self.tp},{self.cp},{self.pp},{self.dp}"
-
-    @property
-    def gpus(self) -> int:
-        return self.tp * self.cp * self.pp * self.dp
+        layout = self.layout
+        return f"{layout.tp},{layout.cp},{layout.pp},{layout.dp}"
 
 
 _64K, _128K = 65_536, 131_072
 
 PAPER_JOBS: dict[str, NamedJob] = {
-    "550m-64k": NamedJob("550m", _64K, 2, 2, 4, 2),
-    "550m-128k": NamedJob("550m", _128K, 2, 4, 4, 1),
-    "7b-64k": NamedJob("7b", _64K, 4, 2, 4, 1),
-    "7b-128k": NamedJob("7b", _128K, 8, 2, 4, 1),
-    "30b-64k": NamedJob("30b", _64K, 8, 2, 4, 1),
-    "30b-128k": NamedJob("30b", _128K, 8, 4, 4, 1),
-    "70b-64k": NamedJob("70b", _64K, 16, 4, 4, 1),
-    "70b-128k": NamedJob("70b", _128K, 16, 4, 4, 1),
+    "550m-64k": NamedJob("550m", _64K, Layout(2, 2, 4, 2)),
+    "550m-128k": NamedJob("550m", _128K, Layout(2, 4, 4, 1)),
+    "7b-64k": NamedJob("7b", _64K, Layout(4, 2, 4, 1)),
+    "7b-128k": NamedJob("7b", _128K, Layout(8, 2, 4, 1)),
+    "30b-64k": NamedJob("30b", _64K, Layout(8, 2, 4, 1)),
+    "30b-128k": NamedJob("30b", _128K, Layout(8, 4, 4, 1)),
+    "70b-64k": NamedJob("70b", _64K, Layout(16, 4, 4, 1)),
+    "70b-128k": NamedJob("70b", _128K, Layout(16, 4, 4, 1)),
 }
-NAMED_JOBS = PAPER_JOBS | {"405b-128k": NamedJob("llama3-405b", _128K, 8, 16, 16, 4)}
+NAMED_JOBS = PAPER_JOBS | {"405b-128k": NamedJob("llama3-405b", _128K, Layout(8, 16, 16, 4))}
 
 
 def named_job(name: str, preset: str = "best", **settings: object) -> SimulatedJob:
@@ -223,4 +130,4 @@ def named_job(name: str, preset: str = "best", **settings: object) -> SimulatedJ
     if name not in NAMED_JOBS:
         raise UserError(f"unknown job {name!r}; choose one of {', '.join(NAMED_JOBS)}, or give a configuration file")
     job = NAMED_JOBS[name]
-    return simulated_job(job.model, job.context_window, preset, **(job.layout | settings))
+    return simulated_job(job.model, job.context_window, preset, **(job.settings | settings))

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from wlb.documents.filling import check_filling
 from wlb.documents.mixture import DocumentLengths, joined_lengths
 from wlb.packing.plan import StepPlan
-from wlb.simulate.job import SimulatedJob, with_decided_length
-from wlb.simulate.pools import with_decided_pools
+from wlb.simulate.decide import decide
+from wlb.simulate.job import SimulatedJob
 from wlb.simulate.rate import Rate, first_steps
 from wlb.simulate.step import CAUSES, Steps
 from wlb.workload.base import DocumentPrices
@@ -73,7 +73,7 @@ class SimulationResult:
     def to_json(self) -> dict[str, Any]:
         return {
             "gpus": self.job.gpus,
-            "layout": self.job.layout,
+            "layout": self.job.sizes,
             "steps": self.steps,
             "tokens": self.tokens,
             "work_seconds": self.work_seconds,
@@ -98,15 +98,15 @@ def simulate(
 ) -> SimulationResult:
     """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens; ``on_progress`` gets steps just done.
 
-    Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``. Pools
-    that are "auto" are decided first; ``job`` of the result says how. Documents are repeated, epoch after epoch, where
-    the steps need more; raises ``UserError`` where they do not fill one step (``check_filling``).
+    Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``. What
+    is "auto" is decided first (``decide``); ``job`` of the result says how. Documents are repeated, epoch after epoch,
+    where the steps need more; raises ``UserError`` where they do not fill one step (``check_filling``).
     """
     data, of_documents = job.data, joined_lengths(lengths)
     step_tokens = job.global_batch * job.context_window
     check_filling(of_documents, step_tokens, job.context_window, overlong=data.overlong, steps=steps)
     work_prices = work_prices or job.work_prices
-    job = with_decided_length(with_decided_pools(job, lengths))
+    job = decide(job, lengths)
     totals = _Totals(job, Rate(work_prices))
     for plans, priced in first_steps(job, lengths, steps):
         totals.rate.add(plans, priced)

@@ -227,7 +227,7 @@ def fitted(job: SimulatedJob) -> SimulatedJob | None:
     """``job`` with the cheapest activation checkpointing that fits, or None."""
     for kind in get_args(Checkpointing):  # cheapest first
         candidate = replace(job, activation_checkpointing=kind)
-        if fits(candidate, job.memory_limit):
+        if fits(candidate):
             return candidate
     return None
 

@@ -126,7 +126,7 @@ class Steps:
             rest_forward = rest_forward + costs.expert_exchange(shards.tokens)
             rest_backward = rest_backward + costs.expert_exchange(shards.tokens)
         exchange = np.zeros(shards.waits_for.shape)
-        if "cp exchange" in self.modelled and costs.job.software.gathers_context:
+        if "cp exchange" in self.modelled and costs.job.pricing.software.gathers_context:
             others = shards.tokens.sum(axis=-1, keepdims=True) - shards.tokens
             none = np.zeros_like(others)
             rest_forward = rest_forward + costs.exchange(others) + costs.copies(none, others, none, "forward")

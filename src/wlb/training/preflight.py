@@ -15,16 +15,18 @@ from wlb.config import JobConfig
 from wlb.documents.mixture import document_stream
 from wlb.documents.store.mixture import TrainedStore, document_lengths, open_stores
 from wlb.errors import UserError, require
+from wlb.memory.step import MemoryLimit
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.planning.job import JobSpec
+from wlb.planning.memory import too_large
 from wlb.planning.model import TransformerConfig
-from wlb.simulate.pools import with_decided_pools
+from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import newest_checkpoint
 from wlb.training.checkpoint.same_model import check_model
 from wlb.training.data.loader import check_identity, data_identity
 from wlb.training.evaluation.held_out import check_evaluation
-from wlb.training.memory_budget import memory_limit, within_memory
+from wlb.training.memory_budget import memory_limit
 from wlb.training.parallel.parallelize import check_layout
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
 
@@ -33,32 +35,66 @@ Check = Callable[[], object]
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """A configuration in which nothing is left to decide, and its token store, whose index takes a pass to open."""
+    """A job in which nothing is left to decide, its configuration, and its token store, which takes a pass to open.
+
+    It continues from the loader's state ``saved``, or begins anew.
+    """
 
     config: JobConfig
+    job: JobSpec
     store: TrainedStore
+    saved: dict[str, Any] | None
+
+    def check_data(self) -> None:
+        """Raise ``UserError`` where the job continues on other documents, or in another order, than it was saved on."""
+        if self.saved is not None:
+            allowed = self.config.checkpoint.allow_changed_data
+            check_identity(self.saved, data_identity(self.store, self.config), allow_changes=allowed)
 
 
-def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
-    """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine."""
+def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None = None) -> CheckedJob:
+    """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine.
+
+    Each may hold ``limit``, by default what this machine lets it.
+    """
     device = torch.device(device_type(config.training, local_processes))
+    limit = limit or memory_limit(config.training, device.type, local_processes)
     store = open_stores(config.data.stores)
-    lengths = document_lengths(store)
+    job = checked(config, store, hardware_name(device), limit, _check_writable, lambda check: check())
+    job.check_data()
+    return job
+
+
+def checked(
+    config: JobConfig,
+    store: TrainedStore,
+    hardware: str,
+    limit: MemoryLimit,
+    check_writable: Callable[[str, Path], object],
+    tried: Callable[[Callable[[], Any]], Any],
+) -> CheckedJob:
+    """The job that ``config`` comes to on ``store`` and ``hardware``.
+
+    ``tried`` makes each check: it returns what the check does, or None where it keeps its ``UserError`` for later.
+    """
     model = trained_model(config, store)
-    for check in (*settings_checks(config, store, model), *directory_checks(config, _check_writable)):
-        check()
-    saved = saved_loader_state(config, model)
-    known = device.type == "cpu" or config.training.memory_gib is not None  # of a GPU its hardware says it
-    limit = memory_limit(config, device.type, local_processes) if known else None
-    job = with_decided_pools(JobSpec.from_config(config, hardware_name(device), model=model), lengths, limit)
-    config = arranged_as(config, job)
-    config = within_memory(config, job, local_processes, saved["identity"] if saved else None)
+    for check in _settings_checks(config, store, model):
+        tried(check)
+    for name, directory in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if directory is not None:
+            tried(partial(check_writable, name, directory))
+    saved = tried(lambda: _saved_loader_state(config, model))
+    job = JobSpec.from_config(config, hardware, model=model, limit=limit)
     if saved is not None:
-        check_identity(saved, data_identity(store, config), allow_changes=config.checkpoint.allow_changed_data)
-    return CheckedJob(config, store)
+        job = _as_saved(job, saved["identity"])
+    lengths = document_lengths(store)
+    job = tried(lambda: decide(job, lengths)) or decide(job.with_length_factor(job.least_length_factor), lengths)
+    tried(lambda: _check_memory(job, resumes=saved is not None))
+    parallel = config.parallel.changed(dp=job.dp, cp=job.cp, pool=job.pool)
+    return CheckedJob(config.changed(parallel=parallel, packing=job.packing), job, store, saved)
 
 
-def settings_checks(config: JobConfig, store: TrainedStore, model: TransformerConfig) -> list[Check]:
+def _settings_checks(config: JobConfig, store: TrainedStore, model: TransformerConfig) -> list[Check]:
     """What can be said of settings and data before anything is decided; each raises ``UserError``."""
     checks: list[Check] = [
         lambda: check_layout(model.shape, config.parallel),
@@ -73,13 +109,7 @@ def settings_checks(config: JobConfig, store: TrainedStore, model: TransformerCo
     return checks
 
 
-def directory_checks(config: JobConfig, check_writable: Callable[[str, Path], object]) -> list[Check]:
-    """``check_writable`` of everything that the job writes to, by the name of its setting."""
-    written = {"metrics.dir": config.metrics.dir, "checkpoint.dir": config.checkpoint.dir}
-    return [partial(check_writable, name, directory) for name, directory in written.items() if directory is not None]
-
-
-def saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str, Any] | None:
+def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str, Any] | None:
     """The loader's state in the checkpoint that the job continues from, None for a new job.
 
     Raises ``UserError`` for a checkpoint of another model, and for pretrained weights that do not fit.
@@ -94,10 +124,18 @@ def saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str,
     return manifest.progress.loader
 
 
-def arranged_as(config: JobConfig, job: JobSpec) -> JobConfig:
-    """``config`` with the pools of ``job`` for context-parallel groups, where it has pools."""
-    parallel = config.parallel.model_copy(update={"dp": job.dp, "cp": job.cp, "pool": job.pool})
-    return config.model_copy(update={"parallel": parallel})
+def _as_saved(job: JobSpec, identity: dict[str, Any]) -> JobSpec:
+    """With the L_max that the job was started with, where documents that wait in the packer were measured by it."""
+    measured = "max_length_factor" in job.packing.options.identity(job.context_window)
+    factor = identity.get("packing.max_length_factor") if measured else None
+    if job.packing.length_factor != "auto" or factor is None:
+        return job
+    return job.with_length_factor(float(factor))
+
+
+def _check_memory(job: JobSpec, *, resumes: bool) -> None:
+    if problem := too_large(job, resumes=resumes):
+        raise UserError(problem)
 
 
 def _check_writable(name: str, directory: Path) -> None:

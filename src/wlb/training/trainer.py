@@ -23,7 +23,7 @@ from wlb.config import JobConfig
 from wlb.documents.store.mixture import TrainedStore, open_stores
 from wlb.training.checkpoint.checkpointer import Progress
 from wlb.training.data.loader import LoadedStep
-from wlb.training.memory_budget import with_agreed_factor
+from wlb.training.memory_budget import check_agreed, least_limit
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.phases import (
     build_data,
@@ -55,8 +55,10 @@ def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     limit = config.training.timeout_seconds
     with time_outs_are_hangs(limit, pulse), joined_job(config) as device, ExitStack() as held:
         held.enter_context(watched(limit, pulse))
-        checked = on_every_rank(lambda: check_job(config, local_processes))
-        config = with_agreed_factor(checked.config)
+        memory = least_limit(config.training, device.type, local_processes)
+        checked = on_every_rank(lambda: check_job(config, local_processes, memory))
+        check_agreed(checked.job)
+        config = checked.config
         on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)
         on_every_rank(lambda: check_shared(config))
         return Trainer(config, device, checked.store, termination, pulse).run()

@@ -140,7 +140,7 @@ def test_what_a_note_denies_was_not_used():
     said, denied = (
         published_step({**ROW, "note": note}).job for note in ("AsyncTP, compile", "no AsyncTP, exploration, no LoRA")
     )
-    assert (said.software.async_tp, denied.software.async_tp) == (True, False)
+    assert (said.pricing.software.async_tp, denied.pricing.software.async_tp) == (True, False)
     eager = published_step({**ROW, "note": "FSDP"}).job.hardware
     assert published_step({**ROW, "note": "FSDP without torch.compile"}).job.hardware == eager
     assert eager not in (said.hardware, denied.hardware, published_step({**ROW, "note": "no FSDP"}).job.hardware)

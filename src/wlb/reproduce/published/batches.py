@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.planning.pricing import Software
 from wlb.reproduce.published.metrics import positive, size, stated, whole
 from wlb.reproduce.published.models import published_shape
 from wlb.reproduce.published.prediction import ODD, Prediction, why
@@ -37,7 +38,6 @@ from wlb.rivals.plan import Ranks
 from wlb.rivals.wlb_llm import breakpoint_tokens, evened
 from wlb.simulate import SimulatedJob, simulated_job
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.software import Software
 from wlb.simulate.step import simulate_steps
 from wlb.workload import ModelShape, hardware_preset
 

@@ -125,7 +125,7 @@ def _seconds(plan: GroupPlan, ranks: Ranks) -> float:
     )
     weights = parameters(SHAPE, tied_embeddings=True)
     reduced = group_link(hardware, "all_gather", gpus, 1).seconds(shard_bytes(_GRADIENT_BYTES * weights, gpus))
-    update = JobCosts(replace(ranks.job, dp=1)).optimizer.sum() * weights / parameters(SHAPE)
+    update = JobCosts(ranks.job.with_layout(dp=1)).optimizer.sum() * weights / parameters(SHAPE)
     return float(times.rank_ends.max() + 2 * reduced + update)  # reduced and scattered, then gathered
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.planning.pricing import Software
 from wlb.reproduce.published.metrics import Row, seconds_of_step, size, stated, step_tokens
 from wlb.reproduce.published.models import published_shape
 from wlb.reproduce.published.prediction import ODD, Prediction, source_of, why
@@ -26,7 +27,6 @@ from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.search import fitted
 from wlb.simulate.shards import Shards, price_shards
-from wlb.simulate.software import Software
 from wlb.simulate.step import Steps
 from wlb.workload import Hardware, ModelShape, hardware_preset
 
@@ -142,7 +142,7 @@ def published_step(row: Row) -> PublishedStep:
     if recomputation is None and stack.weights == "kept":
         assumed.append("no recomputation, or of element-wise operations only, whether or not that fits")
     elif recomputation is None:
-        fitting = fitted(_held(job, job.software.reduces_always))
+        fitting = fitted(_held(job, job.pricing.software.reduces_always))
         kind: Recomputation = fitting.activation_checkpointing if fitting else "full"
         why = "the cheapest that is predicted to fit" if fitting else "and not even that is predicted to fit"
         assumed.append(f"recomputation: {kind}, {why}")
@@ -231,7 +231,7 @@ def _held(job: SimulatedJob, reduces_always: bool) -> SimulatedJob:
     """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
     if job.pp > 1 or not reduces_always:
         return job
-    return replace(job, packing=job.packing.model_copy(update={"micro_batches": job.dp}))
+    return replace(job, packing=job.packing.changed(micro_batches=job.dp))
 
 
 def _job(row: Row, shape: ModelShape, stack: Stack, layout: _Layout) -> SimulatedJob:
@@ -317,9 +317,9 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack, job: SimulatedJob) -> li
         eager = not stack.compiled or _ran_eagerly(row)
         remarks.append("eager kernels" if eager else "kernels compiled, or fused in another way")
     if not row.get("fsdp"):
-        weights = "kept whole" if job.software.weights == "kept" else "gathered by FSDP in every micro-batch"
+        weights = "kept whole" if job.pricing.software.weights == "kept" else "gathered by FSDP in every micro-batch"
         remarks.append(f"weights {weights}")
-    if job.tp > 1 and job.software.async_tp and not _says(_note(row), "async"):
+    if job.tp > 1 and job.pricing.software.async_tp and not _says(_note(row), "async"):
         remarks.append("tensor-parallel collectives overlapped")
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")

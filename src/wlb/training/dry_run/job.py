@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -20,7 +20,6 @@ from wlb.planning.job import JobSpec
 from wlb.planning.memory import predicted_memory
 from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps, simulate_step
 from wlb.simulate.traffic import PURPOSES, received_bytes
@@ -109,14 +108,14 @@ class DryRun:
         job = self.found.job
         return {
             "gpus": job.gpus,
-            "layout": job.layout,
+            "layout": job.sizes,
             "hardware": self.found.hardware,
             "data": "synthetic" if isinstance(self.found.store, SyntheticStore) else "store",
             "problems": list(self.found.problems),
             "step": self.step,
             "step_tokens": self.plan.tokens,
             "imbalance": self.imbalance,
-            "memory_limit_bytes": int(self.found.limit.number_of_bytes),
+            "memory_limit_bytes": int(job.memory_limit.number_of_bytes),
             "worst_step_bytes": predicted_memory(job).total,
             "ranks": [rank.to_json(_sizes(job)) for rank in self.ranks],
         }
@@ -142,22 +141,21 @@ def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = 
     job = found.job
     if ranks != "all" and not 0 <= ranks < job.gpus:
         raise UserError(f"rank {ranks} is not in a job of {job.gpus} ranks; give one from 0 to {job.gpus - 1}")
-    simulated = SimulatedJob(**{field.name: getattr(job, field.name) for field in fields(JobSpec)})
-    step, plan, shards = _heaviest_step(found, simulated)
+    step, plan, shards = _heaviest_step(found)
     roles = distinct_roles(job, shards) if ranks == "all" else {ranks: "as asked"}
     runs = run_ranks(found.config, list(roles), hardware, [step])
     reports = tuple(_report(run, roles[run.rank], found, shards) for run in runs)
-    return DryRun(found, step, plan, simulate_step(plan, simulated), reports)
+    return DryRun(found, step, plan, simulate_step(plan, job), reports)
 
 
-def _heaviest_step(found: FoundJob, job: SimulatedJob) -> tuple[int, StepPlan, Shards]:
+def _heaviest_step(found: FoundJob) -> tuple[int, StepPlan, Shards]:
     """Of the first steps, the one with the most exchanged and then the most tokens; its number, from 1."""
     steps = min(_LOOK_AHEAD, found.config.training.steps or _LOOK_AHEAD)
     planner = StepPlanner(
         found.job, document_lengths(found.store), epochs=1 if found.config.training.steps is None else None
     )
     plans = [planned.plan for planned in islice(planner, steps)]
-    choices = [(step, plan, _shards(plan, job)) for step, plan in enumerate(plans, 1)]
+    choices = [(step, plan, _shards(plan, found.job)) for step, plan in enumerate(plans, 1)]
     return max(choices, key=lambda choice: (int(choice[2].received.sum()), choice[1].tokens))
 
 
@@ -200,7 +198,7 @@ def _dimensions(members: Sequence[int], sizes: Place) -> str:
     return " x ".join(name for name, of_one in zip(Place._fields, places, strict=True) if len(set(of_one)) > 1)
 
 
-def _shards(plan: StepPlan, job: SimulatedJob) -> Shards:
+def _shards(plan: StepPlan, job: JobSpec) -> Shards:
     lengths = [micro_batch.lengths for micro_batch in plan.micro_batches]
     return price_shards(lengths, JobCosts(job)).reshaped(job.dp, job.micro_batches_per_rank)
 

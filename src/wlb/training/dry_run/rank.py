@@ -139,12 +139,10 @@ class _RealMonitor(Monitor):
 
 def _without_side_effects(config: JobConfig) -> JobConfig:
     """``config`` without what is not part of a step: checkpoints, traces, compiling, steps planned ahead."""
-    return config.model_copy(
-        update={
-            "checkpoint": config.checkpoint.model_copy(update={"dir": None}),
-            "metrics": config.metrics.model_copy(update={"profile": False}),
-            "training": config.training.model_copy(update={"compile": False, "prefetch": 1}),
-        }
+    return config.changed(
+        checkpoint=config.checkpoint.changed(dir=None),
+        metrics=config.metrics.changed(profile=False),
+        training=config.training.changed(compile=False, prefetch=1),
     )
 
 

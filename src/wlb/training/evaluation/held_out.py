@@ -160,7 +160,7 @@ def bucket_boundaries(config: JobConfig) -> list[int]:
 
 def _segments(store: TokenStore, config: JobConfig) -> list[Segment]:
     lengths = store.lengths[: config.evaluation.documents]
-    data: DataConfig = config.data.model_copy(update={"store": store.prefix, "mixture": ()})
+    data: DataConfig = config.data.changed(store=store.prefix, mixture=())
     summarise_epoch(lengths, data)
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist()) if length]
     return split_overlong(whole, data.context_window, data.overlong)[0]

@@ -94,7 +94,7 @@ class Observer:
             last_step=steps[-1],
             step_seconds=float(np.mean(seconds)),
             straggler_factor=self._config.metrics.straggler_factor,
-            pooled=self._config.parallel.pooled,
+            pooled=self._config.packing.pools(self._config.parallel.pool) is not None,
         )
         try:
             replace_text(self._path, json.dumps(diagnosis, allow_nan=False))

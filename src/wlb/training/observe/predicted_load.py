@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.config import PackingConfig
+from wlb.planning.job import JobSpec
+from wlb.planning.pricing import Pricing
+from wlb.schedules.layout import Layout
 from wlb.sharding.plan import ShardPlan, owners
-from wlb.simulate import SimulatedJob
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.workload import ModelShape
 from wlb.workload.hardware import hardware_preset
@@ -27,7 +29,9 @@ class PredictedLoad:
     """
 
     def __init__(self, shape: ModelShape, hardware: str, layers: Sequence[range], tp: int = 1) -> None:
-        self._costs = JobCosts(SimulatedJob(shape, hardware_preset(hardware), PackingConfig(), tp=tp))
+        self._costs = JobCosts(
+            JobSpec(shape, Pricing(hardware_preset(hardware)), PackingConfig(), layout=Layout(tp=tp))
+        )
         self._share = sum(map(len, layers)) / shape.layers
         self._has_head = any(chunk.stop == shape.layers for chunk in layers)
 

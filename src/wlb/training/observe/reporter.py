@@ -51,7 +51,8 @@ class Reporter:
         self._store = store
         self._execution = execution
         self._step = step
-        self._metrics = MetricsWriter(config.metrics, step, pooled=config.parallel.pooled)
+        self._pooled = config.packing.pools(config.parallel.pool) is not None
+        self._metrics = MetricsWriter(config.metrics, step, pooled=self._pooled)
         self._observer = Observer(config, shape, names, execution.device)
         self.evaluated = self._metrics.evaluated
 
@@ -117,7 +118,7 @@ class Reporter:
         origin = f"resuming after step {self._step}" if self._step else "starting"
         parallel = config.parallel
         each = config.packing.micro_batches // parallel.dp
-        pools = f" with pool = {parallel.cp} and pool_micro_batches = {each}" if parallel.pooled else ""
+        pools = f" with pool = {parallel.cp} and pool_micro_batches = {each}" if self._pooled else ""
         yield (
             f"{origin} on {parallel.world_size} {execution.device.type} processes{pools}; {documents}; micro-batches "
             f"of up to {longest:,} tokens"

@@ -9,10 +9,10 @@ import pytest
 
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
+from wlb.packing.options import Pools
 from wlb.planning.planner import StepPlanner
 from wlb.simulate import SimulatedJob, simulate, simulated_job
-from wlb.simulate.job import with_decided_length
-from wlb.simulate.pools import with_decided_pools
+from wlb.simulate.decide import decide
 
 WINDOW = 32_768
 LENGTHS = read_lengths(f"synthetic:4000:{WINDOW}:0")
@@ -24,20 +24,20 @@ def elastic(**settings: Any) -> SimulatedJob:
 
 
 def test_pools_that_are_given_are_taken():
-    job = with_decided_pools(elastic(pool=4, packing={"pool_micro_batches": 6}), LENGTHS)
+    job = decide(elastic(pool=4, packing={"pool_micro_batches": 6}), LENGTHS)
     assert (job.dp, job.cp, job.pool, job.micro_batches_per_rank) == (2, 4, 4, 6)
     assert (job.packing.micro_batches, job.gpus) == (12, 64)
     assert job.pools_decided
-    assert with_decided_pools(job, LENGTHS) is job
+    assert decide(job, LENGTHS) is job
 
 
 def test_the_global_batch_stays_what_it_is():
     undecided = elastic(micro_batches=3)
-    job = with_decided_pools(undecided, LENGTHS)
+    job = decide(undecided, LENGTHS)
     step = next(StepPlanner(job, LENGTHS).plans())
     assert abs(step.tokens - 12 * WINDOW) < WINDOW
     assert job.dp * job.cp == 8
-    assert job == with_decided_pools(undecided, LENGTHS)  # the same every time
+    assert job == decide(undecided, LENGTHS)  # the same every time
 
 
 def test_the_fastest_of_all_choices_is_taken():
@@ -86,13 +86,13 @@ def test_no_document_waits_and_steps_are_of_one_size():
 )
 def test_pools_that_cannot_run_are_refused(settings, message):
     with pytest.raises(UserError, match=message):
-        with_decided_pools(elastic(**settings), LENGTHS)
+        decide(elastic(**settings), LENGTHS)
 
 
 @pytest.mark.parametrize("global_batch", [1, 3, 8])
 @pytest.mark.parametrize("count", [1, 4, 12])
 def test_every_step_trains_its_global_batch_however_it_is_divided(global_batch, count):
-    job = elastic(dp=1, micro_batches=global_batch).with_pools(2, count)
+    job = elastic(dp=1, micro_batches=global_batch).with_pools(Pools(2, count, "even", global_batch))
     plans = StepPlanner(job, LENGTHS[LENGTHS > WINDOW // 4]).plans()
     tokens = np.cumsum([next(plans).tokens for _ in range(8)])
     assert (np.abs(tokens - np.arange(1, 9) * global_batch * WINDOW) < WINDOW).all()
@@ -111,7 +111,7 @@ def test_a_large_global_batch_is_decided_on_by_a_part_of_it(global_batch, settin
     packing = {"global_batch": global_batch, **settings.get("packing", {})}
     job = simulated_job("tiny", 64, "elastic", **({"dp": 2, "micro_batches": 4} | settings | {"packing": packing}))
     lengths = np.random.default_rng(0).integers(1, 65, 1000)
-    decided = with_decided_length(with_decided_pools(job, lengths))
+    decided = decide(job, lengths)
     assert decided.pools_decided
     assert decided.global_batch == global_batch
     assert decided.micro_batches_per_rank == packing.get("pool_micro_batches", decided.micro_batches_per_rank)
