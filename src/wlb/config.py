@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from wlb.documents.order import DataConfig
+from wlb.memory.layers import Checkpointing
 from wlb.packing import PACKERS, checked_name
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import LengthFactorOptions, PackerOptions, Pools
@@ -54,7 +55,6 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "elastic": {"packing": {"method": "elastic"}, "sharding": {"strategy": "elastic"}},
 }
 
-Checkpointing = Literal["none", "selective", "full"]  # of activations, by rising cost
 DecayRate = Annotated[Number, Field(ge=0, lt=1)]
 
 

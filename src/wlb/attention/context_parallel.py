@@ -7,7 +7,7 @@ from torch import Tensor
 
 from wlb.attention.backends import check_inputs, pick_backend
 from wlb.attention.exchange import Resends
-from wlb.attention.packed_attention import PackedAttention
+from wlb.attention.packed_attention import AttendPacked
 from wlb.attention.saved_attention import KeptAttention
 from wlb.attention.shard_layout import shard_layout
 from wlb.sharding.plan import ShardPlan
@@ -60,5 +60,5 @@ def context_parallel_attention(
     if len(query) != expected:
         raise ValueError(f"rank {rank} holds {expected} tokens under the plan, the query has {len(query)}")
     layout = shard_layout(shard_plan, rank, query.device, window)
-    out: Tensor = PackedAttention.apply(query, key, value, layout, pick_backend(query, backend), group, kept, resends)
+    out: Tensor = AttendPacked.apply(query, key, value, layout, pick_backend(query, backend), group, kept, resends)
     return out

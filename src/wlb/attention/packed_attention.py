@@ -32,7 +32,7 @@ from wlb.attention.shard_layout import ExchangePart, ShardLayout
 _OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
 
 
-class PackedAttention(torch.autograd.Function):
+class AttendPacked(torch.autograd.Function):
     """Attention of one rank's tokens; ``group`` are the ranks of ``layout``, which may be this one alone."""
 
     @staticmethod

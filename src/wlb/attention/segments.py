@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from wlb.attention.backends import check_inputs, pick_backend
-from wlb.attention.packed_attention import PackedAttention
+from wlb.attention.packed_attention import AttendPacked
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import ShardLayout
 
@@ -45,5 +45,5 @@ def segment_attention(
             f"got {len(segment_lengths)} segments with {sum(segment_lengths)} tokens"
         )
     layout = ShardLayout(Runs.of_segments(tuple(segment_lengths), window))
-    out: Tensor = PackedAttention.apply(query, key, value, layout, pick_backend(query, backend), None, None, None)
+    out: Tensor = AttendPacked.apply(query, key, value, layout, pick_backend(query, backend), None, None, None)
     return out

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from wlb.config import Checkpointing as Checkpointing
 from wlb.schedules.layout import Layout
 from wlb.workload.flops import DELTA_NET_CHUNK
 from wlb.workload.shapes import DENSE, BlockKind, ModelShape
 from wlb.workload.weights import block_weights, feed_forward_width
+
+Checkpointing = Literal["none", "selective", "full"]  # of activations, by rising cost
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths) -> Pools:
     if parts > 1 and pools.micro_batches != "auto":
         part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.pp)) * job.pp)
     own = replace(job, pricing=Pricing(job.hardware))  # the trainer's prices, whatever a simulation prices steps by
-    search = _Search(own, part, parts)
-    fastest: _Choice | None = None
+    search = _PoolChoices(own, part, parts)
+    fastest: _PricedPools | None = None
     for size in search.sizes():
         best = min((_priced(choice, lengths, job.workload) for choice in search.choices(size)), default=None)
         if fastest is not None and (best is None or best >= fastest):
@@ -94,7 +94,7 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths) -> Pools:
 
 
 @dataclass(frozen=True)
-class _Search:
+class _PoolChoices:
     """``job`` with all ``pools`` that it could have, for one of ``parts`` equal parts of its global batch."""
 
     job: JobSpec
@@ -145,7 +145,7 @@ class _Search:
         return jobs
 
 
-class _Choice(NamedTuple):
+class _PricedPools(NamedTuple):
     """What pools come to; the least is the best."""
 
     too_large: bool  # for the memory
@@ -156,7 +156,7 @@ class _Choice(NamedTuple):
     grouping: Grouping
 
 
-def _priced(job: JobSpec, lengths: DocumentLengths, prices: DocumentPrices) -> _Choice:
+def _priced(job: JobSpec, lengths: DocumentLengths, prices: DocumentPrices) -> _PricedPools:
     most = (
         _MICRO_BATCHES // job.packing.micro_batches,
         _WINDOWS // job.global_batch,
@@ -168,4 +168,4 @@ def _priced(job: JobSpec, lengths: DocumentLengths, prices: DocumentPrices) -> _
     no_room = not waits and sum(rated.step_tokens) < steps * job.global_batch * job.context_window
     grouping: Grouping = "alike" if job.pools is not None and job.pools.grouping == "alike" else "even"
     seconds = 1 / rated.work_rate * (1 + _CLEARLY if grouping == "alike" else 1.0)
-    return _Choice(not fits(job), no_room, seconds, job.cp, job.micro_batches_per_rank, grouping)
+    return _PricedPools(not fits(job), no_room, seconds, job.cp, job.micro_batches_per_rank, grouping)

@@ -69,7 +69,7 @@ def backward(
     return grad_q_QHE, grad_k_KGE.to(k_KGE.dtype), grad_v_KGE.to(v_KGE.dtype)
 
 
-class _Block(NamedTuple):
+class _QueryBlock(NamedTuple):
     """Queries of a run, all keys that one of them sees, and which: up to its own, or by a mask added to the scores."""
 
     queries: slice
@@ -78,13 +78,13 @@ class _Block(NamedTuple):
     mask_QK: Tensor | None
 
 
-def _blocks(runs: Runs, dtype: torch.dtype) -> Iterator[_Block]:
+def _blocks(runs: Runs, dtype: torch.dtype) -> Iterator[_QueryBlock]:
     """Whole runs, or in a window as many of their queries as make a block."""
     first_query = first_key = 0
     for queries, keys in zip(runs.query_lengths, runs.key_lengths, strict=True):
         if runs.window is None:
             own, seen = slice(first_query, first_query + queries), slice(first_key, first_key + keys)
-            yield _Block(own, seen, runs.causal, None)
+            yield _QueryBlock(own, seen, runs.causal, None)
         else:
             yield from _blocks_in_window(first_query, queries, first_key, keys, runs.window, dtype)
         first_query += queries
@@ -93,7 +93,7 @@ def _blocks(runs: Runs, dtype: torch.dtype) -> Iterator[_Block]:
 
 def _blocks_in_window(
     first_query: int, queries: int, first_key: int, keys: int, window: int, dtype: torch.dtype
-) -> Iterator[_Block]:
+) -> Iterator[_QueryBlock]:
     before, most = keys - queries, max(window, _LEAST_BLOCK)
     for begin in range(0, queries, most):
         end = min(begin + most, queries)
@@ -102,7 +102,7 @@ def _blocks_in_window(
         mask_QK = torch.zeros(distance_QK.shape, dtype=dtype)
         mask_QK.masked_fill_((distance_QK < 0) | (distance_QK >= window), float("-inf"))
         of_keys = slice(first_key + seen, first_key + before + end)
-        yield _Block(slice(first_query + begin, first_query + end), of_keys, False, mask_QK)
+        yield _QueryBlock(slice(first_query + begin, first_query + end), of_keys, False, mask_QK)
 
 
 def _batched(x_THE: Tensor) -> Tensor:

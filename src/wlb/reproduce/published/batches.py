@@ -100,7 +100,7 @@ class _Run:
         )
 
 
-class _Batch(NamedTuple):
+class _MeasuredBatch(NamedTuple):
     """A measured batch, or the ``reason`` why it is none."""
 
     lists: Lists
@@ -161,17 +161,17 @@ def _rows(run: dict[str, Any]) -> list[Prediction]:
     ]
 
 
-def _read(batch: Any) -> _Batch:
+def _read(batch: Any) -> _MeasuredBatch:
     try:
         lists = [[whole(length) or 0 for length in of_list] for of_list in batch["documents"]]
         if not any(lists) or 0 in _joined(lists):
             raise UserError("its documents are no lists of positive lengths")
-        return _Batch(lists, positive(batch, "ms") / 1e3)
+        return _MeasuredBatch(lists, positive(batch, "ms") / 1e3)
     except ODD as error:
-        return _Batch([], 0.0, why(error))
+        return _MeasuredBatch([], 0.0, why(error))
 
 
-def _predicted(run: dict[str, Any], batches: Sequence[_Batch], longest: float) -> tuple[Seconds, str]:
+def _predicted(run: dict[str, Any], batches: Sequence[_MeasuredBatch], longest: float) -> tuple[Seconds, str]:
     """Seconds of every batch, and what is assumed; raises ``UserError`` where the setting is not recovered."""
     described = _described(run, tuple(batch.lists for batch in batches))
     candidates = {"baseline": _plain, "wlbllm": _wlb_llm, "d2": _distca}[described.mode](described)

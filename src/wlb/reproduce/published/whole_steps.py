@@ -183,7 +183,7 @@ def ran_triton(row: Row) -> bool:
     return row["repo"] == _LLM_FOUNDRY and (not at_large_scale or row["model"] in ("MPT 13b", "MPT 30b"))
 
 
-class _Layout(NamedTuple):
+class _StatedLayout(NamedTuple):
     """Sizes of groups; ``sequences`` of a micro-batch, and ``micro_batches`` of a data-parallel rank."""
 
     tp: int
@@ -202,7 +202,7 @@ class _Layout(NamedTuple):
         return {name: getattr(self, name) for name in names} | {"schedule": schedule}
 
 
-def _layout(row: Row) -> _Layout:
+def _layout(row: Row) -> _StatedLayout:
     tp, cp, pp, gpus = (size(row, name) for name in ("tp", "cp", "pp", "gpus"))
     assumed = []
     dp, rest = divmod(gpus, tp * cp * pp)
@@ -224,7 +224,7 @@ def _layout(row: Row) -> _Layout:
     micro_batches, rest = divmod(of_rank, sequences)
     if rest or not micro_batches:
         raise UserError(f"{of_rank} sequences of a data-parallel rank are no multiple of its micro-batch, {sequences}")
-    return _Layout(tp, cp, pp, dp, virtual_pp, micro_batches, sequences, tuple(assumed))
+    return _StatedLayout(tp, cp, pp, dp, virtual_pp, micro_batches, sequences, tuple(assumed))
 
 
 def _held(job: SimulatedJob, reduces_always: bool) -> SimulatedJob:
@@ -234,7 +234,7 @@ def _held(job: SimulatedJob, reduces_always: bool) -> SimulatedJob:
     return replace(job, packing=job.packing.changed(micro_batches=job.dp))
 
 
-def _job(row: Row, shape: ModelShape, stack: Stack, layout: _Layout) -> SimulatedJob:
+def _job(row: Row, shape: ModelShape, stack: Stack, layout: _StatedLayout) -> SimulatedJob:
     return simulated_job(
         shape,
         size(row, "seq_len") * layout.sequences,  # L_max, by which memory is predicted
@@ -246,7 +246,7 @@ def _job(row: Row, shape: ModelShape, stack: Stack, layout: _Layout) -> Simulate
     )
 
 
-def _software(row: Row, stack: Stack, layout: _Layout) -> Software:
+def _software(row: Row, stack: Stack, layout: _StatedLayout) -> Software:
     """What the row and its repository say of it."""
     note, weights = _note(row), stack.weights
     if row["repo"] == _BRIDGE and row.get("fsdp"):
