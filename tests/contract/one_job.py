@@ -183,13 +183,16 @@ def _attention(starts: NDArray[np.int64], stops: NDArray[np.int64], costs: JobCo
 # The simulator
 
 
+def _undecided(case: Case) -> SimulatedJob:
+    return SimulatedJob.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
+
+
 def simulated_job(case: Case) -> SimulatedJob:
-    job = SimulatedJob.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
-    return decide(job, case.documents.lengths)
+    return decide(_undecided(case), case.documents.lengths)
 
 
 def simulated_shape(case: Case) -> ModelShape:
-    return simulated_job(case).shape
+    return _undecided(case).shape
 
 
 def simulated_memory(case: Case) -> Memory:
@@ -255,8 +258,7 @@ def decided_by_dry_run(case: Case) -> Decided:
 
 
 def decided_by_simulator(case: Case) -> Decided:
-    undecided = SimulatedJob.from_config(case.config, case.hardware, vocab_size=case.documents.vocab_size)
-    job = simulate(undecided, case.documents.lengths, 1).job
+    job = simulate(_undecided(case), case.documents.lengths, 1).job
     return decided(_fitting(job))
 
 
