@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,21 +111,3 @@ def test_processes_note_the_same_messages_and_still_exchange_them() -> None:
     both += [("all_gather [0, 1] 1", ()), ("all_gather [0, 1] 1", (0, 1))]
     assert first == [*both, ("0 to 1 1", ()), ("end", ())]
     assert second == [*both, ("0 to 1 1", (0,)), ("end", ())]
-
-
-_LARGE_ARRAYS = """
-import resource
-for turn in range(6):
-    if turn == 1:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    b"x" * 40_000_000
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_ranks_do_not_fetch_large_tensors_from_the_system_again_and_again() -> None:
-    for environment in (_module("parts.training.turns").ONE_THREAD, _module("demo").ONE_THREAD):
-        words = [sys.executable, "-c", _LARGE_ARRAYS]
-        printed = subprocess.run(words, env=os.environ | environment, check=True, capture_output=True, text=True)
-        assert int(printed.stdout) < 1000  # nearly 10,000 pages each time without
