@@ -159,7 +159,7 @@ def _packing(evidence: Evidence) -> list[Markup]:
         "packing-chart",
         "Imbalance degree by packing method",
         [(r.method, r.imbalance_degree, f"{r.imbalance_degree:.3f}") for r in results],
-        "longest over mean micro-batch, mean over steps; 1 is perfect",
+        "heaviest over mean micro-batch, by the prices packed by, mean over steps; 1 is perfect",
         "Simulated, on the same documents.",
         origin=1.0,
         highlights=[r.method for r in results if not is_baseline(r.method)],
