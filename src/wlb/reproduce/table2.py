@@ -63,7 +63,7 @@ def run(settings: Settings) -> Report:
         ),
         findings=_findings({method.name: result for method, result in results.items()}),
         notes=[
-            "imbalance: heaviest over mean micro-batch, by the prices a method packs by; the paper's by measured latency",
+            "imbalance: heaviest over mean micro-batch, by the prices packed by; the paper's by measured latency",
             f"planning is measured on this CPU, one thread; the solver stops after {_SOLVER_SECONDS:g} s, and plans "
             f"{_SOLVER_STEPS} steps",
             "WLB-LLM is Algorithm 1 with L_max 1.5 windows; the paper's L_max and thresholds are not published",
