@@ -101,7 +101,15 @@ def test_ctrl_c_ends_the_job_at_once(folder):
     assert not any(is_running(rank) for rank in ranks)
 
 
-@pytest.mark.parametrize(("launcher", "steps"), [("wlb", 1), ("wlb", 0), ("torchrun", 0)])
+@pytest.mark.parametrize(
+    ("launcher", "steps"),
+    [
+        # Once steps run there is more that can notice.
+        pytest.param("wlb", 1, marks=pytest.mark.exhaustive),
+        ("wlb", 0),
+        ("torchrun", 0),
+    ],
+)
 def test_ranks_do_not_outlive_their_launcher(folder, launcher, steps):
     config = endless(folder)
     with process(*COMMANDS[launcher], config) as job:

@@ -43,7 +43,12 @@ def folder(tmp_path: Path) -> Path:
     ("fault", "verdict"),
     [
         ("stop", "rank 1 does not answer (stopped, or its machine is gone); rank 0 waits in "),
-        ("sleep", "rank 1 is in no collective but in sleep (tests/training/faulty_rank.py:"),
+        # As a rank that spins, but for the name of the function.
+        pytest.param(
+            "sleep",
+            "rank 1 is in no collective but in sleep (tests/training/faulty_rank.py:",
+            marks=pytest.mark.exhaustive,
+        ),
         ("spin", "rank 1 is in no collective but in spin (tests/training/faulty_rank.py:"),
     ],
 )
