@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  (the process in which nothing is forked)
 
+from tests.limits import HUNG_SECONDS
 from tests.training.jobs import write_config, write_store
 from tests.training.processes import ignore_nothing, process, ranks_of, said, steps_written, wait_until
 from wlb.training.fork_server import ForkServer
@@ -59,7 +60,7 @@ def ended(process):
 
 worker.main, fork_server.require = rank, require
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
-    signal.signal(number, print)
+    signal.signal(number, lambda *_: None)
 os.set_inheritable(os.open("/dev/zero", os.O_RDONLY), True)
 arguments, environment = ["job.toml", "--json"], os.environ | {"RANK": "7", "OMP_NUM_THREADS": "3"}
 with fork_server.ForkServer() as server:
@@ -115,3 +116,19 @@ def test_nothing_is_forked_from_a_process_that_may_have_used_torch():
     with ForkServer() as server:
         server.start()
         assert server.fork([], {}) is None
+
+
+CLOSED = """
+import sys, types
+from wlb.training import fork_server
+sys.modules |= dict.fromkeys(("wlb.training.trainer", "wlb.training.worker"), types.ModuleType("imported"))
+fork_server.require = lambda *_: None
+with fork_server.ForkServer() as server:
+    server.start()
+    assert server._connection.fileno() > 2
+"""
+
+
+def test_the_server_ends_with_its_block_where_a_standard_stream_is_closed():
+    command = [sys.executable, "-c", CLOSED]
+    subprocess.run(command, check=True, preexec_fn=lambda: os.close(0), timeout=HUNG_SECONDS)

@@ -186,7 +186,7 @@ class StepPlanner(Iterator[PlannedStep]):
 def documents_together(job: JobSpec, lengths: DocumentLengths) -> int:
     """Documents of ``lengths`` that are packed together, on average: those of a step, or of more with ``window``."""
     stores = [lengths] if isinstance(lengths, np.ndarray) else lengths
-    tokens = sum(int(store.sum()) for store in stores)
+    tokens = max(1, sum(int(store.sum()) for store in stores))
     windows = job.packing.options.global_batches * job.global_batch
     return round(windows * job.context_window / tokens * sum(int(np.count_nonzero(store)) for store in stores))
 

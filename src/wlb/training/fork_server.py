@@ -9,6 +9,7 @@ programs: their parent in the server ends at once, and orphans go to the launche
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import os
 import signal
@@ -51,6 +52,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._connection: Connection | None = None
         self._pid = 0
+        self._on_child: signal._HANDLER = signal.SIG_DFL
 
     def __enter__(self) -> ForkServer:
         return self
@@ -59,6 +61,7 @@ class ForkServer:
         if self._connection is not None:
             self._connection.close()
             os.waitpid(self._pid, 0)
+            signal.signal(signal.SIGCHLD, self._on_child)
 
     def start(self) -> None:
         """Import what ranks need and fork the server, unless that was done or is not safe.
@@ -73,17 +76,26 @@ class ForkServer:
         import wlb.training.trainer
         import wlb.training.worker  # noqa: F401
 
-        ours, theirs = Pipe()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, nobody can wait for a rank
+        try:
+            ours, theirs = map(_beyond_standard_streams, Pipe())
+        except OSError:  # no more files
+            return
+        # Where it is ignored, nobody can wait for a rank.
+        self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         flush()  # or every rank would write what is buffered
         # A signal that is meant for the job does not end the server, and none comes too early for a rank.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *signals_to_end()})
-        self._pid = os.fork()
-        if not self._pid:
-            _serve(theirs, mask | signals_to_end())
-        self._connection = ours
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        theirs.close()
+        try:
+            self._pid = os.fork()
+            if not self._pid:
+                ours.close()
+                _serve(theirs, mask | signals_to_end())
+            self._connection = ours
+        except OSError:  # no more processes
+            ours.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            theirs.close()
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedRank | None:
         """Start ``python -m wlb.training ARGUMENTS`` in a session of its own; None where there is no server."""
@@ -97,10 +109,19 @@ class ForkServer:
         return ForkedRank(pid) if pid else None
 
 
+def _beyond_standard_streams(connection: Connection) -> Connection:
+    """The same connection under a number that no standard stream has, not even a closed one."""
+    if connection.fileno() > _STDERR:
+        return connection
+    with connection:
+        return Connection(fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, _STDERR + 1))
+
+
 def _serve(connection: Connection, mask: Iterable[int]) -> NoReturn:
     """Fork ranks until the launcher has ended."""
     try:
         os.setsid()
+        signal.set_wakeup_fd(-1)
         for number in signal.valid_signals():  # as a new program has them
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
@@ -141,5 +162,6 @@ def _be_rank(writer: int, between: int, arguments: Sequence[str], environment: M
     os.write(writer, str(os.getpid()).encode())
     os.close(writer)
     sys.argv[1:] = arguments
+    os.environ.clear()
     os.environ.update(environment)
     main()
