@@ -80,14 +80,16 @@ def test_what_is_odd_has_a_reason_and_all_else_its_prediction(tmp_path):
     odd_rows = [3, {}, {**row, "commit": None}, {**row, "value": None}, {**row, "value": -1}, {**row, "gpus": True}]
     odd_batches = [None, {"ms": None}, {"documents": [[0]], "ms": 1}, {"documents": [[5]], "ms": 0}]
     odd_runs = [3, {**run, "batches": None}, *({**run, "config": run["config"] | {"tp_size": size}} for size in (3, 0))]
+    first = kernels["rows"][0]
+    odd_kernels = [{}, 3, first | {name: True for name in first if name.endswith("ms")}]
     document = {
         "rows": [row, *odd_rows, {**row, "gpus": float(row["gpus"])}],
-        "kernels": {table: {**kernels, "rows": [kernels["rows"][0], {}, 3]}, "empty": {}, "none": None},
+        "kernels": {table: {**kernels, "rows": [first, *odd_kernels]}, "empty": {}, "none": None},
         "runs": [{**run, "batches": [*run["batches"], *odd_batches]}, *odd_runs],
     }
     found = predicted_rows(read_measurements(written(tmp_path, document)))
     predicted = [one.predicted_seconds is not None for one in found]
-    kept = [True, *[False] * 6, True, True, False, False, False, False, True, True, *[False] * 4, *[False] * 6]
+    kept = [True, *[False] * 6, True, True, *[False] * 5, True, True, *[False] * 4, *[False] * 6]
     assert predicted == kept
     assert found[0].predicted_seconds == found[7].predicted_seconds
     assert all(one.reason for one, there in zip(found, predicted, strict=True) if not there)

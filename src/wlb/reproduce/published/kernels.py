@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
 from wlb.reproduce.published.distributed_attention import SHAPE, SYSTEMS, TOKENS_OF_A_GPU, packs, stated_flops
-from wlb.reproduce.published.metrics import stated
+from wlb.reproduce.published.metrics import positive, stated
 from wlb.reproduce.published.prediction import ODD, Prediction, source_of, why
 from wlb.simulate.costs import Direction
 from wlb.workload import AnalyticWorkload, Hardware, ModelShape, hardware_preset, make_workload
@@ -122,7 +122,7 @@ def cut_launches(rows: list[dict[str, Any]]) -> list[CutLaunch]:
         lengths = np.array(row.get("lengths") or _batch(row["batch"]))
         queries = lengths // row["cp"]
         keys = ((1 + 1 / row["cp"]) / 2 * lengths).astype(np.int64)
-        measured = (row["ms"] if "ms" in row else row["real_attn_ms"]) / 1e3
+        measured = positive(row, "ms" if "ms" in row else "real_attn_ms") / 1e3
         found.append(CutLaunch(row.get("hq", 64) // row["tp"], keys - queries, keys, measured))
     return found
 
@@ -147,7 +147,7 @@ def _shards(_: int, row: dict[str, Any]) -> Iterator[_Row]:
     queries, keys = (shard, context) if row["num_seq"] == 1 else (2 * shard, context // 2 + shard)
     stops = np.full(max(1, row["num_seq"] // 2), keys)
     seconds = launch_seconds(_H200, row["num_heads"], stops - queries, stops)
-    measured = row["duration_ms"] / 1e3 * 50 / 60  # its script divides the seconds of 60 calls by 50
+    measured = positive(row, "duration_ms") / 1e3 * 50 / 60  # its script divides the seconds of 60 calls by 50
     yield _Row(f"{shard} tokens", measured, seconds, assumed="H200, FlashAttention-2")
 
 
@@ -155,7 +155,7 @@ def _both_directions(index: int, row: dict[str, Any]) -> Iterator[_Row]:
     stops = np.full(row["documents"], row["seq_len"])
     for name, direction in _DIRECTIONS.items():
         seconds = launch_seconds(_H200, 32 // row["tp"], 0 * stops, stops, direction)
-        measured, predicted = row[f"{name}_ms"] / 1e3, seconds + HOST_CALL[direction]
+        measured, predicted = positive(row, f"{name}_ms") / 1e3, seconds + HOST_CALL[direction]
         yield _Row(f"row {index}, {direction}", measured, predicted, assumed="H200, FlashAttention-2")
 
 
@@ -184,7 +184,9 @@ def _between_nodes(_: int, row: dict[str, Any]) -> Iterator[_Row]:
     link = group_link(_H200, "all_gather", 2, stride=_H200.node_size)
     received = row["mb"] * 2**20
     predicted = float(link.seconds(received)) + 4 * received / _H200.memory_bandwidth
-    yield _Row(f"{row['mb']:,.0f} MiB", row["ms"] / 1e3, predicted, assumed="H200, an adapter of 400 Gb/s each")
+    yield _Row(
+        f"{row['mb']:,.0f} MiB", positive(row, "ms") / 1e3, predicted, assumed="H200, an adapter of 400 Gb/s each"
+    )
 
 
 def _bars(_: int, bar: tuple[str, str, str, float]) -> Iterator[_Row]:

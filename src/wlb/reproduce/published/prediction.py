@@ -9,7 +9,7 @@ from typing import Any
 from wlb.errors import UserError
 
 # What reading or pricing a row raises where the row has another form than its table's.
-ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+ODD = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
