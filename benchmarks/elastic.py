@@ -29,7 +29,7 @@ from rich.table import Table
 from parts.measurement import machine, versions
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
-from wlb.planning.planner import StepPlanner
+from wlb.job.planner import StepPlanner
 from wlb.sharding import make_shard_plan
 from wlb.sharding.pieces import Locality, locality
 from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job

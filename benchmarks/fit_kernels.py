@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from wlb.reproduce.published.distributed_attention import SHAPE, packs, stated_flops
-from wlb.reproduce.published.kernels import CALL, CUDNN_CALL, cut_launches, kernel_rows, launch_seconds
-from wlb.reproduce.published.reading import read_measurements
 from wlb.simulate.costs import Direction
+from wlb.studies.published.distributed_attention import SHAPE, packs, stated_flops
+from wlb.studies.published.kernels import CALL, CUDNN_CALL, cut_launches, kernel_rows, launch_seconds
+from wlb.studies.published.reading import read_measurements
 from wlb.workload import Hardware, hardware_preset
 
 SOFT = 0.1  # errors beyond which a launch counts less than squared

@@ -30,13 +30,13 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
-from wlb.reproduce.published import whole_steps
-from wlb.reproduce.published.batches import measured_batch_rows
-from wlb.reproduce.published.metrics import seconds_of_step
-from wlb.reproduce.published.prediction import ODD
-from wlb.reproduce.published.reading import read_measurements
-from wlb.reproduce.published.summary import compared
 from wlb.simulate import costs
+from wlb.studies.published import whole_steps
+from wlb.studies.published.batches import measured_batch_rows
+from wlb.studies.published.metrics import seconds_of_step
+from wlb.studies.published.prediction import ODD
+from wlb.studies.published.reading import read_measurements
+from wlb.studies.published.summary import compared
 from wlb.workload import hardware
 
 Value = Callable[[], float]

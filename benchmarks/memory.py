@@ -7,7 +7,7 @@ micro-batches of different lengths. Measured is what the operating system counts
 for: the high-water mark of its resident memory, less what it had resident after training a small model in the same
 layout (libraries, threads, buffers of the process group). The C library is told to hand every tensor's pages back when
 it is freed, or its own caching would be measured. The largest of the processes is compared with the prediction of
-``wlb.memory.step`` for the same lengths. Needs Linux.
+``wlb.job.memory.step`` for the same lengths. Needs Linux.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from parts.measurement import machine, versions
-from wlb.config import ParallelConfig
-from wlb.memory.layers import Checkpointing, MemorySettings
-from wlb.memory.step import predict_memory
+from wlb.job.config import ParallelConfig
+from wlb.job.memory.layers import Checkpointing, MemorySettings
+from wlb.job.memory.step import predict_memory
 from wlb.schedules.layer_split import split_layers
 from wlb.workload import ModelShape
 
@@ -119,7 +119,7 @@ def _measure_rank(rank, case, shape, tokens, store, results) -> None:  # type: i
 def _train(case: Case, shape: ModelShape, tokens: Sequence[int]) -> None:
     import torch
 
-    from wlb.config import TrainingConfig
+    from wlb.job.config import TrainingConfig
     from wlb.models.transformer import TransformerConfig
     from wlb.sharding import make_shard_plan
     from wlb.training.data.batch import TokenBatch

@@ -24,8 +24,8 @@ from rich.table import Table
 from parts.measurement import machine, versions
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
-from wlb.memory.step import gib
-from wlb.planning.memory import predicted_memory
+from wlb.job.memory.fit import predicted_memory
+from wlb.job.memory.step import gib
 from wlb.simulate import SimulatedJob, simulate, simulated_job
 from wlb.workload import make_workload, model_shape
 from wlb.workload.weights import parameters

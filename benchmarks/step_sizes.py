@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parts.measurement import versions
-from wlb.config import PRESETS
 from wlb.documents.lengths import read_lengths
-from wlb.planning.planner import StepPlanner
+from wlb.job.config import PRESETS
+from wlb.job.planner import StepPlanner
 from wlb.simulate.decide import decide
 from wlb.simulate.job import NAMED_JOBS, named_job
 

@@ -33,15 +33,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from wlb.config import JobConfig
-from wlb.config_file import load_config
 from wlb.documents.filling import cut_at_windows
 from wlb.documents.lengths import read_lengths
 from wlb.documents.order import shuffled
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
-from wlb.planning.job import JobSpec
-from wlb.planning.planner import StepPlanner
+from wlb.job.config import JobConfig
+from wlb.job.config_file import load_config
+from wlb.job.job import JobSpec
+from wlb.job.planner import StepPlanner
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.simulate import SimulationResult, simulate, simulated_job
 from wlb.training.preflight import check_job

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from comparison import SHAPE, Run, compare, join, leave, llama, parse_arguments, prices, stdlib_texts, usual_batch
-from wlb.batches import PlannedBatchSampler
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.huggingface import check_batch, context_parallel_share, register_attention
 from wlb.integrations.packed import FlatteningCollator
 from wlb.training.observe.predicted_load import PredictedLoad

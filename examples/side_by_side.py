@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from wlb.config import JobConfig
-from wlb.config_file import load_config
 from wlb.errors import UserError
+from wlb.job.config import JobConfig
+from wlb.job.config_file import load_config
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import joined_job
 from wlb.training.trainer import Trainer

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from comparison import SHAPE, Run, TinyTransformer, compare, join, leave, parse_arguments, stdlib_texts, usual_batch
 from torch_loop import check
-from wlb.batches import PlannedBatchSampler
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.lightning import LightningLoss
 from wlb.integrations.packed import packed_loss
 

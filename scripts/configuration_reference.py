@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the schema in ``wlb.config``: every section and key, its type, default and bounds.
+"""Write docs/configuration.md from the schema in ``wlb.job.config``: each key, its type, default and bounds.
 
     .venv/bin/python scripts/configuration_reference.py [--check]
 
@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wlb.config import PRESETS, JobConfig
+from wlb.job.config import PRESETS, JobConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 HEADER = """# Configuration reference
 
-Generated from the schema in `src/wlb/config.py` by `scripts/configuration_reference.py`; do not edit.
+Generated from the schema in `src/wlb/job/config.py` by `scripts/configuration_reference.py`; do not edit.
 
 A job is a TOML file; `wlb train CONFIG --set section.key=value` changes a setting for one run, `--set preset=NAME` the
 preset. Unknown sections and keys are refused, relative paths are relative to the working directory. Only `data.store`,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from wlb.config import PRESETS
-from wlb.config_file import load_config
-from wlb.planning.job import JobSpec
-from wlb.planning.memory import fits
+from wlb.job.config import PRESETS
+from wlb.job.config_file import load_config
+from wlb.job.job import JobSpec
+from wlb.job.memory.fit import fits
 
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.toml"))
 

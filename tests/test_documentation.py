@@ -22,10 +22,10 @@ import typer
 from tests.code_blocks import PAGES, ROOT, Block, blocks_of, program_and_arguments
 from tests.report.conftest import write_run
 from wlb.cli.app import app
-from wlb.config import JobConfig
-from wlb.config_file import load_config
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
+from wlb.job.config import JobConfig
+from wlb.job.config_file import load_config
 from wlb.workload import ModelShape, make_workload
 from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
 

@@ -14,7 +14,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 CASES = ("pp 2, selective",)  # the whole table is one command; a case takes ten seconds
 
 
-# tests/memory holds blocks to the byte, and the dry run's tests whole ranks.
+# tests/job/memory holds blocks to the byte, and the dry run's tests whole ranks.
 @pytest.mark.exhaustive
 def test_predictions_are_within_fifteen_percent_of_what_processes_hold(tmp_path):
     out = tmp_path / "memory.json"

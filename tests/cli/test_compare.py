@@ -144,7 +144,7 @@ def test_tune_prints_a_configuration_that_loads(tmp_path: Path, bound: str, meth
     section = result.stdout.partition("[packing]")[2]
     config = tmp_path / "job.toml"
     config.write_text('[data]\nstore = "somewhere"\n[packing]' + section)
-    from wlb.config_file import load_config
+    from wlb.job.config_file import load_config
 
     packing = load_config(config).packing
     assert packing.method == method  # makespan makes documents wait here

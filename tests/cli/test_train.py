@@ -9,8 +9,8 @@ import pytest
 
 from tests.training.jobs import VOCABULARY, write_config, write_store
 from wlb.cli import app
-from wlb.config_file import load_config
-from wlb.planning.configured_model import configured_model
+from wlb.job.config_file import load_config
+from wlb.job.configured_model import configured_model
 from wlb.training.checkpoint.files import Manifest, Progress, write_manifest
 from wlb.training.checkpoint.same_model import model_record
 

@@ -36,15 +36,15 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.simulate.pipeline_makespan": "schedule, forward, backward, virtual_stages=...",
     "wlb.workload.make_workload": "model=..., hardware=..., tp=..., cp=...",
     # What other pages of docs/ show: where one of these moves, its page moves with it.
-    "wlb.batches.PlannedBatchSampler": (
+    "wlb.integrations.batches.PlannedBatchSampler": (
         "lengths, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., workload=..., group=..., "
         "**settings"
     ),
-    "wlb.batches.PlannedBatchSampler.load_state_dict": "state",
-    "wlb.batches.PlannedBatchSampler.micro_batches_of_steps": "",
-    "wlb.batches.PlannedBatchSampler.set_epoch": "epoch",
-    "wlb.batches.PlannedBatchSampler.state_dict": "",
-    "wlb.batches.PlannedBatchSampler.steps": "state=...",
+    "wlb.integrations.batches.PlannedBatchSampler.load_state_dict": "state",
+    "wlb.integrations.batches.PlannedBatchSampler.micro_batches_of_steps": "",
+    "wlb.integrations.batches.PlannedBatchSampler.set_epoch": "epoch",
+    "wlb.integrations.batches.PlannedBatchSampler.state_dict": "",
+    "wlb.integrations.batches.PlannedBatchSampler.steps": "state=...",
     "wlb.integrations.checks.BalanceMonitor": "dp=..., cp=..., device=...",
     "wlb.integrations.checks.check_packing": "model, packed, singles, *, tolerance=..., sharded=...",
     "wlb.integrations.huggingface.balanced": (
@@ -64,7 +64,7 @@ PUBLISHED: dict[str, str | None] = {
     ),
     "wlb.integrations.packed.packed_loss": "logits, labels, loss_tokens, averaged_over=...",
     "wlb.attention.segment_attention": "query, key, value, segment_lengths",
-    "wlb.config.ParallelConfig": "*, dp=..., pp=..., cp=..., tp=..., virtual_pp=..., schedule=...",
+    "wlb.job.config.ParallelConfig": "*, dp=..., pp=..., cp=..., tp=..., virtual_pp=..., schedule=...",
     "wlb.documents.lengths.read_lengths": "source",
     "wlb.documents.overlong.split_overlong": "segments, limit, policy=...",
     "wlb.documents.segments.Segment": "document, start, length",
@@ -113,11 +113,11 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.workload.Workload.attention_seconds": "lengths, phase=...",
     "wlb.workload.Workload.document_seconds": "lengths",
     "wlb.workload.Workload.linear_seconds": "tokens, phase=...",
-    "wlb.memory.layers.MemorySettings": (
+    "wlb.job.memory.layers.MemorySettings": (
         "shape, stage_blocks, parallel, micro_batches, compute_bytes, activation_checkpointing=..., fused_norms=..., "
         "tied_embeddings=..., uneven_shards=..., checkpoint_copy=..."
     ),
-    "wlb.memory.step.predict_memory": "settings, tokens",
+    "wlb.job.memory.step.predict_memory": "settings, tokens",
     "wlb.workload.profile.WorkloadProfile.workload": "",
     "wlb.workload.profile.write_profile": "profile, path",
 }

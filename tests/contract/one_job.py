@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from wlb.batches import PlannedBatchSampler
-from wlb.config import JobConfig
 from wlb.documents.order import summarise_epoch
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
-from wlb.memory.step import USABLE_SHARE, MemoryEstimate, predict_memory
+from wlb.integrations.batches import PlannedBatchSampler
+from wlb.job.config import JobConfig
+from wlb.job.job import JobSpec
+from wlb.job.memory.fit import fits, predicted_memory
+from wlb.job.memory.step import USABLE_SHARE, MemoryEstimate, predict_memory
+from wlb.job.planner import StepPlanner
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import StepPlan
-from wlb.planning.job import JobSpec
-from wlb.planning.memory import fits, predicted_memory
-from wlb.planning.planner import StepPlanner
 from wlb.sharding import ShardPlan
 from wlb.simulate import SimulatedJob, simulate
 from wlb.simulate.costs import JobCosts

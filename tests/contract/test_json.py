@@ -15,7 +15,7 @@ from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.observe.test_diagnosis import EVEN, diagnosis_of
 from tests.training.observe.test_imbalance import rows_of
 from wlb.cli.app import app
-from wlb.config_file import load_config
+from wlb.job.config_file import load_config
 from wlb.training.observe.diagnosis import FILE
 from wlb.training.runtime.termination import Termination
 from wlb.training.trainer import train

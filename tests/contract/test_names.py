@@ -30,8 +30,8 @@ from tests.contract.names import (
 )
 from wlb import StepPlan, make_packer, make_shard_plan, make_workload
 from wlb.cli.app import app
-from wlb.config import JobConfig
 from wlb.errors import UserError
+from wlb.job.config import JobConfig
 
 ROOT = Path(__file__).parents[2]
 _MORE = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -174,7 +174,7 @@ assert not {"torch", "numpy", "pydantic"} & {*sys.modules}
 assert {*wlb.__all__} <= {*dir(wlb)}
 from wlb import make_packer, arrange, StepPlan, MicroBatch, Segment, make_shard_plan, ShardPlan, make_workload
 assert all(getattr(wlb, name) is not None for name in wlb.__all__)
-import wlb.planning.memory, wlb.simulate
+import wlb.job.memory.fit, wlb.simulate
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -33,13 +33,13 @@ from tests.contract.one_job import (
     trained_shape,
     trained_shards,
 )
-from wlb.config import PRESETS, JobConfig
 from wlb.documents.synthetic import sample_lengths
+from wlb.job.config import PRESETS, JobConfig
 from wlb.report.evidence import gather_evidence
-from wlb.rivals.elastic import ElasticPolicy
-from wlb.rivals.ours import SystemPolicy
 from wlb.simulate import simulated_job
 from wlb.simulate.search import search_space
+from wlb.studies.policies.elastic import ElasticPolicy
+from wlb.studies.policies.ours import SystemPolicy
 from wlb.workload import make_workload
 
 WINDOW = 256

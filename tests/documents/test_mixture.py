@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from wlb.config import DataConfig
 from wlb.documents.mixture import MixtureStream, document_stream
 from wlb.errors import UserError
+from wlb.job.config import DataConfig
 
 WINDOW = 10
 some_lengths = st.lists(st.integers(0, 35), min_size=1, max_size=30).filter(any)

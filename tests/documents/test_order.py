@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wlb.config import DataConfig
 from wlb.documents.order import DocumentStream, shuffled
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.job.config import DataConfig
 
 WINDOW = 10
 some_lengths = st.lists(st.integers(0, 35), min_size=1, max_size=40).filter(any)

@@ -281,7 +281,7 @@ def train(
 
 def one_at_a_time(smoothing: float = 0.0, **planning: Any) -> torch.Tensor:
     """The same steps of plain SGD, a document at a time in one process, by transformers' own attention."""
-    from wlb.batches import PlannedBatchSampler
+    from wlb.integrations.batches import PlannedBatchSampler
 
     oracle = model()
     planned = PlannedBatchSampler(

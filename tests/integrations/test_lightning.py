@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
-from wlb.batches import PlannedBatchSampler
 from wlb.errors import UserError
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.lightning import LightningLoss
 from wlb.integrations.packed import FlatteningCollator

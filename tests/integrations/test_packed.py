@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from wlb.attention import segment_attention
-from wlb.batches import PlannedBatchSampler
 from wlb.errors import UserError
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import BalanceMonitor, check_packing
 from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss
 

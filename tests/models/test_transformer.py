@@ -13,9 +13,9 @@ from torch import Tensor
 
 from wlb.attention import segment_attention
 from wlb.errors import UserError
+from wlb.job.model import RotaryScaling
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Attend, Transformer, TransformerConfig, rotary_angles, rotate
-from wlb.planning.model import RotaryScaling
 from wlb.workload.shapes import ModelShape
 
 SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=40)

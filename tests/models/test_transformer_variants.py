@@ -19,13 +19,13 @@ from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
 from tests.training.jobs import job, read_steps, write_store
 from wlb.attention import segment_attention
-from wlb.config import JobConfig, ParallelConfig, TrainingConfig
 from wlb.documents.segments import Segment
+from wlb.job.config import JobConfig, ParallelConfig, TrainingConfig
+from wlb.job.model import RotaryScaling, YarnScaling
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.planning.model import RotaryScaling, YarnScaling
 from wlb.training.data.batch import labelled_tokens, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.optimizer import build_optimizer, clip_gradients

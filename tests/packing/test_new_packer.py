@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, WORKLOADS, check_plans, document_lengths, plan_all, whole_documents
-from wlb.config import PackingConfig
+from wlb.job.config import PackingConfig
 from wlb.packing import PACKERS, make_packer
 from wlb.packing.packer import Packer
 from wlb.simulate import simulated_job

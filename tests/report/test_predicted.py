@@ -12,9 +12,9 @@ import pytest
 
 from tests.report.conftest import HOSTILE, WINDOW, small_job
 from tests.report.html.test_markup import read
-from wlb.config_file import load_config
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
+from wlb.job.config_file import load_config
 from wlb.report.evidence import (
     AS_FAST,
     BASELINE,

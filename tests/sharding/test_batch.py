@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.sharding.micro_batches import sampled_micro_batches
 from wlb.errors import UserError
-from wlb.planning.prices import sharded_prices
+from wlb.job.prices import sharded_prices
 from wlb.sharding import STRATEGIES, MicroBatches, ShardPlan, make_shard_plan, shard_latency, shard_many
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality

@@ -9,8 +9,8 @@ import pytest
 
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
+from wlb.job.planner import StepPlanner
 from wlb.packing.options import Pools
-from wlb.planning.planner import StepPlanner
 from wlb.simulate import SimulatedJob, simulate, simulated_job
 from wlb.simulate.decide import decide
 

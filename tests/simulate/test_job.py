@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, job
-from wlb.config import PRESETS, JobConfig
 from wlb.errors import UserError
-from wlb.planning.memory import fits, too_large
+from wlb.job.config import PRESETS, JobConfig
+from wlb.job.memory.fit import fits, too_large
 from wlb.simulate import SimulatedJob, simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.job import NAMED_JOBS, named_job

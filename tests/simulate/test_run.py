@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.simulate.jobs import WINDOW, documents, job
-from wlb.config import DataConfig
 from wlb.documents.order import DocumentStream
 from wlb.errors import UserError
+from wlb.job.config import DataConfig
+from wlb.job.planner import StepPlanner
 from wlb.packing.arrange import arrange
 from wlb.packing.pipeline_order import Pipeline
 from wlb.packing.plan import StepPlan
-from wlb.planning.planner import StepPlanner
 from wlb.simulate import simulate, simulate_steps
 
 LENGTHS = documents(300)

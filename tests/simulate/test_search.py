@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents
 from wlb.errors import UserError
-from wlb.planning.memory import fits
+from wlb.job.memory.fit import fits
 from wlb.simulate.search import explanation, layout_of, packing_of, search, search_space
 from wlb.workload import hardware_preset
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW
-from wlb.planning.pricing import Software
+from wlb.job.pricing import Software
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import beside_computing, with_gathers

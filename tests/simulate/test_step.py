@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents, job
-from wlb.planning.planner import StepPlanner
-from wlb.planning.pricing import Software
+from wlb.job.planner import StepPlanner
+from wlb.job.pricing import Software
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts

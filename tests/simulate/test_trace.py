@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulate.jobs import documents, job
 from wlb.errors import UserError
-from wlb.planning.planner import StepPlanner
+from wlb.job.planner import StepPlanner
 from wlb.simulate.timeline import timeline
 from wlb.simulate.trace import MOST_TRACKS, write_trace
 

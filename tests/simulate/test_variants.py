@@ -8,8 +8,8 @@ import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents
 from wlb.errors import UserError
-from wlb.planning.planner import StepPlanner
-from wlb.planning.pricing import Software
+from wlb.job.planner import StepPlanner
+from wlb.job.pricing import Software
 from wlb.simulate import SimulationResult, simulate, simulate_step, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.workload import ModelShape, model_shape

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from tests.limits import HUNG_SECONDS
-from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
+from wlb.job.config import JobConfig
 
 VOCABULARY = 67
 WINDOW = 128

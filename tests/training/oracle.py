@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from wlb.attention import segment_attention
-from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore
+from wlb.job.config import JobConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.packing.plan import MicroBatch, StepPlan

@@ -34,7 +34,7 @@ from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import read_steps, settings, write_store
 from tests.training.oracle import losses_of_single_documents, remembered_plans
 from tests.training.processes import wait_until
-from wlb.config import JobConfig
+from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.checkpoint.resuming import newest_checkpoint
 from wlb.training.preflight import check_job

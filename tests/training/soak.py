@@ -29,8 +29,8 @@ import numpy as np
 from tests.limits import HUNG_SECONDS
 from tests.training.jobs import VOCABULARY, read_steps, write_config
 from tests.training.processes import ranks_of, steps_written
-from wlb.config import PRESETS
 from wlb.documents.store.reader import TokenStoreWriter
+from wlb.job.config import PRESETS
 from wlb.training.checkpoint.files import HIDDEN
 
 EVERY = 3  # steps between checkpoints

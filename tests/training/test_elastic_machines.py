@@ -16,10 +16,10 @@ import pytest
 
 from tests.training.jobs import VOCABULARY, read_steps, write_config, write_store
 from tests.training.processes import is_listening, process, reserved_port, steps_written, wait_until
-from wlb.config_file import dp_of, load_config
 from wlb.errors import UserError
-from wlb.planning.job import JobSpec
-from wlb.planning.planner import StepPlanner
+from wlb.job.config_file import dp_of, load_config
+from wlb.job.job import JobSpec
+from wlb.job.planner import StepPlanner
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_elastic.sh"
 PATIENCE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8"

@@ -29,8 +29,8 @@ from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
 from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS
-from wlb.config import PRESETS, JobConfig, ParallelConfig
 from wlb.documents.segments import Segment
+from wlb.job.config import PRESETS, JobConfig, ParallelConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange

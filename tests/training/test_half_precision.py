@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job
-from wlb.config import ParallelConfig, TrainingConfig
+from wlb.job.config import ParallelConfig, TrainingConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch

@@ -18,7 +18,7 @@ import pytest
 from tests.limits import HUNG_SECONDS
 from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
-from wlb.config import JobConfig
+from wlb.job.config import JobConfig
 from wlb.training import launcher as launch_module
 from wlb.training.fork_server import ForkServer
 from wlb.training.runtime.failures import Ending

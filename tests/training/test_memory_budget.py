@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_config, write_store
-from wlb.config import JobConfig
 from wlb.errors import UserError
-from wlb.memory.step import predict_memory
+from wlb.job.config import JobConfig
+from wlb.job.job import JobSpec
+from wlb.job.memory.step import predict_memory
 from wlb.os_limits import usable_memory
 from wlb.packing.options import LARGEST_AUTO_FACTOR
-from wlb.planning.job import JobSpec
 from wlb.training import preflight
 from wlb.training.dry_run.problems import find_problems
 from wlb.training.memory_budget import check_agreed, least_limit, memory_limit

@@ -11,8 +11,8 @@ import torch
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, job, read_steps, write_store
-from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.job.config import JobConfig
 from wlb.training.trainer import Trainer
 
 WEIGHTS = {"store": 2.0, "chats": 1.0}

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import VOCABULARY, job, read_steps
-from wlb.config import JobConfig, TrainingConfig
 from wlb.documents.store.reader import TokenStoreWriter
+from wlb.job.config import JobConfig, TrainingConfig
 from wlb.packing.plan import MicroBatch, Segment, StepPlan
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observe import reporter

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from tests.training.distributed import run_ranks
-from wlb.config import ParallelConfig, TrainingConfig
+from wlb.job.config import ParallelConfig, TrainingConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.optimizer import build_optimizer, clip_gradients, learning_rate

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.training.jobs import VOCABULARY, job, write_config, write_store
-from wlb.config_file import load_config
 from wlb.documents.store.mixture import document_lengths
 from wlb.errors import UserError
-from wlb.planning.job import JobSpec
-from wlb.planning.planner import StepPlanner
+from wlb.job.config_file import load_config
+from wlb.job.job import JobSpec
+from wlb.job.planner import StepPlanner
 from wlb.training.preflight import check_job
 
 

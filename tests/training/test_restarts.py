@@ -27,7 +27,7 @@ from tests.training.processes import (
     wait_until,
 )
 from tests.training.soak import soak
-from wlb.config import JobConfig
+from wlb.job.config import JobConfig
 from wlb.training.launcher import Restarts
 from wlb.training.runtime.watchdog import backend_timeout
 

@@ -15,7 +15,7 @@ import torch
 from tests.training.distributed import run_ranks
 from tests.training.jobs import read_steps, settings, write_store
 from tests.training.oracle import losses_of_single_documents, remembered_plans
-from wlb.config import JobConfig
+from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.preflight import check_job
 from wlb.training.trainer import Trainer

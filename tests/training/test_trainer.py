@@ -12,10 +12,10 @@ import torch
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import WINDOW, job, read_steps, write_store
-from wlb.config import JobConfig
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
+from wlb.job.config import JobConfig
 from wlb.training.trainer import Trainer
 
 LAYOUTS: list[dict[str, Any]] = [

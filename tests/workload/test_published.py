@@ -55,7 +55,7 @@ def attention_rate(hardware: Hardware, phase: Phase, size: int) -> float:
     return documents * float(attention_flops(shape, size, phase) / seconds) / 1e12
 
 
-# Held against whole steps only (tests/reproduce/published), or another preset with these kernels.
+# Held against whole steps only (tests/studies/published), or another preset with these kernels.
 WITHOUT_KERNELS = {"cpu", "h200-fa3", "h200-cudnn", "b200-cudnn", "b300", "gb200", "gb300"}
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import distributed_c10d
 
-from wlb.config_file import load_config
+from wlb.job.config_file import load_config
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import joined_job
 from wlb.training.trainer import Trainer

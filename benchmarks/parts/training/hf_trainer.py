@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from wlb.config import DataConfig
 from wlb.documents.order import DocumentStream
 from wlb.documents.store.reader import TokenStore
+from wlb.job.config import DataConfig
 from wlb.packing import make_packer
 from wlb.packing.plan import MicroBatch
 from wlb.training.data.batch import make_batch

@@ -19,11 +19,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from wlb.config import PRESETS, JobConfig
-from wlb.config_file import load_config
 from wlb.documents.store.reader import TokenStore
+from wlb.job.config import PRESETS, JobConfig
+from wlb.job.config_file import load_config
+from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.planning.planner import StepPlanner
 from wlb.simulate import SimulatedJob, simulate_steps
 from wlb.training.preflight import check_job
 from wlb.workload.profile import WorkloadProfile, read_profile

@@ -22,7 +22,7 @@ def dry_run(
     config: Path, overrides: list[str], rank: str, device: str | None, hardware: str | None, as_json: bool
 ) -> int:
     """Try a job without running it; 1 where something would stop it at its start."""
-    from wlb.config_file import load_config
+    from wlb.job.config_file import load_config
     from wlb.workload.hardware import hardware_preset
 
     loaded = load_config(config, overrides)

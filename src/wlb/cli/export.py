@@ -43,7 +43,7 @@ def export(
     """
     with stderr.status("reading the checkpoint and writing the model"):
         torch = require("torch", "train")
-        from wlb.config_file import load_config
+        from wlb.job.config_file import load_config
         from wlb.training.checkpoint.export import export_checkpoint
 
         loaded = load_config(config, overrides or (), auto_dp=lambda of_one_rank: 1)

@@ -16,7 +16,7 @@ from wlb.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from wlb.reproduce.experiment import Column, Report, Table, Value
+    from wlb.studies.experiment import Column, Report, Table, Value
 
 
 def reproduce(
@@ -74,8 +74,8 @@ def reproduce(
 
     Examples: wlb reproduce speedups · wlb reproduce all · nohup wlb reproduce convergence &
     """
-    from wlb.reproduce import EXPERIMENTS, SIMULATED
-    from wlb.reproduce.experiment import Settings
+    from wlb.studies.experiment import Settings
+    from wlb.studies.registry import EXPERIMENTS, SIMULATED
 
     if name != "all" and name not in EXPERIMENTS:
         raise UserError(f"experiment {name!r} is unknown; choose from {', '.join(EXPERIMENTS)}, all")

@@ -15,8 +15,8 @@ from wlb.cli.console import emit_json, print_table, progress_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from wlb.rivals.policy import Outcome
     from wlb.simulate.search import SearchSpace
+    from wlb.studies.policies.policy import Outcome
 
 _STEPS = 2  # as many as ``wlb reproduce rivals`` simulates, so that both give one figure
 
@@ -57,9 +57,9 @@ def rivals(
     Example: wlb rivals synthetic:20000:128K:0 --gpus 64 --context-window 128K --policies distca,bytescale,best
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.report.rivals import draw_speeds
-    from wlb.rivals import chosen, compare, epochs
     from wlb.simulate.search import search_space
+    from wlb.studies.policies import chosen, compare, epochs
+    from wlb.studies.policies.grid import draw_speeds
 
     if plot is not None:
         options.check_picture(plot)

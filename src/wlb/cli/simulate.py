@@ -182,9 +182,9 @@ def _jobs(
 
     That is one source, or each store of a mixture.
     """
-    from wlb.config import PRESETS
-    from wlb.config_file import load_config
     from wlb.documents.store.reader import stored_vocab_size
+    from wlb.job.config import PRESETS
+    from wlb.job.config_file import load_config
     from wlb.simulate import SimulatedJob
     from wlb.simulate.job import NAMED_JOBS, named_job
 
@@ -219,7 +219,7 @@ def _without_pools(preset: str) -> list[str]:
 
 def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
     """Say in one line which jobs the trainer would refuse, and why; they are simulated all the same."""
-    from wlb.planning.memory import fits, predicted_memory, too_large
+    from wlb.job.memory.fit import fits, predicted_memory, too_large
 
     refused = [system for system, job in jobs.items() if not fits(job)]
     if refused:
@@ -254,7 +254,7 @@ def _simulate_all(jobs: dict[str, SimulatedJob], lengths: DocumentLengths, steps
 def _write_trace(path: Path, job: SimulatedJob, lengths: DocumentLengths, steps: int) -> None:
     from itertools import islice
 
-    from wlb.planning.planner import StepPlanner
+    from wlb.job.planner import StepPlanner
     from wlb.simulate.timeline import timeline
     from wlb.simulate.trace import write_trace
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.batches import PlannedBatchSampler
 from wlb.errors import UserError
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.document_fields import Document, ids_and_labels
 from wlb.integrations.packed import packed_loss, summed_over_ranks
 from wlb.packing.plan import MicroBatch, StepPlan

@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wlb.batches.processes import Processes, digest
-from wlb.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
+from wlb.integrations.batches.processes import Processes, digest
+from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, chooses_labels, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import ShardPlan, make_shard_plan
@@ -94,8 +94,8 @@ def packed_batches(
     """The steps of this process over ``documents``, one after another, as ``PackedSteps``.
 
     Every process calls this with the same arguments, and trains what comes out. Arguments are those of
-    ``wlb.batches.PlannedBatchSampler``; ``sharding`` is the strategy by which cp ranks share a micro-batch (``rank``
-    counts them as neighbours), ``overlong`` among ``settings`` says what becomes of documents over the context window
+    ``PlannedBatchSampler``; ``sharding`` is the strategy by which cp ranks share a micro-batch (``rank`` counts them as
+    neighbours), ``overlong`` among ``settings`` says what becomes of documents over the context window
     ("error" unless given; "split", "truncate", "drop"), and ``state`` is what ``PackedSteps.state_dict`` gave.
 
     ``group`` are the processes that train, by default all of ``torch.distributed``. ``rank`` is this process's in it,

@@ -29,10 +29,10 @@ from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.override import derive, override
 
-from wlb.batches import WholeSteps, balanced_job
-from wlb.batches.processes import Processes, digest
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
+from wlb.integrations.batches import WholeSteps, balanced_job
+from wlb.integrations.batches.processes import Processes, digest
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import IGNORE_LABEL, make_batch
 

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wlb.planning.model import LinearScaling, RotaryScaling, Scaling, YarnScaling
-from wlb.planning.model import TransformerConfig as TransformerConfig
+from wlb.job.model import LinearScaling, RotaryScaling, Scaling, YarnScaling
+from wlb.job.model import TransformerConfig as TransformerConfig
 from wlb.workload.shapes import ModelShape, check_built
 
 # Query (T, H, E), key and value (T, G, E) to output (T, H, E), causally and inside segments. Layers with a sliding

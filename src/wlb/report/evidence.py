@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.config import PRESETS
 from wlb.documents.filling import documents_for
 from wlb.documents.segments import Segment
-from wlb.memory.layers import Checkpointing
-from wlb.planning.memory import fits, largest_factor, predicted_memory
-from wlb.planning.planner import StepPlanner
+from wlb.job.config import PRESETS
+from wlb.job.memory.fit import fits, largest_factor, predicted_memory
+from wlb.job.memory.layers import Checkpointing
+from wlb.job.planner import StepPlanner
 from wlb.report.gain import Gain, gain
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob, SimulationResult, simulate

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.memory.step import gib
+from wlb.job.memory.step import gib
 from wlb.report.evidence import AS_FAST, BASELINE, BEST, ELASTIC, Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram, stacked

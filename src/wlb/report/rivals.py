@@ -1,9 +1,8 @@
-"""Rival policies in a report: a picture of their speeds, and the table of what ``wlb rivals --json`` wrote."""
+"""Rival policies in a report: chart and table of what ``wlb rivals --json`` wrote."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,8 @@ from wlb.errors import UserError
 from wlb.report.html.charts import bars
 from wlb.report.html.markup import Markup, table
 from wlb.report.html.page import paragraph
-from wlb.report.plots import pyplot_without_display, save
-from wlb.rivals.policy import Outcome
 
 _OURS = ("best", "elastic")
-
-
-def draw_speeds(path: Path, outcomes: Sequence[Outcome], title: str) -> None:
-    """Bars of speed at equal work over the first outcome."""
-    figure, axis = pyplot_without_display().subplots(figsize=(7, 1 + 0.32 * len(outcomes)), constrained_layout=True)
-    speeds = [outcome.work_rate / outcomes[0].work_rate for outcome in outcomes]
-    names = [outcome.policy for outcome in outcomes]
-    colours = ["#1b7f5c" if name in _OURS else "#6a7fb5" for name in names]
-    shown = axis.barh(names[::-1], speeds[::-1], color=colours[::-1])
-    axis.bar_label(shown, [f"{speed:.2f}x" for speed in speeds[::-1]], fontsize=8, padding=2)
-    axis.axvline(1.0, color="black", linewidth=0.8)
-    axis.set_xlabel(f"speed at equal work over {names[0]}, simulated")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(title, fontsize=10)
-    save(figure, path)
 
 
 def read_rivals(path: Path) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from wlb.documents.mixture import DocumentLengths
 from wlb.errors import UserError
+from wlb.job.job import JobSpec
+from wlb.job.memory.fit import fits, largest_factor, too_large
+from wlb.job.planner import documents_together
+from wlb.job.pricing import Pricing
 from wlb.packing.options import Grouping, Pools
-from wlb.planning.job import JobSpec
-from wlb.planning.memory import fits, largest_factor, too_large
-from wlb.planning.planner import documents_together
-from wlb.planning.pricing import Pricing
 from wlb.schedules.operations import round_size
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.rate import rate

@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from wlb.config import PRESETS, DataConfig, PackingConfig, ShardingConfig
-from wlb.config_file import validated
 from wlb.errors import UserError
-from wlb.planning.job import JobSpec
-from wlb.planning.pricing import Pricing
+from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig
+from wlb.job.config_file import validated
+from wlb.job.job import JobSpec
+from wlb.job.pricing import Pricing
 from wlb.schedules.layout import Layout
 from wlb.workload import Hardware, ModelShape, hardware_preset, model_shape
 
@@ -38,7 +38,7 @@ def simulated_job(
     pp: int = 1,
     **layout: Any,
 ) -> SimulatedJob:
-    """A job of ``model`` under one of the systems in ``wlb.config.PRESETS``.
+    """A job of ``model`` under one of the systems in ``wlb.job.config.PRESETS``.
 
     ``micro_batches`` is for each data-parallel rank, by default as many as pipeline ranks; ``packing`` and ``sharding``
     replace settings of the preset; ``layout`` are further fields of its ``Layout``, its ``Pricing`` and itself.
@@ -123,7 +123,7 @@ NAMED_JOBS = PAPER_JOBS | {"405b-128k": NamedJob("llama3-405b", _128K, Layout(8,
 
 
 def named_job(name: str, preset: str = "best", **settings: object) -> SimulatedJob:
-    """The job called ``name`` under one of the systems of ``wlb.config.PRESETS``.
+    """The job called ``name`` under one of the systems of ``wlb.job.config.PRESETS``.
 
     ``settings`` are further keywords of ``simulated_job``. Raises ``UserError`` that lists the names.
     """

@@ -2,7 +2,7 @@
 
 ``wlb simulate`` and its search, ``wlb compare``, ``wlb rivals`` and the report all divide the same predicted seconds of
 work by the same simulated seconds. Only what a rival plans without a ``StepPlan`` is summed elsewhere, by
-``wlb.rivals.policy``, as it has one global batch after another and no packer.
+``wlb.studies.policies.policy``, as it has one global batch after another and no packer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from wlb.documents.mixture import DocumentLengths
+from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.step import Steps, simulate_steps

@@ -1,6 +1,6 @@
 """Simulating a job on documents: the plans that the trainer would run, step by step, and what they take.
 
-They come from the trainer's own planner (``wlb.planning.planner``), epoch after epoch.
+They come from the trainer's own planner (``wlb.job.planner``), epoch after epoch.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from wlb.documents.filling import check_filling
 from wlb.errors import UserError
-from wlb.memory.layers import Checkpointing
-from wlb.memory.step import gib
-from wlb.planning.memory import fits, predicted_memory
+from wlb.job.memory.fit import fits, predicted_memory
+from wlb.job.memory.layers import Checkpointing
+from wlb.job.memory.step import gib
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.simulate.job import SimulatedJob, preset_sections, replicate_kv_heads, simulated_job
 from wlb.simulate.rate import rate
@@ -243,6 +243,6 @@ def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
 
 
 def packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
-    """``job`` under another system of ``wlb.config.PRESETS``, with as many micro-batches."""
+    """``job`` under another system of ``wlb.job.config.PRESETS``, with as many micro-batches."""
     packing, sharding = preset_sections(system, {"micro_batches": job.packing.micro_batches})
     return replace(job, packing=packing, sharding=sharding)

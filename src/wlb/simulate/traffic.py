@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.planning.job import JobSpec
-from wlb.planning.model import TransformerConfig
+from wlb.job.job import JobSpec
+from wlb.job.model import TransformerConfig
 from wlb.schedules.layer_split import split_layers
 
 WEIGHTS = "gathering weights"

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from wlb.config import JobConfig
-from wlb.config_file import load_config
 from wlb.errors import UserError, require
+from wlb.job.config import JobConfig
+from wlb.job.config_file import load_config
 from wlb.training.checkpoint.files import step_of
 from wlb.training.fork_server import ForkedRank, ForkServer
 from wlb.training.runtime.console import meanwhile, say, show_meanwhile

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from wlb.config import TrainingConfig
-from wlb.memory.step import USABLE_SHARE, MemoryLimit, limit_of_gpu
+from wlb.job.config import TrainingConfig
+from wlb.job.job import JobSpec
+from wlb.job.memory.step import USABLE_SHARE, MemoryLimit, limit_of_gpu
 from wlb.os_limits import usable_memory
-from wlb.planning.job import JobSpec
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.failures import TrainingError
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from wlb.config import TrainingConfig
+from wlb.job.config import TrainingConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.failures import TrainingError

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from wlb.config import TrainingConfig
+from wlb.job.config import TrainingConfig
 from wlb.models.transformer import Transformer
 from wlb.training.parallel.tied_embeddings import is_second_copy
 

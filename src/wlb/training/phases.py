@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from wlb.config import JobConfig
 from wlb.documents.store.mixture import TrainedStore
+from wlb.job.config import JobConfig
+from wlb.job.job import JobSpec
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.planning.job import JobSpec
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.checkpoint.resuming import agreed_checkpoint
 from wlb.training.data.loader import RankShare, StepLoader

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from wlb.config import JobConfig
 from wlb.documents.mixture import document_stream
 from wlb.documents.store.mixture import TrainedStore, document_lengths, open_stores
 from wlb.errors import UserError, require
-from wlb.memory.step import MemoryLimit
+from wlb.job.config import JobConfig
+from wlb.job.job import JobSpec
+from wlb.job.memory.fit import too_large
+from wlb.job.memory.step import MemoryLimit
+from wlb.job.model import TransformerConfig
 from wlb.models.huggingface.weights import PretrainedWeights
-from wlb.planning.job import JobSpec
-from wlb.planning.memory import too_large
-from wlb.planning.model import TransformerConfig
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import newest_checkpoint

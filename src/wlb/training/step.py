@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from wlb.attention.profiler_regions import region
-from wlb.config import TrainingConfig
+from wlb.job.config import TrainingConfig
 from wlb.training.data.loader import LoadedStep
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observe.imbalance import RankSteps

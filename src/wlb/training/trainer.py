@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from wlb.attention.profiler_regions import region
-from wlb.config import JobConfig
 from wlb.documents.store.mixture import TrainedStore, open_stores
+from wlb.job.config import JobConfig
 from wlb.training.checkpoint.checkpointer import Progress
 from wlb.training.data.loader import LoadedStep
 from wlb.training.memory_budget import check_agreed, least_limit

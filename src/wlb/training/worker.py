@@ -35,7 +35,7 @@ def main() -> None:
         _end_with_launcher(termination)
     try:
         arguments = _parse()
-        from wlb.config_file import dp_of, load_config
+        from wlb.job.config_file import dp_of, load_config
 
         config = load_config(arguments.config, arguments.set, auto_dp=dp_of(int(os.environ.get("WORLD_SIZE", "1"))))
         from wlb.training.trainer import train

@@ -1,7 +1,7 @@
 """The shape of a Hugging Face model, from its ``config.json``.
 
 This is the only reader of sizes, and of which blocks have windows, linear attention or experts. What the trainer needs
-beside the shape, and what it refuses, is in ``wlb.planning.config_json``, which takes the shape from here.
+beside the shape, and what it refuses, is in ``wlb.job.config_json``, which takes the shape from here.
 Keys that are absent have the defaults of the model's class in ``transformers``, where that class has one default for
 models of all sizes. Where keys disagree, ``layer_types`` decides, as there.
 """

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.training.documents import RandomDocuments
-from wlb.batches import PlannedBatchSampler
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.megatron.packed_parquet import write_packed_parquet
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import IGNORE_LABEL, make_batch

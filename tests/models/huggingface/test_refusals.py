@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.huggingface.models import save_random_model
 from wlb.errors import UserError
+from wlb.job.config_json import read_config, to_config_json
 from wlb.models.huggingface.weights import EMBEDDING, HEAD, PretrainedWeights
-from wlb.planning.config_json import read_config, to_config_json
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from tests.models.huggingface.models import load_model, save_random_model, their_scores
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job, read_steps, write_store
-from wlb.config import JobConfig, ParallelConfig
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
+from wlb.job.config import JobConfig, ParallelConfig
+from wlb.job.config_json import read_config
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
-from wlb.planning.config_json import read_config
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job

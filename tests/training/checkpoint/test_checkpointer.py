@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, write_store
-from wlb.config import CheckpointConfig, JobConfig, TrainingConfig
 from wlb.errors import UserError
+from wlb.job.config import CheckpointConfig, JobConfig, TrainingConfig
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.checkpoint import checkpointer as checkpoint_module
 from wlb.training.checkpoint.checkpointer import Checkpointer

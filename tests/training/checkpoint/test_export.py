@@ -16,9 +16,9 @@ from tests.models.huggingface.models import load_model, save_random_model, their
 from tests.training.distributed import run_ranks
 from tests.training.jobs import write_config
 from wlb.cli import app
-from wlb.config import JobConfig
-from wlb.config_file import load_config
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.job.config import JobConfig
+from wlb.job.config_file import load_config
 from wlb.training.trainer import Trainer
 
 VOCABULARY = 60

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from tests.limits import HUNG_SECONDS
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, write_config, write_store
-from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
+from wlb.job.config import JobConfig
 from wlb.training.checkpoint.files import HIDDEN, complete_checkpoints
 from wlb.training.trainer import Trainer
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-from wlb.config import TrainingConfig
 from wlb.errors import UserError
+from wlb.job.config import TrainingConfig
+from wlb.job.model import RotaryScaling
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.planning.model import RotaryScaling
 from wlb.training.checkpoint.same_model import check_model, check_tensors, model_record
 from wlb.training.optimizer import build_optimizer
 from wlb.workload import ModelShape

@@ -17,8 +17,8 @@ from tests.training.jobs import VOCABULARY, job, write_store
 from wlb.documents.store.mixture import open_stores
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.planning.job import JobSpec
-from wlb.planning.planner import PlannedStep, StepPlanner
+from wlb.job.job import JobSpec
+from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.training.data.batch import IGNORE_LABEL
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.training.jobs import settings
-from wlb.config import JobConfig
+from wlb.job.config import JobConfig
 from wlb.training.dry_run.calls import Call
 from wlb.training.dry_run.problems import find_problems
 from wlb.training.dry_run.rank import run_ranks

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_store
 from wlb.attention import segment_attention
-from wlb.config import JobConfig
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
+from wlb.job.config import JobConfig
+from wlb.job.configured_model import configured_model
+from wlb.job.job import JobSpec
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
-from wlb.planning.configured_model import configured_model
-from wlb.planning.job import JobSpec
 from wlb.training.data.loader import RankShare
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.evaluation.held_out import Evaluation, HeldOut, bucket_boundaries

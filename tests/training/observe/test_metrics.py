@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.config import MetricsConfig
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
+from wlb.job.config import MetricsConfig
 from wlb.training.observe import metrics as metrics_module
 from wlb.training.observe.metrics import MetricsWriter, StepMetrics, continue_file, last_step_in, live_line
 from wlb.training.runtime.failures import TrainingError

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job, read_steps, write_store
-from wlb.config import JobConfig
+from wlb.job.config import JobConfig
 from wlb.training.observe import compute_clock, observer
 from wlb.training.trainer import Trainer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.planning.planner import StepPlanner
 from wlb.schedules.layer_split import split_layers
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob, simulate_step, simulated_job

@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from tests.training.distributed import run_ranks
-from wlb.config import ParallelConfig
+from wlb.job.config import ParallelConfig
 from wlb.training.parallel.mesh import build_mesh, rank_seed, seed_this_rank
 
 

@@ -22,8 +22,8 @@ from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention
 from wlb.attention.backends import cpu
 from wlb.attention.exchange import send_keys
-from wlb.config import Checkpointing, ParallelConfig
 from wlb.errors import UserError
+from wlb.job.config import Checkpointing, ParallelConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.sharding import make_shard_plan

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
-from wlb.config import ParallelConfig
 from wlb.documents.segments import Segment
+from wlb.job.config import ParallelConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import MicroBatch
 from wlb.training.data.batch import make_batch

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from tests.training.distributed import run_ranks
-from wlb.config import Checkpointing, ParallelConfig
+from wlb.job.config import Checkpointing, ParallelConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch

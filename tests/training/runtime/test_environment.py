@@ -13,9 +13,9 @@ import torch
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job
-from wlb.config import ModelConfig, TrainingConfig
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
+from wlb.job.config import ModelConfig, TrainingConfig
 from wlb.os_limits import usable_cores
 from wlb.training.runtime.environment import (
     compute_dtype,

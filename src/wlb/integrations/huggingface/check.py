@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wlb.batches import PlannedBatchSampler
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
 from wlb.integrations.huggingface.attention import is_packed_attention
 from wlb.training.data.batch import IGNORE_LABEL

@@ -14,8 +14,8 @@ from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
-from wlb.batches import PlannedBatchSampler
 from wlb.errors import UserError, require
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.packing.plan import StepPlan
 
 _NAME = "BalancedState"  # of the callback, in trainer_state.json

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from wlb.batches import PlannedBatchSampler
 from wlb.errors import UserError, require
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import BalanceMonitor
 from wlb.integrations.document_fields import FIELDS, token_count
 from wlb.integrations.huggingface.attention import check_model, register_attention
@@ -55,7 +55,7 @@ def balanced(
             is the same to the bit. All processes check the same documents on the wrapped model (DDP, FSDP), with
             dropout off and without masks, by the Trainer's own loss and the data collator, which is called for them.
             Under DeepSpeed, and with an optimizer that steps in the backward pass, it is left out, with a warning.
-        settings: Further keywords of ``wlb.batches.steps.balanced_job``: hardware, preset ("elastic" pools all
+        settings: Further keywords of ``wlb.integrations.batches.balanced_job``: hardware, preset ("elastic" pools all
             processes anew, so leave ``cp`` out), pool, workload, seed, options of the packer. ``model`` is the
             trained one.
 

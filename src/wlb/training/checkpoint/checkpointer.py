@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from wlb.config import CheckpointConfig
+from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.training.checkpoint.files import (
     FileRecord,

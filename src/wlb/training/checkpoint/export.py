@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from wlb.config import CheckpointConfig, JobConfig
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.store.writer import tokenizer_path
 from wlb.errors import UserError
+from wlb.job.config import CheckpointConfig, JobConfig
+from wlb.job.configured_model import configured_model
 from wlb.models.huggingface.export import Companions, export_model, refuse_existing
 from wlb.models.transformer import Transformer
-from wlb.planning.configured_model import configured_model
 from wlb.training.checkpoint.files import (
     DamagedCheckpoint,
     checkpoint_path,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from wlb.config import CheckpointConfig
 from wlb.errors import UserError
+from wlb.job.config import CheckpointConfig
 from wlb.training.checkpoint.files import find_damage, named_checkpoints
 from wlb.training.runtime.collectives import gathered, on_every_rank
 from wlb.training.runtime.console import say

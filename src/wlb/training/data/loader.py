@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wlb.config import JobConfig
 from wlb.documents.mixture import stored_documents
 from wlb.documents.store.mixture import TrainedStore, document_lengths
 from wlb.errors import UserError
+from wlb.job.config import JobConfig
+from wlb.job.job import JobSpec
+from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.planning.job import JobSpec
-from wlb.planning.planner import PlannedStep, StepPlanner
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
 from wlb.training.data.prefetch import Prefetcher, Shutdown

@@ -10,15 +10,15 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from wlb.config import JobConfig
 from wlb.documents.store.mixture import document_lengths
 from wlb.errors import UserError
-from wlb.memory.layers import Exchange
-from wlb.memory.step import predict_rank_memory
+from wlb.job.config import JobConfig
+from wlb.job.job import JobSpec
+from wlb.job.memory.fit import predicted_memory
+from wlb.job.memory.layers import Exchange
+from wlb.job.memory.step import predict_rank_memory
+from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.planning.job import JobSpec
-from wlb.planning.memory import predicted_memory
-from wlb.planning.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps, simulate_step

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from wlb.config import JobConfig
 from wlb.documents.store.mixture import open_stores
 from wlb.errors import UserError
-from wlb.memory.step import limit_of_gpu
+from wlb.job.config import JobConfig
+from wlb.job.memory.step import limit_of_gpu
 from wlb.training.dry_run.synthetic_store import SyntheticStore, synthetic_store
 from wlb.training.memory_budget import memory_limit
 from wlb.training.preflight import CheckedJob, checked

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from wlb.config import JobConfig
 from wlb.documents.store.mixture import TrainedStore, open_stores
 from wlb.errors import UserError
+from wlb.job.config import JobConfig
 from wlb.os_limits import usable_cores
 from wlb.training.data.loader import LoadedStep
 from wlb.training.data.sharded_batch import ShardedBatch

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from wlb.config import JobConfig
 from wlb.documents.store.index import TokenIndex
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.synthetic import sample_lengths
-from wlb.planning.configured_model import configured_model
+from wlb.job.config import JobConfig
+from wlb.job.configured_model import configured_model
 
 _DOCUMENTS_PER_WINDOW = 100  # twice as many as fill a context window on average
 _STEPS = 4

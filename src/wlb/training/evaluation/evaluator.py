@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.attention.profiler_regions import region
-from wlb.config import JobConfig
+from wlb.job.config import JobConfig
+from wlb.job.job import JobSpec
 from wlb.models.transformer import Attend, Transformer
 from wlb.packing.plan import MicroBatch
-from wlb.planning.job import JobSpec
 from wlb.training.data.batch import IGNORE_LABEL, check_vocabulary, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.data.sharded_batch import ShardedBatch

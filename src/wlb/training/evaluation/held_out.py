@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.config import DataConfig, JobConfig
 from wlb.documents.order import summarise_epoch
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.documents.store.mixture import TrainedStore
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
+from wlb.job.config import DataConfig, JobConfig
+from wlb.job.job import JobSpec
 from wlb.packing import make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.planning.job import JobSpec
 from wlb.training.data.batch import labels_of_segments
 
 _FIRST_BOUNDARY, _BOUNDARY_RATIO = 256, 4

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wlb.config import MetricsConfig
 from wlb.documents.segments import Segment
 from wlb.errors import UserError, require
+from wlb.job.config import MetricsConfig
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.imbalance import Imbalance
 from wlb.training.runtime.console import end_progress, say, show_progress

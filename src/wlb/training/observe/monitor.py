@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.config import JobConfig
+from wlb.job.config import JobConfig
 from wlb.schedules.layer_split import split_layers
 from wlb.training.data.loader import LoadedStep
 from wlb.training.observe.compute_clock import ComputeClock, KernelClock, Seconds, ThreadClock

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from wlb.config import JobConfig
 from wlb.files import replace_text
+from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.observe.diagnosis import FILE, diagnose, render
 from wlb.training.observe.imbalance import Imbalance, RankSteps, imbalance_of

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.config import PackingConfig
-from wlb.planning.job import JobSpec
-from wlb.planning.pricing import Pricing
+from wlb.job.config import PackingConfig
+from wlb.job.job import JobSpec
+from wlb.job.pricing import Pricing
 from wlb.schedules.layout import Layout
 from wlb.sharding.plan import ShardPlan, owners
 from wlb.simulate.costs import Direction, JobCosts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from wlb.config import JobConfig
 from wlb.documents.store.mixture import StoreMixture, TrainedStore
+from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation

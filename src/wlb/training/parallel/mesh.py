@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from wlb.config import ParallelConfig
+from wlb.job.config import ParallelConfig
 
 MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")
 _RANDOM_DIMENSIONS = ("pp", "dp", "cp")

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from wlb.attention.saved_attention import AttentionComputedAgain, KeptAttention
-from wlb.config import ParallelConfig
-from wlb.memory.layers import Checkpointing
+from wlb.job.config import ParallelConfig
+from wlb.job.memory.layers import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Block, Transformer, TransformerConfig
 from wlb.schedules.layer_split import split_layers

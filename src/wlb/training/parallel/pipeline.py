@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from wlb.config import ParallelConfig
+from wlb.job.config import ParallelConfig
 from wlb.models.transformer import Transformer
 from wlb.training.data.batch import IGNORE_LABEL
 from wlb.training.data.sharded_batch import ShardedBatch

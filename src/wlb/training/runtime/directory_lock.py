@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from wlb.config import JobConfig
 from wlb.errors import UserError
 from wlb.files import open_locked
+from wlb.job.config import JobConfig
 
 LOCK_NAME = ".lock"
 

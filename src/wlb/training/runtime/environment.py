@@ -13,13 +13,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from wlb.config import JobConfig, ModelConfig, TrainingConfig
 from wlb.documents.store.mixture import TrainedStore
 from wlb.errors import UserError
+from wlb.job.config import JobConfig, ModelConfig, TrainingConfig
+from wlb.job.configured_model import configured_model
+from wlb.job.job import compute_type
+from wlb.job.model import TransformerConfig
 from wlb.os_limits import usable_cores
-from wlb.planning.configured_model import configured_model
-from wlb.planning.job import compute_type
-from wlb.planning.model import TransformerConfig
 from wlb.token_count import parse_count
 from wlb.training.runtime.watchdog import backend_timeout
 from wlb.workload.hardware import HARDWARE

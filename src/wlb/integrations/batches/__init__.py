@@ -1,0 +1,10 @@
+"""Planned micro-batches for other trainers: which documents of a data set each rank trains next.
+
+``PlannedBatchSampler`` goes where a ``batch_sampler`` goes. Everything here works on document lengths, without torch;
+``wlb.integrations`` makes tensors of it.
+"""
+
+from wlb.integrations.batches.sampler import PlannedBatchSampler
+from wlb.integrations.batches.steps import WholeSteps, balanced_job
+
+__all__ = ["PlannedBatchSampler", "WholeSteps", "balanced_job"]

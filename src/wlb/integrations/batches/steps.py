@@ -1,0 +1,258 @@
+"""Steps for loops that can neither run an empty micro-batch nor cut a document; the basis of every adapter here.
+
+The planner is the trainer's own (``wlb.job.planner``): the same order of documents over epochs, packer, dealing to
+ranks and state. One thing is added. Where the end of a stream leaves a step with too few documents for all of its
+micro-batches, the step gets fewer, equally many on every rank; where it has too few even for that, its documents are
+trained with those of the step before.
+
+A state holds what decides the plans (``WholeSteps.settings``). Another order of other documents cannot be continued and
+is refused; sizes, processes and the packing may change between steps, and what waits is then planned anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.arriving import ArrivingDocuments
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.job.job import JobSpec
+from wlb.job.memory.fit import fits
+from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
+from wlb.packing.arrange import arrange
+from wlb.packing.balance import balance
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.simulate.decide import decide
+from wlb.simulate.job import SimulatedJob, simulated_job
+from wlb.workload import Hardware, ModelShape
+from wlb.workload.base import DocumentPrices
+
+Lengths = NDArray[np.int64]
+
+_ORDER = ("documents", "digest of lengths", "seed", "shuffle")  # settings that a state is bound to
+
+
+def balanced_job(
+    lengths: Lengths | None,
+    context_window: int,
+    micro_batches: int,
+    *,
+    dp: int = 1,
+    cp: int = 1,
+    model: str | ModelShape = "7b",
+    hardware: str | Hardware = "h100",
+    preset: str = "best",
+    workload: DocumentPrices | None = None,
+    seed: int = 0,
+    shuffle: bool = True,
+    overlong: str = "error",
+    pool: int | Literal["auto"] = "auto",
+    **packing: Any,
+) -> SimulatedJob:
+    """The job that a training loop runs: ``micro_batches`` a step on each of dp data-parallel ranks.
+
+    A document costs what it costs ``model`` on ``hardware``, or what ``workload`` says. Micro-batches hold one context
+    window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless given). With preset "elastic"
+    the dp x cp ranks are pooled anew, ``pool`` of them together: ``cp``, ``dp`` and ``micro_batches_per_rank`` of the
+    result say how. ``packing`` are further options of the preset's packer. ``lengths`` None are those of a stream.
+    Raises ``UserError`` for settings that no job could have.
+    """
+    settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
+    job = simulated_job(
+        model,
+        context_window,
+        preset,
+        hardware=hardware,
+        micro_batches=micro_batches,
+        packing=settings,
+        dp=dp,
+        cp=cp,
+        packed_by=workload,
+    )
+    job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool)
+    if lengths is None and job.pools and "auto" in (job.pools.size, job.pools.micro_batches):
+        raise UserError(
+            f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; give "
+            "pool and pool_micro_batches, or use preset = 'best'"
+        )
+    decided = decide(job, np.array([], np.int64) if lengths is None else lengths)
+    # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
+    return decided if fits(decided) else decided.with_length_factor(job.packing.length_factor)
+
+
+def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_window: int | None = None) -> Lengths:
+    """Document lengths as an array. Raises ``UserError`` for one that is empty, or over ``context_window``."""
+    array = np.asarray(lengths)
+    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+        raise UserError("lengths must be a list of whole numbers, the tokens of each document; this one is not")
+    if (shortest := int(array.min())) < 1:
+        raise UserError(f"document {int(array.argmin())} has {shortest} tokens; leave empty documents out")
+    longest = int(array.argmax())
+    if context_window is not None and array[longest] > context_window:
+        raise UserError(
+            f"document {longest} has {array[longest]} tokens, over context_window = {context_window}; raise it, or cut "
+            "or drop such documents before training"
+        )
+    return array.astype(np.int64)
+
+
+class WholeSteps(Iterator[StepPlan]):
+    """The steps of ``job`` on ``documents`` (their lengths, or a stream) over ``epochs`` epochs; None is without end.
+
+    Epochs follow each other into the same steps, so none is cut short; the last one is drained. No micro-batch of a
+    step is empty. Document ids count over epochs: id modulo the number of documents is the index.
+
+    ``first_epoch`` is where the order of documents begins. ``settings`` are what decides the plans, by name, as JSON
+    values: processes with equal ones plan alike. Raises ``UserError`` where there are fewer documents than
+    data-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        documents: Lengths | ArrivingDocuments[Any],
+        *,
+        epochs: int | None = 1,
+        first_epoch: int = 0,
+    ) -> None:
+        self._job, self._documents = job, documents
+        self.settings = _settings(job, documents)
+        self._last_epoch = None if epochs is None else first_epoch + epochs - 1
+        self._capacity = job.longest_micro_batch
+        self._planner = StepPlanner(job, documents, epochs=epochs, first_epoch=first_epoch)
+        self._before = self._planner.state_dict()  # the step that comes next
+        self._coming: PlannedStep | None = None
+        self._ended = False
+
+    def __next__(self) -> StepPlan:
+        step = self._coming or self._planned()
+        if step is None:
+            raise StopIteration
+        whole = self._whole(step.plan)
+        self._coming = self._planned()
+        # A step that cannot stand alone is part of this one.
+        while self._coming is not None and (whole is None or self._whole(self._coming.plan) is None):
+            step = replace(self._coming, plan=_joined(step.plan, self._coming.plan))
+            whole = self._whole(step.plan)
+            self._coming = self._planned()
+        if whole is None:
+            raise UserError(
+                f"{len(list(step.plan.segments))} documents cannot be divided into micro-batches of up to "
+                f"{self._capacity} tokens, one at least for each of {self._job.dp} data-parallel ranks; give more"
+            )
+        self._before = step.state
+        return whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue after the last step returned, as JSON-serialisable data of the caller's own."""
+        return {"settings": copy.deepcopy(self.settings), **copy.deepcopy(self._before)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, inside_step: bool = False) -> None:
+        """Continue from ``state``; a stream is at its beginning. ``inside_step``: part of the next step was trained.
+
+        Raises ``UserError`` where it was saved on other documents, in another order or beyond the last epoch, and
+        inside a step for any other setting.
+        """
+        changed = self._changed(state, inside_step)
+        planner = copy.deepcopy({name: value for name, value in state.items() if name != "settings"})
+        stream = planner["stream"]
+        if isinstance(self._documents, ArrivingDocuments):
+            self._documents.read_again(stream, waiting_in(planner))
+        elif self._last_epoch is not None and stream["epoch"] > self._last_epoch:
+            raise UserError(
+                f"the state is in epoch {stream['epoch'] + 1} of the documents, and this run ends with epoch "
+                f"{self._last_epoch + 1}; give at least as many epochs as it was saved with"
+            )
+        packing = self._job.packing
+        packed_by = {"context_window", "overlong", "method", *packing.options.identity(self._job.context_window)}
+        self._planner.load_state_dict(planner, packed_otherwise=bool(changed & packed_by))
+        self._before = planner if not changed else self._planner.state_dict()
+        self._coming, self._ended = None, False
+
+    def _changed(self, state: Mapping[str, Any], inside_step: bool) -> set[str]:
+        """Names of settings that are not those of ``state``. Raises ``UserError`` where one may not change."""
+        if "settings" not in state:
+            raise UserError(
+                "the state does not say with which settings it was saved, so it cannot be continued exactly; begin anew"
+            )
+        saved = state["settings"]
+        changed = [name for name in {**self.settings, **saved} if saved.get(name) != self.settings.get(name)]
+        refused = changed if inside_step else [name for name in changed if name in _ORDER]
+        if refused:
+            name = refused[0]
+            where = "inside a step " if inside_step and name not in _ORDER else ""
+            remedy = "or save after whole steps" if where else "or begin anew"
+            raise UserError(
+                f"the state was saved {where}with {name} = {saved.get(name)!r}, this run has "
+                f"{self.settings.get(name)!r}; continue with what it was saved with, {remedy}"
+            )
+        return set(changed)
+
+    def _planned(self) -> PlannedStep | None:
+        if not self._ended:
+            step = next(self._planner, None)
+            self._ended = step is None
+            return step
+        return None
+
+    def _whole(self, plan: StepPlan) -> StepPlan | None:
+        """``plan`` without empty micro-batches; None where its documents do not suffice for every rank."""
+        if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == self._job.dp:
+            return plan
+        segments = list(plan.segments)
+        lengths = [segment.length for segment in segments]
+        dp = self._job.dp
+        for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
+            try:
+                divided = balance(lengths, parts, self._capacity, multiple_of=dp, workload=self._job.packing_prices)
+            except UserError:
+                continue
+            seconds = self._job.packing_prices.document_seconds(lengths)
+            micro_batches = tuple(
+                MicroBatch(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided
+            )
+            return arrange(replace(plan, ranks=(micro_batches,)), dp, order="pipeline")
+        return None
+
+
+def _settings(job: JobSpec, documents: Lengths | ArrivingDocuments[Any]) -> dict[str, Any]:
+    data, packing = job.data, job.packing
+    order: list[Any] = ["a stream", None, None, None]  # what has come of it is compared on the way
+    if not isinstance(documents, ArrivingDocuments):
+        lengths = documents.astype("<i8").tobytes()
+        order = [len(documents), hashlib.blake2b(lengths, digest_size=8).hexdigest(), data.seed, data.shuffle]
+    probes = np.unique(np.geomspace(1, job.context_window, 8).astype(np.int64))
+    prices = np.asarray(job.packing_prices.document_seconds(probes), float).tolist()
+    return {
+        **dict(zip(_ORDER, order, strict=True)),
+        **packing.in_use(),
+        "context_window": job.context_window,
+        "overlong": data.overlong,
+        "micro_batches": job.micro_batches_per_rank,
+        "dp": job.dp,
+        "cp": job.cp,
+        "prices": [f"{seconds:.6g}" for seconds in prices],
+    }
+
+
+def _joined(first: StepPlan, second: StepPlan) -> StepPlan:
+    """The documents of both, as of one rank, to be divided anew."""
+    together = MicroBatch((*first.segments, *second.segments), 0.0)
+    return replace(
+        first,
+        ranks=((together, MicroBatch((), 0.0)),),
+        delay_token_steps=first.delay_token_steps + second.delay_token_steps,
+        longest_delay=max(first.longest_delay, second.longest_delay),
+    )
+
+
+def documents_of(segments: Sequence[Segment], documents: int) -> list[int]:
+    """The indices of ``segments``' documents among ``documents``, in packed order."""
+    return [segment.document % documents for segment in segments]

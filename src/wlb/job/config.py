@@ -1,0 +1,452 @@
+"""The configuration of a training job: TOML sections, validated before anything starts.
+
+This is the schema: keys, types, defaults, bounds, and what must fit together. ``config_file`` reads a file by it.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, create_model, model_validator
+from pydantic.fields import FieldInfo
+
+from wlb.documents.order import DataConfig
+from wlb.job.memory.layers import Checkpointing
+from wlb.packing import PACKERS, checked_name
+from wlb.packing.arrange import Assignment, Order
+from wlb.packing.options import LengthFactorOptions, PackerOptions, Pools
+from wlb.packing.packer import Packer, PackingTask
+from wlb.schedules.layout import Layout
+from wlb.schedules.operations import TRAINED_SCHEDULES, round_size
+from wlb.settings import (
+    MOST_MICRO_BATCHES,
+    MOST_RANKS,
+    MicroBatchCount,
+    NonEmptyPath,
+    NonNegativeInt,
+    Number,
+    PositiveInt,
+    Section,
+    Tokens,
+    one_of,
+)
+from wlb.sharding import STRATEGIES, checked_strategy
+from wlb.workload.base import DocumentPrices
+
+_LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+
+# The systems that WLB-LLM (OSDI '25, section 7.1) compares, and ours: what a preset sets where a job does not. They
+# differ in these two sections only. The paper says nothing of dealing to ranks and order; it gets the usual ones.
+_AS_PACKED = {"assignment": "arrival", "order": "arrival"}
+NO_BOUND = 2**31 - 1  # steps: in the paper a document waits until its queue is full
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain-4d": {"packing": {"method": "sequential", **_AS_PACKED}, "sharding": {"strategy": "per_sequence"}},
+    "fixed-4d": {
+        "packing": {"method": "fixed_greedy", "window": 1, **_AS_PACKED},
+        "sharding": {"strategy": "per_document"},
+    },
+    "wlb-llm": {
+        "packing": {"method": "variable_length", "early_release": False, "max_delay": NO_BOUND, **_AS_PACKED},
+        "sharding": {"strategy": "adaptive"},
+    },
+    "best": {},
+    "elastic": {"packing": {"method": "elastic"}, "sharding": {"strategy": "elastic"}},
+}
+
+DecayRate = Annotated[Number, Field(ge=0, lt=1)]
+
+
+_SCALINGS_WITH = {
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "truncate"), ("yarn",)),
+    "original_max_position_embeddings": ("llama3", "yarn"),
+}
+
+
+class RopeScalingConfig(Section):
+    """Rotary positions stretched to a longer context, with the names of Hugging Face's config.json."""
+
+    rope_type: Literal["llama3", "linear", "yarn"] = Field(
+        "llama3", description="Llama 3.1's scaling, position interpolation, or YaRN"
+    )
+    factor: Number = Field(8.0, ge=1, description="Low frequencies are divided by this; with linear, all")
+    low_freq_factor: Number = Field(
+        1.0, gt=0, description="llama3: turns over the original context below which they are"
+    )
+    high_freq_factor: Number = Field(
+        4.0, gt=0, description="llama3: turns over the original context above which they are kept"
+    )
+    original_max_position_embeddings: Tokens = Field(
+        8192, description="The original context, in tokens; not for linear"
+    )
+    beta_fast: Number = Field(
+        32.0, ge=1e-6, le=1e6, description="yarn: turns over the original context from which they are kept"
+    )
+    beta_slow: Number = Field(
+        1.0, ge=1e-6, le=1e6, description="yarn: turns over the original context up to which they are divided"
+    )
+    attention_factor: Number | None = Field(
+        None, gt=0, description="yarn: length of cosine and sine; default: 0.1 ln(factor) + 1"
+    )
+    truncate: bool = Field(True, description="yarn: the ramp between them begins and ends at whole pairs of dimensions")
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScalingConfig:
+        for name in sorted(self.model_fields_set):
+            if self.rope_type not in _SCALINGS_WITH.get(name, (self.rope_type,)):
+                raise ValueError(f"{name} has no effect with rope_type = {self.rope_type!r}; leave it out")
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast = {self.beta_fast} must be over beta_slow = {self.beta_slow}")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor = {self.high_freq_factor} must be over low_freq_factor = {self.low_freq_factor}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """Which model: a preset name, with any dimension overridden, or the directory of a pretrained one."""
+
+    name: str = Field("tiny", description="Preset: tiny, llama3-8b, ...; or a Hugging Face directory, for its shape")
+    pretrained: NonEmptyPath | None = Field(
+        None, description="Hugging Face directory that gives the shape (config.json) and the initial weights"
+    )
+    hidden: PositiveInt | None = Field(None, description="Width of the residual stream")
+    layers: PositiveInt | None = Field(None, description="Transformer blocks, over all pipeline stages")
+    heads: PositiveInt | None = Field(None, description="Query heads")
+    kv_heads: PositiveInt | None = Field(None, description="Key/value heads (grouped-query attention)")
+    head_dim: PositiveInt | None = Field(None, description="Width of a head; default: the preset's or hidden / heads")
+    ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
+    vocab_size: PositiveInt | None = Field(None, description="Token ids are below this; default: the store's")
+    rope_theta: Number = Field(500_000.0, gt=1, description="Base of the rotary position frequencies")
+    rope_scaling: RopeScalingConfig | None = Field(None, description="Scaling of rotary positions to a longer context")
+    norm_eps: Number = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
+    qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2)")
+    o_bias: bool = Field(False, description="Bias in the output projection of attention (Llama's attention_bias: both)")
+    sliding_window: Tokens | None = Field(
+        None, description="Tokens that attention spans up to each token (Mistral); default: all of its document"
+    )
+    full_attention_layers: PositiveInt | None = Field(
+        None, description="With sliding_window: the first so many layers attend all of the document (Qwen2)"
+    )
+    qk_norm: bool = Field(False, description="RMSNorm of each head's query and key (Qwen3)")
+    tied_embeddings: bool = Field(False, description="Output head with the embedding's matrix")
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.pretrained is not None and "name" in self.model_fields_set:
+            raise ValueError(
+                f"model.name = {self.name!r} and model.pretrained = {str(self.pretrained)!r} both say the shape; "
+                "leave one out"
+            )
+        return self
+
+
+class ParallelConfig(Section):
+    """How many processes, along which dimensions; the product is the world size."""
+
+    dp: PositiveInt = Field(
+        1, description='Data-parallel size (FSDP2); "auto" in a file: as many as the started processes make'
+    )
+    pp: PositiveInt = Field(1, description="Pipeline-parallel size")
+    cp: PositiveInt = Field(1, description="Context-parallel size")
+    pool: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="With packing.method elastic: ranks of a pool, a divisor of dp x cp; auto is the size that is "
+        "fastest by simulation",
+    )
+    tp: PositiveInt = Field(1, description="Tensor-parallel size")
+    virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
+    schedule: Annotated[str, *one_of(TRAINED_SCHEDULES)] = Field("1f1b", description="Pipeline schedule")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pp * self.cp * self.tp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual_pp
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(**self.model_dump(exclude={"pool"}))
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        if self.virtual_pp > 1 and self.schedule != "interleaved_1f1b":
+            raise ValueError(f"parallel.virtual_pp = {self.virtual_pp} needs parallel.schedule = 'interleaved_1f1b'")
+        if self.virtual_pp > 1 and self.pp == 1:
+            raise ValueError(f"parallel.virtual_pp = {self.virtual_pp} needs parallel.pp of at least 2")
+        return self
+
+
+def _option_fields() -> dict[str, Any]:
+    """A field for every option of any packer; None is the packer's own default."""
+    by_option: dict[str, dict[str, FieldInfo]] = {}
+    for name, packer in PACKERS.items():
+        for option, field in packer.options_class.model_fields.items():
+            if not field.exclude:  # what is excluded is no setting of a job, as plans must not depend on it
+                by_option.setdefault(option, {})[name] = field
+    fields: dict[str, Any] = {}
+    for option, of_packers in by_option.items():
+        first = next(iter(of_packers.values()))
+        kind: Any = Annotated[first.annotation, *first.metadata] if first.metadata else first.annotation
+        defaults = {name: field.default for name, field in of_packers.items()}
+        described = Field(None, description=first.description, json_schema_extra={"defaults": defaults})
+        fields[option] = (kind | None, described)
+    return fields
+
+
+if TYPE_CHECKING:
+    _PackerSettings = Section
+else:
+    _PackerSettings = create_model("_PackerSettings", __base__=Section, **_option_fields())
+
+
+class PackingConfig(_PackerSettings):
+    """How documents become micro-batches: sizes, the packer, and its options. Options of other packers are ignored."""
+
+    method: Annotated[str, AfterValidator(checked_name)] = Field(
+        "makespan", description="Packer", json_schema_extra={"enum": [*PACKERS]}
+    )
+    micro_batches: MicroBatchCount = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
+    assignment: Assignment = Field(
+        "balanced", description="How micro-batches are dealt to data-parallel ranks: in turn, or heaviest first"
+    )
+    order: Order = Field(
+        "makespan",
+        description="Order of micro-batches inside a rank: as packed, heavy in the middle, or searched for the order "
+        "that parallel.schedule runs fastest",
+    )
+
+    @property
+    def options(self) -> PackerOptions:
+        """The options of ``method``, with its defaults for those that are not set."""
+        options_class = PACKERS[self.method].options_class
+        given = {name: getattr(self, name, None) for name in options_class.model_fields}
+        return options_class(**{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def length_factor(self) -> float | Literal["auto"]:
+        """L_max in context windows."""
+        options = self.options
+        return options.max_length_factor if isinstance(options, LengthFactorOptions) else 1.0
+
+    @property
+    def has_length_factor(self) -> bool:
+        """Whether micro-batches may be of up to L_max tokens, and not of the context window."""
+        return isinstance(self.options, LengthFactorOptions)
+
+    def with_length_factor(self, factor: float | Literal["auto"]) -> PackingConfig:
+        """The same with another L_max, where the packer has one."""
+        return self.changed(max_length_factor=factor) if self.has_length_factor else self
+
+    def pools(self, size: int | Literal["auto"]) -> Pools | None:
+        """The elastic pools of ``size`` ranks; None where the method has none."""
+        return self.options.pools(size, self.micro_batches)
+
+    def in_use(self) -> dict[str, Any]:
+        """The settings as JSON: L_max, the longest delay (None where no document waits), and the packer's options."""
+        own = self.model_dump(mode="json", include={"method", "micro_batches", "assignment", "order"})
+        return own | {"max_length_factor": self.length_factor, "max_delay": None} | self.options.model_dump(mode="json")
+
+    def packer(self, context_window: int, workload: DocumentPrices) -> Packer[Any]:
+        """The packer that this section describes, in which ``max_length_factor`` is no longer "auto"."""
+        task = PackingTask(self.micro_batches, context_window, workload)
+        return PACKERS[self.method](task, self.options)
+
+    @model_validator(mode="after")
+    def _check(self) -> PackingConfig:
+        together = self.options.global_batches * self.micro_batches  # a value may be right for another packer only
+        if together > MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"packing.window x packing.micro_batches = {together} micro-batches are packed together, over "
+                f"{MOST_MICRO_BATCHES}; lower packing.window"
+            )
+        return self
+
+
+class ShardingConfig(Section):
+    """How context-parallel ranks share a micro-batch (used when parallel.cp > 1)."""
+
+    strategy: Annotated[str, AfterValidator(checked_strategy)] = Field(
+        "hybrid",
+        description="Which context-parallel rank attends for which tokens",
+        json_schema_extra={"enum": [*STRATEGIES]},
+    )
+
+
+class TrainingConfig(Section):
+    """The optimisation run."""
+
+    steps: PositiveInt | None = Field(None, description="Optimizer steps; without it, one epoch")
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
+        "auto", description="Compute type; auto is bfloat16 on CUDA and float32 on CPU"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
+    seed: NonNegativeInt = Field(0, description="Seed of the initial weights")
+    learning_rate: Number = Field(3e-4, gt=0, le=100, description="Peak AdamW learning rate")
+    warmup_steps: NonNegativeInt = Field(10, description="Steps of linear warm-up")
+    decay_steps: PositiveInt | None = Field(
+        None, description="Step at which the learning rate has fallen to a tenth; default: steps"
+    )
+    lr_schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="Learning rate after warm-up: a cosine, a plateau and a decay (WSD), or a plateau"
+    )
+    decay_fraction: Number = Field(0.2, gt=0, le=1, description="Last part of decay_steps in which wsd decays")
+    weight_decay: Number = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
+    gradient_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
+    activation_checkpointing: Checkpointing = Field(
+        "none", description="What blocks compute again in the backward pass: nothing, all but attention, or all"
+    )
+    memory_gib: Number | None = Field(
+        None, gt=0, description="Memory of a process; default: 90% of its GPU, or of its share of the machine's"
+    )
+    compile: bool = Field(False, description="Run blocks through torch.compile, once for all lengths")
+    threads: PositiveInt | None = Field(
+        None,
+        description="CPU threads per process, no more than the machine has cores; default: OMP_NUM_THREADS, or else "
+        "cores / processes",
+    )
+    prefetch: Annotated[int, Field(ge=1, le=100, strict=True)] = Field(
+        2, description="Steps planned and read ahead of training, held in memory"
+    )
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="What happens at a step whose loss or gradient norm is not finite"
+    )
+    max_skipped: PositiveInt = Field(
+        10, description="Steps in a row that non_finite = 'skip' passes over before it stops"
+    )
+    timeout_seconds: Number = Field(
+        300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
+    )
+    max_restarts: NonNegativeInt = Field(
+        3, description="Times wlb train starts a killed or hung job again without a newer checkpoint in between"
+    )
+    grace_seconds: Number = Field(
+        25.0,
+        ge=0,
+        le=_LONGEST_TIMEOUT_SECONDS,
+        description="Time after SIGTERM to finish the step and save it; torchrun and SLURM kill after 30 s by default",
+    )
+
+
+class CheckpointConfig(Section):
+    """Where and how often the job saves its state."""
+
+    dir: NonEmptyPath | None = Field(None, description="Directory of checkpoints; none are written without it")
+    every: PositiveInt = Field(100, description="Steps between checkpoints")
+    keep: PositiveInt = Field(2, description="Newest checkpoints that are kept")
+    resume: bool = Field(True, description="Continue from the newest checkpoint in dir, if there is one")
+    allow_changed_data: bool = Field(
+        False, description="Continue on another token store or with other settings of the document order, on purpose"
+    )
+    asynchronous: bool = Field(True, description="Write in the background, from a copy in host memory")
+
+
+class MetricsConfig(Section):
+    """What the job writes about itself."""
+
+    dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
+    document_ids: Literal[False, True, "segments"] = Field(
+        False,
+        description="List the documents of every step in steps.jsonl; segments lists also every piece that was trained",
+    )
+    tensorboard: bool = Field(True, description="Write TensorBoard event files")
+    diagnose_every: PositiveInt = Field(
+        50, description="Steps between diagnoses of imbalance, each over as many; on CUDA also between measurements"
+    )
+    straggler_factor: Number = Field(
+        1.5, gt=1, description="A rank is reported slow when it computes this many times longer than expected of it"
+    )
+    profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4 of the run, every rank's")
+
+
+class EvaluationConfig(Section):
+    """Whether and how the loss on held-out documents is measured."""
+
+    store: NonEmptyPath | None = Field(None, description="Prefix of a token store of held-out documents")
+    every: PositiveInt = Field(100, description="Steps between evaluations; one more follows the last step")
+    documents: PositiveInt | None = Field(None, description="Only the first so many documents of the store")
+    length_buckets: Literal["auto"] | tuple[Tokens, ...] = Field(
+        "auto",
+        description="Document lengths that separate the buckets of the loss; auto: 256, 1024, ... up to context_window",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> EvaluationConfig:
+        if self.store is None and self.model_fields_set - {"store"}:
+            raise ValueError(f"evaluation.{min(self.model_fields_set - {'store'})} needs evaluation.store")
+        if self.length_buckets != "auto" and list(self.length_buckets) != sorted(set(self.length_buckets)):
+            raise ValueError(f"evaluation.length_buckets = {list(self.length_buckets)} must rise")
+        return self
+
+
+def check_pool(ranks: int, pool: int) -> None:
+    """Raise ``ValueError`` unless ``ranks`` ranks, dp x cp of them, make whole pools of ``pool``."""
+    if ranks % pool:
+        sizes = ", ".join(str(size) for size in range(1, min(ranks, MOST_RANKS) + 1) if ranks % size == 0)
+        raise ValueError(f"parallel.pool = {pool} does not divide dp x cp = {ranks}; choose one of {sizes}")
+
+
+class JobConfig(Section):
+    """All sections of one training job; ``preset`` sets what [packing] and [sharding] leave out."""
+
+    preset: Annotated[str, *one_of(PRESETS)] = Field(
+        "best", description="System of which [packing] and [sharding] take the settings they leave out"
+    )
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    packing: PackingConfig = PackingConfig()
+    sharding: ShardingConfig = ShardingConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, document: Any) -> Any:
+        name = document.get("preset") if isinstance(document, dict) else None
+        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+        for name, settings in preset.items():
+            section = document.get(name, {})
+            if isinstance(section, dict):
+                document = document | {name: settings | section}
+        return document
+
+    @model_validator(mode="after")
+    def _check(self) -> JobConfig:
+        self.packing.options.check_window(self.data.context_window)
+        pooled = self.packing.pools(self.parallel.pool) is not None
+        if self.parallel.pool != "auto":
+            if not pooled:
+                raise ValueError(
+                    f"parallel.pool = {self.parallel.pool} is for packing.method = 'elastic', not "
+                    f"{self.packing.method!r}; leave it out, or set preset = 'elastic'"
+                )
+            check_pool(self.parallel.dp * self.parallel.cp, self.parallel.pool)
+        if self.packing.micro_batches % self.parallel.dp:
+            raise ValueError(
+                f"packing.micro_batches = {self.packing.micro_batches} counts all data-parallel ranks and must "
+                f"be a multiple of parallel.dp = {self.parallel.dp}"
+            )
+        if pooled:
+            return self  # the micro-batches of pools are checked when they are known (``wlb.job.job``)
+        per_rank = self.packing.micro_batches // self.parallel.dp
+        if per_rank < self.parallel.pp:
+            raise ValueError(
+                f"packing.micro_batches / parallel.dp = {per_rank} cannot fill the parallel.pp = {self.parallel.pp} "
+                "pipeline stages; raise packing.micro_batches"
+            )
+        if self.parallel.virtual_pp > 1 and per_rank % round_size(self.parallel.pp, per_rank):
+            raise ValueError(
+                f"interleaved 1F1B runs micro-batches in equal rounds of at least parallel.pp = {self.parallel.pp}; "
+                f"packing.micro_batches / parallel.dp = {per_rank} cannot be divided into "
+                f"{per_rank // self.parallel.pp}"
+            )
+        return self

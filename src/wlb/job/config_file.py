@@ -1,0 +1,127 @@
+"""From a TOML file and ``section.key=value`` overrides to a ``JobConfig``.
+
+Every mistake becomes a ``UserError`` that names the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import ValidationError
+
+from wlb.errors import UserError
+from wlb.job.config import JobConfig, ParallelConfig
+from wlb.settings import Section, main_problem
+
+S = TypeVar("S", bound=Section)
+
+
+def load_config(path: Path, overrides: Iterable[str] = (), *, auto_dp: Callable[[int], int] | None = None) -> JobConfig:
+    """Read a TOML file, apply ``section.key=value`` overrides and validate.
+
+    ``auto_dp`` says what ``parallel.dp = "auto"`` is, given the processes of one data-parallel rank; without it, "auto"
+    is refused. Override values are TOML (``[1, 2]``, ``true``, ``1e-3``); anything that is not is taken as a string.
+    Relative paths stay relative to the working directory. Raises ``UserError`` for every mistake.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"config {path} does not exist") from None
+    except OSError as error:
+        raise UserError(f"config {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # of TOML, of text, of a number of too many digits
+        raise UserError(f"config {path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(document, override)
+    try:
+        return JobConfig.model_validate(_with_decided_dp(document, auto_dp))
+    except ValidationError as error:
+        raise UserError(f"config {path}: {_first_problem(error)}") from None
+
+
+def dp_of(processes: int) -> Callable[[int], int]:
+    """What ``parallel.dp = "auto"`` is where ``processes`` were started, for ``load_config``."""
+
+    def dp(of_one_rank: int) -> int:
+        if processes % of_one_rank:
+            raise UserError(
+                f"parallel.dp = 'auto': {processes} processes were started, no multiple of pp x cp x tp = "
+                f"{of_one_rank}; start a multiple"
+            )
+        return processes // of_one_rank
+
+    return dp
+
+
+def _with_decided_dp(document: dict[str, Any], auto_dp: Callable[[int], int] | None) -> dict[str, Any]:
+    """``document`` with a number for ``parallel.dp``."""
+    given = document.get("parallel")
+    if not isinstance(given, dict) or given.get("dp") != "auto":
+        return document
+    if auto_dp is None:
+        raise UserError(
+            "parallel.dp = 'auto' is as many as the started processes make, and here none are; give a number: "
+            "--set parallel.dp=N"
+        )
+    alone = validated(ParallelConfig, given | {"dp": 1}, "parallel")
+    return document | {"parallel": given | {"dp": auto_dp(alone.world_size)}}
+
+
+def validated(section: type[S], settings: dict[str, Any], name: str) -> S:
+    """The ``section`` called ``name`` with ``settings``. Raises ``UserError`` for every mistake."""
+    try:
+        return section.model_validate(settings)
+    except ValidationError as error:
+        raise UserError(_first_problem(error, name)) from None
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    name, separator, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not (separator and all((*sections, key)) and (sections or key == "preset")):
+        raise UserError(f"--set {override!r} is not of the form section.key=value or preset=NAME")
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # a number of too many digits is another ValueError
+        parsed = {"value": text}
+    value = parsed.pop("value")
+    if parsed:
+        raise UserError(f"--set {override!r} sets more than {name.strip()}; give each setting a --set of its own")
+    table = document
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {override!r}: [{section}] is not a section of the config")
+    table[key] = value
+
+
+def _first_problem(error: ValidationError, *section: str) -> str:
+    """In words; ``section`` is where the validated settings belong."""
+    first = main_problem(error)
+    where = ".".join((*section, *first.where))
+    if first.kind == "extra_forbidden":
+        return _unknown_key(where)
+    if first.kind == "missing":
+        return f"{where} is missing and has no default; set it"
+    what = first.what
+    if first.kind == "model_type":
+        what = f"this is a section; write [{where}] and its settings below"
+    shown = f" (got {first.value!r})" if where and not isinstance(first.value, dict) else ""
+    more = f"; and {first.others} more" if first.others else ""
+    return f"{where + ': ' if where else ''}{what}{shown}{more}"
+
+
+def _unknown_key(where: str) -> str:
+    *sections, key = where.split(".")
+    table: Any = JobConfig
+    for section in sections:
+        kinds = table.model_fields[section].annotation
+        table = next(kind for kind in (kinds, *get_args(kinds)) if hasattr(kind, "model_fields"))  # it may be optional
+    names = list(table.model_fields)
+    close = get_close_matches(key, names, n=1)
+    remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
+    return f"{where} is not a {'setting' if sections else 'section'}; {remedy}"

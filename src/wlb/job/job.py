@@ -1,0 +1,323 @@
+"""One description of a job before it runs, shared by trainer, simulator and report: model, devices, layout, packing.
+
+From a ``JobSpec`` and the lengths of documents follow the steps (``wlb.job.planner``), what they cost and what
+they hold (``wlb.job.memory.fit``). The trainer makes one from its configuration and the device it finds, the simulator
+from a configuration, a name or keywords (``wlb.simulate.job``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from wlb.errors import UserError
+from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig, check_pool
+from wlb.job.configured_model import configured_model
+from wlb.job.memory.layers import Checkpointing, MemorySettings
+from wlb.job.memory.step import MemoryLimit, limit_of_gpu
+from wlb.job.model import TransformerConfig
+from wlb.job.prices import sharded_prices
+from wlb.job.pricing import Pricing
+from wlb.packing import PACKERS
+from wlb.packing.options import Pools
+from wlb.packing.packer import Packer
+from wlb.packing.pipeline_order import Pipeline
+from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import Layout
+from wlb.schedules.operations import ZERO_BUBBLE, rank_operations, stages_of_rank
+from wlb.settings import MOST_MICRO_BATCHES
+from wlb.sharding import check_group_size
+from wlb.sharding.hybrid import MEMORY_FACTOR
+from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload
+from wlb.workload.base import DocumentPrices
+from wlb.workload.profile import WorkloadProfile
+from wlb.workload.shapes import check_divisible
+
+_MOST_OF_A_WINDOW = 64  # micro-batches of pools that a context window may make, on average: of some tokens each
+_FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job on the GPUs of ``layout``, or processes on CPUs.
+
+    A simulation may run any schedule of ``wlb.simulate.SCHEDULES``. ``packing.micro_batches`` counts all data-parallel
+    ranks. ``data`` says in which order documents come and what happens to overlong ones; its store is not opened.
+    Where ``packing`` is elastic, ``pool`` of the dp x cp ranks make a pool; ``with_pools`` gives the job whose
+    context-parallel groups are these pools. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while
+    a checkpoint is written) decide what the job holds in memory and nothing else. ``limit`` is what a process may hold,
+    by default 90% of ``hardware``'s memory.
+
+    Raises ``UserError`` for a layout that cannot run.
+    """
+
+    shape: ModelShape
+    pricing: Pricing
+    packing: PackingConfig
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    data: DataConfig = field(default_factory=lambda: DataConfig(store=Path("documents")))
+    layout: Layout = field(default_factory=Layout)
+    pool: int | Literal["auto"] = "auto"
+    activation_checkpointing: Checkpointing = "none"
+    tied_embeddings: bool = False
+    checkpoint_copy: bool = False
+    limit: MemoryLimit | None = None
+
+    def __post_init__(self) -> None:
+        check_group_size(self.cp)
+        micro_batches = self.packing.micro_batches
+        split_layers(self.shape, self.stages)
+        if self.pools_decided:  # before, it is not known how many there are
+            if micro_batches % self.dp:
+                raise UserError(
+                    f"{micro_batches} micro-batches cannot be dealt evenly to dp = {self.dp} ranks; give a multiple"
+                )
+            rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
+        make_workload(self.shape, self.hardware, self.tp, self.cp)
+        check_divisible(self.shape, self.tp)
+        self.pricing.check(self.shape, self.gpus // self.pp)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: JobConfig,
+        hardware: str | Hardware = "h100",
+        *,
+        model: TransformerConfig | None = None,
+        vocab_size: int | None = None,
+        limit: MemoryLimit | None = None,
+        profile: WorkloadProfile | None = None,
+    ) -> Self:
+        """The job that ``config`` describes, on ``hardware``.
+
+        ``vocab_size`` is that of the token store, where it is known; a ``model`` that was resolved with it may be given
+        in its place. ``training.memory_gib`` is the limit where it is set, or else ``limit``.
+        """
+        if config.training.memory_gib is not None:
+            limit = MemoryLimit(config.training.memory_gib * 2**30, "training.memory_gib")
+        model = model or configured_model(config.model, vocab_size)
+        rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
+        return cls(
+            shape=model.shape,
+            pricing=Pricing(rates.computing_in(compute_type(config.training, rates.device_type)), profile),
+            packing=config.packing,
+            sharding=config.sharding,
+            data=config.data,
+            layout=config.parallel.layout,
+            pool=config.parallel.pool,
+            activation_checkpointing=config.training.activation_checkpointing,
+            tied_embeddings=model.tied_embeddings,
+            # Those of a GPU are copied to the host.
+            checkpoint_copy=rates.device_type == "cpu"
+            and config.checkpoint.dir is not None
+            and config.checkpoint.asynchronous,
+            limit=limit,
+        )
+
+    def priced(self, **changes: Any) -> Self:
+        """The same with other prices, fields of ``Pricing``."""
+        return replace(self, pricing=replace(self.pricing, **changes))
+
+    def with_layout(self, **sizes: Any) -> Self:
+        """The same with other ``sizes``, fields of ``Layout``."""
+        return replace(self, layout=replace(self.layout, **sizes))
+
+    @property
+    def tp(self) -> int:
+        return self.layout.tp
+
+    @property
+    def cp(self) -> int:
+        return self.layout.cp
+
+    @property
+    def pp(self) -> int:
+        return self.layout.pp
+
+    @property
+    def dp(self) -> int:
+        return self.layout.dp
+
+    @property
+    def virtual_pp(self) -> int:
+        return self.layout.virtual_pp
+
+    @property
+    def schedule(self) -> str:
+        return self.layout.schedule
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.pricing.hardware
+
+    @property
+    def gpus(self) -> int:
+        return self.layout.world_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of groups, and micro-batches of a data-parallel rank; cp is the size of pools and dp their number."""
+        return self.layout.sizes | {"micro_batches": self.micro_batches_per_rank}
+
+    @property
+    def memory_limit(self) -> MemoryLimit:
+        """What one process of the job may hold."""
+        return self.limit or limit_of_gpu(self.hardware.memory_bytes)
+
+    @property
+    def stages(self) -> int:
+        return self.layout.stages
+
+    @property
+    def rank_stages(self) -> list[list[int]]:
+        """The stages of every pipeline rank."""
+        return [list(stages_of_rank(self.schedule, rank, self.pp, self.virtual_pp)) for rank in range(self.pp)]
+
+    @property
+    def context_window(self) -> int:
+        return self.data.context_window
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        return self.packing.micro_batches // self.dp
+
+    @property
+    def longest_micro_batch(self) -> int:
+        """Most tokens of a micro-batch, once the factor is decided: L_max, or the window where all have its length."""
+        return self.packing.options.most_tokens(self.context_window, self.packing.micro_batches)
+
+    @property
+    def global_batch(self) -> int:
+        """Context windows that a step trains."""
+        return self.pools.global_batch if self.pools else self.packing.micro_batches
+
+    @property
+    def least_length_factor(self) -> float:
+        """The least L_max, in context windows, that holds a document and an even share of a global batch.
+
+        A document that finds no room, because others do not fill theirs, is trained in the next step. With a window
+        more than an even share that never happens.
+        """
+        return max(1.0, self.global_batch / self.packing.micro_batches)
+
+    @property
+    def most_step_tokens(self) -> int | None:
+        """Most tokens that a step trains; None where that is not bounded."""
+        pools = self.pools
+        return None if pools is None or pools.delays else (pools.global_batch + 1) * self.context_window
+
+    @property
+    def workload(self) -> Workload:
+        """W_a and W_l of a micro-batch on the tp x cp GPUs that run it."""
+        return make_workload(self.shape, self.hardware, tp=self.tp, cp=self.cp)
+
+    @property
+    def sharding_workload(self) -> Workload:
+        """The prices by which micro-batches are sharded: those of one of the cp GPUs."""
+        return make_workload(self.shape, self.hardware, tp=self.tp)
+
+    @property
+    def work_prices(self) -> DocumentPrices:
+        """What the work of training a document is worth, whatever the system: W_a + W_l, measured where possible."""
+        return self.workload if self.pricing.profile is None else self.pricing.profile.workload()
+
+    @property
+    def packing_prices(self) -> DocumentPrices:
+        """The prices by which it packs: with what sharding really costs, where the packer asks for it, or W_a + W_l."""
+        if self.pricing.packed_by is not None:
+            return self.pricing.packed_by
+        if not PACKERS[self.packing.method].prices_sharding:
+            return self.workload
+        return sharded_prices(self.shape, self.hardware, self.tp, self.cp, self.sharding.strategy, self.context_window)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline that micro-batches are ordered for."""
+        return Pipeline(self.schedule, self.pp, self.workload, self.virtual_pp)
+
+    @property
+    def memory_settings(self) -> MemorySettings:
+        """What the memory model asks. Zero-bubble schedules count as 1F1B of as many stages, which is less."""
+        layout = self.layout
+        if self.schedule in ZERO_BUBBLE:
+            layout = replace(layout, schedule="interleaved_1f1b")
+        return MemorySettings(
+            shape=self.shape,
+            stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, self.stages)),
+            parallel=layout,
+            micro_batches=self.micro_batches_per_rank,
+            compute_bytes=self.hardware.bytes_per_value,
+            activation_checkpointing=self.activation_checkpointing,
+            fused_norms=self.hardware.device_type == "cuda",
+            tied_embeddings=self.tied_embeddings,
+            uneven_shards=MEMORY_FACTOR if self.sharding.strategy == "hybrid" and self.cp > 1 else 1.0,
+            checkpoint_copy=self.checkpoint_copy,
+        )
+
+    @property
+    def pools(self) -> Pools | None:
+        """How its dp x cp ranks are grouped; None where they are its data- and context-parallel ranks as given."""
+        return self.packing.pools(self.pool)
+
+    @property
+    def pools_decided(self) -> bool:
+        """Whether context-parallel groups are the job's pools, with a number of micro-batches for each."""
+        pools = self.pools
+        return pools is None or (pools.size, pools.micro_batches) == (self.cp, self.micro_batches_per_rank)
+
+    def with_pools(self, pools: Pools) -> Self:
+        """The same job with ``pools``, of which size and micro-batches are given, for context-parallel groups.
+
+        Raises ``UserError`` for pools that do not divide dp x cp, and for a pipeline that cannot run so many
+        micro-batches.
+        """
+        ranks, size, micro_batches = self.dp * self.cp, pools.size, pools.micro_batches
+        if size == "auto" or micro_batches == "auto":
+            raise ValueError(f"{pools} are not decided")
+        try:
+            check_pool(ranks, size)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        if micro_batches < self.pp:
+            raise UserError(
+                f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.pp} pipeline stages; raise it"
+            )
+        number = ranks // size
+        most = min(MOST_MICRO_BATCHES, _MOST_OF_A_WINDOW * pools.global_batch)
+        if number * micro_batches > most:
+            remedy = (
+                f"lower it to {most // number}" if most >= number else "raise parallel.pool or packing.global_batch"
+            )
+            raise UserError(
+                f"pool_micro_batches = {micro_batches} divides a global batch of {pools.global_batch} context windows "
+                f"into {number * micro_batches} micro-batches, over {most}; {remedy}"
+            )
+        packing = self.packing.changed(
+            micro_batches=number * micro_batches,
+            global_batch=pools.global_batch,
+            pool_micro_batches=micro_batches,
+            grouping=pools.grouping,
+        )
+        job = replace(self, layout=replace(self.layout, dp=number, cp=size), pool=size, packing=packing)
+        factor = job.packing.length_factor
+        if factor != "auto" and factor < job.least_length_factor:
+            raise UserError(
+                f"max_length_factor = {factor:g} leaves no room for a global batch of "
+                f"{job.global_batch} context windows in {packing.micro_batches} micro-batches; give at least "
+                f'{job.least_length_factor:g}, or "auto"'
+            )
+        return job
+
+    def packer(self) -> Packer[Any]:
+        """A fresh packer of this job, in which ``packing.max_length_factor`` is no longer "auto"."""
+        return self.packing.packer(self.context_window, self.packing_prices)
+
+    def with_length_factor(self, factor: float | Literal["auto"]) -> Self:
+        """The same with another L_max, in context windows, where the packer has one."""
+        return replace(self, packing=self.packing.with_length_factor(factor))
+
+
+def compute_type(training: TrainingConfig, device_type: str) -> str:
+    """The type of forward and backward passes: ``training.dtype``, where "auto" is the one this device is fast in."""
+    return _FAST_TYPE[device_type] if training.dtype == "auto" else training.dtype

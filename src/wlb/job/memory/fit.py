@@ -1,0 +1,83 @@
+"""Whether a job fits the memory of its devices, and the largest L_max that does.
+
+The estimate is that of ``step``, of the worst step that packing may produce: every micro-batch as long as L_max, or as
+many as the documents of a global batch fill.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import replace
+
+from wlb.job.job import JobSpec
+from wlb.job.memory.step import (
+    EVEN_ROUNDS,
+    MemoryEstimate,
+    gib,
+    predict_even_step,
+    predict_memory,
+)
+from wlb.packing.options import LengthFactorOptions
+from wlb.schedules.operations import round_size
+
+_FACTORS = 64  # of L_max that are tried in a window
+
+
+def predicted_memory(job: JobSpec) -> MemoryEstimate:
+    """The most that a process holds in the worst step."""
+    longest, rest = job.longest_micro_batch, job.most_step_tokens
+    if rest is None:
+        return predict_even_step(job.memory_settings, longest)
+    walked = EVEN_ROUNDS * round_size(job.pp, job.micro_batches_per_rank)
+    if rest // longest >= walked:
+        return predict_even_step(job.memory_settings, longest)  # as full as a step of the longest alone gets
+    tokens = []
+    for _ in range(min(walked, job.micro_batches_per_rank)):  # all others are empty
+        tokens.append(min(longest, rest))
+        rest -= tokens[-1]
+    return predict_memory(replace(job.memory_settings, micro_batches=len(tokens)), tokens)
+
+
+def fits(job: JobSpec) -> bool:
+    """Whether the worst step is within ``job.memory_limit``."""
+    return predicted_memory(job).total <= job.memory_limit.number_of_bytes
+
+
+def largest_factor(job: JobSpec) -> float | None:
+    """The largest L_max that fits the job's memory, in context windows; None where not even the least does.
+
+    From a window on a multiple of 1/64; where a step's documents are bounded, one of so many between the least and the
+    most.
+    """
+    options = job.packing.options
+    assert isinstance(options, LengthFactorOptions)
+    most = options.largest_auto_factor(job.packing.micro_batches)
+    if job.most_step_tokens is None:
+        factors = [count / _FACTORS for count in range(_FACTORS, math.ceil(most * _FACTORS) + 1)]
+    else:
+        least = job.least_length_factor
+        factors = [least + (most - least) * count / _FACTORS for count in range(_FACTORS + 1)]
+    fitting = bisect_left(factors, True, key=lambda factor: not fits(job.with_length_factor(factor)))
+    return factors[fitting - 1] if fitting else None
+
+
+def too_large(job: JobSpec, *, resumes: bool = False) -> str | None:
+    """What a job that does not fit its memory needs and what would help, in configuration keys; None where it fits."""
+    estimate, limit = predicted_memory(job), job.memory_limit
+    if estimate.total <= limit.number_of_bytes:
+        return None
+    remedies = []
+    recomputing = replace(job, activation_checkpointing="full")
+    if job.activation_checkpointing != "full" and fits(recomputing):
+        smaller = gib(predicted_memory(recomputing).total)
+        remedies.append(f'set training.activation_checkpointing = "full" ({smaller} GiB)')
+    on_purpose = " (with checkpoint.allow_changed_data = true)" if resumes else ""
+    shorter = "lower packing.max_length_factor or"
+    if job.pools is not None:  # whose L_max is what its documents need
+        shorter = "raise packing.pool_micro_batches, lower"
+    remedies.append(f"{shorter} data.context_window{on_purpose}, raise parallel.cp, tp, pp or dp")
+    return (
+        f"with micro-batches of {job.longest_micro_batch} tokens a process needs up to {estimate}, over the "
+        f"{gib(limit.number_of_bytes)} GiB of {limit.origin}; {', or '.join(remedies)}"
+    )

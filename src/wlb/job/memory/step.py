@@ -1,0 +1,253 @@
+"""Peak memory of one process of a training job, from model, layout and the tokens of its micro-batches.
+
+A step is walked through operation by operation, in the order of the pipeline schedule (``wlb.schedules.operations``):
+a forward pass holds what its backward pass will read, layer by layer, a backward pass releases it and leaves gradients,
+and weights are gathered and freed where FSDP does so. The largest sum on the way is the prediction, and what it is made
+of is reported with it. How many micro-batches are in flight, and of which lengths, follows from the walk.
+
+What each layer holds is in ``wlb.job.memory.layers``. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from wlb.job.memory.layers import Exchange, LayerMemory, MemorySettings, Unit
+from wlb.schedules.operations import Operation, rank_operations, round_size
+
+# Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
+USABLE_SHARE = 0.9
+_BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
+EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes that a process may hold, and where that comes from."""
+
+    number_of_bytes: float
+    origin: str
+
+
+def limit_of_gpu(memory_bytes: float) -> MemoryLimit:
+    """What a process may hold that has a GPU of ``memory_bytes`` to itself."""
+    return MemoryLimit(USABLE_SHARE * memory_bytes, f"{USABLE_SHARE:.0%} of a GPU")
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The most that a process holds at once: bytes by purpose, on the pipeline rank that holds most."""
+
+    pipeline_rank: int
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {gib(value)}" for name, value in self.parts.items() if value)
+        return f"{gib(self.total)} GiB ({parts})"
+
+
+def gib(number_of_bytes: float) -> str:
+    """Bytes in GiB, with three significant digits."""
+    return f"{number_of_bytes / 2**30:.3g}"
+
+
+def predict_memory(settings: MemorySettings, tokens: Sequence[int]) -> MemoryEstimate:
+    """The peak over a step whose micro-batches hold ``tokens`` tokens each, before they are shared by cp and tp ranks.
+
+    Context-parallel ranks are taken to exchange as many tokens as one document over the whole micro-batch needs.
+    """
+    if len(tokens) != settings.micro_batches:
+        raise ValueError(f"{len(tokens)} token counts were given for {settings.micro_batches} micro-batches")
+    rows = [_largest_share(settings, count) for count in tokens]
+    estimates = [predict_rank_memory(settings, rows, rank) for rank in range(settings.parallel.pp)]
+    return max(estimates, key=lambda estimate: estimate.total)
+
+
+def predict_rank_memory(
+    settings: MemorySettings, rows: Sequence[int], pipeline_rank: int, exchanges: Sequence[Exchange] | None = None
+) -> MemoryEstimate:
+    """The peak of a rank that holds ``rows`` tokens of each micro-batch, shared by its tensor-parallel group.
+
+    ``exchanges`` are what it exchanges in each; without them, the most that a plan may ask for.
+    """
+    parallel = settings.parallel
+    operations = rank_operations(parallel.schedule, parallel.pp, settings.micro_batches, parallel.virtual_pp)
+    return _Walk(settings, pipeline_rank, rows, exchanges).over(operations[pipeline_rank])
+
+
+def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
+    """``predict_memory`` of a step whose micro-batches hold ``tokens`` tokens each, at once however many they are.
+
+    A full pipeline of equal micro-batches holds the same round after round, but for their token ids; GPipe alone holds
+    all of them.
+    """
+    walked = min(settings.micro_batches, EVEN_ROUNDS * round_size(settings.parallel.pp, settings.micro_batches))
+    if settings.parallel.schedule not in ("1f1b", "interleaved_1f1b"):
+        walked = settings.micro_batches
+    estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked)
+    more = (settings.micro_batches - walked) * _largest_share(settings, tokens) * _BATCH_BYTES
+    return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})
+
+
+def _largest_share(settings: MemorySettings, tokens: int) -> int:
+    """Of the tokens of a micro-batch, those of the context-parallel rank that holds most."""
+    cp = settings.parallel.cp
+    return math.ceil(tokens * (settings.uneven_shards / cp)) if cp > 1 else tokens
+
+
+@dataclass
+class _Walk:
+    """One pipeline rank's step: what is held, by purpose, and the most so far."""
+
+    settings: MemorySettings
+    rank: int
+    rows: Sequence[int]
+    exchanges: Sequence[Exchange] | None = None
+    held: Counter[str] = field(default_factory=Counter)
+    most: Counter[str] = field(default_factory=Counter)
+    most_total: int = 0
+    gathered: set[tuple[int, int]] = field(default_factory=set)
+    with_gradients: set[tuple[int, int]] = field(default_factory=set)
+    known: dict[tuple[int, int, Exchange | None], tuple[int, list[Unit]]] = field(default_factory=dict)
+
+    def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
+        """Walk through a step: forwards and backwards, then the optimizer."""
+        parallel = self.settings.parallel
+        mine = {
+            stage: self._units(stage, LayerMemory(self.settings, 1))
+            for stage in range(self.rank, parallel.stages, parallel.pp)
+        }
+        weights = sum(unit.weights for units in mine.values() for unit in units)
+        shard = -(-weights // self.shards) * self.settings.master_bytes
+        self.held["weights"] = shard
+        self.held["optimizer"] = 2 * shard
+        self.held["checkpoint"] = 3 * shard if self.settings.checkpoint_copy else 0
+        self.held["batches"] = sum(self.rows) * _BATCH_BYTES
+        if not self.frees_weights:  # all from the start of the step on
+            for stage, units in mine.items():
+                for index, unit in enumerate(units):
+                    self._gather(stage, index, unit)
+        for stage, micro_batch, backward, _ in operations:
+            if backward:
+                self._backward(stage, micro_batch)
+            else:
+                self._forward(stage, micro_batch)
+        self._note(working=shard)  # the optimizer's own
+        return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which FSDP divides weights."""
+        return self.settings.parallel.dp * self.settings.parallel.cp
+
+    @property
+    def frees_weights(self) -> bool:
+        """Whether weights are gathered again in every micro-batch."""
+        return self.settings.parallel.pp == 1 and not self.settings.keeps_weights
+
+    def _ends_and_units(self, stage: int, micro_batch: int) -> tuple[int, list[Unit]]:
+        """What a stage keeps beside its layers, and these; micro-batches of as many rows have the same."""
+        exchange = self.exchanges[micro_batch] if self.exchanges is not None else None
+        key = (stage, self.rows[micro_batch], exchange)
+        if key not in self.known:
+            layers = LayerMemory(self.settings, self.rows[micro_batch], exchange)
+            self.known[key] = (layers.ends(), self._units(stage, layers))
+        return self.known[key]
+
+    def _units(self, stage: int, layers: LayerMemory) -> list[Unit]:
+        settings = self.settings
+        start = sum(settings.stage_blocks[:stage])
+        units = layers.blocks(range(start, start + settings.stage_blocks[stage]))
+        first = [layers.embedding()] if stage == 0 else []
+        last = [layers.head()] if stage == len(settings.stage_blocks) - 1 else []
+        return [*first, *units, *last]
+
+    def _forward(self, stage: int, micro_batch: int) -> None:
+        ends, units = self._ends_and_units(stage, micro_batch)
+        self.held["activations"] += ends
+        self._gather_root(stage, units)
+        for index, unit in enumerate(units):
+            self._gather(stage, index, unit)
+            self._note(working=unit.forward)
+            self._hold(unit, +1)
+            if self.frees_weights and not unit.root:
+                self._free(stage, index, unit)
+        if self.frees_weights:
+            self._free_root(stage, units)
+
+    def _backward(self, stage: int, micro_batch: int) -> None:
+        ends, units = self._ends_and_units(stage, micro_batch)
+        last = micro_batch == self.settings.micro_batches - 1
+        alone = self.settings.parallel.pp == 1
+        self._gather_root(stage, units)
+        for index, unit in reversed(list(enumerate(units))):
+            self._gather(stage, index, unit)
+            if alone and index and not units[index - 1].root:
+                self._gather(stage, index - 1, units[index - 1])  # FSDP gathers one unit ahead
+            self._note(working=unit.backward)
+            self._hold(unit, -1)
+            self._add_gradients(stage, index, unit)
+            if alone and last and not unit.root:
+                self._reduce(stage, index, unit)
+        self.held["activations"] -= ends
+        if last:
+            for index, unit in enumerate(units):
+                if (stage, index) in self.with_gradients:
+                    self._reduce(stage, index, unit)
+
+    def _hold(self, unit: Unit, sign: int) -> None:
+        self.held["activations"] += sign * (unit.held - unit.scores - unit.received)
+        self.held["received keys and values"] += sign * unit.received
+        self.held["scores"] += sign * unit.scores
+
+    def _gather_root(self, stage: int, units: Sequence[Unit]) -> None:
+        for index, unit in enumerate(units):
+            if unit.root:
+                self._gather(stage, index, unit)
+
+    def _free_root(self, stage: int, units: Sequence[Unit]) -> None:
+        for index, unit in enumerate(units):
+            if unit.root:
+                self._free(stage, index, unit)
+
+    def _gather(self, stage: int, index: int, unit: Unit) -> None:
+        if (stage, index) in self.gathered:
+            return
+        self.gathered.add((stage, index))
+        self.held["gathered weights"] += unit.weights * self.settings.compute_bytes
+        if self.shards > 1:  # what the collective wrote, before it is cut into weights
+            self._note(working=unit.weights * self.settings.compute_bytes)
+
+    def _free(self, stage: int, index: int, unit: Unit) -> None:
+        if (stage, index) in self.gathered:
+            self.gathered.remove((stage, index))
+            self.held["gathered weights"] -= unit.weights * self.settings.compute_bytes
+
+    def _add_gradients(self, stage: int, index: int, unit: Unit) -> None:
+        if (stage, index) not in self.with_gradients:
+            self.with_gradients.add((stage, index))
+            self.held["gradients"] += unit.gradient * self.settings.master_bytes
+        if self.settings.compute_bytes < self.settings.master_bytes:  # this micro-batch's, before they are added
+            self._note(gradients=unit.gradient * self.settings.compute_bytes)
+
+    def _reduce(self, stage: int, index: int, unit: Unit) -> None:
+        """Sum gradients over the ranks that share the weights, and keep this rank's shard."""
+        whole = unit.weights * self.settings.master_bytes
+        self._free(stage, index, unit)
+        self._note(working=whole)
+        self.with_gradients.discard((stage, index))
+        self.held["gradients"] += -(-whole // self.shards) - unit.gradient * self.settings.master_bytes
+
+    def _note(self, working: int = 0, gradients: int = 0) -> None:
+        """Remember what is held now with what is there for a moment, if that is the most so far."""
+        total = self.held.total() + working + gradients
+        if total > self.most_total:
+            self.most = self.held + Counter(working=working, gradients=gradients)
+            self.most_total = total

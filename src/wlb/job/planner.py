@@ -1,0 +1,219 @@
+"""From the order of documents to the plan of each step, with a state to continue from after any of them.
+
+``StepPlanner`` takes a job's documents in their order, feeds them to its packer until steps come out, and deals each
+step to the data-parallel ranks. It needs document lengths only, so every rank runs its own and all get the
+same plans; a simulation runs one too. Each plan comes with the state right after it, where that is asked for; the state
+holds what waits in the packer and the steps the packer emitted along with this one, so going back to it takes time
+proportional to what is pending.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wlb.documents.arriving import ArrivingDocuments
+from wlb.documents.mixture import DocumentLengths, document_stream
+from wlb.documents.overlong import split_overlong
+from wlb.documents.segments import Segment
+from wlb.errors import UserError
+from wlb.job.job import JobSpec
+from wlb.packing.arrange import arrange
+from wlb.packing.packer import held_segments
+from wlb.packing.plan import StepPlan
+
+_MOST_DOCUMENTS = 2**20  # that are packed together: twice those of 65,536 windows of 4,096 tokens, at 500 tokens each
+_DOCUMENTS_AT_ONCE = 64  # enough to make a call of the packer worthwhile, few enough to keep its buffer small
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step dealt to data-parallel ranks, the seconds spent on it and the planner's state after it.
+
+    ``documents`` are the ids of those that the step finishes, ascending: no part of them waits any more. Over an epoch
+    each document is finished once, however it was split. ``pending_documents`` counts the documents taken in of which
+    a part is yet to be planned or handed out.
+    """
+
+    plan: StepPlan
+    planning_seconds: float
+    state: dict[str, Any]
+    documents: tuple[int, ...]
+    pending_documents: int
+
+
+class StepPlanner(Iterator[PlannedStep]):
+    """Plans the steps of ``job`` on ``documents``: lengths in a store, or in each store of a mixture, or a stream.
+
+    Ends after ``epochs`` epochs, the last one drained, and never for None: documents of the next epoch follow those of
+    this one into the same steps. An epoch of a mixture is over when every store has finished one. The order of
+    documents begins with that of ``first_epoch``. Raises ``UserError`` where they leave nothing to train on, and where
+    too many of them make a step.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        documents: DocumentLengths | ArrivingDocuments[Any],
+        *,
+        epochs: int | None = None,
+        first_epoch: int = 0,
+    ) -> None:
+        self._stream = document_stream(documents, job.data)
+        self._stream.begin(first_epoch)
+        if not isinstance(documents, ArrivingDocuments):
+            _check_step(job, documents)
+        self._packer = job.packer()
+        self._packing = job.packing
+        self._dp = job.dp
+        self._pipeline = job.pipeline
+        self._last_epoch = None if epochs is None else first_epoch + epochs - 1
+        self._emitted: deque[StepPlan] = deque()
+        self._drained = False
+        self._held: _Held | None = None
+
+    def __next__(self) -> PlannedStep:
+        started = time.perf_counter()
+        plan = self._next_plan()
+        if plan is None:
+            raise StopIteration
+        arranged = self._arranged(plan)
+        # All pieces of a document are taken in together, so what does not wait has been trained.
+        waiting = self._waiting_documents()
+        finished = {segment.document for segment in plan.segments} - waiting
+        state = self.state_dict()
+        return PlannedStep(arranged, time.perf_counter() - started, state, tuple(sorted(finished)), len(waiting))
+
+    def plans(self) -> Iterator[StepPlan]:
+        """The plans alone, for a simulation, which has no use for the states that go with them."""
+        while (plan := self._next_plan()) is not None:
+            yield self._arranged(plan)
+
+    @property
+    def pending_documents(self) -> int:
+        """Documents taken in of which a part waits in the packer or in steps not returned yet."""
+        return len(self._waiting_documents())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue after the last plan returned, as JSON-serialisable data."""
+        return {
+            "stream": self._stream.state_dict(),
+            "packer": self._held_by_packer().state,
+            "emitted": [plan.to_json() for plan in self._emitted],
+            "drained": self._drained,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, packed_otherwise: bool = False) -> None:
+        """Continue from ``state``, which was saved on the same documents; dp and micro-batches may differ.
+
+        Steps that are packed but were not handed out stay as they are where this packer could have made them, or
+        else are packed again before all that came later. With ``packed_otherwise`` (another method, or other settings)
+        everything that waits is packed anew, split where it is longer than the context window now.
+        """
+        emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
+        self._stream.load_state_dict(state["stream"])
+        self._emitted.clear()
+        self._drained = False
+        if packed_otherwise:
+            waiting, _ = split_overlong(waiting_in(state), self._packer.context_window)
+            self._packer.begin_with(waiting, step=_next_step_of(state))
+        else:
+            self._packer.load_state_dict(state["packer"])
+            if all(self._could_have_packed(plan) for plan in emitted):
+                self._emitted.extend(emitted)
+                self._drained = state["drained"]
+            else:
+                self._packer.take_back(emitted)
+        self._held = None
+
+    def begin_with_other_documents(self, state: dict[str, Any]) -> int:
+        """Continue a job that was saved on other documents, with the next epoch whose ids that job cannot have used.
+
+        Returns the number of documents that waited in ``state``: they are dropped.
+        """
+        self._stream.begin_after(state["stream"])
+        self._packer.begin_with([], step=_next_step_of(state))
+        self._held = None
+        return len({segment.document for segment in waiting_in(state)})
+
+    def _next_plan(self) -> StepPlan | None:
+        while not self._emitted:
+            if self._drained and self._last_epoch is not None and self._stream.epoch >= self._last_epoch:
+                return None
+            self._feed()
+        return self._emitted.popleft()
+
+    def _feed(self) -> None:
+        self._held = None
+        # One round at a time: a job that continues from a state packs what comes after it by its own sizes.
+        if steps := self._packer.next_steps():
+            self._emitted += steps
+        elif not self._stream.epoch_is_over:
+            self._packer.take_in(self._stream.take(_DOCUMENTS_AT_ONCE))
+        elif self._last_epoch is not None and self._stream.epoch >= self._last_epoch:
+            self._emitted += self._packer.drain()
+            self._drained = True
+        else:
+            self._stream.next_epoch()
+            self._drained = False
+
+    def _arranged(self, plan: StepPlan) -> StepPlan:
+        packing = self._packing
+        return arrange(plan, self._dp, assignment=packing.assignment, order=packing.order, pipeline=self._pipeline)
+
+    def _waiting_documents(self) -> set[int]:
+        return self._held_by_packer().documents.union(
+            segment.document for plan in self._emitted for segment in plan.segments
+        )
+
+    def _held_by_packer(self) -> _Held:
+        """The packer's state, made once for all steps that it emits together."""
+        if self._held is None:
+            documents = {segment.document for segment in self._packer.pending}
+            self._held = _Held(self._packer.state_dict(), documents)
+        return self._held
+
+    def _could_have_packed(self, plan: StepPlan) -> bool:
+        fits = all(micro_batch.tokens <= self._packer.capacity for micro_batch in plan.micro_batches)
+        return fits and len(plan.micro_batches) == self._packer.micro_batches
+
+
+def documents_together(job: JobSpec, lengths: DocumentLengths) -> int:
+    """Documents of ``lengths`` that are packed together, on average: those of a step, or of more with ``window``."""
+    stores = [lengths] if isinstance(lengths, np.ndarray) else lengths
+    tokens = max(1, sum(int(store.sum()) for store in stores))
+    windows = job.packing.options.global_batches * job.global_batch
+    return round(windows * job.context_window / tokens * sum(int(np.count_nonzero(store)) for store in stores))
+
+
+def _check_step(job: JobSpec, lengths: DocumentLengths) -> None:
+    together = documents_together(job, lengths)
+    if together > _MOST_DOCUMENTS:
+        raise UserError(
+            f"{job.packing.options.global_batches * job.global_batch} context windows of {job.context_window} tokens "
+            f"are packed together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower the global batch, "
+            "packing.window or data.context_window"
+        )
+
+
+class _Held(NamedTuple):
+    """What waits in the packer, as its state and as document ids."""
+
+    state: dict[str, Any]
+    documents: set[int]
+
+
+def waiting_in(state: dict[str, Any]) -> list[Segment]:
+    """The segments in a planner's ``state`` that are not trained, those of steps not handed out first."""
+    emitted = [StepPlan.from_json(plan) for plan in state["emitted"]]
+    return [*(segment for plan in emitted for segment in plan.segments), *held_segments(state["packer"])]
+
+
+def _next_step_of(state: dict[str, Any]) -> int:
+    step: int = (state["emitted"] or [state["packer"]])[0]["step"]
+    return step

@@ -1,0 +1,1 @@
+"""What argues for the product: rival policies, the paper's results, published measurements, each in one simulator."""

@@ -1,0 +1,126 @@
+"""Figures 7 and 10: what attention costs by length, and which FLOP/s it reaches.
+
+Simulated: the H100 preset, one layer of 7B. Measured: a profile of this machine (``wlb profile``), if one is given; its
+model and machine differ from the paper's, so its shape counts, not its numbers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wlb.studies.experiment import Column, Finding, Report, Settings, Table, lines_over_tokens
+from wlb.studies.paper import paper
+from wlb.workload import ModelShape, make_workload, model_shape
+from wlb.workload.base import Workload
+from wlb.workload.flops import attention_flops
+from wlb.workload.profile import WorkloadProfile, read_profile
+
+LENGTHS = tuple(2**power for power in range(8, 18))
+QUERIES = (16, 32, 64, 128, 192, 256, 384, 512, 1024)
+KEYS = 16_384
+_MODEL = "7b"
+_LINES = dict[str, tuple[list[float], list[float]]]
+
+
+def run(settings: Settings) -> Report:
+    shape = model_shape(_MODEL)
+    workload = make_workload(shape, "h100")
+    profile = read_profile(settings.profile) if settings.profile else None
+    queries = [(q, *_queries(workload, shape, q, KEYS)) for q in QUERIES]
+    documents = [(d, *_document(workload, shape, d)) for d in LENGTHS]
+    tables = [
+        _table(f"queries over {KEYS:,} keys, one layer of 7B, H100 preset", "queries", "simulated", queries),
+        _table("documents, one layer of 7B, H100 preset", "tokens", "simulated", documents),
+    ]
+    measured = _measured(profile) if profile else {}
+    tables += [_table(name, "tokens", "measured", rows) for name, rows in measured.items()]
+    curves = {"simulated: documents, 7B on H100": documents, f"simulated: queries over {KEYS:,} keys": queries}
+    return Report(
+        title="Latency and achieved FLOP/s of the attention kernel (paper: Figures 7 and 10)",
+        documents="none: lengths are given",
+        tables=tables,
+        draw=partial(_draw, curves, measured),
+        findings=_findings(queries),
+        notes=[
+            "forward only, as in the paper's Figure 10, whose values are printed nowhere",
+            "not modelled: tensor memory acceleration, which the paper names for the rise from 128 to 256 queries",
+            *([] if profile else ["measured tables need --profile FILE, from wlb profile --out FILE"]),
+        ],
+    )
+
+
+def _queries(workload: Workload, shape: ModelShape, queries: int, keys: int) -> tuple[float, float]:
+    """Milliseconds and TFLOP/s of the last ``queries`` tokens of a document of ``keys`` tokens, one layer."""
+    seconds = float(workload.piece_seconds([keys - queries], [keys], "forward")[0])
+    before, whole = attention_flops(shape, [keys - queries, keys], "forward").tolist()
+    return 1e3 * seconds / shape.layers, (whole - before) / seconds / 1e12
+
+
+def _document(workload: Workload, shape: ModelShape, tokens: int) -> tuple[float, float]:
+    seconds = float(workload.attention_seconds([tokens], "forward")[0])
+    return 1e3 * seconds / shape.layers, float(attention_flops(shape, [tokens], "forward")[0]) / seconds / 1e12
+
+
+def _measured(profile: WorkloadProfile) -> dict[str, list[tuple[int, float, float]]]:
+    """Of one layer, by what was measured."""
+    shape, table = profile.model, profile.prefix_attention
+    flops = attention_flops(shape, profile.attention.tokens, "forward") / profile.tp
+    rows = zip(profile.attention.tokens, profile.attention.forward_seconds, flops, strict=True)
+    found = {
+        f"documents, one layer, {profile.machine}": [
+            (int(d), 1e3 * float(s) / shape.layers, float(f) / float(s) / 1e12) for d, s, f in rows
+        ]
+    }
+    if table is not None:
+        per_pair = 4.0 * shape.layers * shape.heads * shape.head_dim / profile.tp
+        keys = int(table.keys[-1])
+        seconds = np.asarray(table.forward_seconds)[:, -1].tolist()
+        found[f"queries over {keys:,} keys, one layer, {profile.machine}"] = [
+            (int(q), 1e3 * s / shape.layers, per_pair * int(q) * keys / s / 1e12)
+            for q, s in zip(table.queries, seconds, strict=True)
+        ]
+    return found
+
+
+def _table(title: str, counted: str, kind: Any, rows: list[tuple[int, float, float]]) -> Table:
+    columns = (Column(counted, format=",.0f"), Column("latency, ms", kind, ".4g"), Column("TFLOP/s", kind, ".4g"))
+    return Table(title, columns, [*rows])
+
+
+def _findings(queries: list[tuple[int, float, float]]) -> list[Finding]:
+    latency = {tokens: milliseconds for tokens, milliseconds, _ in queries}
+    rate = {tokens: flops for tokens, _, flops in queries}
+    flat = latency[paper.KERNEL_FLAT_UNTIL] / latency[QUERIES[0]]
+    low, high = (rate[tokens] for tokens in paper.KERNEL_RISE)
+    return [
+        Finding(
+            f"latency is the same from {QUERIES[0]} to {paper.KERNEL_FLAT_UNTIL} queries",
+            abs(flat - 1) < 0.02,
+            f"{flat:.3f} times as long",
+        ),
+        Finding(
+            f"achieved FLOP/s rise significantly from {paper.KERNEL_RISE[0]} to {paper.KERNEL_RISE[1]} queries",
+            high > 1.05 * low,
+            f"{low:.0f} and {high:.0f} TFLOP/s",
+        ),
+    ]
+
+
+def _draw(
+    curves: dict[str, list[tuple[int, float, float]]], measured: dict[str, list[tuple[int, float, float]]], path: Path
+) -> None:
+    def lines(rows: dict[str, list[tuple[int, float, float]]], column: int) -> _LINES:
+        return {
+            name.partition(", one layer")[0]: ([float(row[0]) for row in points], [row[column] for row in points])
+            for name, points in rows.items()
+        }
+
+    panels = {"latency of one layer, ms (simulated)": lines(curves, 1), "TFLOP/s (simulated)": lines(curves, 2)}
+    if measured:
+        panels |= {"latency of one layer, ms (measured)": lines(measured, 1), "TFLOP/s (measured)": lines(measured, 2)}
+    log = [name for name in panels if name.startswith("latency")]
+    lines_over_tokens(path, "attention forward", panels, label="tokens of the document, or queries", log=log)

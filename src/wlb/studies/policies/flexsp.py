@@ -1,0 +1,243 @@
+"""FlexSP: sequence-parallel groups of different sizes, chosen by an integer program for every micro-batch.
+
+Source: FlexSP (ASPLOS '25, arXiv 2412.01523), section 4, and the branch ``flexsp`` of PKU-DAIR/Hetu-Galvatron.
+Documents are sorted and cut into M micro-batches of like lengths and even tokens, M from the least that memory allows
+to four more. In each, lengths are rounded up to 16 buckets, and the program chooses how many groups of each
+power-of-two size there are and which bucket runs where, so that the slowest group is fastest.
+
+The program is solved here for all groups of a size together, at a bound on the seconds that is bisected; documents are
+then dealt to the groups of their size, by cost and, where one finds no room, by best fit. That leaves a few thousand
+variables of the published program out and keeps its constraints: memory, ranks, sizes, and seconds of computing plus
+communication. Tokens of many documents together may fit a group that does not hold them one by one; then the program
+counts documents of a group in place of tokens, and a micro-batch for which it finds no groups at all is halved.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError, require
+from wlb.studies.policies.exchange import all_to_all_of_heads
+from wlb.studies.policies.filling import Integers, lightest, longest_first, split_evenly
+from wlb.studies.policies.plan import Group, GroupPlan, Ranks
+
+BUCKETS = 16
+NODES = 200  # of branch and bound, in each solve; the same on every machine
+_MICRO_BATCHES_TRIED = 5
+_BISECTIONS = 5
+_GAP = 0.05
+_HOPELESS = 5.0  # times the seconds that even ranks would need
+
+
+class _Grouped(NamedTuple):
+    """The groups of a micro-batch, and the seconds of the slowest."""
+
+    seconds: float
+    groups: list[Group]
+
+
+def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
+    """The fastest number of micro-batches by the program's own seconds. Raises ``UserError`` without SciPy."""
+    require("scipy.optimize", "solver")
+    order = longest_first(lengths)
+    least = max(1, -(-int(lengths.sum()) // (ranks.count * ranks.capacity)))
+    best: list[_Grouped] = []
+    for count in range(least, least + _MICRO_BATCHES_TRIED):
+        grouped = _micro_batches(split_evenly(order, lengths, count), lengths, ranks)
+        if grouped is None:
+            break  # a document that no group holds
+        if best and sum(one.seconds for one in grouped) >= sum(one.seconds for one in best):
+            break  # nor would more micro-batches be faster
+        best = grouped
+    if not best:
+        raise UserError(
+            f"FlexSP finds no groups of {ranks.count} ranks of {ranks.capacity} tokens for documents of up to "
+            f"{lengths.max()}; give more GPUs"
+        )
+    groups_of_slots = [group._replace(slot=slot) for slot, one in enumerate(best) for group in one.groups]
+    return GroupPlan(lengths, tuple(groups_of_slots), frozenset(range(len(best))), exchange="heads")
+
+
+def group_sizes(ranks: Ranks) -> list[int]:
+    """Powers of two up to the query heads that a rank has, and to all ranks."""
+    most = min(ranks.count, ranks.job.shape.heads // ranks.job.tp)
+    return [2**exponent for exponent in range(most.bit_length())]
+
+
+def _micro_batches(runs: list[list[int]], lengths: Integers, ranks: Ranks) -> list[_Grouped] | None:
+    """The groups of all micro-batches, longest documents first; None where no group holds one of these."""
+    solved = []
+    left = runs[::-1]
+    while left:
+        documents = left.pop()
+        one = _Program(documents, lengths, ranks).grouped()
+        if one is not None:
+            solved.append(one)
+        elif len(documents) == 1:
+            return None
+        else:
+            left += split_evenly(documents, lengths, 2)[::-1]
+    return solved
+
+
+class _Program:
+    """``documents``, longest first, in buckets of like lengths.
+
+    ``longest`` is the longest of each bucket, shape (buckets, 1). Of shape (buckets, sizes of groups) are ``seconds``
+    and each of ``shares``: what a document takes of a group's memory, by its tokens and by how many fit; infinite
+    where none does.
+    """
+
+    def __init__(self, documents: list[int], lengths: Integers, ranks: Ranks) -> None:
+        self.documents, self.lengths, self.ranks = documents, lengths, ranks
+        self.buckets = [part.tolist() for part in np.array_split(documents, min(BUCKETS, len(documents)))]
+        self.counts = np.array([len(bucket) for bucket in self.buckets])
+        self.longest = np.array([[lengths[bucket].max()] for bucket in self.buckets])
+        self.sizes = np.array(group_sizes(ranks))
+        self.room = self.sizes * ranks.capacity
+        self.seconds = _seconds(self.longest[:, 0], self.sizes, ranks)
+        mean = np.array([[lengths[bucket].mean()] for bucket in self.buckets])
+        one_by_one = 1 / np.maximum(self.room // self.longest, 1)
+        self.shares = [np.where(self.longest <= self.room, part, np.inf) for part in (mean / self.room, one_by_one)]
+
+    def grouped(self) -> _Grouped | None:
+        """The fastest groups that the program finds; None where none fit."""
+        low = self._least_seconds()
+        if low == np.inf:
+            return None
+        found = self._one_each()
+        if found is not None and found.seconds <= (1 + _GAP) * low:
+            return found  # no program does better by more than its own gap
+        high = 2 * low if found is None else found.seconds
+        for _ in range(_BISECTIONS):
+            bound = high if found is None else (low + high) / 2
+            solvable, groups = self._within(bound)
+            if groups is not None and (found is None or groups.seconds < found.seconds):
+                found, high = groups, min(bound, groups.seconds)
+            elif found is not None:
+                low = bound
+            elif solvable or bound <= _HOPELESS * low:
+                high = 2 * bound
+            else:
+                return None  # memory, not seconds, stands against it
+            if found is not None and high <= (1 + 2 * _GAP) * low:
+                break
+        return found
+
+    def _least_seconds(self) -> float:
+        """No groups are faster: those of ranks that are all as busy, and of the document that takes longest alone."""
+        possible = np.where(self.longest <= self.room, self.seconds, np.inf)
+        even = float(((possible * self.sizes).min(axis=1) * self.counts).sum()) / self.ranks.count
+        return max(even, float(possible.min(axis=1).max()))
+
+    def _one_each(self) -> _Grouped | None:
+        """Every document on one rank, if that is possible."""
+        documents, lengths, ranks = self.documents, self.lengths, self.ranks
+        if lengths[documents].max() > ranks.capacity:
+            return None
+        cost = np.zeros(len(lengths))
+        cost[documents] = _seconds(lengths[documents], np.array([1]), ranks)[:, 0]
+        members, left_over = lightest(documents, cost, ranks.count, lengths, ranks.capacity)
+        if left_over:
+            return None
+        groups = [Group(0, (rank,), tuple(of_rank)) for rank, of_rank in enumerate(members) if of_rank]
+        return _Grouped(max(float(cost[list(group.documents)].sum()) for group in groups), groups)
+
+    def _within(self, bound: float) -> tuple[bool, _Grouped | None]:
+        """Whether the program has a solution in ``bound`` seconds, and the groups that documents could be dealt to."""
+        for shares in self.shares:
+            solution = _solve(self, shares, bound)
+            if solution is None:
+                return False, None
+            groups = _dealt(self, *solution)
+            if groups is not None:
+                return True, groups
+        return True, None
+
+
+def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArray[np.float64]:
+    """Of a document of each length in a group of each size: computing over the ranks, and the all-to-all's bytes."""
+    compute = ranks.job.sharding_workload.document_seconds(lengths)[:, None] / sizes
+    wire = [
+        np.zeros(len(lengths)) if size == 1 else 2 * all_to_all_of_heads(ranks.job, lengths, size)[0]
+        for size in sizes.tolist()
+    ]
+    seconds: NDArray[np.float64] = compute + np.stack(wire, axis=1)
+    return seconds
+
+
+def _solve(task: _Program, shares: NDArray[np.float64], bound: float) -> tuple[Integers, Integers] | None:
+    """Documents of each bucket in groups of each size, (buckets, sizes), and the number of groups; None if impossible.
+
+    A document takes ``shares`` of a group's memory; infinite ones are not allowed. Columns: documents by bucket and
+    size, bucket-major, then groups of each size. Fewest ranks, of what is possible.
+    """
+    optimize = require("scipy.optimize", "solver")
+    buckets, kinds = shares.shape
+    count = buckets * kinds
+    allowed = np.isfinite(shares)
+    upper = np.concatenate([(allowed * task.counts[:, None]).ravel(), task.ranks.count // task.sizes])
+    each = np.zeros((buckets, count + kinds))
+    time, memory = np.zeros((kinds, count + kinds)), np.zeros((kinds, count + kinds))
+    for bucket in range(buckets):
+        each[bucket, bucket * kinds : (bucket + 1) * kinds] = 1
+    for kind in range(kinds):
+        time[kind, kind:count:kinds] = task.seconds[:, kind] / bound
+        memory[kind, kind:count:kinds] = np.where(allowed[:, kind], shares[:, kind], 0.0)
+        time[kind, count + kind] = memory[kind, count + kind] = -1
+    used = np.concatenate([np.zeros(count), task.sizes])
+    constraints = [
+        optimize.LinearConstraint(each, task.counts, task.counts),
+        optimize.LinearConstraint(np.concatenate([time, memory]), -np.inf, 0),
+        optimize.LinearConstraint(used[None], 0, task.ranks.count),
+    ]
+    result = optimize.milp(
+        used,
+        integrality=np.ones(count + kinds),
+        bounds=optimize.Bounds(0, upper),
+        constraints=constraints,
+        options={"node_limit": NODES, "mip_rel_gap": _GAP},
+    )
+    if result.x is None:
+        return None
+    whole = np.rint(result.x).astype(np.int64)
+    return whole[:count].reshape(buckets, kinds), whole[count:]
+
+
+def _dealt(task: _Program, shares: Integers, of_size: Integers) -> _Grouped | None:
+    """The groups of a solution; None where documents that were counted do not fit one by one."""
+    lengths, ranks = task.lengths, task.ranks
+    groups: list[Group] = []
+    first = 0
+    left_over: list[int] = []  # of smaller groups, which larger ones may have room for
+    stops = np.cumsum(shares, axis=1)
+    for kind, (size, count) in enumerate(zip(task.sizes.tolist(), of_size.tolist(), strict=True)):
+        for bucket, taken, stop in zip(task.buckets, shares[:, kind], stops[:, kind], strict=True):
+            left_over += bucket[stop - taken : stop]
+        if not left_over or not count:
+            continue
+        by_cost = np.zeros(len(lengths))
+        by_cost[left_over] = _seconds(lengths[left_over], np.array([size]), ranks)[:, 0]
+        members, left_over = lightest(left_over, by_cost, count, lengths, size * ranks.capacity)
+        for documents in filter(None, members):
+            groups.append(Group(0, tuple(range(first, first + size)), tuple(documents)))
+            first += size
+    if not all(_fits_in_one(document, groups, task) for document in left_over):
+        return None
+    seconds = (float(_seconds(lengths[list(g.documents)], np.array([len(g.ranks)]), ranks).sum()) for g in groups)
+    return _Grouped(max(seconds), groups)
+
+
+def _fits_in_one(document: int, groups: list[Group], task: _Program) -> bool:
+    """Add the document to the group that it leaves least room in, if one has room."""
+    rooms = [len(g.ranks) * task.ranks.capacity - int(task.lengths[list(g.documents)].sum()) for g in groups]
+    length = int(task.lengths[document])
+    room, index = min((room, index) for index, room in enumerate([*rooms, math.inf]) if room >= length)
+    if room == math.inf:
+        return False
+    groups[index] = groups[index]._replace(documents=(*groups[index].documents, document))
+    return True

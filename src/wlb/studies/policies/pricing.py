@@ -1,0 +1,282 @@
+"""What a rival's plan costs: the same workload, links, FSDP and pipeline as those of every simulated job.
+
+Groups are sharded and priced by the simulator itself (``wlb.simulate``), as context-parallel groups of their size.
+Moved attention is priced piece by piece; what it exchanges, and what hides that, is in ``exchange``. From the seconds
+of every rank in every micro-batch follows the step: ranks that run a micro-batch together begin it together, pipelines
+run their schedule, and a step ends when the slowest has reduced gradients and updated weights.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb.job.config import ShardingConfig
+from wlb.job.memory.step import predict_even_step
+from wlb.schedules.timing import pipeline_times
+from wlb.simulate.costs import Direction, JobCosts
+from wlb.simulate.fsdp import late_reduction, with_gathers
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.shards import Shards, price_shards
+from wlb.simulate.step import Steps
+from wlb.studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moved_seconds, moving_seconds
+from wlb.studies.policies.plan import ExchangeKind, GroupPlan, MovedPlan, Ranks
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StepPrice:
+    """Seconds of a step, bytes that the mean GPU receives in it (FSDP's and tp's left out), and its peak memory."""
+
+    seconds: float
+    exchanged_bytes: float
+    memory_bytes: float
+
+
+class SlotSeconds(NamedTuple):
+    """What every rank's stages take in every slot, shape (ranks, stages, slots), and its tokens, (ranks, slots).
+
+    For ``moving`` of these seconds its links carry what ranks exchange for attention: of a forward, or where a backward
+    brings more, of a backward, before each of which weights are gathered.
+    """
+
+    forward: Array
+    backward: Array
+    tokens: Array
+    moving: ArrayLike = 0.0
+
+
+def price_groups(plan: GroupPlan, ranks: Ranks) -> StepPrice:
+    """The step of ``plan``: groups of each size are priced together."""
+    seconds, exchanged = group_seconds(plan, ranks)
+    # Sequence parallelism over heads holds whole sequences of few heads in place of its own part of all.
+    largest = 1 if plan.exchange == "heads" else max(len(group.ranks) for group in plan.groups)
+    memory = peak_memory(ranks, float(seconds.tokens.max()), largest)
+    return StepPrice(
+        step_seconds(seconds, begun_together(plan, ranks), ranks), exchanged / (ranks.count * ranks.job.pp), memory
+    )
+
+
+def begun_together(plan: GroupPlan, ranks: Ranks) -> NDArray[np.int64]:
+    """One number for ranks that begin a slot together, shape (ranks, slots): a group's, or all before a barrier."""
+    began = np.tile(np.arange(ranks.count)[:, None], plan.slots)
+    for group in plan.groups:
+        began[list(group.ranks), group.slot] = group.ranks[0]
+    began[:, sorted(plan.barriers)] = 0
+    return began
+
+
+def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
+    """Seconds of all ranks, and bytes that they receive, of all layers, each rank's one tensor-parallel share."""
+    job, by_size = ranks.job, defaultdict(list)
+    for group in plan.groups:
+        by_size[len(group.ranks)].append(group)
+    forward = np.zeros((ranks.count, job.stages, plan.slots))
+    backward, moving = np.zeros_like(forward), np.zeros_like(forward)
+    exchanged = 0.0
+    for size, groups in by_size.items():
+        lengths = [plan.lengths[list(group.documents)].tolist() for group in groups]
+        of_stages = _priced(lengths, size, job, plan.sharding, plan.exchange)
+        exchanged += of_stages.received_bytes
+        for index, group in enumerate(groups):
+            members = list(group.ranks)
+            forward[members, :, group.slot] += of_stages.forward[:, index]
+            backward[members, :, group.slot] += of_stages.backward[:, index]
+            moving[members, :, group.slot] += of_stages.moving[:, index]
+    return SlotSeconds(forward, backward, plan.tokens_per_rank(ranks.count), moving), exchanged
+
+
+def price_moved(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool = False) -> StepPrice:
+    """The step of ``plan``; ``hidden_by`` and ``resent`` say how its exchange runs (``exchange``)."""
+    seconds, exchanged = moved_rank_seconds(plan, ranks, hidden_by=hidden_by, resent=resent)
+    memory = peak_memory(ranks, float(seconds.tokens.max()), _pool_size(plan))
+    return StepPrice(step_seconds(seconds, plan.pools, ranks), exchanged, memory)
+
+
+def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool) -> tuple[SlotSeconds, float]:
+    """Seconds of all ranks, once those of a pool have waited for each other, and bytes received by the mean GPU."""
+    job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
+    tokens = plan.by_lane((plan.home.stop - plan.home.start).astype(np.float64), plan.home)
+    last_keys = np.zeros(plan.pools.size, np.int64)
+    np.maximum.at(last_keys, plan.work.lane, plan.work.stop)
+    longest = last_keys.reshape(plan.slots, plan.ranks).T
+    attention = {
+        direction: plan.by_lane(
+            plan.work.share * costs.attention(plan.work.start, plan.work.stop, direction), plan.work
+        )
+        + costs.attention_drain(longest, direction)
+        for direction in _DIRECTIONS
+    }
+    lanes = _alone(tokens.ravel(), attention["forward"].ravel(), attention["backward"].ravel())
+    steps = Steps.of_shards(lanes.reshaped(1, 1, tokens.size), costs)
+    groups, head = steps.groups, steps.head
+    moved = moved_bytes(plan, job, resent=resent)
+    shape, pool = tokens.shape, _pool_size(plan)
+    blocks = []
+    for direction, whole in zip(_DIRECTIONS, (groups.forward, groups.backward), strict=True):
+        busy = whole.reshape(shape)
+        exposed = moved_seconds(
+            moved[direction], attention[direction], busy - attention[direction], pool, job, hidden_by
+        )
+        blocks.append(_slowest_of_pool(busy + exposed, plan.pools))
+    share, last = costs.stage_shares[None, :, None], np.eye(job.stages)[-1][None, :, None]
+    heads = [_slowest_of_pool(part.reshape(shape), plan.pools) for part in (head.forward, head.backward)]
+    forward, backward = (share * b[:, None] + last * h[:, None] for b, h in zip(blocks, heads, strict=True))
+    received = sum(float(part.received.sum()) for part in moved.values()) / plan.ranks
+    moving = share * moving_seconds(moved["backward"], pool, job)[:, None]
+    return SlotSeconds(forward, backward, tokens, moving), received * job.shape.layers / job.pp
+
+
+def step_seconds(
+    seconds: SlotSeconds, began: NDArray[np.int64], ranks: Ranks, *, updates_weights: bool = True
+) -> float:
+    """The whole step, where ranks with the same number in ``began``, shape (ranks, slots), begin a slot together.
+
+    Without ``updates_weights`` it ends with the last backward.
+    """
+    job, costs = ranks.job, own_costs(ranks.job)
+    forward, backward = seconds.forward[None], seconds.backward[None]
+    kept = job.pp > 1 or ranks.keeps_weights
+    if not kept:
+        began = np.zeros_like(began)  # weights are gathered from all in every micro-batch
+    staged = with_gathers(costs, forward, backward, kept=kept, moving=seconds.moving)
+    slots = -(-forward.shape[-1] // job.pp) * job.pp if job.virtual_pp > 1 else forward.shape[-1]
+    forwards, backwards = (_filled(values, slots) for values in staged)
+    times = pipeline_times(
+        job.schedule,
+        forwards,
+        backwards,
+        job.virtual_pp,
+        transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.pp > 1 else 0.0,
+        together=np.concatenate([began, np.zeros((len(began), slots - began.shape[1]), np.int64)], axis=1)[None],
+    )
+    ends = times.rank_ends[:, 0].max(axis=1)
+    if updates_weights:
+        ends = ends + late_reduction(costs, backward, kept=kept)[:, 0] + costs.optimizer
+    return float(ends.max())
+
+
+def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
+    """The step if every rank had the same documents in every micro-batch and nothing were exchanged."""
+    job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
+    tokens = float(lengths.sum()) / ranks.count
+    slots = -(-max(1, round(tokens)) // ranks.capacity)
+    slots = -(-slots // job.pp) * job.pp
+    starts = np.zeros_like(lengths)
+    attention = [float(costs.attention(starts, lengths, d).sum()) / ranks.count / slots for d in _DIRECTIONS]
+    lane = _alone(np.array([tokens / slots]), *(np.array([seconds]) for seconds in attention))
+    stages = Steps.of_shards(lane.reshaped(1, 1, 1), costs).stages
+    forward, backward = (np.repeat(phase[0], slots, axis=2) for phase in stages[:2])
+    seconds = SlotSeconds(forward, backward, np.full((1, slots), tokens / slots))
+    return step_seconds(seconds, np.zeros((1, slots), np.int64), ranks)
+
+
+def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
+    """Bytes of a GPU where every micro-batch leaves ``tokens`` tokens on a rank, in groups of so many ranks."""
+    return float(_peak(ranks.job, max(1, round(tokens)), min(group, ranks.count), ranks.keeps_weights))
+
+
+@lru_cache(maxsize=4096)
+def _peak(job: SimulatedJob, tokens: int, members: int, keeps_weights: bool) -> int:
+    grouped = _with_groups(job, members, max(1, job.dp // members), "per_document", micro_batches=_MANY * job.pp)
+    settings = replace(grouped.memory_settings, keeps_weights=keeps_weights)
+    return predict_even_step(settings, tokens * members).total
+
+
+_DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+# Micro-batches for each stage, of which memory is predicted: enough that a pipeline is full, and that gradients add up
+# over several of them.
+_MANY = 4
+
+
+class _Stages(NamedTuple):
+    forward: Array  # (stages, groups)
+    backward: Array
+    moving: Array
+    received_bytes: float
+
+
+def _priced(
+    lengths: Sequence[Sequence[int]], size: int, job: SimulatedJob, sharding: str, exchange: ExchangeKind
+) -> _Stages:
+    """Groups of ``size`` ranks with documents of ``lengths``."""
+    costs = group_costs(job, 1 if exchange == "heads" else size, sharding)
+    shards = price_shards(lengths, costs)
+    again = 1 if job.activation_checkpointing == "full" else 0
+    if exchange == "heads" and size > 1:
+        whole = shards.tokens[:, 0]
+        longest = [max(of_one) for of_one in lengths]
+        drains = [costs.attention_drain(longest, direction) for direction in _DIRECTIONS]  # of however few heads
+        attention = shards.attention_forward[:, 0], shards.attention_backward[:, 0]
+        shards = _alone(whole / size, *((a - drain) / size + drain for a, drain in zip(attention, drains, strict=True)))
+        wire, received = all_to_all_of_heads(job, whole, size)
+        passes = (1, 1 + again)
+        received_bytes = float(received.sum()) * size * sum(passes)
+    else:
+        sent_again = np.where(shards.kept & (again == 0), 2, 3)  # there, gradients back, and there again
+        received_bytes = float((shards.received.sum(axis=1) * sent_again).sum()) * kv_bytes(job)
+        wire, passes = np.zeros(len(lengths)), (0, 0)
+    steps = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)
+    of_wire = costs.stage_shares[:, None] * wire
+    forward, backward = (phase[0, 0] + times * of_wire for phase, times in zip(steps.stages[:2], passes, strict=True))
+    return _Stages(forward, backward, steps.moving[0, 0] + of_wire, received_bytes * job.shape.layers)
+
+
+own_costs = lru_cache(maxsize=512)(JobCosts)  # prices of the job itself
+
+
+@lru_cache(maxsize=512)
+def group_costs(job: SimulatedJob, size: int, sharding: str) -> JobCosts:
+    """Prices of a context-parallel group of ``size`` of the job's ranks."""
+    return JobCosts(_with_groups(job, size, 1, sharding))
+
+
+def _with_groups(
+    job: SimulatedJob, size: int, count: int, sharding: str, micro_batches: int | None = None
+) -> SimulatedJob:
+    """``job`` with ``count`` context-parallel groups, each of so many micro-batches, by default one a stage's rank."""
+    packing = job.packing.changed(micro_batches=count * (micro_batches or job.pp))
+    return replace(
+        job,
+        layout=replace(job.layout, cp=size, dp=count),
+        packing=packing,
+        sharding=ShardingConfig(strategy=sharding),
+    )
+
+
+def _alone(tokens: Array, forward: Array, backward: Array) -> Shards:
+    """Ranks that exchange nothing, each a group of its own."""
+    none = np.zeros((len(tokens), 1), np.int64)
+    return Shards(
+        np.ceil(tokens).astype(np.int64)[:, None],
+        forward[:, None],
+        backward[:, None],
+        np.ones((len(tokens), 1)),
+        *(none, none, none, none),
+        np.ones(len(tokens), np.bool_),
+        np.ones(len(tokens), np.int64),
+    )
+
+
+def _slowest_of_pool(seconds: Array, pools: NDArray[np.int64]) -> Array:
+    """The slowest rank of each rank's pool; shapes (ranks, slots)."""
+    place = pools + len(pools) * np.arange(pools.shape[1])
+    most = np.zeros(pools.size)
+    np.maximum.at(most, place.ravel(), seconds.ravel())
+    return np.asarray(most[place], np.float64)
+
+
+def _pool_size(plan: MovedPlan) -> int:
+    return int(np.bincount(plan.pools[:, 0]).max())
+
+
+def _filled(values: Array, slots: int) -> Array:
+    """``values`` with empty slots at the end."""
+    return np.concatenate([values, np.zeros((*values.shape[:-1], slots - values.shape[-1]))], axis=-1)

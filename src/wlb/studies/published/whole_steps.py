@@ -1,0 +1,342 @@
+"""Whole training steps of published tables, simulated.
+
+A row becomes a ``SimulatedJob`` and a step of documents that all have the table's sequence length. What the row says
+about layout, precision and recomputation is taken from it; what its repository does everywhere is in ``_STACKS``. All
+micro-batches of such a step are alike, so one is priced and stands for all.
+
+A row that does not say what decides its time has a reason in place of a prediction. Where recomputation is not stated,
+none is assumed for Megatron and what is built on it, fitting or not; for other repositories the cheapest kind that is
+predicted to fit the GPU's memory.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.errors import UserError
+from wlb.job.pricing import Software
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.job import SimulatedJob, simulated_job
+from wlb.simulate.search import fitted
+from wlb.simulate.shards import Shards, price_shards
+from wlb.simulate.step import Steps
+from wlb.studies.published.metrics import Row, seconds_of_step, size, stated, step_tokens
+from wlb.studies.published.models import published_shape
+from wlb.studies.published.prediction import ODD, Prediction, source_of, why
+from wlb.workload import Hardware, ModelShape, hardware_preset
+
+Recomputation = Literal["none", "selective", "full"]
+
+
+class Stack(NamedTuple):
+    """How a repository trains, where a row does not say otherwise.
+
+    ``compiled`` also stands for fused kernels of another kind, such as those of Transformer Engine. ``weights`` are
+    gathered by FSDP in every micro-batch, which then also reduces gradients, or kept by a distributed optimizer.
+    """
+
+    attention: Literal["fa2", "fa3", "cudnn"]
+    compiled: bool
+    weights: Literal["gathered", "kept"]
+    prefetch: bool = True
+    async_tp: bool = False
+
+
+_LLM_FOUNDRY, _BRIDGE = "mosaicml/llm-foundry", "NVIDIA-NeMo/Megatron-Bridge"
+_TORCHTITAN, _AUTOMODEL = "pytorch/torchtitan", "NVIDIA-NeMo/Automodel"
+_MEGATRON = Stack("cudnn", True, "kept")
+# NeMo's recipes overlap tensor-parallel collectives with matrix products (``tp_comm_overlap``).
+_NEMO = _MEGATRON._replace(async_tp=True)
+_KERNELS = {"fa2": "FlashAttention-2", "fa3": "FlashAttention-3", "cudnn": "cuDNN", "triton": "Triton's kernel"}
+_STACKS = {
+    _TORCHTITAN: Stack("fa2", True, "gathered"),
+    _LLM_FOUNDRY: Stack("fa2", False, "gathered"),
+    _AUTOMODEL: Stack("cudnn", True, "gathered", prefetch=False),
+    _BRIDGE: _NEMO,
+    "NVIDIA/NeMo": _NEMO,
+    "yanring/Megatron-MoE-ModelZoo": _MEGATRON,
+}
+
+
+@dataclass(frozen=True)
+class PublishedStep:
+    """A step as a row describes it: a job whose micro-batches all hold documents of ``lengths`` tokens."""
+
+    job: SimulatedJob
+    lengths: tuple[int, ...]
+    kind: str
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """What the simulator predicts."""
+        costs = JobCosts(self.job)
+        one = price_shards([self.lengths], costs).reshaped(1, 1, 1)
+        shape = (1, 1, self.job.micro_batches_per_rank)  # of steps, data-parallel ranks, which are alike, micro-batches
+
+        def repeated(column: NDArray[Any]) -> NDArray[Any]:
+            return np.broadcast_to(column, (*shape, *column.shape[3:]))
+
+        return float(Steps.of_shards(Shards(*map(repeated, one)), costs).seconds[0])
+
+
+def whole_step_row(row: Row) -> Prediction:
+    """A prediction, or why there is none, for a row of whole steps."""
+    measured: float | None = None
+    predicted: float | None = None
+    step: PublishedStep | None = None
+    reason: str | None = None
+    try:
+        for name in ("table", "repo", "commit", "path", "model"):
+            stated(row, name)
+        measured = seconds_of_step(row)
+        step = published_step(row)
+        predicted = step.seconds
+    except ODD as error:
+        reason = why(error)
+    return Prediction(
+        table=str(row.get("table") or "rows of no table"),
+        run="",
+        row=_label(row),
+        source=source_of(row),
+        measured_seconds=measured,
+        predicted_seconds=predicted,
+        reason=reason,
+        assumed="; ".join(step.assumed) or None if step else None,
+        kind=step.kind if step else None,
+    )
+
+
+def _label(row: Row) -> str:
+    sizes = [f"{name} {row[name]}" for name in ("tp", "cp", "pp", "ep") if row.get(name) not in (None, 1)]
+    hardware = re.sub(r"[ ,(].*", "", str(row.get("hardware") or ""))
+    said = [
+        row.get("model"),
+        hardware,
+        row.get("precision"),
+        f"{row.get('gpus')} GPUs",
+        f"{row.get('seq_len')} tokens",
+        *sizes,
+    ]
+    return ", ".join(str(part) for part in [*said, row.get("policy"), row.get("note")] if part)
+
+
+def published_step(row: Row) -> PublishedStep:
+    """The step that ``row`` describes; raises ``UserError`` that says what is missing."""
+    _refuse_what_is_no_plain_step(row)
+    stack = _STACKS.get(row["repo"])
+    if stack is None:
+        raise UserError(f"how {row['repo']} trains is not known here")
+    shape = published_shape(row["model"])
+    if shape.experts is not None:
+        size(row, "ep")
+    layout = _layout(row)
+    job = _job(row, shape, stack, layout)
+    assumed = [*layout.assumed, *_remarks(row, shape, stack, job)]
+    recomputation = _stated_recomputation(row)
+    if recomputation is None and stack.weights == "kept":
+        assumed.append("no recomputation, or of element-wise operations only, whether or not that fits")
+    elif recomputation is None:
+        fitting = fitted(_held(job, job.pricing.software.reduces_always))
+        kind: Recomputation = fitting.activation_checkpointing if fitting else "full"
+        why = "the cheapest that is predicted to fit" if fitting else "and not even that is predicted to fit"
+        assumed.append(f"recomputation: {kind}, {why}")
+        job = replace(job, activation_checkpointing=kind)
+    else:
+        job = replace(job, activation_checkpointing=recomputation)
+    return PublishedStep(job, (size(row, "seq_len"),) * layout.sequences, _kind(row, shape), tuple(assumed))
+
+
+def _refuse_what_is_no_plain_step(row: Row) -> None:
+    if "rollout" in row["metric"]:
+        raise UserError("the step includes rollouts")
+    if row["repo"] == "hao-ai-lab/DistCA":
+        raise UserError("the lengths of its documents are not published")
+    words = f"{row['table']} {row.get('kind')} {row['model']} {_note(row)}"
+    if _says(words, r"\bq?lora") or (row["repo"] == _AUTOMODEL and _says(words, "triton")):
+        raise UserError("LoRA, whose backward leaves out weight gradients, is not simulated")
+
+
+def _note(row: Row) -> str:
+    return str(row.get("note") or "")
+
+
+def _says(text: str, word: str) -> bool:
+    """Whether ``text`` has ``word``, a pattern, also as a part of another word, and does not deny it."""
+    found = re.search(rf"(\b(?:no|not|non|without)\b|w/o)?[\s-]*[\w.-]*{word}", text, re.IGNORECASE)
+    return found is not None and found[1] is None
+
+
+def ran_triton(row: Row) -> bool:
+    """Whether attention was Triton's kernel, by the scripts that stood beside llm-foundry's tables.
+
+    ``submit_benchmarks.py`` took it by default until March 2024 (commit 7f0fdae66), and ``sweep.sh`` did not say
+    otherwise (b2a43a147). ``sweep.py`` of the large scale (5e85bd62d) asked for it for 13B and 30B, and for
+    FlashAttention elsewhere. All are in ``scripts/train/benchmarking``; the tables themselves do not name a kernel.
+    """
+    at_large_scale = "Large Scale" in row["hardware"]
+    return row["repo"] == _LLM_FOUNDRY and (not at_large_scale or row["model"] in ("MPT 13b", "MPT 30b"))
+
+
+class _StatedLayout(NamedTuple):
+    """Sizes of groups; ``sequences`` of a micro-batch, and ``micro_batches`` of a data-parallel rank."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    virtual_pp: int
+    micro_batches: int
+    sequences: int
+    assumed: tuple[str, ...]
+
+    @property
+    def job_settings(self) -> dict[str, Any]:
+        names = ("tp", "cp", "pp", "dp", "virtual_pp", "micro_batches")
+        schedule = "interleaved_1f1b" if self.virtual_pp > 1 else "1f1b"
+        return {name: getattr(self, name) for name in names} | {"schedule": schedule}
+
+
+def _layout(row: Row) -> _StatedLayout:
+    tp, cp, pp, gpus = (size(row, name) for name in ("tp", "cp", "pp", "gpus"))
+    assumed = []
+    dp, rest = divmod(gpus, tp * cp * pp)
+    if rest or not dp:
+        raise UserError(f"{gpus} GPUs are no multiple of its tp x cp x pp = {tp * cp * pp}")
+    if row.get("dp_printed") is not None and size(row, "dp_printed") != dp:
+        raise UserError(f"its printed layout is of {tp * cp * pp * row['dp_printed']} GPUs, not of {gpus}")
+    if row.get("micro_batch") is None:
+        sequences = 1
+        assumed.append("micro-batches of one sequence")
+    else:
+        sequences = size(row, "micro_batch")
+    virtual_pp = 1 if row.get("vp") is None else size(row, "vp")
+    of_rank = step_tokens(row) // size(row, "seq_len") // dp
+    if row["repo"] == _TORCHTITAN and pp > 1:  # what it prints is the batch of a rank
+        sequences = max(1, sequences // pp)
+        virtual_pp = 2 if "Interleaved" in _note(row) else 1
+        assumed.append(f"micro-batches of {sequences} sequences, and {virtual_pp} stages a rank")
+    micro_batches, rest = divmod(of_rank, sequences)
+    if rest or not micro_batches:
+        raise UserError(f"{of_rank} sequences of a data-parallel rank are no multiple of its micro-batch, {sequences}")
+    return _StatedLayout(tp, cp, pp, dp, virtual_pp, micro_batches, sequences, tuple(assumed))
+
+
+def _held(job: SimulatedJob, reduces_always: bool) -> SimulatedJob:
+    """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
+    if job.pp > 1 or not reduces_always:
+        return job
+    return replace(job, packing=job.packing.changed(micro_batches=job.dp))
+
+
+def _job(row: Row, shape: ModelShape, stack: Stack, layout: _StatedLayout) -> SimulatedJob:
+    return simulated_job(
+        shape,
+        size(row, "seq_len") * layout.sequences,  # L_max, by which memory is predicted
+        "plain-4d",
+        hardware=_hardware(row, stack),
+        sharding="per_document",
+        software=_software(row, stack, layout),
+        **layout.job_settings,
+    )
+
+
+def _software(row: Row, stack: Stack, layout: _StatedLayout) -> Software:
+    """What the row and its repository say of it."""
+    note, weights = _note(row), stack.weights
+    if row["repo"] == _BRIDGE and row.get("fsdp"):
+        weights = "gathered"
+    if row.get("sharding") == "SHARD_GRAD_OP" or layout.pp > 1:  # torchtitan and Automodel keep them in a pipeline
+        weights = "kept"
+    return Software(
+        weights=weights,
+        prefetch=stack.prefetch or _says(note, "prefetch"),
+        reduces_always=weights == "gathered",
+        async_tp=stack.async_tp or _says(note, "async"),
+        expert_parallel=1 if row.get("ep") is None else size(row, "ep"),
+    )
+
+
+def _hardware(row: Row, stack: Stack) -> Hardware:
+    """The GPU of the row, in its precision and with its kernels."""
+    found = re.search("GB300|GB200|B300|B200|H200|H100|A100", stated(row, "hardware").upper())
+    if found is None:
+        raise UserError(f"its hardware is not known here: {row['hardware']}")
+    hardware = hardware_preset(found[0].lower())
+    if "96GB HBM2e" in row["hardware"]:  # quoted: 2.4 TB/s (torchtitan's page, section "Hardware")
+        bandwidth = hardware.memory_bandwidth * 2.4 / 3.35
+        hardware = replace(hardware, memory_bytes=96e9, memory_bandwidth=bandwidth)
+    if "a100_40gb" in row["hardware"]:  # quoted: 1,555 GB/s, beside 2,039 of the preset (NVIDIA A100 data sheet)
+        bandwidth = hardware.memory_bandwidth * 1555 / 2039
+        hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
+    hardware = hardware.attending_with("triton" if ran_triton(row) else stack.attention)
+    if not stack.compiled or _ran_eagerly(row):
+        hardware = hardware.eager()
+    if "500 W" in row["hardware"]:
+        hardware = hardware.at_power(500 / 700)
+    precision = _precision(row)
+    return hardware if precision == "bf16" else hardware.computing_in(precision)
+
+
+def _ran_eagerly(row: Row) -> bool:
+    """Whether torchtitan ran without ``torch.compile``: notes of its first table name all that was used."""
+    note = _note(row).lower()
+    return row["repo"] == _TORCHTITAN and (note == "fsdp" or ("compile" in note and not _says(note, "compile")))
+
+
+def _precision(row: Row) -> Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]:
+    text = stated(row, "precision").upper()
+    if "ROWWISE" in text:
+        return "fp8-rowwise"
+    if "FP4" in text:
+        return "nvfp4"
+    if "FP8" in text:
+        return "fp8"
+    if "BF16" in text:
+        return "bf16"
+    raise UserError(f"precision {row['precision']} is not known here")
+
+
+def _stated_recomputation(row: Row) -> Recomputation | None:
+    text = str(row.get("recompute")).lower()
+    if text in ("none", "full"):
+        return "none" if text == "none" else "full"
+    return "selective" if "selective" in text else None
+
+
+def _remarks(row: Row, shape: ModelShape, stack: Stack, job: SimulatedJob) -> list[str]:
+    """What is assumed about a row beside its layout."""
+    remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
+    remarks.append(f"attention by {_KERNELS['triton' if ran_triton(row) else stack.attention]}")
+    if not _says(_note(row), "compile"):
+        eager = not stack.compiled or _ran_eagerly(row)
+        remarks.append("eager kernels" if eager else "kernels compiled, or fused in another way")
+    if not row.get("fsdp"):
+        weights = "kept whole" if job.pricing.software.weights == "kept" else "gathered by FSDP in every micro-batch"
+        remarks.append(f"weights {weights}")
+    if job.tp > 1 and job.pricing.software.async_tp and not _says(_note(row), "async"):
+        remarks.append("tensor-parallel collectives overlapped")
+    if "selective" in str(row.get("recompute")):
+        remarks.append("selective recomputation is of all but attention")
+    if "500 W" in row["hardware"]:
+        remarks.append("at 500 of 700 W GPUs compute at the root of that")
+    if "MXFP8" in str(row.get("precision")):
+        remarks.append("MXFP8 is as fast as FP8")
+    if shape.latent is not None and "w/o MTP" not in row["model"]:
+        remarks.append("without the layer that predicts one more token")
+    if "tokendrop" in row["model"]:
+        remarks.append("no tokens are dropped")
+    return remarks
+
+
+def _kind(row: Row, shape: ModelShape) -> str:
+    if shape.experts is not None:
+        return "mixture of experts"
+    if _precision(row) != "bf16":
+        return f"dense, {_precision(row).upper()}"
+    return "dense, bf16" if _stated_recomputation(row) else "dense, bf16, recomputation assumed"

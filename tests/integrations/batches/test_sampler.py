@@ -1,0 +1,205 @@
+"""The planned batch sampler: every document once an epoch, whole steps, no empty batch, and exact states."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wlb.errors import UserError
+from wlb.integrations.batches import PlannedBatchSampler
+
+LENGTHS = np.random.default_rng(0).lognormal(5, 1.2, 300).astype(int).clip(8, 1024)
+
+
+def sampler(lengths: Any = LENGTHS, **settings: Any) -> PlannedBatchSampler:
+    usual: dict[str, Any] = {"context_window": 1024, "micro_batches": 2, "dp": 2, "model": "tiny"}
+    return PlannedBatchSampler(lengths, **usual | settings)
+
+
+@pytest.mark.parametrize("preset", ["best", "wlb-llm", "fixed-4d", "elastic"])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_every_document_is_trained_once_an_epoch_and_no_batch_is_empty(preset: str, epochs: int):
+    planned = sampler(preset=preset, epochs=epochs)
+    batches = list(planned)
+    assert len(planned) == len(batches)
+    assert all(batches)
+    assert Counter(chain(*batches)) == dict.fromkeys(range(len(LENGTHS)), epochs)
+    assert len(batches) % planned.job.dp == 0
+
+
+@given(st.lists(st.integers(1, 48), min_size=4, max_size=40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))
+def test_small_data_sets_lose_nothing(lengths: list[int], dp: int, micro_batches: int, epochs: int):
+    planned = sampler(lengths, context_window=64, dp=dp, micro_batches=micro_batches, epochs=epochs)
+    batches = list(planned)
+    assert all(batches)
+    assert len(batches) % dp == 0
+    assert Counter(chain(*batches)) == dict.fromkeys(range(len(lengths)), epochs)
+    capacity = planned.job.longest_micro_batch
+    assert all(sum(lengths[i] for i in batch) <= capacity for batch in batches)
+
+
+def test_ranks_together_are_all_processes_in_turn():
+    everything = list(sampler(cp=2))
+    by_rank = [list(sampler(cp=2, rank=rank)) for rank in range(4)]
+    assert by_rank[0] == by_rank[1] != by_rank[2] == by_rank[3]
+    assert everything == list(chain(*zip(*by_rank, strict=True)))
+
+
+def test_accelerate_deals_them_back_unchanged():
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    shards = [list(data_loader.BatchSamplerShard(sampler(dp=3), 3, rank)) for rank in range(3)]
+    assert shards == [list(sampler(dp=3, rank=rank)) for rank in range(3)]
+
+
+def test_batches_are_even_and_passes_differ():
+    planned = sampler()
+    assert np.mean([plan.imbalance for plan in islice(planned.steps(), 10)]) < 1.03
+    first, second = list(planned), list(planned)
+    assert first != second
+    planned.set_epoch(0)
+    assert list(planned) == first
+
+
+@pytest.mark.parametrize("epochs", [2, None])
+@pytest.mark.parametrize("taken", [0, 3, 4, 57, 83])
+def test_a_state_continues_after_any_batch(epochs: int | None, taken: int):
+    expected = list(islice(sampler(epochs=epochs), 110))
+    planned = sampler(epochs=epochs)
+    batches = iter(planned)
+    assert list(islice(batches, taken)) == expected[:taken]
+    state = json.loads(json.dumps(planned.state_dict()))
+    next(batches, None)  # what happens afterwards does not reach into the state
+    fresh = sampler(epochs=epochs)
+    fresh.load_state_dict(state)
+    fresh.set_epoch(0)  # as loops do when they begin
+    assert fresh.state_dict() == state
+    assert list(islice(fresh, 110 - taken)) == expected[taken:]
+
+
+def test_states_at_the_end_begin_no_new_epoch():
+    planned = sampler()
+    assert list(planned)
+    fresh = sampler()
+    fresh.load_state_dict(planned.state_dict())
+    assert list(fresh) == []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdata_keeps_the_state_with_workers(workers: int):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> Any:
+        return stateful.StatefulDataLoader(
+            range(len(LENGTHS)), batch_sampler=sampler(epochs=2, rank=0), num_workers=workers, collate_fn=list
+        )
+
+    expected = list(loader())
+    first = loader()
+    batches = iter(first)
+    head = [next(batches) for _ in range(9)]
+    state = first.state_dict()
+    second = loader()
+    second.load_state_dict(state)
+    assert head + list(second) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lengths": [5, 2000]}, "document 1 has 2000 tokens, over context_window = 1024"),
+        ({"lengths": [5, 0]}, "document 1 has 0 tokens"),
+        ({"lengths": []}, "lengths must be"),
+        ({"epochs": 0}, "epochs = 0"),
+        ({"rank": 2}, "rank = 2 is none of dp x cp = 2"),
+        ({"preset": "no"}, "preset 'no' is unknown"),
+    ],
+)
+def test_mistakes_are_one_line(settings: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        sampler(**settings)
+
+
+def test_too_few_documents_for_the_ranks_are_refused():
+    with pytest.raises(UserError, match="3 documents cannot be divided"):
+        list(sampler([5, 5, 5], dp=4))
+
+
+def test_a_state_of_other_documents_is_refused():
+    state = sampler().state_dict()
+    with pytest.raises(UserError, match="documents = 300, this run has 299"):
+        sampler(LENGTHS[1:]).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"micro_batches": 4},
+        {"dp": 1},
+        {"dp": 4, "cp": 2, "rank": 0},
+        {"context_window": 1500},
+        {"preset": "wlb-llm"},
+        {"preset": "elastic", "pool": 1, "pool_micro_batches": 3},
+        {"model": "7b"},
+        {"epochs": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("taken", [4, 100])  # batches: after one step, and among the last
+def test_a_state_between_steps_continues_with_other_settings(change: dict[str, Any], taken: int):
+    first = sampler(epochs=2)
+    batches = iter(first)
+    trained = Counter(chain(*islice(batches, taken)))
+    state = json.loads(json.dumps(first.state_dict()))
+    assert state["taken"] == 0
+    ranks = range(0, 8, 2) if "rank" in change else [None]
+    for rank in ranks:
+        resumed = sampler(**{"epochs": 2, **change, "rank": rank})
+        resumed.load_state_dict(state)
+        trained += Counter(chain(*resumed))
+    assert trained == dict.fromkeys(range(len(LENGTHS)), change.get("epochs", 2))
+
+
+def test_epochs_are_added_after_the_last_one_was_drained():
+    first = sampler()
+    assert list(first)
+    longer = sampler(epochs=2)
+    longer.load_state_dict(first.state_dict())
+    assert Counter(chain(*longer)) == dict.fromkeys(range(len(LENGTHS)), 1)
+    shorter = sampler()
+    with pytest.raises(UserError, match="the state is in epoch 2 of the documents, and this run ends with epoch 1"):
+        shorter.load_state_dict(longer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("taken", "change", "message"),
+    [
+        (4, {"seed": 7}, "saved with seed = 0, this run has 7"),
+        (4, {"shuffle": False}, "saved with shuffle = True, this run has False"),
+        (4, {"lengths": LENGTHS[::-1]}, "saved with digest of lengths = "),
+        (3, {"micro_batches": 4}, "inside a step with micro_batches = 2, this run has 4"),
+        (3, {"dp": 1}, "inside a step with processes = 2, this sampler has 1"),
+        (3, {"epochs": 2}, "inside a step with epochs = 1, this sampler has 2"),
+        (3, {"context_window": 1500}, "inside a step with context_window = 1024, this run has 1500"),
+    ],
+)
+def test_what_a_state_cannot_be_continued_with_is_refused(taken: int, change: dict[str, Any], message: str):
+    first = sampler()
+    list(islice(first, taken))
+    with pytest.raises(UserError, match=message):
+        sampler(**change).load_state_dict(first.state_dict())
+
+
+def test_own_prices_are_packed_by():
+    class Tokens:
+        def document_seconds(self, lengths: Any) -> Any:
+            return np.asarray(lengths, float)
+
+    (plan,) = islice(sampler(workload=Tokens()).steps(), 1)
+    assert [micro_batch.workload for micro_batch in plan.micro_batches] == [m.tokens for m in plan.micro_batches]

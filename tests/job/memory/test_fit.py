@@ -1,0 +1,43 @@
+"""The largest L_max that fits the memory, of jobs with and without a bound on a step's documents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wlb.job.memory.fit import fits, largest_factor, predicted_memory
+from wlb.job.memory.step import MemoryLimit
+from wlb.packing.options import LARGEST_AUTO_FACTOR, LengthFactorOptions, Pools
+from wlb.simulate import simulated_job
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([{"dp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}]),
+    st.integers(16, 4000),
+    st.integers(2**22, 2**34),
+)
+def test_auto_is_the_largest_factor_that_fits(layout, window, number_of_bytes):
+    job = replace(simulated_job("tiny", window, **layout), limit=MemoryLimit(number_of_bytes, "this test"))
+    factor = largest_factor(job)
+    if factor is None:
+        assert not fits(job.with_length_factor(1.0))
+        return
+    assert 1 <= factor <= LARGEST_AUTO_FACTOR
+    assert factor * 64 == int(factor * 64)
+    assert fits(job.with_length_factor(factor))
+    assert factor == LARGEST_AUTO_FACTOR or not fits(job.with_length_factor(factor + 1 / 64))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.999, 1.0, 1.2, 10.0])
+def test_of_pools_it_leaves_room_for_an_even_share(share):
+    job = simulated_job("tiny", 4096, "elastic", dp=4, pp=2).with_pools(Pools(2, 4, "even", 8))
+    options, least = job.packing.options, job.least_length_factor
+    assert isinstance(options, LengthFactorOptions)
+    needed = predicted_memory(job.with_length_factor(least)).total
+    factor = largest_factor(replace(job, limit=MemoryLimit(share * needed, "this test")))
+    assert (factor is None) == (share < 1)
+    assert factor is None or least <= factor <= options.largest_auto_factor(job.packing.micro_batches)

@@ -1,0 +1,106 @@
+"""The memory model's layers against what PyTorch allocates: exactly what is held, and the peaks beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention.live_bytes import LiveBytes
+from wlb.job.memory.layers import Checkpointing, LayerMemory, MemorySettings, Unit
+from wlb.models.transformer import Transformer, TransformerConfig, rotary_angles
+from wlb.schedules.layout import Layout
+from wlb.sharding import make_shard_plan
+from wlb.training.data.sharded_batch import ShardedAttention
+from wlb.training.parallel.parallelize import apply_activation_checkpointing
+from wlb.training.parallel.pipeline import LossTarget, token_loss
+from wlb.workload import ModelShape
+
+# Widths that are all different, so that none can be taken for another.
+SHAPE = ModelShape(hidden=64, layers=1, heads=6, kv_heads=2, head_dim=16, ffn_hidden=160, vocab_size=1000)
+TOKENS = (2000, 1000)
+ROWS = sum(TOKENS)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes above those before: at most in forward, held after it, and at most in backward above what is held."""
+
+    forward: int
+    held: int
+    backward: int
+
+
+def layers(dtype: torch.dtype, strategy: Checkpointing = "none") -> LayerMemory:
+    return LayerMemory(MemorySettings(SHAPE, (1,), Layout(), 1, dtype.itemsize, strategy), ROWS)
+
+
+def model(dtype: torch.dtype, strategy: Checkpointing = "none") -> Transformer:
+    module = Transformer(TransformerConfig(SHAPE)).to(dtype)
+    apply_activation_checkpointing(module, strategy)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return module
+
+
+def measure(run, grad: Tensor | None = None) -> Measured:
+    with LiveBytes() as live:
+        out = run()
+        forward, held = live.peak, live.now
+        live.peak = live.now
+        out.backward(grad)
+        backward = live.peak - held + (0 if grad is None else grad.nbytes)  # which in a model comes from the next layer
+    return Measured(forward, held, backward)
+
+
+def measure_block(dtype: torch.dtype, strategy: Checkpointing) -> Measured:
+    module = model(dtype, strategy)
+    x = torch.randn(ROWS, SHAPE.hidden, dtype=dtype).requires_grad_()
+    rotation = rotary_angles(torch.arange(ROWS), SHAPE.head_dim, 1e4, dtype)
+    attend = ShardedAttention(ROWS, make_shard_plan(TOKENS, 1, "per_sequence"), None)
+    return measure(lambda: module.layers["0"](x, rotation, attend), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("strategy", ["none", "selective", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_block_holds_to_the_byte_what_is_predicted(dtype, strategy):
+    found, block = measure_block(dtype, strategy), layers(dtype, strategy).block()
+    assert found.held == block.held
+    assert found.forward == pytest.approx(block.forward, rel=0.1)
+    assert found.backward == pytest.approx(block.backward, rel=0.1)
+
+
+def test_in_half_precision_norms_hold_float32():
+    found, block = measure_block(torch.bfloat16, "none"), layers(torch.bfloat16).block()
+    output = ROWS * SHAPE.hidden * 2  # the next block's norm takes a copy in its place
+    assert found.held == block.held + output
+    assert found.forward == pytest.approx(block.forward, rel=0.1)
+
+
+@pytest.mark.parametrize("strategy", ["selective", "full"])
+def test_in_half_precision_recomputation_holds_as_predicted(strategy):
+    found, block = measure_block(torch.bfloat16, strategy), layers(torch.bfloat16, strategy).block()
+    assert found.held == block.held
+    assert found.forward == pytest.approx(block.forward, rel=0.1)
+    assert found.backward == pytest.approx(block.backward, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_head_and_loss(dtype):
+    module, head = model(dtype), layers(dtype).head()
+    x = torch.randn(ROWS, SHAPE.hidden, dtype=dtype).requires_grad_()
+    labels = torch.randint(SHAPE.vocab_size, (ROWS,))
+    assert module.head is not None
+    found = measure(lambda: token_loss(module.head(x), LossTarget(labels, ROWS)))
+    kept_input = 0 if dtype == torch.bfloat16 else x.nbytes
+    assert found.held == pytest.approx(head.held - kept_input, abs=64)  # the loss itself
+    assert found.forward == pytest.approx(head.forward - kept_input, rel=0.1)
+    assert found.backward == pytest.approx(head.backward, rel=0.1)
+
+
+def test_every_weight_is_counted():
+    for layer, module in (("block", "layers.0"), ("head", "head"), ("embedding", "embedding")):
+        unit: Unit = getattr(layers(torch.float32), layer)()
+        assert unit.weights == sum(weight.numel() for weight in model(torch.float32).get_submodule(module).parameters())

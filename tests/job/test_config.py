@@ -1,0 +1,248 @@
+"""Mistakes in a configuration are told in one line that names the setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args, get_origin
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from wlb.errors import UserError
+from wlb.job.config import PRESETS, JobConfig
+from wlb.job.config_file import load_config
+from wlb.sharding import STRATEGIES
+from wlb.sharding.static import per_sequence
+from wlb.simulate import SimulatedJob, simulate
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text('[data]\nstore = "store"\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.betas=[0.9, 1.0]",
+        "training.betas=[-0.1, 0.9]",
+        "training.timeout_seconds=inf",
+        "training.timeout_seconds=1e18",
+        "training.learning_rate=nan",
+        "training.learning_rate=1e308",
+        "training.gradient_clip=inf",
+        "packing.max_length_factor=1e300",
+        "parallel.dp=true",
+        "data.context_window=99999999999999999999",
+        "training.seed=99999999999999999999",
+        "checkpoint.dir=",
+        "metrics.dir=",
+        "packing.window=65537",
+        "packing.micro_batches=65540",
+        "packing.solver_nodes=2147483647",
+        "packing.max_length_factor=true",
+        "packing.outlier_thresholds=[64, 16]",
+        "packing.outlier_thresholds=[64, 64]",
+        "training.betas=[true, 0.9]",
+        "training.prefetch=1000000",
+        "model.rope_theta=1e-300",
+        "model.rope_theta=1",
+        "model.rope_theta=inf",
+        "model.rope_scaling.beta_slow=1e-320",
+        "parallel.dp=１",
+        "data.context_window=１K",
+        "data.store=' '",
+        'data.store="a\\u0000"',
+    ],
+)
+def test_values_out_of_range_are_refused(config, override):
+    with pytest.raises(UserError, match=override.partition("=")[0].replace(".", r"\.")) as refusal:
+        load_config(config, [override])
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_override_sets_one_setting(config):
+    for more in ("data.seed=1\nshuffle = false", "training.seed=1\n[data]\nseed = 2"):
+        with pytest.raises(
+            UserError, match=r"sets more than (data|training)\.seed; give each setting a --set of its own"
+        ):
+            load_config(config, [more])
+    assert load_config(config, ["training.betas=[0.8,\n0.9]"]).training.betas == (0.8, 0.9)
+    for endless in ("9" * 5000, "[" * 5000):
+        with pytest.raises(UserError, match=r"training\.seed: Input should be a valid integer"):
+            load_config(config, [f"training.seed={endless}"])
+
+
+def test_tokens_may_have_a_binary_unit(config):
+    job = load_config(
+        config,
+        [
+            "data.context_window=128K",
+            "packing.method=variable_length",
+            'packing.outlier_thresholds=["24k", 73728]',
+            "evaluation.store=held_out",
+            'evaluation.length_buckets=["1K", "1M"]',
+        ],
+    )
+    assert job.data.context_window == 131072
+    assert job.packing.options.model_dump()["outlier_thresholds"] == (24576, 73728)
+    assert job.evaluation.length_buckets == (1024, 1048576)
+    assert '"context_window":131072' in job.model_dump_json()
+    for wrong in ("data.context_window=128KB", 'packing.outlier_thresholds=["128KB"]'):
+        with pytest.raises(UserError, match=r"'128KB' is not a number of tokens .* 128K or 1M"):
+            load_config(config, [wrong])
+
+
+def _numbers(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The names of all settings that are a number with a fraction."""
+    for name, field in section.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and get_origin(field.annotation) is not tuple:
+                yield from _numbers(kind, f"{prefix}{name}.")
+            elif kind is float:
+                yield prefix + name
+
+
+@pytest.mark.parametrize("name", list(_numbers(JobConfig)))
+def test_true_is_no_number(config, name):
+    with pytest.raises(UserError, match=rf"{name}: Input should be a valid number.* \(got True\)"):
+        load_config(config, [f"{name}=true"])
+    yarn = (
+        ["model.rope_scaling.rope_type=yarn"] if name.endswith(("beta_fast", "beta_slow", "attention_factor")) else []
+    )
+    over_one = ("high_freq_factor", "straggler_factor", "beta_fast", "rope_theta")
+    assert load_config(config, [*yarn, f"{name}={2 if name.endswith(over_one) else 1}"])
+
+
+def test_a_scaling_takes_no_setting_of_another(config):
+    with pytest.raises(UserError, match=r"model\.rope_scaling: low_freq_factor has no effect with rope_type = 'yarn'"):
+        load_config(config, ["model.rope_scaling.rope_type=yarn", "model.rope_scaling.low_freq_factor=2"])
+
+
+@pytest.mark.parametrize("method", ["fixed_greedy", "fixed_solver", "variable_length"])
+def test_only_makespan_takes_no_delay(config, method):
+    with pytest.raises(UserError, match=r"packing\.max_delay: must be at least 1 here; makespan takes 0"):
+        load_config(config, [f"packing.method={method}", "packing.max_delay=0"])
+    load_config(config, ["packing.max_delay=0"])
+
+
+def test_micro_batches_that_are_packed_together_are_bounded(config):
+    with pytest.raises(
+        UserError, match=r"= 131072 micro-batches are packed together, over 65536; lower packing.window"
+    ):
+        load_config(config, ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=8"])
+    load_config(config, ["packing.method=fixed_greedy", "packing.window=16384", "packing.micro_batches=4"])
+
+
+def test_values_at_the_limits_are_taken(config):
+    job = load_config(config, ["training.betas=[0, 0.999]", "training.timeout_seconds=604800", "checkpoint.dir=c"])
+    assert (job.training.betas, job.checkpoint.dir) == ((0.0, 0.999), Path("c"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("max_length_factor=true", "max_length_factor: Input should be a valid number, or 'auto' (got True)"),
+        ("max_length_factor=0", "max_length_factor: Input should be greater than or equal to 1, or 'auto' (got 0)"),
+        ("max_length_factor=wide", "max_length_factor: Input should be a valid number, or 'auto' (got 'wide')"),
+        ("outlier_thresholds=many", "outlier_thresholds: Input should be a valid tuple, or 'auto' (got 'many')"),
+        ("outlier_thresholds=[64, 16]", "outlier_thresholds: thresholds must rise (got [64, 16])"),
+        ("outlier_thresholds=[0]", "outlier_thresholds: Input should be greater than or equal to 1 (got 0)"),
+        (
+            "outlier_thresholds=[0, 0]",
+            "outlier_thresholds: Input should be greater than or equal to 1 (got 0); and 1 more",
+        ),
+    ],
+)
+def test_what_fits_no_alternative_is_one_mistake_that_names_all(config, override, message):
+    with pytest.raises(UserError) as refusal:
+        load_config(config, [f"packing.{override}"])
+    assert str(refusal.value) == f"config {config}: packing.{message}"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepz=4", "training.stepz is not a setting; did you mean steps?"),
+        ("parallel.expert=2", "parallel.expert is not a setting; choose from dp, pp, cp, pool, tp"),
+        ("model.rope_scaling.faktor=4", "model.rope_scaling.faktor is not a setting; did you mean factor?"),
+        ("trainer.steps=4", "trainer is not a section; did you mean training?"),
+    ],
+)
+def test_unknown_names_are_told_what_there_is(config, override, message):
+    with pytest.raises(UserError) as refusal:
+        load_config(config, [override])
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "data is missing and has no default; set it"),
+        ('[dat]\nstore = "store"\n', "dat is not a section; did you mean data?"),
+        ("data = 3\n", "data: this is a section; write [data] and its settings below (got 3)"),
+    ],
+)
+def test_files_without_data_are_told_what_to_write(tmp_path, text, message):
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as refusal:
+        load_config(path)
+    assert str(refusal.value) == f"config {path}: {message}"
+
+
+def test_settings_of_inner_sections_can_be_overridden(config):
+    job = load_config(config, ["model.rope_scaling.factor=4", 'preset="fixed-4d"'])
+    assert job.model.rope_scaling is not None
+    assert (job.model.rope_scaling.factor, job.preset) == (4.0, "fixed-4d")
+
+
+@pytest.mark.parametrize("override", ["training", "training=4", "=4", "training.=4", ".steps=4", "data.store.x=4"])
+def test_overrides_of_no_setting_are_refused(config, override):
+    with pytest.raises(UserError, match=r"^--set "):
+        load_config(config, [override])
+
+
+def test_presets_differ_in_packing_and_sharding_only(config):
+    jobs = {name: load_config(config, [f"preset={name}"]) for name in PRESETS}
+    systems = {(job.packing.model_dump_json(), job.sharding.model_dump_json()) for job in jobs.values()}
+    rest = {job.model_dump_json(exclude={"preset", "packing", "sharding"}) for job in jobs.values()}
+    assert (len(systems), len(rest)) == (len(PRESETS), 1)
+
+
+def test_a_job_may_depart_from_its_preset(config):
+    job = load_config(config, ["preset=plain-4d", "sharding.strategy=hybrid", "packing.order=pipeline"])
+    assert (job.packing.method, job.packing.order, job.packing.assignment) == ("sequential", "pipeline", "arrival")
+    assert job.sharding.strategy == "hybrid"
+
+
+def test_an_unknown_preset_is_refused(config):
+    with pytest.raises(UserError, match=r"preset: .*'plain-4d', .* 'best' or 'elastic'.*got 'worst'"):
+        load_config(config, ["preset=worst"])
+
+
+def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
+    sharded = []
+
+    def toy(micro_batches, cp_size, workload):
+        sharded.append(cp_size)
+        return per_sequence(micro_batches, cp_size, workload)
+
+    monkeypatch.setitem(STRATEGIES, "toy", toy)
+    job = load_config(config, ["sharding.strategy=toy", "parallel.cp=2"])
+    simulate(SimulatedJob.from_config(job), np.array([4000, 3000, 2000, 1000] * 20), 1)
+    assert set(sharded) == {2}
+    known = "per_sequence, per_document, adaptive, hybrid, elastic, toy"
+    with pytest.raises(UserError, match=rf"sharding\.strategy: .*'worst' is unknown; choose from {known}"):
+        load_config(config, ["sharding.strategy=worst"])
+
+
+def test_thresholds_over_the_window_are_refused(config):
+    method = "packing.method=variable_length"
+    with pytest.raises(UserError, match=r"outlier_thresholds has 8192, over data\.context_window = 4096: no document"):
+        load_config(config, [method, "packing.outlier_thresholds=[8192]", "data.context_window=4096"])
+    load_config(config, [method, "packing.outlier_thresholds=[4096]", "data.context_window=4096"])

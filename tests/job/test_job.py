@@ -1,0 +1,93 @@
+"""One job answers alike whoever asks, and in the type and on the schedule that it really runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wlb.errors import UserError
+from wlb.job.config import JobConfig, PackingConfig
+from wlb.job.job import JobSpec
+from wlb.job.memory.fit import predicted_memory, too_large
+from wlb.job.memory.step import MemoryLimit, limit_of_gpu
+from wlb.job.pricing import Pricing
+from wlb.packing.options import Pools
+from wlb.schedules.layout import Layout
+from wlb.workload import hardware_preset, model_shape
+
+WINDOW = 32_768
+
+
+def spec(hardware: str = "h100", **sections: Any) -> JobSpec:
+    data = {"store": "corpus", "context_window": WINDOW}
+    model = {"name": "7b"}
+    return JobSpec.from_config(JobConfig.model_validate({"data": data, "model": model} | sections), hardware)
+
+
+@pytest.mark.parametrize("method", ["makespan", "fixed_greedy"])
+def test_documents_are_priced_in_the_type_that_the_job_computes_in(method):
+    sections: dict[str, Any] = {"packing": {"method": method}, "parallel": {"tp": 2, "cp": 4}}
+    half, whole = (spec(training={"dtype": dtype}, **sections) for dtype in ("bfloat16", "float32"))
+    assert half == spec(**sections)  # what "auto" is on a GPU
+    dearer = [
+        whole.packing_prices.document_seconds(tokens) / half.packing_prices.document_seconds(tokens)
+        for tokens in (1024, WINDOW)
+    ]
+    assert all(2 < ratio < 989 / 67 + 1e-6 for ratio in dearer)  # between bytes on links and arithmetic
+    assert whole.memory_settings.compute_bytes == 4
+    assert spec("cpu", training={"dtype": "float64"}).memory_settings.compute_bytes == 8
+
+
+def test_interleaving_one_stage_holds_and_takes_what_1f1b_does():
+    sizes = {"pp": 4, "tp": 8}
+    packing = {"micro_batches": 6}  # no multiple of pp
+    plain, interleaved = (
+        spec(packing=packing, parallel=sizes | {"schedule": name}) for name in ("1f1b", "interleaved_1f1b")
+    )
+    assert predicted_memory(interleaved) == predicted_memory(plain)
+
+
+def test_gpipe_holds_every_micro_batch():
+    packing = PackingConfig.model_validate({"micro_batches": 64})
+    job = JobSpec(model_shape("7b"), Pricing(hardware_preset("h100")), packing, layout=Layout(tp=8, pp=4))
+    held = [predicted_memory(job.with_layout(schedule=name)).parts["activations"] for name in ("1f1b", "gpipe")]
+    assert held[1] > 15 * held[0]  # in 1F1B the first rank has 4 of 64 in flight
+
+
+def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
+    job = spec(parallel={"tp": 8, "pp": 4}, packing={"max_length_factor": 2.0})
+    assert too_large(replace(job, limit=MemoryLimit(1e15, "a dream"))) is None
+    job = replace(job, limit=limit_of_gpu(40e9))
+    problem = str(too_large(job))
+    for part in (f"with micro-batches of {2 * WINDOW} tokens a process needs up to", "33.5 GiB of 90% of a GPU"):
+        assert part in problem
+    assert 'set training.activation_checkpointing = "full"' in problem
+    assert too_large(replace(job, activation_checkpointing="full")) is None
+    undecided = spec(packing={"method": "elastic"}, parallel={"tp": 8, "pp": 4, "cp": 2})
+    pools = undecided.with_pools(Pools(2, 4, "even", undecided.global_batch))
+    problem = str(too_large(replace(pools, limit=MemoryLimit(1e9, "it"))))
+    assert "raise packing.pool_micro_batches, lower data.context_window" in problem
+    with pytest.raises(UserError, match="tp = 3 does not divide"):
+        job.with_layout(tp=3)
+
+
+def test_a_pretrained_model_is_described_without_torch(tmp_path: Path):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
+    document = {"model_type": "llama", "vocab_size": 320, "tie_word_embeddings": True, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    code = f"""
+import sys
+from wlb.job.config import JobConfig
+from wlb.simulate import SimulatedJob
+sections = {{"data": {{"store": "corpus"}}, "model": {{"pretrained": {str(tmp_path)!r}}}}}
+job = SimulatedJob.from_config(JobConfig.model_validate(sections), vocab_size=300)
+assert (job.shape.layers, job.shape.vocab_size, job.tied_embeddings) == (2, 320, True)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,59 @@
+"""Every experiment, made small: labelled columns, finite numbers, a picture, JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from wlb.errors import UserError
+from wlb.studies.experiment import Report, Settings
+from wlb.studies.paper import paper, table2
+from wlb.studies.registry import EXPERIMENTS, SIMULATED
+
+STEPS = {"imbalance": 1, "table2": 8, "sharding": 8}
+KINDS = {"", "quoted", "simulated", "measured"}
+
+
+def check_report(report: Report) -> None:
+    assert report.tables
+    for table in report.tables:
+        assert {column.kind for column in table.columns} <= KINDS
+        for row in table.rows:
+            assert len(row) == len(table.columns)
+            for value, column in zip(row, table.columns, strict=True):
+                if column.kind:
+                    assert value is None or math.isfinite(float(value)), (column, row)
+    json.dumps(report.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_report_of_every_experiment(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(table2, "_SOLVER_SECONDS", 0.05)
+    monkeypatch.setattr(table2, "_SOLVER_STEPS", 4)
+    report = EXPERIMENTS[name](Settings(steps=STEPS.get(name, 2)))
+    check_report(report)
+    report.draw(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_quoted_figures_are_in_the_tables_that_show_them():
+    table = EXPERIMENTS["breakdown"](Settings(steps=1)).tables[0]
+    quoted = {row[0]: row[1] for row in table.rows if row[1] is not None}
+    assert quoted == paper.BREAKDOWN
+
+
+def test_lengths_of_a_file_take_the_place_of_synthetic_ones(tmp_path):
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text(json.dumps([70_000, 1_000, 30_000, 500] * 50))
+    report = EXPERIMENTS["sharding"](Settings(lengths=str(lengths), steps=4))
+    assert report.documents == str(lengths)
+    check_report(report)
+
+
+def test_documents_that_fill_no_window_are_refused(tmp_path):
+    lengths = tmp_path / "lengths.json"
+    lengths.write_text("[1000, 2000]")
+    with pytest.raises(UserError, match="less than one window"):
+        EXPERIMENTS["breakdown"](Settings(lengths=str(lengths), steps=1))

@@ -1,0 +1,226 @@
+"""Prices of plans: those of the simulator where it runs the same, and what switching and mixing add."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.simulate.jobs import SHAPE, documents, job
+from tests.studies.policies.ranks import lengths_of, ranks
+from wlb.errors import UserError
+from wlb.job.memory.step import predict_even_step
+from wlb.job.planner import StepPlanner
+from wlb.schedules.timing import pipeline_times
+from wlb.simulate import simulate, simulate_step, simulated_job
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.search import SearchSpace
+from wlb.studies.policies import BASE, POLICIES, chosen, compare
+from wlb.studies.policies.hotspa import HotSwitching, switched_bytes
+from wlb.studies.policies.hydraulis import Heterogeneous, Pipelines, _columns, _deals, greedy, packed
+from wlb.studies.policies.plan import Group, GroupPlan, Ranks
+from wlb.studies.policies.policy import LayoutTrial, RankPolicy, RankTrial, best_of, first_batches
+from wlb.studies.policies.pricing import peak_memory, price_groups
+from wlb.workload import hardware_preset, make_workload
+from wlb.workload.flops import gemm_flops_per_token
+from wlb.workload.weights import parameters
+
+LAYOUTS = [
+    {"dp": 2, "cp": 2, "pp": 1, "micro_batches": 3},
+    {"dp": 2, "cp": 2, "pp": 2, "micro_batches": 4},
+    {"dp": 1, "cp": 4, "pp": 2, "micro_batches": 4, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_of_one_size_take_what_the_simulator_says(layout):
+    """The plan of a step of fixed-4D, told as groups: other code puts the same seconds together."""
+    simulated = job("fixed-4d", **layout)
+    plan = next(StepPlanner(simulated, documents()).plans())
+    lengths: list[int] = []
+    groups = []
+    for d, of_rank in enumerate(plan.ranks):
+        for slot, micro_batch in enumerate(of_rank):
+            first = len(lengths)
+            lengths += micro_batch.lengths
+            members = tuple(range(d * simulated.cp, (d + 1) * simulated.cp))
+            groups.append(Group(slot, members, tuple(range(first, len(lengths)))))
+    of_stage = simulated.dp * simulated.cp
+    settings = {name: value for name, value in layout.items() if name in ("pp", "virtual_pp", "schedule")}
+    as_ranks = Ranks(job("fixed-4d", dp=of_stage, micro_batches=simulated.pp, **settings), 8192)
+    price = price_groups(GroupPlan(np.array(lengths), tuple(groups)), as_ranks)
+    assert price.seconds == pytest.approx(float(simulate_step(plan, simulated).seconds[0]), rel=1e-5)
+
+
+def test_pipelines_that_run_a_micro_batch_together_begin_it_together():
+    """One stage: the second pipeline's 1 + 1 s are over when the first ends its 3 + 3 s, and both go on from there."""
+    forward = np.array([[[3.0, 1.0]], [[1.0, 1.0]]])
+    times = pipeline_times("1f1b", forward, forward, together=[[0, 0], [1, 0]])
+    assert times.rank_ends.tolist() == [[8.0, 8.0]]
+    apart = pipeline_times("1f1b", forward, forward)
+    assert apart.rank_ends.tolist() == [[8.0, 4.0]]
+
+
+def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
+    lengths = lengths_of(4096, 512, 512, 4096)
+    groups = (Group(0, (0,), (0,)), Group(0, (1,), (1,)), Group(1, (0,), (2,)), Group(1, (1,), (3,)))
+    keeping = Ranks(ranks(2).job, 4096, keeps_weights=True)
+    apart = price_groups(GroupPlan(lengths, groups), keeping).seconds
+    barrier = price_groups(GroupPlan(lengths, groups, frozenset([1])), keeping).seconds
+    assert barrier > 1.2 * apart
+
+
+def test_only_what_a_strategy_does_not_hold_is_switched():
+    """From tp 2 back to tp 1 half the weights come; towards tp 2 a rank has its half already."""
+    one, two = (Ranks(simulated_job("deepseek-v3", 8192, "fixed-4d", dp=4 // tp, tp=tp), 8192) for tp in (1, 2))
+    weights = 671e9  # as published, arXiv 2412.19437
+    assert switched_bytes([one, one]) == 0
+    assert switched_bytes([one, two]) == pytest.approx(weights / 2 * 2, rel=0.02)
+    assert switched_bytes([two, one]) == pytest.approx(weights / 2 * (2 + 4), rel=0.02)
+
+
+def test_switching_costs_what_moves():
+    lengths = lengths_of(*[600] * 40, 9000)
+    longest = (1024, 16_384)
+    alike = HotSwitching(longest, (ranks(4), ranks(4))).step(lengths)
+    switched = HotSwitching(longest, (ranks(2, tp=2), ranks(4))).step(lengths)
+    assert alike.trained.sum() == switched.trained.sum() == lengths.sum()
+    assert switched.price.exchanged_bytes >= switched_bytes([ranks(2, tp=2), ranks(4)])
+
+
+def test_hydraulis_deals_to_the_pipeline_that_ends_first():
+    """4 to one, both 3 to the other; what only the wide pipeline holds goes to that."""
+    alike = (Pipelines(ranks(2, capacity=16, window=16), 1, 2),)
+    assert sorted(map(sorted, greedy(lengths_of(4, 3, 3), alike))) == [[0], [1, 2]]
+    wide = (Pipelines(ranks(4, capacity=8, window=16), 2, 1), Pipelines(ranks(4, capacity=8, window=16), 1, 2))
+    lengths = lengths_of(16, 8, 8, 12)
+    dealt = greedy(lengths, wide)
+    assert {0, 3} <= set(dealt[0])
+    step = Heterogeneous(wide).step(lengths)
+    assert sorted(step.trained) == sorted(lengths)
+
+
+def test_hydraulis_finds_better_deals_in_other_orders():
+    """8, 7, 6, 5, 4 to two: longest first gives 8 + 5 + 4 = 17, another order 8 + 7 and 6 + 5 + 4."""
+    pipelines = _columns(lengths_of(8, 7, 6, 5, 4), (Pipelines(ranks(2, capacity=16, window=16), 1, 2),))
+    pipelines = pipelines._replace(cost=np.tile([8.0, 7.0, 6.0, 5.0, 4.0], (2, 1)))
+    largest, _ = _deals(np.array([*itertools.permutations(range(5))]), pipelines)
+    assert largest[0] == 17
+    assert largest.min() == 15
+
+
+def test_hydraulis_keeps_the_largest_of_all_pipelines_low_not_that_of_the_next():
+    """In one order: once 9 is somewhere, the first pipeline takes all that stays under it."""
+    pipelines = _columns(lengths_of(9, 2, 2, 2), (Pipelines(ranks(3, capacity=16, window=16), 1, 3),))
+    pipelines = pipelines._replace(cost=np.tile([9.0, 2.0, 2.0, 2.0], (3, 1)))
+    largest, owners = _deals(np.array([[0, 1, 2, 3]]), pipelines)
+    assert largest.tolist() == [9.0]
+    assert owners.tolist() == [[2, 1, 0, 0]]  # empty ones first, the last of them; then the first
+
+
+def test_hydraulis_does_not_run_a_pipeline_without_documents():
+    with pytest.raises(UserError, match="leave one of 3 pipelines without any"):
+        greedy(lengths_of(4, 3), (Pipelines(ranks(4, capacity=16, window=16), 1, 3),))
+
+
+@pytest.mark.parametrize(
+    ("pp", "lengths", "longest", "expected"),
+    [
+        (1, (8, 7, 6, 5, 4), 15, [[4, 5, 6], [7, 8]]),  # two micro-batches of up to 15 take less than three
+        (2, (8, 7, 6, 5, 4), 15, [[4, 7], [5, 6], [8]]),  # with two stages three of up to 11 do: 4 x 11, not 3 x 15
+        (2, (3, 3, 2, 2, 2), 7, [[2, 2, 2], [3, 3]]),  # longest first finds 7 and 5
+    ],
+)
+def test_hydraulis_packs_by_the_program(pp, lengths, longest, expected):
+    kind = Pipelines(ranks(1, capacity=100 * longest, window=1600, pp=pp, micro_batches=pp), 1, 1)
+    plan = packed([[*range(5)]], 100 * lengths_of(*lengths), kind)
+    assert sorted(sorted(lengths[i] for i in group.documents) for group in plan.groups) == expected
+
+
+def space(**changes: int) -> SearchSpace:
+    settings = {"gpus": 8, "context_window": 8192, "micro_batches": 16, "steps": 2} | changes
+    return SearchSpace(shape=SHAPE, hardware=hardware_preset("h100"), **settings)
+
+
+def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does():
+    lengths = documents()
+    batches = first_batches(lengths, space())
+    outcomes, without = compare([*POLICIES], space(), lengths)
+    assert not without
+    assert [outcome.policy for outcome in outcomes] == [*POLICIES]
+    by_name = {outcome.policy: outcome for outcome in outcomes}
+    prices = make_workload(SHAPE, "h100")
+    work = sum(float(prices.document_seconds(batch).sum()) for batch in batches)
+    for name, outcome in by_name.items():
+        assert outcome.memory_bytes <= 0.9 * 80e9
+        if name not in ("plain-4d", "fixed-4d", "wlb-llm", "best"):  # which cut, carry over or delay documents
+            assert outcome.tokens == sum(int(batch.sum()) for batch in batches), name
+            assert outcome.work_seconds == pytest.approx(work), name
+            assert outcome.token_delay == 0
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_what_is_trained_is_credited_once_however_many_stages_run_it(pp):
+    batches = [lengths_of(*[600, 1500, 40] * 12, 9000), lengths_of(*[700] * 30, 16_384, 3)]
+    prices = make_workload(SHAPE, "h100")
+    of = ranks(4, pp=pp, micro_batches=pp)
+    policies = {name: policy for name, policy in POLICIES.items() if isinstance(policy, RankPolicy)}
+    trials: dict[str, LayoutTrial] = {
+        name: RankTrial(of, policy.plan, policy.price) for name, policy in policies.items() if policy.pipelines
+    }
+    trials |= {"hotspa": HotSwitching((1024, 16_384), (of, of)), "hydraulis": Heterogeneous((Pipelines(of, 4, 1),))}
+    for name, trial in trials.items():
+        outcome = best_of(name, [trial], batches, space(), prices)
+        assert outcome.tokens == sum(int(batch.sum()) for batch in batches), name
+        assert outcome.work_seconds == pytest.approx(sum(prices.document_seconds(b).sum() for b in batches)), name
+        assert outcome.tokens_per_second == outcome.tokens / outcome.seconds
+    for preset in ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic"):
+        simulated = job(preset, dp=2, pp=pp, micro_batches=4)
+        plans = [*itertools.islice(StepPlanner(simulated, documents()).plans(), 2)]
+        segments = np.concatenate([micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches])
+        result = simulate(simulated, documents(), 2, work_prices=prices)
+        assert result.tokens == segments.sum(), preset
+        assert result.work_seconds == pytest.approx(prices.document_seconds(segments).sum()), preset
+
+
+def test_rows_of_ours_are_those_of_the_simulator():
+    lengths = documents()
+    outcome = POLICIES["fixed-4d"].best("fixed-4d", space(), lengths, make_workload(SHAPE, "h100"))
+    sizes = dict(zip(outcome.layout.split()[::2], outcome.layout.replace(",", "").split()[1::2], strict=False))
+    layout = {name: int(sizes[name]) for name in ("tp", "cp", "pp", "dp")}
+    if "stages" in outcome.layout:
+        layout |= {"virtual_pp": 2, "schedule": "interleaved_1f1b"}  # type: ignore[dict-item]
+    kind = outcome.layout.rsplit(", ", 1)[1]
+    own = job("fixed-4d", **layout, micro_batches=16 // layout["dp"], activation_checkpointing=kind)
+    assert outcome.seconds == pytest.approx(simulate(own, lengths, 2).seconds)
+
+
+def test_memory_counts_gradients_of_several_micro_batches_and_a_full_pipeline():
+    alone = ranks(8)
+    whole_gradients = 4 * parameters(SHAPE)
+    assert peak_memory(alone, 4096, 1) > whole_gradients
+    interleaved = ranks(4, pp=2, virtual_pp=2, schedule="interleaved_1f1b")
+    filling, full = (
+        predict_even_step(replace(interleaved.job.memory_settings, micro_batches=count), 65_536).total
+        for count in (2, 8)
+    )
+    assert filling < full <= peak_memory(interleaved, 65_536, 1)
+
+
+def test_a_micro_batch_of_few_tokens_takes_as_long_as_moving_the_weights():
+    costs = JobCosts(job("fixed-4d"))
+    forward, backward = (costs.blocks(1, d) + costs.head(1, d) for d in ("forward", "backward"))
+    bandwidth = costs.job.hardware.memory_bandwidth
+    multiplied = gemm_flops_per_token(SHAPE) / 2
+    assert forward == pytest.approx(2 * multiplied / bandwidth)
+    assert backward == pytest.approx((2 + 2 * 4) * multiplied / bandwidth)  # weights, and gradients there and back
+    assert costs.blocks(100_000, "forward") == pytest.approx(100 * costs.blocks(1000, "forward"), rel=0.01)
+    assert costs.blocks(0, "forward") == 0.0
+
+
+def test_names_are_checked_and_the_base_is_always_there():
+    assert chosen("distca") == [BASE, "distca"]
+    with pytest.raises(UserError, match="policy 'nobody' is unknown"):
+        chosen("distca,nobody")
