@@ -19,7 +19,7 @@ from comparison import SHAPE, Run, compare, join, leave, llama, parse_arguments,
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.huggingface import check_batch, context_parallel_share, register_attention
 from wlb.integrations.packed import FlatteningCollator
-from wlb.training.observe.predicted_load import PredictedLoad
+from wlb.training.observe.monitor import PredictedLoad
 
 
 def original_batches(documents: Any, arguments: Any) -> list[list[int]]:

@@ -9,6 +9,7 @@ even, and a machine is slow or the workload model wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,7 @@ def diagnose(
     ranks = [
         {
             "rank": rank,
-            "host": name.host,
-            "process": name.process,
-            "device": name.device,
+            **asdict(name),
             **dict(zip(("pp", "dp", "cp", "tp"), coordinates[rank].tolist(), strict=True)),
             "compute_seconds": float(compute[rank]),
             "normalised": float(compute[rank] / compute.mean()),

@@ -14,6 +14,8 @@ import statistics
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import takewhile
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from wlb.training.runtime.console import end_progress, say, show_progress
 from wlb.training.runtime.failures import TrainingError
 
 _NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks", "store_tokens"}
-_BLOCK_BYTES = 1 << 16
 _SHORT = {"micro_batches": "mb"}  # in the live line
 _SHORT_OF_POOLS = _SHORT | {"cp": "pool", "dp": "pools"}
 
@@ -73,10 +74,7 @@ class StepMetrics:
 
     def to_json(self) -> dict[str, Any]:
         """The row of steps.jsonl; what is not finite is null, as JSON has no word for it."""
-        row = asdict(self)
-        for name in ("document_ids", "segments", "store_tokens", "loss_tokens"):
-            if row[name] is None:
-                del row[name]
+        row = {name: value for name, value in asdict(self).items() if value is not None}
         if self.skipped:
             row["skipped"] = True
             row |= {name: None for name in ("loss", "grad_norm") if not math.isfinite(row[name])}
@@ -98,12 +96,12 @@ class MetricsWriter:
         self._unlabelled_reported = False
         try:
             config.dir.mkdir(parents=True, exist_ok=True)
-            self._evaluations = config.dir / "evaluation.jsonl"
-            for path in (config.dir / "steps.jsonl", self._evaluations):
+            self._rows, self._evaluations = config.dir / "steps.jsonl", config.dir / "evaluation.jsonl"
+            for path in (self._rows, self._evaluations):
                 if note := continue_file(path, last_step):
                     say(note)
             self.evaluated = last_step_in(self._evaluations)
-            self._file = (config.dir / "steps.jsonl").open("a", encoding="utf-8")
+            self._rows.open("a").close()
         except OSError as error:
             raise UserError(f"metrics.dir {config.dir} cannot be written: {error.strerror}") from error
         self._tensorboard = _tensorboard(config.dir, last_step) if config.tensorboard else None
@@ -115,13 +113,7 @@ class MetricsWriter:
         self._seconds.append(metrics.step_seconds)
         self._imbalance.append(metrics.imbalance_degree)
         row = metrics.to_json()
-        try:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise TrainingError(
-                f"step {metrics.step}: metrics.dir {self._file.name} cannot be written: {error.strerror}"
-            ) from error
+        _append(self._rows, row)
         if self._tensorboard is not None:
             for name, value in _scalars(row):
                 self._tensorboard.add_scalar(name, value, metrics.step)
@@ -135,11 +127,7 @@ class MetricsWriter:
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
-        try:
-            with self._evaluations.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(evaluation.to_json(step)) + "\n")
-        except OSError as error:
-            raise TrainingError(f"step {step}: {self._evaluations} cannot be written: {error.strerror}") from error
+        _append(self._evaluations, evaluation.to_json(step))
         if self._tensorboard is not None:
             self._tensorboard.add_scalar("evaluation/loss", evaluation.loss, step)
             for bucket in evaluation.buckets:
@@ -163,7 +151,6 @@ class MetricsWriter:
         }
 
     def close(self) -> None:
-        self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         end_progress()
@@ -194,6 +181,14 @@ def live_line(metrics: StepMetrics, *, pooled: bool = False) -> str:
     )
 
 
+def _append(path: Path, row: dict[str, Any]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise TrainingError(f"step {row['step']}: metrics.dir {path} cannot be written: {error.strerror}") from error
+
+
 def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """What can be plotted of a row, nested names joined by "/"."""
     for name, value in row.items():
@@ -218,39 +213,27 @@ def continue_file(path: Path, last_step: int) -> str | None:
         aside = next(name for n in range(1, 10**6) if not (name := path.with_suffix(f".{n}.jsonl")).exists())
         os.replace(path, aside)
         return f"metrics of an earlier run are now in {aside}"
-    size, removed = path.stat().st_size, 0
-    for start, line in _lines_from_end(path):
-        if _step_of(line) <= last_step:
-            break
-        size, removed = start, removed + 1
-    if not removed:
+    later = [start for start, _ in takewhile(lambda line: _step_of(line[1]) > last_step, _lines_from_end(path))]
+    if not later:
         return None
-    os.truncate(path, size)
-    return f"{path} goes back to step {last_step}, later lines removed: {removed}"
+    os.truncate(path, later[-1])
+    return f"{path} goes back to step {last_step}, later lines removed: {len(later)}"
 
 
 def last_step_in(path: Path) -> int:
     """The step of the last line; 0 without one."""
-    if not path.exists():
-        return 0
     return next((int(_step_of(line)) for _, line in _lines_from_end(path)), 0)
 
 
 def _lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines, the last one first, each with the number of bytes before it."""
-    with path.open("rb") as file:
-        start = position = file.seek(0, os.SEEK_END)
-        beginning = b""  # what is known so far of the line that begins before position
-        while position:
-            size = min(_BLOCK_BYTES, position)
-            position -= size
-            file.seek(position)
-            beginning, *lines = (file.read(size) + beginning).splitlines(keepends=True)
-            for line in reversed(lines):
-                start -= len(line)
-                yield start, line
-        if beginning:
-            yield 0, beginning
+    if not path.exists() or not (end := path.stat().st_size):
+        return
+    with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        while end:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            yield start, content[start:end]
+            end = start
 
 
 def _step_of(line: bytes) -> float:

@@ -1,25 +1,46 @@
-"""Rank 0's reports: the start of a job, every step, and where the time went."""
+"""Rank 0's reports: the start of a job, every step, slow ranks, and where the time went.
+
+The first step of a run is left out of warnings and diagnosis: it warms up caches and allocators, and compiles.
+
+Model FLOPs utilisation is what the model's arithmetic needs, over what the devices could do in the time, as PaLM
+defines it (arXiv 2204.02311, appendix B): the operations of the model's products once forward and twice backward,
+whatever an implementation recomputes, here with causal attention inside segments counted by its pairs. The peak is the
+hardware preset's, in bfloat16 on a GPU and float32 on a CPU. That of a CPU is for one core, so a rank has as many as
+threads.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
 from wlb.documents.store.mixture import StoreMixture, TrainedStore
+from wlb.files import replace_text
 from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
-from wlb.training.observe.imbalance import RankSteps
+from wlb.training.observe.diagnosis import FILE, diagnose, render
+from wlb.training.observe.imbalance import RankSteps, imbalance_of
 from wlb.training.observe.metrics import LEGEND, MetricsWriter, StepMetrics
-from wlb.training.observe.observer import Observer
-from wlb.training.observe.stragglers import RankName
+from wlb.training.observe.stragglers import RankName, StragglerWatch
+from wlb.training.parallel.mesh import MESH_DIMENSIONS
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.runtime.console import say
-from wlb.training.runtime.environment import dense_attention_warning, shared_store_warning, tokenizer_warning
-from wlb.workload import ModelShape
+from wlb.training.runtime.environment import (
+    dense_attention_warning,
+    hardware_name,
+    shared_store_warning,
+    tokenizer_warning,
+)
+from wlb.workload import ModelShape, attention_flops, hardware_preset, linear_flops
 
 _OVERLONG = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
+_PASSES = 3.0  # one forward, and a backward of twice its operations
 
 
 class StepOutcome(NamedTuple):
@@ -49,12 +70,21 @@ class Reporter:
     ) -> None:
         self._config = config
         self._store = store
+        self._shape = shape
+        self._names = names
         self._execution = execution
-        self._step = step
+        self._first = self._step = step
         self._pooled = config.packing.pools(config.parallel.pool) is not None
         self._metrics = MetricsWriter(config.metrics, step, pooled=self._pooled)
-        self._observer = Observer(config, shape, names, execution.device)
         self.evaluated = self._metrics.evaluated
+        self._mesh_shape = tuple(getattr(config.parallel, name) for name in MESH_DIMENSIONS)
+        self._micro_batches = config.packing.micro_batches // config.parallel.dp
+        device = execution.device
+        self._peak = peak_flops(hardware_name(device), device) * config.parallel.world_size
+        self._watch = StragglerWatch(names, config.parallel.pp, config.metrics.straggler_factor)
+        self._measured: list[tuple[int, RankSteps, float]] = []  # the last steps, with their seconds
+        self._diagnosis = config.metrics.dir / FILE
+        self._diagnosis.unlink(missing_ok=True)  # an earlier run's
 
     def begin(self, loader: StepLoader) -> None:
         """Say where the job goes on and on what, and what its user should know of that."""
@@ -62,11 +92,15 @@ class Reporter:
             say(line)
 
     def record(self, step: int, loaded: LoadedStep, outcome: StepOutcome, rows: RankSteps) -> None:
-        """Take in a step that was trained; ``rows`` are the seconds of all ranks."""
+        """Take in a step that was trained; ``rows`` are the seconds of all ranks.
+
+        Warns of slow ranks, and writes the diagnosis when it is due.
+        """
+        self._step = step
         if outcome.skipped:
             say(outcome.skipped)
+        self._look_at(rows, outcome.seconds)
         plan, planned, listed = loaded.plan, loaded.planned, self._config.metrics.document_ids
-        observation = self._observer.observe(step, plan, rows, outcome.seconds)
         metrics = StepMetrics(
             step=step,
             loss=outcome.loss,
@@ -81,9 +115,9 @@ class Reporter:
             data_wait_seconds=loaded.wait_seconds,
             planning_seconds=planned.planning_seconds,
             pending_documents=planned.pending_documents,
-            mfu=observation.mfu,
-            imbalance=observation.imbalance,
-            slow_ranks=observation.slow_ranks,
+            mfu=model_flops(self._shape, plan) / (outcome.seconds * self._peak),
+            imbalance=imbalance_of([rows], self._mesh_shape, self._micro_batches),
+            slow_ranks=tuple(sorted(self._watch.slow)),
             document_ids=planned.documents if listed else None,
             segments=tuple(sorted(plan.segments)) if listed == "segments" else None,
             store_tokens=self._store_tokens(plan),
@@ -97,8 +131,40 @@ class Reporter:
     def finish(self) -> dict[str, Any]:
         """Close the files, and print the diagnosis of the last steps; returns the summary of all steps."""
         self._metrics.close()
-        self._observer.finish()
+        if diagnosis := self._diagnose():
+            say(render(diagnosis))
         return self._metrics.summary()
+
+    def _look_at(self, rows: RankSteps, seconds: float) -> None:
+        done, every = self._step - self._first, self._config.metrics.diagnose_every
+        if done > 1 and not np.isnan(rows["compute_seconds"]).any():
+            self._measured.append((self._step, rows, seconds))
+            for line in self._watch.observe(rows):
+                say(f"wlb: warning: {line}")
+        self._measured = [measured for measured in self._measured if measured[0] > self._step - every]
+        if done % every == 0:
+            self._diagnose()
+
+    def _diagnose(self) -> dict[str, Any] | None:
+        """Write the diagnosis of the last steps, if any of them was measured."""
+        if not self._measured:
+            return None
+        steps, rows, seconds = zip(*self._measured, strict=True)
+        diagnosis = diagnose(
+            rows,
+            self._names,
+            self._mesh_shape,
+            self._micro_batches,
+            last_step=steps[-1],
+            step_seconds=float(np.mean(seconds)),
+            straggler_factor=self._config.metrics.straggler_factor,
+            pooled=self._pooled,
+        )
+        try:
+            replace_text(self._diagnosis, json.dumps(diagnosis, allow_nan=False))
+        except OSError as error:
+            say(f"wlb: warning: {self._diagnosis} could not be written: {error.strerror}")
+        return diagnosis
 
     def _store_tokens(self, plan: StepPlan) -> tuple[int, ...] | None:
         if not isinstance(self._store, StoreMixture):
@@ -115,9 +181,8 @@ class Reporter:
             overlong = _OVERLONG[config.data.overlong]
             documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
         longest = config.packing.options.most_tokens(config.data.context_window, config.packing.micro_batches)
-        origin = f"resuming after step {self._step}" if self._step else "starting"
-        parallel = config.parallel
-        each = config.packing.micro_batches // parallel.dp
+        origin = f"resuming after step {self._first}" if self._first else "starting"
+        parallel, each = config.parallel, self._micro_batches
         pools = f" with pool = {parallel.cp} and pool_micro_batches = {each}" if self._pooled else ""
         yield (
             f"{origin} on {parallel.world_size} {execution.device.type} processes{pools}; {documents}; micro-batches "
@@ -127,7 +192,7 @@ class Reporter:
             total = sum(config.data.weights)
             shares = ", ".join(f"{part.store} {part.weight / total:.1%}" for part in mixture)
             yield f"mixture, by tokens: {shares}"
-        if config.training.steps and self._step >= config.training.steps:
+        if config.training.steps and self._first >= config.training.steps:
             yield f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on"
         else:
             yield LEGEND
@@ -139,3 +204,16 @@ class Reporter:
             shared_store_warning(),
         )
         yield from filter(None, warnings)
+
+
+def model_flops(shape: ModelShape, plan: StepPlan) -> float:
+    """Operations that training on the step's segments takes, over all ranks."""
+    lengths = [segment.length for segment in plan.segments]
+    attention = float(attention_flops(shape, lengths, "forward").sum())
+    return _PASSES * (attention + float(linear_flops(shape, plan.tokens, "forward")))
+
+
+def peak_flops(hardware: str, device: torch.device) -> float:
+    """FLOP/s of one rank on ``device`` at best, by the preset ``hardware``."""
+    cores = torch.get_num_threads() if device.type == "cpu" else 1
+    return hardware_preset(hardware).peak_flops * cores
