@@ -13,7 +13,6 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,14 +58,6 @@ _LONGEST_WRITE = timedelta(hours=1)  # of one rank while the others wait, in the
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A checkpoint that could not be written, and the name of the newest good one, if there is any."""
-
-    problem: str
-    newest: str | None
-
-
 class _CannotWrite(Exception):
     """The file system has refused something on some rank; raised on all of them, with the reason."""
 
@@ -93,8 +84,8 @@ class Checkpointer:
         self._stages = stages
         self._optimizers = optimizers
         self._good: list[Path] = []  # those up to the one the job continues from, and its own; others are damaged
-        self._writing: Future[_Failure | None] | None = None
-        self._failure: _Failure | None = None
+        self._writing: Future[str | None] | None = None
+        self._failure: str | None = None  # why the last checkpoint could not be written, while there is an older one
         if self.enabled:
             # The thread's own: collectives of two threads in one group would meet the wrong partners.
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
@@ -132,7 +123,7 @@ class Checkpointer:
         """Wait for the checkpoint being written. Raises ``TrainingError`` if the last one could not be."""
         self._wait()
         if self._failure is not None:
-            raise TrainingError(self._failure.problem)
+            raise TrainingError(self._failure)
 
     def load(self, path: Path) -> Progress:
         """Restore model, optimizers and random generators from ``path`` in place, and return where it stands.
@@ -174,19 +165,17 @@ class Checkpointer:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             self._failure = writing.result()
-            if self._failure is not None and self._failure.newest is None:
-                raise TrainingError(self._failure.problem)
 
     def _write_in_background(
-        self, written: Future[_Failure | None], checkpoint: Path, tensors: dict[str, Any], progress: Progress
+        self, written: Future[str | None], checkpoint: Path, tensors: dict[str, Any], progress: Progress
     ) -> None:
         try:
             written.set_result(self._write(checkpoint, tensors, progress))
         except BaseException as error:  # whatever it is, whoever waits has to know
             written.set_exception(error)
 
-    def _write(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> _Failure | None:
-        """Write ``checkpoint`` together with all ranks; they all return the same."""
+    def _write(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> str | None:
+        """Write ``checkpoint`` together with all ranks; they all return the same: what went wrong, if anything did."""
         try:
             self._write_files(checkpoint, tensors, progress)
         except _CannotWrite as problem:
@@ -197,30 +186,30 @@ class Checkpointer:
 
     def _write_files(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> None:
         writer = ChecksummedWriter(hidden_path(checkpoint))
-        self._on_rank_0(start_writing, checkpoint)
-        self._on_every_rank(_write_tensors, tensors, writer, self._group)
+        self._on_ranks([0], start_writing, checkpoint)
+        self._on_ranks(range(dist.get_world_size()), _write_tensors, tensors, writer, self._group)
         files: dict[str, FileRecord] = {}
         for records in gathered(writer.files, self._group):
             files |= records
-        self._on_rank_0(publish, checkpoint, Manifest(progress, model_record(self._model), files))
+        self._on_ranks([0], publish, checkpoint, Manifest(progress, model_record(self._model), files))
 
-    def _give_up(self, checkpoint: Path, problem: _CannotWrite) -> _Failure:
+    def _give_up(self, checkpoint: Path, problem: _CannotWrite) -> str:
         if dist.get_rank() == 0:
             shutil.rmtree(hidden_path(checkpoint), ignore_errors=True)
         (newest, *_) = gathered(next((p.name for p in reversed(self._good) if is_whole(p)), None), self._group)
         text = f"the checkpoint of step {step_of(checkpoint)} could not be written to {checkpoint.parent}: {problem}"
-        if newest is not None and dist.get_rank() == 0:
+        failure = f"{text}; mend that or choose another checkpoint.dir, and start again"
+        if newest is None:
+            raise TrainingError(failure)
+        if dist.get_rank() == 0:
             say(f"wlb: warning: {text}; the newest one is still {newest}")
-        return _Failure(f"{text}; mend that or choose another checkpoint.dir, and start again", newest)
+        return failure
 
-    def _on_rank_0(self, work: Callable[..., object], *arguments: Any) -> None:
-        self._on_every_rank(work, *arguments, only_on=0)
-
-    def _on_every_rank(self, work: Callable[..., object], *arguments: Any, only_on: int | None = None) -> None:
-        """Call ``work`` on every rank, or on one; raises ``_CannotWrite`` on all where it raises ``OSError``."""
+    def _on_ranks(self, ranks: Sequence[int], work: Callable[..., object], *arguments: Any) -> None:
+        """Call ``work`` on ``ranks``; raises ``_CannotWrite`` on all ranks where it raises ``OSError`` on one."""
         problem, rank = None, dist.get_rank()
         try:
-            if only_on in (None, rank):
+            if rank in ranks:
                 work(*arguments)
         except OSError as error:
             problem = f"{error.strerror or error} (rank {rank})"

@@ -7,7 +7,7 @@ before it. Where checkpoints exist but none can be used the job stops: to start 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,14 +25,7 @@ def newest_checkpoint(config: CheckpointConfig, *, contents: bool = False) -> Pa
     Manifests and file sizes are looked at, with ``contents`` checksums too. Raises ``UserError`` where a job that may
     not resume would write among another job's checkpoints, and where there are checkpoints and none can be used.
     """
-    candidates, damage = _candidates(config), None
-    for path in reversed(candidates):
-        damage = find_damage(path, contents=contents)
-        if damage is None:
-            return path
-    if candidates:
-        raise _none_is_whole(candidates, damage)
-    return None
+    return _newest_whole(_candidates(config), lambda path: find_damage(path, contents=contents))
 
 
 def agreed_checkpoint(config: CheckpointConfig) -> Path | None:
@@ -50,16 +43,7 @@ def agreed_checkpoint(config: CheckpointConfig) -> Path | None:
                 f"checkpoint.dir {config.dir} must be shared by all machines: the newest checkpoint in it is "
                 f"{newest[0]} for rank 0 and {name} for rank {rank}"
             )
-    candidates, damage = [(config.dir or Path()) / name for name in names[0]], None
-    for path in reversed(candidates):
-        damage = _damage_seen_by_any_rank(path)
-        if damage is None:
-            return path
-        if dist.get_rank() == 0:
-            say(f"wlb: warning: checkpoint {path} is damaged and not used: {damage}")
-    if candidates:
-        raise _none_is_whole(candidates, damage)
-    return None
+    return _newest_whole([(config.dir or Path()) / name for name in names[0]], _damage_seen_by_any_rank)
 
 
 def _candidates(config: CheckpointConfig) -> list[Path]:
@@ -72,15 +56,24 @@ def _candidates(config: CheckpointConfig) -> list[Path]:
     return named
 
 
-def _none_is_whole(candidates: Sequence[Path], damage: str | None) -> UserError:
-    """Of ``candidates`` none can be used, the oldest because of ``damage``."""
-    return UserError(
-        f"none of the {len(candidates)} checkpoints in {candidates[-1].parent} can be used, and of the oldest "
-        f"{damage}; restore one, or remove all of them to start anew"
-    )
+def _newest_whole(candidates: Sequence[Path], damage_of: Callable[[Path], str | None]) -> Path | None:
+    damage = None
+    for path in reversed(candidates):
+        damage = damage_of(path)
+        if damage is None:
+            return path
+    if candidates:
+        raise UserError(
+            f"none of the {len(candidates)} checkpoints in {candidates[-1].parent} can be used, and of the oldest "
+            f"{damage}; restore one, or remove all of them to start anew"
+        )
+    return None
 
 
 def _damage_seen_by_any_rank(path: Path) -> str | None:
     share = dist.get_rank(), dist.get_world_size()
-    damage = on_every_rank(lambda: find_damage(path, contents=True, share=share))
-    return next((seen for seen in gathered(damage) if seen is not None), None)
+    seen = gathered(on_every_rank(lambda: find_damage(path, contents=True, share=share)))
+    damage = next(filter(None, seen), None)
+    if damage is not None and dist.get_rank() == 0:
+        say(f"wlb: warning: checkpoint {path} is damaged and not used: {damage}")
+    return damage

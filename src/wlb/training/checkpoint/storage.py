@@ -74,16 +74,7 @@ class ConfinedReader(FileSystemReader):
         try:
             with self.fs.create_stream(path, "rb") as file:
                 metadata = _checked(_MetadataUnpickler(file).load())
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            KeyError,
-            IndexError,
-            pickle.PickleError,
-        ) as e:
+        except Exception as e:  # what garbage makes a pickle raise can be anything
             raise UserError(
                 f"checkpoint {self.path} was not written by this program: {Path(path).name}: {e}; remove it to "
                 "continue from the one before it"
@@ -131,9 +122,8 @@ class _ChecksummedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         try:
-            with super().create_stream(path, mode) as stream:
-                file = _ChecksummedFile(stream, self)
-                yield cast(io.IOBase, file)
+            with _ChecksummedFile(Path(path), self) as file:
+                yield file
         except OSError as error:
             self.error = self.error or error
             raise
@@ -144,35 +134,20 @@ class _ChecksummedFiles(FileSystem):
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
-class _ChecksummedFile:
-    """A file that is written from its start to its end."""
+class _ChecksummedFile(io.BufferedWriter):
+    """A file that is written from its start to its end; ``owner`` hears of errors, which torch may replace."""
 
-    def __init__(self, file: Any, owner: _ChecksummedFiles) -> None:
-        self._file = file
+    def __init__(self, path: Path, owner: _ChecksummedFiles) -> None:
+        super().__init__(io.FileIO(path, "wb"))
         self._owner = owner
-        self.size = 0
-        self.crc32 = 0
+        self.size = self.crc32 = 0
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
         try:
-            self._file.write(view)
+            written = super().write(data)
         except OSError as error:
             self._owner.error = self._owner.error or error
             raise
-        self.size += view.nbytes
-        self.crc32 = zlib.crc32(view, self.crc32)
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        descriptor: int = self._file.fileno()
-        return descriptor
-
-    def close(self) -> None:
-        self._file.close()
+        self.size += written
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return written
