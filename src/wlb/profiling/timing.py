@@ -87,19 +87,13 @@ class ProcessClock:
         return end - begin
 
 
-class WallClock:
+class WallClock(ProcessClock):
     """Elapsed seconds, for work on several threads."""
 
     name = "wall time"
 
-    def get_ready(self, case: Case, calls: int) -> None:
-        """Nothing: calls run when they are made."""
-
     def mark(self) -> float:
         return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
 
 
 class CudaClock:
