@@ -223,6 +223,28 @@ def test_ranks_that_pass_over_a_request_to_end_are_killed(monkeypatch, tmp_path)
     assert (ending.status, ending.restart) == (143, False)
 
 
+class Interrupted(Script):
+    """Ctrl-C comes when a rank runs and the launcher has yet to hear of it."""
+
+    def _start(self, *arguments: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
+        process = super()._start(*arguments, rank=rank, error_file=error_file)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+
+def test_ctrl_c_while_ranks_start_leaves_none_of_them(monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    script = Interrupted("sleep 1000", "sleep 1000")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            script.run(monkeypatch)
+        assert not any(is_running(process.pid) for process in script.processes)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for process in script.processes:
+            process.kill()
+
+
 def test_a_mistake_found_by_the_ranks_is_told_once(folder):
     (folder / "store.json").unlink()  # without it nothing says that tokens go up to 66, until they are read
     config = write_config(folder, parallel=PARALLEL, model={"vocab_size": 66})

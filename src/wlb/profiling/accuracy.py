@@ -46,7 +46,7 @@ def micro_batch_seconds(workload: Workload, segment_lengths: Sequence[int]) -> f
 def crossover_tokens(workload: Workload) -> int | None:
     """Length at which a document's attention costs as much as everything else; None if over ten million tokens."""
     lengths = range(1, _LONGEST_CROSSOVER + 1)
-    shorter = bisect_left(lengths, True, key=lambda n: workload.attention_seconds(n) >= workload.linear_seconds(n))
+    shorter = bisect_left(lengths, 0.0, key=lambda n: float(workload.attention_seconds(n) - workload.linear_seconds(n)))
     return lengths[shorter] if shorter < len(lengths) else None
 
 

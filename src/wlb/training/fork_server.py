@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from wlb.errors import require
 from wlb.training.runtime.console import flush
-from wlb.training.runtime.termination import signals_to_end
+from wlb.training.runtime.termination import held_back, signals_to_end
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _STDERR = 2
@@ -84,18 +84,16 @@ class ForkServer:
         self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         flush()  # or every rank would write what is buffered
         # A signal that is meant for the job does not end the server, and none comes too early for a rank.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *signals_to_end()})
-        try:
-            self._pid = os.fork()
+        with theirs, held_back({signal.SIGINT, *signals_to_end()}) as mask:
+            try:
+                self._pid = os.fork()
+            except OSError:  # no more processes
+                ours.close()
+                return
             if not self._pid:
                 ours.close()
                 _serve(theirs, mask | signals_to_end())
             self._connection = ours
-        except OSError:  # no more processes
-            ours.close()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedRank | None:
         """Start ``python -m wlb.training ARGUMENTS`` in a session of its own; None where there is no server."""

@@ -36,7 +36,7 @@ from wlb.training.runtime.failures import (
     leave,
     recorded_failure,
 )
-from wlb.training.runtime.termination import signals_to_end
+from wlb.training.runtime.termination import held_back, signals_to_end
 
 _BEYOND_GRACE_SECONDS = 5.0  # ranks leave by themselves when training.grace_seconds are over; then they are killed
 _LAST_WORDS_SECONDS = 2.0  # for the other ranks to end by themselves when it is known what has ended the job
@@ -161,8 +161,9 @@ def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest
         ranks: list[_Rank] = []
         try:
             show_meanwhile(f"starting {len(error_files)} processes")
-            for rank, error_file in enumerate(error_files):
-                ranks.append(_start(server, arguments, environment, rank=rank, error_file=error_file))
+            with held_back({signal.SIGINT}):  # or Ctrl-C could come between the start of a rank and the list of them
+                for rank, error_file in enumerate(error_files):
+                    ranks.append(_start(server, arguments, environment, rank=rank, error_file=error_file))
             unfinished = _wait(ranks, request, config.training.grace_seconds)
         finally:
             _kill(ranks)
@@ -210,12 +211,9 @@ def _start(
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
     if forked := server.fork(arguments, {**environment, **own}):
         return forked
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
-    try:
+    with held_back(signals_to_end()):
         program = [sys.executable, "-m", "wlb.training", *arguments]
         return subprocess.Popen(program, env={**environment, **own}, start_new_session=True)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _wait(ranks: Sequence[_Rank], request: _EndRequest, grace_seconds: float) -> list[_Rank]:

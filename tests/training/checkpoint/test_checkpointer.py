@@ -23,6 +23,7 @@ from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig, TrainingConfig
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.checkpoint import checkpointer as checkpoint_module
+from wlb.training.checkpoint import storage
 from wlb.training.checkpoint.checkpointer import Checkpointer
 from wlb.training.checkpoint.files import (
     Manifest,
@@ -365,7 +366,7 @@ def _save_while_weights_change(directory: Path) -> None:
         return weight.detach().clone()
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(checkpoint_module, "start_writing", waiting)
+        patch.setattr(storage, "start_writing", waiting)
         weight.fill_(2.0)
         checkpointer.save(Progress(2, {}))
         weight.fill_(3.0)  # the thread has not begun to write
@@ -396,7 +397,7 @@ def _continue_beside_a_damaged_one(directory: Path) -> tuple[list[str], list[str
     before = [path.name for path in complete_checkpoints(directory)]
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_module, "publish", _full_disk)
+        patch.setattr(storage, "publish", _full_disk)
         patch.setattr(checkpoint_module, "say", said.append)
         continuing.save(Progress(3, {}))
         with pytest.raises(TrainingError, match="No space left"):

@@ -2,7 +2,7 @@
 
 Training stands still only while tensors are copied to host memory. A thread per rank then writes the copy, together
 with the others over a process group of its own: a hidden directory, one file per rank, and when every rank is done
-the manifest and the name (``files``). So whatever carries the name of a checkpoint is complete, and a
+the manifest and the name (``storage``). So whatever carries the name of a checkpoint is complete, and a
 job killed at any moment leaves the previous one as the newest. At most one is being written. Tensors are saved under
 their fully qualified names, which other parallel sizes can read as well.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -35,17 +35,13 @@ from torch.optim import Optimizer
 from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.training.checkpoint.files import (
-    FileRecord,
-    Manifest,
     Progress,
     checkpoint_path,
     delete_outdated,
     hidden_path,
     is_whole,
     named_checkpoints,
-    publish,
     read_manifest,
-    start_writing,
     step_of,
 )
 from wlb.training.checkpoint.same_model import RANDOM_STATES, check_model, check_tensors, model_record
@@ -56,10 +52,6 @@ from wlb.training.runtime.failures import TrainingError
 
 _LONGEST_WRITE = timedelta(hours=1)  # of one rank while the others wait, in the background
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded
-
-
-class _CannotWrite(Exception):
-    """The file system has refused something on some rank; raised on all of them, with the reason."""
 
 
 class Checkpointer:
@@ -139,7 +131,7 @@ class Checkpointer:
         state = self._tensors() | rng
         try:
             dcp.load(state, storage_reader=reader)
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:
             raise TrainingError(f"checkpoint {path} cannot be loaded: {_reason(error)}") from error
         for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
             set_model_state_dict(stage, _pick(state, get_model_state_dict(stage)))
@@ -177,23 +169,15 @@ class Checkpointer:
     def _write(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> str | None:
         """Write ``checkpoint`` together with all ranks; they all return the same: what went wrong, if anything did."""
         try:
-            self._write_files(checkpoint, tensors, progress)
-        except _CannotWrite as problem:
-            return self._give_up(checkpoint, problem)
+            writer = ChecksummedWriter(checkpoint, progress, model_record(self._model))
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # which is no Exception
+            return self._give_up(checkpoint, _reason(error))
         self._good.append(checkpoint)
         self.delete_outdated()
         return None
 
-    def _write_files(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> None:
-        writer = ChecksummedWriter(hidden_path(checkpoint))
-        self._on_ranks([0], start_writing, checkpoint)
-        self._on_ranks(range(dist.get_world_size()), _write_tensors, tensors, writer, self._group)
-        files: dict[str, FileRecord] = {}
-        for records in gathered(writer.files, self._group):
-            files |= records
-        self._on_ranks([0], publish, checkpoint, Manifest(progress, model_record(self._model), files))
-
-    def _give_up(self, checkpoint: Path, problem: _CannotWrite) -> str:
+    def _give_up(self, checkpoint: Path, problem: str) -> str:
         if dist.get_rank() == 0:
             shutil.rmtree(hidden_path(checkpoint), ignore_errors=True)
         (newest, *_) = gathered(next((p.name for p in reversed(self._good) if is_whole(p)), None), self._group)
@@ -205,35 +189,13 @@ class Checkpointer:
             say(f"wlb: warning: {text}; the newest one is still {newest}")
         return failure
 
-    def _on_ranks(self, ranks: Sequence[int], work: Callable[..., object], *arguments: Any) -> None:
-        """Call ``work`` on ``ranks``; raises ``_CannotWrite`` on all ranks where it raises ``OSError`` on one."""
-        problem, rank = None, dist.get_rank()
-        try:
-            if rank in ranks:
-                work(*arguments)
-        except OSError as error:
-            problem = f"{error.strerror or error} (rank {rank})"
-        for text in gathered(problem, self._group):
-            if text is not None:
-                raise _CannotWrite(text)
-
-
-def _write_tensors(tensors: dict[str, Any], writer: ChecksummedWriter, group: dist.ProcessGroup) -> None:
-    """Write this rank's share. Raises ``OSError`` on the ranks that could not, after all have ended."""
-    try:
-        dcp.save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        if writer.error is not None:
-            raise writer.error from None
-        if dist.get_rank() in error.failures:
-            raise OSError(0, _reason(error)) from error
-
 
 def _reason(error: CheckpointException) -> str:
     """The first failure of ``error`` in one line."""
     rank, (cause, _) = next(iter(error.failures.items()))
     (line, *_) = str(cause).splitlines() or [""]
-    return f"rank {rank}: {type(cause).__name__}: {line}"
+    what = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {line}"
+    return f"{what} (rank {rank})"
 
 
 def _make_stager() -> DefaultStager:
