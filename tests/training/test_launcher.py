@@ -20,7 +20,7 @@ from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.job.config import JobConfig
 from wlb.training import launcher as launch_module
-from wlb.training.fork_server import ForkServer
+from wlb.training.forks import Forks
 from wlb.training.runtime.failures import Ending
 
 PARALLEL = {"dp": 2}
@@ -165,7 +165,7 @@ class Script:
                 "training": {"grace_seconds": 0.0},
             }
         )
-        ending = launch_module._run_ranks(config, (), self._request, ForkServer())
+        ending = launch_module._run_ranks(config, (), self._request, Forks())
         assert not any(is_running(process.pid) for process in self.processes)
         return ending
 

@@ -22,7 +22,7 @@ import torch
 from wlb import __version__
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
-from wlb.profiling.timing import Case, Clock, CudaClock, Effort, ProcessClock, Timing, WallClock, measure_in_turns
+from wlb.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, WallClock, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.training.runtime.environment import keep_freed_memory
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
@@ -221,7 +221,9 @@ class _Timings(NamedTuple):
         return self.by_case[kind, *lengths] * self.layers + self.by_case["ends", sum(lengths)]
 
 
-def _profile(settings: ProfileSettings, clock: Clock, sizes: ProfiledSizes, timings: _Timings) -> WorkloadProfile:
+def _profile(
+    settings: ProfileSettings, clock: ProcessClock, sizes: ProfiledSizes, timings: _Timings
+) -> WorkloadProfile:
     table = [[timings.attention("prefix", queries, keys) for keys in sizes.keys] for queries in sizes.queries]
     return WorkloadProfile(
         machine=_machine(settings),
@@ -267,7 +269,7 @@ def _held_out(sizes: HeldOutSizes, timings: _Timings) -> HeldOutSeconds:
     )
 
 
-def _clock(settings: ProfileSettings) -> Clock:
+def _clock(settings: ProfileSettings) -> ProcessClock:
     if settings.device.type == "cuda":
         return CudaClock()
     return ProcessClock() if settings.threads == 1 else WallClock()

@@ -81,7 +81,10 @@ class Checkpointer:
         if self.enabled:
             # The thread's own: collectives of two threads in one group would meet the wrong partners.
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
-            self._stager = _make_stager()
+            # Into pinned memory on CUDA, kept from one time to the next; it returns when the copy is made.
+            cuda = torch.cuda.is_available()
+            options = {"use_shared_memory": False, "use_async_staging": False}
+            self._stager = DefaultStager(StagingOptions(cuda, use_non_blocking_copy=cuda, **options))
 
     @property
     def enabled(self) -> bool:
@@ -196,16 +199,6 @@ def _reason(error: CheckpointException) -> str:
     (line, *_) = str(cause).splitlines() or [""]
     what = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {line}"
     return f"{what} (rank {rank})"
-
-
-def _make_stager() -> DefaultStager:
-    """Copies tensors to host memory before it returns; on CUDA into pinned memory, kept from one time to the next."""
-    cuda = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-        )
-    )
 
 
 def _moments(stage: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
