@@ -28,8 +28,8 @@ from wlb.sharding.plan import ShardPlan, owners
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.training.data.loader import LoadedStep
 from wlb.training.observe.compute_clock import ComputeClock, KernelClock, Seconds, ThreadClock
+from wlb.training.observe.diagnosis import RankName
 from wlb.training.observe.imbalance import RankStep, RankSteps, rank_steps
-from wlb.training.observe.stragglers import RankName
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.runtime.collectives import gathered, gathered_rows
 from wlb.training.runtime.console import say

@@ -24,10 +24,9 @@ from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
-from wlb.training.observe.diagnosis import FILE, diagnose, render
+from wlb.training.observe.diagnosis import FILE, RankName, StragglerWatch, diagnose, render
 from wlb.training.observe.imbalance import RankSteps, imbalance_of
-from wlb.training.observe.metrics import LEGEND, MetricsWriter, StepMetrics
-from wlb.training.observe.stragglers import RankName, StragglerWatch
+from wlb.training.observe.metrics import LEGEND, MetricsWriter
 from wlb.training.parallel.mesh import MESH_DIMENSIONS
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.runtime.console import say
@@ -101,29 +100,29 @@ class Reporter:
             say(outcome.skipped)
         self._look_at(rows, outcome.seconds)
         plan, planned, listed = loaded.plan, loaded.planned, self._config.metrics.document_ids
-        metrics = StepMetrics(
-            step=step,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
-            learning_rate=outcome.learning_rate,
-            tokens=plan.tokens,
-            documents=len(planned.documents),
-            step_seconds=outcome.seconds,
-            tokens_per_second=plan.tokens / outcome.seconds,
-            imbalance_degree=plan.imbalance,
-            token_delay=plan.delay_token_steps / plan.tokens,
-            data_wait_seconds=loaded.wait_seconds,
-            planning_seconds=planned.planning_seconds,
-            pending_documents=planned.pending_documents,
-            mfu=model_flops(self._shape, plan) / (outcome.seconds * self._peak),
-            imbalance=imbalance_of([rows], self._mesh_shape, self._micro_batches),
-            slow_ranks=tuple(sorted(self._watch.slow)),
-            document_ids=planned.documents if listed else None,
-            segments=tuple(sorted(plan.segments)) if listed == "segments" else None,
-            store_tokens=self._store_tokens(plan),
-            loss_tokens=loaded.loss_tokens,
-        )
-        self._metrics.write(metrics)
+        row = {
+            "step": step,
+            "loss": outcome.loss,
+            "grad_norm": outcome.grad_norm,
+            "learning_rate": outcome.learning_rate,
+            "tokens": plan.tokens,
+            "documents": len(planned.documents),
+            "step_seconds": outcome.seconds,
+            "tokens_per_second": plan.tokens / outcome.seconds,
+            "imbalance_degree": plan.imbalance,
+            "token_delay": plan.delay_token_steps / plan.tokens,
+            "data_wait_seconds": loaded.wait_seconds,
+            "planning_seconds": planned.planning_seconds,
+            "pending_documents": planned.pending_documents,
+            "mfu": model_flops(self._shape, plan) / (outcome.seconds * self._peak),
+            "imbalance": imbalance_of([rows], self._mesh_shape, self._micro_batches),
+            "slow_ranks": sorted(self._watch.slow),
+            "document_ids": planned.documents if listed else None,
+            "segments": sorted(plan.segments) if listed == "segments" else None,
+            "store_tokens": self._store_tokens(plan),
+            "loss_tokens": loaded.loss_tokens,
+        }
+        self._metrics.write(row)
 
     def record_evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._metrics.write_evaluation(step, evaluation)
