@@ -104,9 +104,7 @@ class Forks:
 def _work_for(writer: int, work: Callable[[], object]) -> NoReturn:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
+        _handle_no_signals()
         try:
             outcome: tuple[object, Exception | None] = (work(), None)
         except Exception as error:
@@ -125,10 +123,7 @@ def _be_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> NoRetu
         from wlb.training.worker import main
 
         os.setsid()
-        signal.set_wakeup_fd(-1)
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
+        _handle_no_signals()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for file in map(int, os.listdir("/proc/self/fd")):
@@ -143,3 +138,10 @@ def _be_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> NoRetu
         main()
     finally:
         os._exit(1)
+
+
+def _handle_no_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)

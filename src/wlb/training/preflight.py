@@ -22,8 +22,7 @@ from wlb.job.model import TransformerConfig
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
-from wlb.training.checkpoint.resuming import newest_checkpoint
-from wlb.training.checkpoint.same_model import check_model
+from wlb.training.checkpoint.resuming import check_model, newest_checkpoint
 from wlb.training.data.loader import check_identity, data_identity
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.memory_budget import memory_limit

@@ -44,7 +44,7 @@ from wlb.training.checkpoint.files import (
     read_manifest,
     step_of,
 )
-from wlb.training.checkpoint.same_model import RANDOM_STATES, check_model, check_tensors, model_record
+from wlb.training.checkpoint.resuming import RANDOM_STATES, check_model, check_tensors, model_record
 from wlb.training.checkpoint.storage import ChecksummedWriter, ConfinedReader
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.console import say

@@ -35,7 +35,7 @@ from wlb.training.checkpoint.files import (
     read_manifest,
     step_of,
 )
-from wlb.training.checkpoint.same_model import check_model, check_tensors
+from wlb.training.checkpoint.resuming import check_model, check_tensors
 from wlb.training.checkpoint.storage import ConfinedReader
 from wlb.workload.model_json import read_config_json
 

@@ -51,7 +51,7 @@ class Progress:
 class Manifest:
     """What a checkpoint says about itself.
 
-    ``model`` is what ``same_model.model_record`` makes of the model that it holds; ``files`` are all its files but the
+    ``model`` is what ``resuming.model_record`` makes of the model that it holds; ``files`` are all its files but the
     manifest, by name.
     """
 
