@@ -117,8 +117,8 @@ own.prepare()
 assert os.path.samefile("/proc/self/fd/0", os.devnull)  # the closed one
 assert own.call(os.getpid) != os.getpid()
 assert repr(raised(mistaken)) == "UserError('no such store')"
-assert "ended with -9" in str(raised(lambda: os.kill(os.getpid(), signal.SIGKILL)))
-assert "ended with 1" in str(raised(lambda: lambda: None))  # which cannot be handed over
+assert "ended with status -9" in str(raised(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+assert "ended with status 1" in str(raised(lambda: lambda: None))  # which cannot be handed over
 """
 
 

@@ -19,9 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from wlb.errors import require
+from wlb.errors import UserError, require
 from wlb.training.runtime.console import flush
-from wlb.training.runtime.failures import TrainingError
 from wlb.training.runtime.termination import held_back, signals_to_end
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -82,7 +81,8 @@ class Forks:
             outcome = pipe.read()
         _, status = os.waitpid(child, 0)
         if not outcome:
-            raise TrainingError(f"the process that checked the job ended with {os.waitstatus_to_exitcode(status)}")
+            ended = os.waitstatus_to_exitcode(status)
+            raise UserError(f"the process that checks the job ended with status {ended}; was it killed for its memory?")
         result, error = pickle.loads(outcome)
         if error is not None:
             raise error
