@@ -17,25 +17,20 @@ not disturbed by other work on the machine.
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from parts.measurement import in_turns, machine, versions
+from parts.measurement import command, console, facts, in_turns, make_parser, show, write
+from parts.ranks import on_ranks
 from parts.torch_ring_attention import ROTATE_METHODS, torch_attention
 from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
@@ -51,7 +46,14 @@ SHAPE = ModelShape(
 ALONE = "one process / 2 (the limit)"
 DOCUMENTS = 200  # drawn for every micro-batch; several times what fills one
 LARGEST_ERROR = 1e-4  # of float32 outputs and gradients of size one
-TIMEOUT = timedelta(minutes=30)
+COLUMNS = {
+    "Method": "{method}",
+    "Seconds": "{seconds:.3f}",
+    "Over the limit": "{over_limit:.3f}",
+    "CPU seconds": "{cpu_seconds:.3f}",
+    "CPU over the limit": "{cpu_over_limit:.3f}",
+    "Predicted": "{predicted:.3f}",
+}
 
 Pass = Callable[[], tuple[Tensor, ...]]  # forward and backward: output and gradients
 Timing = tuple[float, float]  # wall and CPU seconds
@@ -130,13 +132,14 @@ def timed(method: Method) -> Timing:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All methods on all micro-batches; the same result on every rank."""
     documents = sample_lengths(DOCUMENTS * options.micro_batches, options.context_window, options.seed)
     micro_batches = [
         -(-lengths // (2 * CP_SIZE)) * 2 * CP_SIZE
         for lengths in sample_micro_batches(documents, options.context_window, options.micro_batches, options.seed)
     ]
+    rank = dist.get_rank()
     totals: dict[str, NDArray[np.float64]] = {}
     areas: dict[str, NDArray[np.float64]] = {}
     worst = 0.0
@@ -172,64 +175,30 @@ def _slowest_and_mean(plan: ShardPlan) -> NDArray[np.float64]:
     return np.array([plan.attended_pairs.max(), plan.attended_pairs.mean()])
 
 
-def run_rank(rank: int, store: Path, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    address = f"file://{store}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=CP_SIZE, timeout=TIMEOUT)
-    measured = measure(rank, options)
-    if rank == 0:
-        results = {
-            "machine": machine(),
-            "versions": versions("wlb-llm", "numpy", "torch"),
-            "setting": {
-                "lengths": f"synthetic, seed {options.seed}, rounded up to multiples of {2 * CP_SIZE}",
-                "context_window": options.context_window,
-                "documents": [len(lengths) for lengths in measured["micro_batches"]],
-                "processes": f"{CP_SIZE}, one thread each",
-                "attention": f"{HEADS} heads x {HEAD_DIM}, float32, forward and backward",
-                "turns": options.turns,
-            },
-            **measured,
-        }
-        show(results)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def show(results: dict[str, Any]) -> None:
-    console = Console(width=140)
-    console.print({**results["machine"], **results["versions"], **results["setting"]})
-    table = Table(title=f"Measured: sum over {len(results['micro_batches'])} micro-batches, slowest rank")
-    for column in ("Method", "Seconds", "Over the limit", "CPU seconds", "Over the limit", "Predicted"):
-        table.add_column(column, justify="left" if column == "Method" else "right")
-    for row in results["methods"]:
-        table.add_row(
-            row["method"],
-            f"{row['seconds']:.3f}",
-            f"{row['over_limit']:.3f}",
-            f"{row['cpu_seconds']:.3f}",
-            f"{row['cpu_over_limit']:.3f}",
-            f"{row['predicted']:.3f}",
-        )
-    console.print(table)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
     """Start the processes and wait for them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--context-window", type=int, default=16384, help="tokens of a micro-batch; default 16384")
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches to measure; default 4")
     parser.add_argument("--turns", type=int, default=5, help="times every method runs each micro-batch; default 5")
     parser.add_argument("--seed", type=int, default=0, help="of the documents; default 0")
-    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (Path(folder) / "store", options), nprocs=CP_SIZE)
-    return 0
+    measured = on_ranks(CP_SIZE, measure, options)[0]
+    results = facts("torch") | measured
+    results["setting"] = {
+        "lengths": f"synthetic, seed {options.seed}, rounded up to multiples of {2 * CP_SIZE}",
+        "context_window": options.context_window,
+        "documents": [len(lengths) for lengths in measured["micro_batches"]],
+        "processes": f"{CP_SIZE}, one thread each",
+        "attention": f"{HEADS} heads x {HEAD_DIM}, float32, forward and backward",
+        "turns": options.turns,
+    }
+    console.print({name: results[name] for name in ("machine", "versions", "setting")})
+    title = f"Measured: sum over {len(measured['micro_batches'])} micro-batches, slowest rank"
+    show(title, measured["methods"], COLUMNS)
+    write(results, options.out)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
