@@ -129,12 +129,12 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def write(results: Mapping[str, Any], out: Path | None) -> None:
+def write(results: Mapping[str, Any], out: Path | None, indent: int | None = 1) -> None:
     """Write ``results`` to ``out`` as JSON, if anywhere."""
     if out is not None:
         out = Path(out)
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(results, indent=indent) + "\n", encoding="utf-8")
 
 
 def show(title: str, rows: Sequence[Row], columns: Mapping[str, str] | None = None, caption: str | None = None) -> None:

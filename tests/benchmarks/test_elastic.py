@@ -29,5 +29,5 @@ def test_every_system_of_a_mesh_has_the_same_gpus_and_global_batch(benchmark):
 def test_an_unknown_section_is_one_line(benchmark, capsys):
     assert benchmark.main(["--sections", "speed"]) == 2
     assert capsys.readouterr().err == (
-        "elastic benchmark: error: section 'speed' is unknown; choose from meshes, ingredients, paper, planning\n"
+        "elastic benchmark: error: unknown section 'speed'; choose from meshes, ingredients, paper, planning\n"
     )

@@ -113,7 +113,7 @@ def gpu_suite(monkeypatch):
     [
         ([], "PyTorch finds no CUDA device"),
         (["--device", "cpu"], "add --quick"),
-        (["--sections", "kernel,speed"], "no section 'speed'; choose from exactness"),
+        (["--sections", "kernel,speed"], "unknown section 'speed'; choose from exactness"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_one_line(gpu_suite, monkeypatch, capsys, arguments, message):
