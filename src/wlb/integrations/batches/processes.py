@@ -32,10 +32,7 @@ class Processes:
         if dp is None and self._distributed() is None:
             dp = 1
         elif dp is None:
-            world = self._world()
-            if cp < 1 or world % cp:
-                raise UserError(f"{world} processes cannot be divided into context-parallel groups of cp = {cp}")
-            dp = world // cp
+            dp = data_parallel_ranks(self._world(), cp)
         self.dp, self.ranks = dp, dp * cp
         if rank is not None and not 0 <= rank < self.ranks:
             raise UserError(f"rank = {rank} is none of dp x cp = {self.ranks} processes")
@@ -82,6 +79,15 @@ class Processes:
         """``torch.distributed`` where a process group is initialised, or None."""
         distributed = sys.modules.get("torch.distributed")
         return distributed if distributed and distributed.is_available() and distributed.is_initialized() else None
+
+
+def data_parallel_ranks(processes: int, cp: int) -> int:
+    """Context-parallel groups of ``cp`` that the processes make. Raises ``UserError`` where some would be left."""
+    if cp < 1 or processes % cp:
+        raise UserError(
+            f"{processes} processes cannot be divided into context-parallel groups of cp = {cp}; give a divisor"
+        )
+    return processes // cp
 
 
 def _check_same(plans: list[dict[str, Any]]) -> None:
