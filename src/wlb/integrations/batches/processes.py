@@ -93,11 +93,10 @@ def data_parallel_ranks(processes: int, cp: int) -> int:
 def _check_same(plans: list[dict[str, Any]]) -> None:
     differences = []
     for name in {name: None for plan in plans for name in plan}:
-        for process, plan in enumerate(plans):
-            if plan.get(name) != plans[0].get(name):
-                values = f"{plans[0].get(name)!r} on process 0, {plan.get(name)!r} on process {process}"
-                differences.append(f"{name} ({values})")
-                break
+        ours, *others = (plan.get(name) for plan in plans)
+        process = next((number for number, theirs in enumerate(others, 1) if theirs != ours), None)
+        if process is not None:
+            differences.append(f"{name} ({ours!r} on process 0, {others[process - 1]!r} on process {process})")
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UserError(
