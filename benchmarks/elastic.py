@@ -137,7 +137,7 @@ def _one_collective(*arguments: Any) -> Locality:
 
 def paper_jobs(steps: int) -> list[Row]:
     """Speeds in the layouts of the paper's jobs, elastic's also where documents may wait; the last row has means."""
-    rows = []
+    rows: list[Row] = []
     for name in PAPER_JOBS:
         base = _simulated(named_job(name, "plain-4d", **INTERLEAVED), steps)
         jobs = {system: named_job(name, system, **INTERLEAVED) for system in SYSTEMS[1:]}

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -152,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     known = {case.name: case for case in _cases()}
     if unknown := [name for name in options.only or () if name not in known]:
         raise UserError(f"unknown configuration {unknown[0]!r}; choose from {'; '.join(known)}")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for case in [known[name] for name in options.only or known]:
         predicted, measured = predict(case, shape, tokens), measure(case, shape, tokens)
         error = predicted / measured - 1

@@ -73,7 +73,10 @@ def point(lengths: Lengths, job: SimulatedJob, packer: str, length_factor: float
 
 def makespan_points(lengths: Lengths, job: SimulatedJob, length_factor: float) -> list[Point]:
     """The settings of the trade-off curve, and those in which nothing waits."""
-    waits = [{"max_delay": 0}, *({"max_delay": MAX_DELAY, "delay_price": price} for price in DELAY_PRICES)]
+    waits: list[dict[str, Any]] = [
+        {"max_delay": 0},
+        *({"max_delay": MAX_DELAY, "delay_price": price} for price in DELAY_PRICES),
+    ]
     return [
         point(lengths, job, "makespan", length_factor, **wait, lookahead=lookahead, token_spread=spread)
         for lookahead, spread, wait in product(LOOKAHEADS, TOKEN_SPREADS, waits)

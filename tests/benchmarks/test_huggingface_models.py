@@ -1,19 +1,6 @@
 """The benchmark of Hugging Face models says what is exact, what is refused, and what must not be."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("huggingface_models")
-    sys.modules.pop("huggingface_models")
 
 
 def test_the_table_says_what_is_wrong(benchmark):

@@ -1,20 +1,6 @@
 """The benchmark of model classes gives every model the same GPUs, window and global batch."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
-
-import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("model_classes")
-    sys.modules.pop("model_classes")
 
 
 def test_every_model_trains_as_much_on_the_same_gpus(benchmark):
