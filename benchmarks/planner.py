@@ -73,7 +73,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _job(micro_batches: int, context_window: int, dp: int = 1) -> SimulatedJob:
-    sizes = {"micro_batches": micro_batches // dp, "tp": TP, "cp": CP, "pp": 4, "dp": dp}
+    sizes: Row = {"micro_batches": micro_batches // dp, "tp": TP, "cp": CP, "pp": 4, "dp": dp}
     return simulated_job(MODEL, context_window, hardware=HARDWARE, **sizes)
 
 
