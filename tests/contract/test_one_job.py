@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -251,7 +250,7 @@ def test_rivals_and_report_run_the_job_that_is_trained(tmp_path: Path):
     lengths = sample_lengths(400, 8192, 0)
     space = search_space("550m", 4, 8192, batch_tokens=2**15, steps=1)
     prices = make_workload(space.shape, space.hardware)
-    evidence = gather_evidence(lengths, partial(simulated_job, "550m", 8192, dp=2, pp=2), 1)
+    evidence = gather_evidence(lengths, simulated_job("550m", 8192, dp=2, pp=2), 1)
     policies: tuple[ElasticPolicy | SystemPolicy, ...] = (ElasticPolicy(""), SystemPolicy("best", ""))
     jobs = [policy.fastest("ours", space, lengths, prices)[0] for policy in policies]
     jobs += [evidence.systems[name].job for name in ("elastic", "best")]
