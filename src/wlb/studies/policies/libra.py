@@ -36,7 +36,7 @@ def pools(lengths: Integers, ranks: Ranks) -> MovedPlan:
         home = laid_in_a_row(documents, lengths, size, first_lane)
         homes.append(home)
         works.append(_tiled(home, size, first_lane, ranks))
-    return MovedPlan(lengths, np.tile(numbers[:, None], slots), joined(homes), joined(works))
+    return MovedPlan(lengths, np.tile(numbers[:, None], slots), joined(homes), joined(works), hidden_by="heads")
 
 
 def _tiled(home: Tasks, size: int, first_lane: int, ranks: Ranks) -> Tasks:

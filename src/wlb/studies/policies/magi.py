@@ -34,7 +34,9 @@ def dispatched(lengths: Integers, ranks: Ranks) -> MovedPlan:
         tables.append(chunks._replace(lane=first_lane + owner[chunks.lane]))
     pools = np.minimum(np.arange(ranks.count) // size, beside)
     work = joined(tables)
-    return MovedPlan(lengths, np.tile(pools[:, None], len(members) // beside), work, work, reshuffled=True)
+    return MovedPlan(
+        lengths, np.tile(pools[:, None], len(members) // beside), work, work, hidden_by="attention", reshuffled=True
+    )
 
 
 def dealt(areas: Sequence[float], ranks: int) -> Integers:

@@ -35,6 +35,7 @@ from wlb.simulate.costs import JobCosts
 from wlb.simulate.step import simulate_steps
 from wlb.studies.policies import distca
 from wlb.studies.policies.plan import Ranks
+from wlb.studies.policies.pricing import price
 from wlb.studies.policies.wlb_llm import breakpoint_tokens, evened
 from wlb.studies.published.metrics import positive, size, stated, whole
 from wlb.studies.published.models import published_shape
@@ -260,7 +261,7 @@ def _distca(run: _Run) -> dict[str, Seconds]:
         first = len(_joined(lists[: len(lists) // 2]))
         halves = [half for half in (range(first), range(first, len(lengths))) if half]
         plan = distca.serve(halves, lengths, ranks, idle_stages_serve=False, tolerance=tolerance)
-        return distca.price_attention_servers(plan, ranks).seconds
+        return price(plan, ranks).seconds
 
     tolerances = {"attention level": _LEVEL}
     if not run.early:
