@@ -19,9 +19,8 @@ from wlb.studies.experiment import Column, Report, Settings, Table, Value
 from wlb.studies.published.batches import measured_batch_rows, system_ratios
 from wlb.studies.published.dynamic_cp import TABLE, dynamic_cp_row, speed_ratios
 from wlb.studies.published.kernels import kernel_rows
-from wlb.studies.published.prediction import Prediction
+from wlb.studies.published.prediction import Prediction, Summary, compared, summaries
 from wlb.studies.published.reading import read_measurements
-from wlb.studies.published.summary import Summary, compared, summaries
 from wlb.studies.published.whole_steps import whole_step_row
 
 _GROUPS = {"table": "by table", "kind": "whole steps, by kind", "run": "measured batches, by run"}
