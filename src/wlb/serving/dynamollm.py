@@ -32,7 +32,6 @@ from wlb.errors import UserError
 from wlb.serving.batching import PrefillPlanner, Prompt
 from wlb.serving.job import PrefillJob
 from wlb.serving.prefill import GpuGroup, PrefillRun, simulate_prefill
-from wlb.serving.queueing import waiting_seconds
 from wlb.workload import Hardware, ModelShape, Workload
 from wlb.workload.power import POWER, GpuPower
 from wlb.workload.weights import parameters
@@ -160,7 +159,14 @@ class _Choice:
 
     def soonest_done(self) -> list[InstancePool]:
         """The pools at the full clock whose last one is done first with all prompts; the fewest of those."""
-        ways = [pools for runs in _runs(len(self.bins)) if (pools := self._soonest_done(runs))]
+        full = [(one, n) for one in self.instances if one.clock == 1.0 for n in range(1, self.job.gpus // one.tp + 1)]
+        ways = []
+        for runs in _runs(len(self.bins)):
+            pools = [[self._pool(bins, one, count) for one, count in full] for bins in runs]
+            ends = sorted({pool.seconds for of_run in pools for pool in of_run})
+            first = bisect_left(ends, True, key=lambda end: _gpus(_smallest(pools, end)) <= self.job.gpus)
+            if first < len(ends) and (smallest := _smallest(pools, ends[first])):
+                ways.append(smallest)
         return min(ways, key=lambda pools: (max(pool.seconds for pool in pools), len(pools)))
 
     def _in_time(self, bins: tuple[int, ...], slack: float) -> list[InstancePool]:
@@ -178,14 +184,6 @@ class _Choice:
         counts = range(1, self.job.gpus // one.tp + 1)
         enough = bisect_left(counts, True, key=lambda count: waiting_seconds(*load, count, _LATE) <= left)
         return self._pool(bins, one, counts[enough]) if enough < len(counts) else None
-
-    def _soonest_done(self, runs: list[tuple[int, ...]]) -> list[InstancePool] | None:
-        """A pool for every run of bins, the last one done as early as can be; None if the GPUs are too few."""
-        full = [(one, n) for one in self.instances if one.clock == 1.0 for n in range(1, self.job.gpus // one.tp + 1)]
-        ways = [[self._pool(bins, one, count) for one, count in full] for bins in runs]
-        ends = sorted({pool.seconds for of_run in ways for pool in of_run})
-        first = bisect_left(ends, True, key=lambda end: _gpus(_smallest(ways, end)) <= self.job.gpus)
-        return _smallest(ways, ends[first]) if first < len(ends) else None
 
     def _pool(self, bins: tuple[int, ...], one: Instance, count: int) -> InstancePool:
         seconds = self._seconds(self.prompts(bins), one)
@@ -223,3 +221,23 @@ def _beats(one: InstancePool, other: InstancePool) -> bool:
     """Whether ``one`` needs no more GPUs and energy, and less of one of them."""
     costs, of_other = (one.gpus, one.joules), (other.gpus, other.joules)
     return costs != of_other and costs[0] <= of_other[0] and costs[1] <= of_other[1]
+
+
+def waiting_seconds(rate: float, mean: float, square: float, servers: int, share: float) -> float:
+    """What only a ``share`` of arrivals waits longer than, for ``servers`` that take from one queue; inf if overloaded.
+
+    ``rate`` arrivals a second (Poisson) take ``mean`` seconds, ``square`` on average when squared. The mean wait is
+    that of M/M/c times (1 + CV^2) / 2 (Lee and Longton 1959; exact for one server), and those who wait do so for an
+    exponential time (exact for M/M/c).
+    """
+    load = rate * mean
+    if load >= servers:
+        return math.inf
+    blocked = 1.0  # Erlang B, by its recursion over the number of servers; then Erlang C
+    for n in range(1, servers + 1):
+        blocked = load * blocked / (n + load * blocked)
+    waiting = blocked / (1 - load / servers * (1 - blocked))
+    if waiting <= share:
+        return 0.0
+    mean_of_waiting = square / mean / 2 / (servers - load)
+    return mean_of_waiting * math.log(waiting / share)
