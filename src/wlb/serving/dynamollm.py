@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, pairwise, product
 from typing import NamedTuple
@@ -77,15 +77,10 @@ def dynamollm(job: PrefillJob, on_progress: Callable[[int], None] = lambda promp
     passes, engines = [], 0
     for pool, numbers in choose_pools(job):
         lengths, one = job.lengths[numbers], pool.instance
-        run = simulate_prefill(
-            lengths,
-            job.arrivals[numbers],
-            PrefillPlanner(one.workload, job.token_budget, "tokens", job.chunked),
-            dp=pool.count,
-            lock_step=False,
-            group=GpuGroup(one.tp, 1, one.clock, pool.count, f"{lengths.min():,} to {lengths.max():,} tokens"),
-            on_progress=on_progress,
-        )
+        of_pool = replace(job, lengths=lengths, arrivals=job.arrivals[numbers], dp=pool.count, pp=1, lock_step=False)
+        planner = PrefillPlanner(one.workload, job.token_budget, "tokens", job.chunked)
+        group = GpuGroup(one.tp, 1, one.clock, pool.count, f"{lengths.min():,} to {lengths.max():,} tokens")
+        run = simulate_prefill(of_pool, planner, group, on_progress)
         for each in run.passes:
             batches = [[chunk._replace(prompt=int(numbers[chunk.prompt])) for chunk in batch] for batch in each.batches]
             passes.append(each._replace(engine=engines + each.engine, batches=batches))

@@ -320,7 +320,7 @@ def system_ratios(predictions: Sequence[Prediction]) -> list[SystemRatio]:
                 runs.setdefault((table, one.run), {})[one.row] = one
     ratios = []
     for ((base_table, base), base_rows), ((table, run), rows) in combinations(runs.items(), 2):
-        folder, common = PurePosixPath(run).parent, rows.keys() & base_rows.keys()
+        folder, common = PurePosixPath(run).parent, [row for row in rows if row in base_rows]
         if table == base_table or folder != PurePosixPath(base).parent or not common:
             continue
         measured, predicted = (
