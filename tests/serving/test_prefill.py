@@ -21,9 +21,8 @@ WORKLOAD = make_workload("tiny", "cpu")
 BUDGET = 1024
 
 
-def served(lengths: Any, arrivals: Any, planner: PrefillPlanner, on_progress: Any = id, **ranks: Any) -> PrefillRun:
-    job = PrefillJob(lengths, arrivals, WORKLOAD, BUDGET, **ranks)
-    return simulate_prefill(job, planner, on_progress=on_progress)
+def served(lengths: Any, arrivals: Any, planner: PrefillPlanner, **ranks: Any) -> PrefillRun:
+    return simulate_prefill(PrefillJob(lengths, arrivals, WORKLOAD, BUDGET, **ranks), planner)
 
 
 @st.composite
@@ -55,7 +54,8 @@ def first_passes(run: PrefillRun) -> dict[int, int]:
 def test_every_prompt_is_prefilled_once_in_order_on_one_rank(queue):
     lengths, arrivals, planner, ranks = queue
     finished: list[int] = []
-    run = served(lengths, arrivals, planner, on_progress=finished.append, **ranks)
+    job = PrefillJob(lengths, arrivals, WORKLOAD, BUDGET, **ranks)
+    run = simulate_prefill(job, planner, on_progress=finished.append)
     assert sum(finished) == len(lengths)
     done = [0] * len(lengths)
     places: list[set[tuple[int, int]]] = [set() for _ in lengths]

@@ -138,7 +138,6 @@ def _workers() -> Executor:
 
 
 def _computed(job: RivalJob, settings: Settings, steps: int) -> _Done:
-    """The outcomes of a job, written to its file."""
     space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS, steps=steps)
     if settings.lengths is not None:
         lengths = read_lengths(settings.lengths)

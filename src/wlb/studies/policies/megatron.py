@@ -143,7 +143,6 @@ class _Round:
 
 
 def _least_size(length: int, ranks: Ranks) -> int:
-    """The least power of two of ranks that hold a document."""
     size = power_of_two(ranks.needed(length))
     if size > ranks.count:
         raise UserError(

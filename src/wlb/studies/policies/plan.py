@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.simulate.job import SimulatedJob
+from wlb.studies.policies.filling import Integers, even_bins
 from wlb.workload.flops import attended_pairs
 
-Integers = NDArray[np.int64]
 ExchangeKind = Literal["keys and values", "heads"]
 Hidden = Literal["everything", "heads", "attention"]
 
@@ -207,6 +207,20 @@ def laid_in_a_row(documents: Sequence[int], lengths: Integers, ranks: int, first
         right - begin,
         np.ones(len(left)),
     )
+
+
+def even_pools(lengths: Integers, ranks: Ranks, size: int) -> tuple[Integers, list[tuple[int, list[int]]]]:
+    """As many pools of ``size`` ranks side by side as there is room for, even in squared lengths.
+
+    The number of every rank's pool, shape (ranks, slots), as in ``MovedPlan``; and of every pool of every slot the
+    first lane and the documents.
+    """
+    beside = ranks.count // size
+    members = even_bins(lengths, lengths.astype(np.float64) ** 2, size * ranks.capacity, multiple=beside)
+    numbers = np.minimum(np.arange(ranks.count) // size, beside)
+    lanes = [index // beside * ranks.count + index % beside * size for index in range(len(members))]
+    filled = [(lane, documents) for lane, documents in zip(lanes, members, strict=True) if documents]
+    return np.tile(numbers[:, None], len(members) // beside), filled
 
 
 def joined(tables: Sequence[Tasks]) -> Tasks:

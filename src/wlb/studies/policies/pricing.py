@@ -292,5 +292,4 @@ def _slowest_of_pool(seconds: Array, pools: NDArray[np.int64]) -> Array:
 
 
 def _filled(values: Array, slots: int) -> Array:
-    """``values`` with empty slots at the end."""
     return np.concatenate([values, np.zeros((*values.shape[:-1], slots - values.shape[-1]))], axis=-1)

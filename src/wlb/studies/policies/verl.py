@@ -49,7 +49,6 @@ def karmarkar_karp_twice(lengths: Integers, ranks: Ranks) -> GroupPlan:
 
 
 def _light_ends(micro_batches: list[NDArray[np.int64]], cost: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-    """Rising cost, then falling."""
     falling = sorted(micro_batches, key=lambda part: (float(cost[part].sum()), int(part.min())), reverse=True)
     return falling[::2][::-1] + falling[1::2]
 

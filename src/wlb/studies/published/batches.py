@@ -291,18 +291,13 @@ def _check_sum(lists: Lists) -> int:
     return crc32(np.sort(np.array(_joined(lists), np.int64)).tobytes())
 
 
-@dataclass(frozen=True)
-class SystemRatio:
-    """Seconds of ``run``, of one system, over those of ``base``, of another, on the ``batches`` that both ran.
+class SystemRatio(NamedTuple):
+    """Seconds of ``run``, of a ``system``, over those of ``base``, of another, on the ``batches`` that both ran."""
 
-    Both are in ``folder``; ``table`` and ``base_table`` name their systems.
-    """
-
-    folder: str
-    base_table: str
-    base: str
-    table: str
     run: str
+    system: str
+    base: str
+    base_system: str
     batches: int
     measured: float
     predicted: float
@@ -320,12 +315,13 @@ def system_ratios(predictions: Sequence[Prediction]) -> list[SystemRatio]:
                 runs.setdefault((table, one.run), {})[one.row] = one
     ratios = []
     for ((base_table, base), base_rows), ((table, run), rows) in combinations(runs.items(), 2):
-        folder, common = PurePosixPath(run).parent, [row for row in rows if row in base_rows]
-        if table == base_table or folder != PurePosixPath(base).parent or not common:
+        common = [row for row in rows if row in base_rows]
+        if table == base_table or PurePosixPath(run).parent != PurePosixPath(base).parent or not common:
             continue
         measured, predicted = (
             sum(getattr(rows[row], field) for row in common) / sum(getattr(base_rows[row], field) for row in common)
             for field in ("measured_seconds", "predicted_seconds")
         )
-        ratios.append(SystemRatio(str(folder), base_table, base, table, run, len(common), measured, predicted))
+        system, base_system = (name.rpartition(": ")[2] for name in (table, base_table))
+        ratios.append(SystemRatio(run, system, base, base_system, len(common), measured, predicted))
     return ratios

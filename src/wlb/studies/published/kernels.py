@@ -41,8 +41,6 @@ _DRAWN = "documents drawn from the distribution that the benchmark draws from"
 
 
 class _Row(NamedTuple):
-    """Fields of a ``Prediction``."""
-
     row: str
     measured_seconds: float | None
     predicted_seconds: float | None
