@@ -25,9 +25,8 @@ from wlb.simulate.search import SearchSpace
 from wlb.studies.policies.filling import Integers, best_fit, lightest, longest_first, power_of_two
 from wlb.studies.policies.layouts import candidate_ranks
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
-from wlb.studies.policies.policy import Outcome, PricedStep, best_of, first_batches
-from wlb.studies.policies.pricing import StepPrice, group_seconds, price_groups
-from wlb.workload.base import DocumentPrices
+from wlb.studies.policies.policy import Outcome, Policy, PricedStep, best_of, first_batches
+from wlb.studies.policies.pricing import StepPrice, group_seconds, price
 
 SHUFFLES = 100  # of the documents that the greedy deals
 _SHORTEST = 256  # tokens of a document that is priced; shorter ones cost in proportion
@@ -96,17 +95,13 @@ class Heterogeneous:
         dealt = iter(greedy(lengths, self.kinds))
         plans = [packed([next(dealt) for _ in range(kind.count)], lengths, kind) for kind in self.kinds]
         planning = time.perf_counter() - began
-        prices = [price_groups(plan, kind.ranks) for plan, kind in zip(plans, self.kinds, strict=True)]
-        exchanged = sum(
-            price.exchanged_bytes * kind.ranks.count * kind.ranks.job.pp * kind.ranks.job.tp
-            for price, kind in zip(prices, self.kinds, strict=True)
+        prices = [price(plan, kind.ranks) for plan, kind in zip(plans, self.kinds, strict=True)]
+        jobs = [kind.ranks.job for kind in self.kinds]
+        exchanged = sum(one.exchanged_bytes * job.dp * job.pp * job.tp for one, job in zip(prices, jobs, strict=True))
+        step = StepPrice(
+            max(one.seconds for one in prices), exchanged / jobs[0].gpus, max(one.memory_bytes for one in prices)
         )
-        price = StepPrice(
-            max(price.seconds for price in prices),
-            exchanged / self.kinds[0].ranks.job.gpus,
-            max(price.memory_bytes for price in prices),
-        )
-        return PricedStep(price, np.concatenate([plan.trained for plan in plans]), planning)
+        return PricedStep(step, np.concatenate([plan.trained for plan in plans]), planning)
 
 
 def greedy(lengths: Integers, kinds: tuple[Pipelines, ...]) -> list[list[int]]:
@@ -239,15 +234,18 @@ def _solved(lengths: Integers, prices: NDArray[np.float64], count: int, capacity
     ).assignment
 
 
-def best(name: str, space: SearchSpace, lengths: Integers, work_prices: DocumentPrices) -> Outcome:
+class HydraulisPolicy(Policy):
     """The best mixture of a strategy that holds a window and another one for shorter documents."""
-    require("scipy.optimize", "solver")
-    batches = first_batches(lengths, space)
-    choices = candidate_ranks(space, batches[0], pipelines=True, interleaves=False, keeps_weights=True)
-    mixtures = sorted(
-        dict.fromkeys(_mixtures(choices[:_STRATEGIES], space)), key=lambda kinds: _bound(batches[0], kinds)
-    )
-    return best_of(name, [Heterogeneous(kinds) for kinds in mixtures[:_TRIED]], batches, space, work_prices)
+
+    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
+        require("scipy.optimize", "solver")
+        batches = first_batches(lengths, space)
+        choices = candidate_ranks(space, batches[0], pipelines=True, interleaves=False, keeps_weights=True)
+        mixtures = [*dict.fromkeys(_mixtures(choices[:_STRATEGIES], space))]
+        mixtures.sort(
+            key=lambda kinds: _deals(np.array([longest_first(batches[0])]), _columns(batches[0], kinds))[0][0]
+        )
+        return best_of(name, [Heterogeneous(kinds) for kinds in mixtures[:_TRIED]], batches, space)
 
 
 def _mixtures(choices: list[Ranks], space: SearchSpace) -> Iterator[tuple[Pipelines, ...]]:
@@ -262,8 +260,3 @@ def _mixtures(choices: list[Ranks], space: SearchSpace) -> Iterator[tuple[Pipeli
             count = rest // (short.job.tp * short.job.pp * narrow)
             if wide.count and count and (narrow, short) != (size, long):
                 yield wide, Pipelines(short, narrow, count)
-
-
-def _bound(lengths: Integers, kinds: tuple[Pipelines, ...]) -> float:
-    """Seconds of a plain deal, for a first choice."""
-    return float(_deals(np.array([longest_first(lengths)]), _columns(lengths, kinds))[0][0])
