@@ -33,7 +33,7 @@ from parts.measurement import machine, versions
 from parts.training import critical_path
 from parts.training.turns import (
     PROCESSES,
-    job_config,
+    checked_job,
     make_parser,
     measure_profile,
     measured_rows,
@@ -110,8 +110,8 @@ def _notes(layout: str, repetition: int, arguments: argparse.Namespace) -> Path:
 def fidelity_of(
     layout: str, preset: str, arguments: argparse.Namespace, store: Path, profiles: Sequence[WorkloadProfile]
 ) -> Fidelity:
-    config = job_config(layout, preset, arguments, store)
-    plans = plan_steps(config, arguments.steps + 1)[1:]
+    checked = checked_job(layout, preset, arguments, store)
+    plans = plan_steps(checked, arguments.steps + 1)[1:]
     measured_rows(layout, preset, arguments, plans)  # refuses other steps than those planned
     job = arguments.presets.index(preset)
     repetitions = [
@@ -127,7 +127,7 @@ def fidelity_of(
     ]
     workloads = [profile.workload() for profile in profiles]
     works = [sum(float(micro_batch_seconds(plan.ranks, prices).sum()) for plan in plans) for prices in workloads]
-    predicted = [predicted_seconds(plans, config, profile) for profile in profiles]
+    predicted = [predicted_seconds(plans, checked, profile) for profile in profiles]
     return Fidelity(
         layout,
         preset,

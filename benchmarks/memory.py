@@ -129,7 +129,7 @@ def _train(case: Case, shape: ModelShape, tokens: Sequence[int]) -> None:
     from wlb.training.parallel.parallelize import Execution, build_stage_modules
     from wlb.training.parallel.pipeline import PipelineRunner
 
-    parallel, execution = case.parallel, Execution(torch.device("cpu"), getattr(torch, case.dtype))
+    parallel, execution = case.parallel.layout, Execution(torch.device("cpu"), getattr(torch, case.dtype))
     mesh = build_mesh(parallel, "cpu")
     stages = build_stage_modules(
         TransformerConfig(shape),

@@ -34,8 +34,8 @@ from rich.table import Table
 from parts.measurement import machine, versions
 from parts.training.turns import (
     PROCESSES,
+    checked_job,
     counted_rows,
-    job_config,
     make_parser,
     measure_profile,
     measured_rows,
@@ -124,14 +124,14 @@ def compare(layout: str, arguments: argparse.Namespace, store: Path, profile: Wo
 
 
 def _job_of(layout: str, preset: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile) -> Job:
-    config = job_config(layout, preset, arguments, store)
-    plans = plan_steps(config, arguments.steps + 1)[1:]
+    checked = checked_job(layout, preset, arguments, store)
+    plans = plan_steps(checked, arguments.steps + 1)[1:]
     rows = measured_rows(layout, preset, arguments, plans)
     tokens = [plan.tokens for plan in plans]
     return Job(
         tokens,
         _median_seconds(rows),
-        predicted_seconds(plans, config, profile),
+        predicted_seconds(plans, checked, profile),
         sum(float(micro_batch_seconds(plan.ranks, profile.workload()).sum()) for plan in plans),
         sum(plan.imbalance for plan in plans) / len(plans),
     )

@@ -38,9 +38,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.documents.order import shuffled
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
-from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
-from wlb.job.job import JobSpec
 from wlb.job.planner import StepPlanner
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.simulate import SimulationResult, simulate, simulated_job
@@ -179,7 +177,8 @@ def measure(preset: str, out: Path, store: Path, arguments: argparse.Namespace) 
     """Read the job's ``steps.jsonl``, and plan its steps once more for what each rank had to do."""
     lines = (out / preset / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines][1:]
-    job = JobSpec.from_config(_decided(preset, out, store, arguments), "cpu", vocab_size=VOCABULARY)
+    config = load_config(CONFIG, job_settings(preset, out, store, arguments))
+    job = check_job(config, config.parallel.world_size).job
     plans = list(islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, 1 + len(rows)))
     assert [plan.tokens for plan in plans] == [row["tokens"] for row in rows], "the plans are those that were trained"
     return Measured(
@@ -189,12 +188,6 @@ def measure(preset: str, out: Path, store: Path, arguments: argparse.Namespace) 
         step_seconds=[row["step_seconds"] for row in rows],
         rank_seconds=np.array([[sum(batch.workload for batch in rank) for rank in plan.ranks] for plan in plans]),
     )
-
-
-def _decided(preset: str, out: Path, store: Path, arguments: argparse.Namespace) -> JobConfig:
-    """The configuration that was trained, in which pools are decided."""
-    config = load_config(CONFIG, job_settings(preset, out, store, arguments))
-    return check_job(config, config.parallel.world_size).config
 
 
 def simulate_cluster() -> dict[str, SimulationResult]:

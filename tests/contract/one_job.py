@@ -33,7 +33,6 @@ from wlb.simulate.decide import decide
 from wlb.simulate.shards import price_shards
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.dry_run.problems import find_problems
-from wlb.training.parallel.parallelize import check_layout
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import trained_model as model_of
 from wlb.workload import ModelShape
@@ -119,13 +118,11 @@ class Shards(NamedTuple):
 
 
 def trained_model(case: Case) -> TransformerConfig:
-    model = model_of(case.config, case.store)
-    check_layout(model.shape, case.config.parallel)
-    return model
+    return model_of(case.config, case.store)
 
 
 def trained_shape(case: Case) -> ModelShape:
-    return trained_model(case).shape
+    return trained_job(case).shape
 
 
 def trained_job(case: Case) -> JobSpec:
@@ -148,7 +145,7 @@ def trained_memory(case: Case) -> Memory:
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
     summarise_epoch(case.documents.lengths, case.config.data)
     job = _decided(case)
-    with StepLoader(case.store, case.config, job, share=RankShare.in_job(job, dp_rank, 0)) as loader:
+    with StepLoader(case.store, job, case.config.training, share=RankShare.in_job(job, dp_rank, 0)) as loader:
         return [*islice(loader, STEPS)]
 
 
@@ -243,11 +240,7 @@ def stored(case: Case, folder: Path) -> Case:
 
 
 def decided_by_trainer(case: Case) -> Decided:
-    """What its ranks run: the job that they make of the configuration, once it is checked."""
-    checked = check_job(case.config, case.config.parallel.world_size)
-    job = JobSpec.from_config(checked.config, case.hardware, model=trained_model(case))
-    assert decided(job) == decided(checked.job)
-    return decided(job)
+    return decided(check_job(case.config, case.config.parallel.world_size).job)
 
 
 def decided_by_dry_run(case: Case) -> Decided:

@@ -36,13 +36,13 @@ def spec(config: JobConfig) -> JobSpec:
     return JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY)
 
 
-def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> JobConfig:
+def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> JobSpec:
     """As before the job starts; ``saved`` is the identity in its checkpoint."""
     (store,) = config.data.stores
     if not store.with_suffix(".idx").exists():
         write_store(store)
     with mock.patch.object(preflight, "_saved_loader_state", return_value=saved and {"identity": saved}):
-        return preflight.check_job(config, 1).config
+        return preflight.check_job(config, 1).job
 
 
 def needed_gib(config: JobConfig, tokens: int) -> float:
@@ -55,7 +55,7 @@ def test_auto_fills_the_memory_there_is(tmp_path):
     between = (needed_gib(config, 2 * WINDOW) + needed_gib(config, 3 * WINDOW)) / 2
     decided = decide(auto_job(tmp_path, between))
     assert 2 <= float(decided.packing.length_factor) < 3
-    assert needed_gib(config, spec(decided).longest_micro_batch) <= between
+    assert needed_gib(config, decided.longest_micro_batch) <= between
 
 
 def test_auto_is_bounded_where_memory_is_not(tmp_path):
@@ -88,8 +88,8 @@ def test_a_job_that_does_not_fit_is_refused_with_numbers(tmp_path, factor):
 
 
 def test_other_packing_methods_fill_windows(tmp_path):
-    config = decide(auto_job(tmp_path, packing={"method": "sequential", "max_length_factor": 3.0}))
-    assert spec(config).longest_micro_batch == WINDOW
+    job = decide(auto_job(tmp_path, packing={"method": "sequential", "max_length_factor": 3.0}))
+    assert job.longest_micro_batch == WINDOW
 
 
 def test_processes_share_the_memory_of_a_machine(tmp_path):

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.training.jobs import VOCABULARY, job, write_config, write_store
+from tests.training.jobs import job, write_config, write_store
 from wlb.documents.store.mixture import document_lengths
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
-from wlb.job.job import JobSpec
 from wlb.job.planner import StepPlanner
 from wlb.training.preflight import check_job
 
@@ -46,7 +45,7 @@ def test_a_step_of_the_most_micro_batches_is_checked_at_once(tmp_path):
         packing={"micro_batches": 65_536, "max_length_factor": "auto"},
         training={"memory_gib": 1000.0},
     )
-    assert check_job(large, 1).config.packing.length_factor == 4
+    assert check_job(large, 1).job.packing.length_factor == 4
 
 
 def test_packing_by_a_solver_that_is_not_installed_is_refused(tmp_path, monkeypatch):
@@ -91,8 +90,7 @@ def test_a_huge_size_is_planned_or_refused_in_one_line(tmp_path, section, preset
 def first_step_or_error(config: Path, setting: str) -> str:
     try:
         checked = check_job(load_config(config, [setting]), 1)
-        planned = JobSpec.from_config(checked.config, "cpu", vocab_size=VOCABULARY)
-        return f"{next(StepPlanner(planned, document_lengths(checked.store))).plan.tokens} tokens"
+        return f"{next(StepPlanner(checked.job, document_lengths(checked.store))).plan.tokens} tokens"
     except UserError as error:
         return str(error)
 
@@ -107,7 +105,7 @@ def test_a_large_global_batch_of_pools_is_divided_until_it_fits_the_memory(tmp_p
         packing={"micro_batches": 640},
         training={"memory_gib": memory_gib},
     )
-    packing = check_job(config, 2).config.packing
+    packing = check_job(config, 2).job.packing
     assert packing.in_use()["global_batch"] == 640
     factor = packing.length_factor
     assert factor != "auto"

@@ -19,13 +19,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from wlb.documents.store.reader import TokenStore
-from wlb.job.config import PRESETS, JobConfig
+from wlb.job.config import PRESETS
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.simulate import SimulatedJob, simulate_steps
-from wlb.training.preflight import check_job
+from wlb.simulate import simulate_steps
+from wlb.training.preflight import CheckedJob, check_job
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -103,10 +102,10 @@ def overrides(layout: str, preset: str, repetition: int, arguments: argparse.Nam
     ]
 
 
-def job_config(layout: str, preset: str, arguments: argparse.Namespace, store: Path) -> JobConfig:
+def checked_job(layout: str, preset: str, arguments: argparse.Namespace, store: Path) -> CheckedJob:
     """The job that is trained, in which nothing is left to decide."""
     config = load_config(CONFIG, overrides(layout, preset, 0, arguments, store))
-    return check_job(config, config.parallel.world_size).config
+    return check_job(config, config.parallel.world_size)
 
 
 def train_in_turns(
@@ -141,19 +140,12 @@ def counted_rows(layout: str, name: str, arguments: argparse.Namespace) -> list[
     return [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][1:] for file in files]
 
 
-def simulated_job(config: JobConfig, profile: WorkloadProfile | None = None) -> SimulatedJob:
-    """The job of ``config`` on this machine's cores, computing as measured in ``profile``."""
-    vocab_size = TokenStore.open(config.data.stores[0]).vocab_size
-    return SimulatedJob.from_config(config, "cpu", vocab_size=vocab_size, profile=profile)
+def plan_steps(checked: CheckedJob, steps: int) -> list[StepPlan]:
+    """The plans of the job's first ``steps`` steps, from document lengths alone."""
+    return [*islice(StepPlanner(checked.job, checked.store.lengths).plans(), steps)]
 
 
-def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
-    """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
-    lengths = TokenStore.open(config.data.stores[0]).lengths
-    return [*islice(StepPlanner(simulated_job(config), lengths).plans(), steps)]
-
-
-def predicted_seconds(plans: Sequence[StepPlan], config: JobConfig, profile: WorkloadProfile) -> list[float]:
-    """Simulated seconds of each step."""
-    seconds: list[float] = simulate_steps(plans, simulated_job(config, profile)).seconds.tolist()
+def predicted_seconds(plans: Sequence[StepPlan], checked: CheckedJob, profile: WorkloadProfile) -> list[float]:
+    """Simulated seconds of each step, computing as measured in ``profile``."""
+    seconds: list[float] = simulate_steps(plans, checked.job.priced(profile=profile)).seconds.tolist()
     return seconds

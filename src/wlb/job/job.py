@@ -74,8 +74,8 @@ class JobSpec:
                     f"{micro_batches} micro-batches cannot be dealt evenly to dp = {self.dp} ranks; give a multiple"
                 )
             rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
-        make_workload(self.shape, self.hardware, self.tp, self.cp)
         check_divisible(self.shape, self.tp)
+        make_workload(self.shape, self.hardware, self.tp, self.cp)
         self.pricing.check(self.shape, self.gpus // self.pp)
 
     @classmethod

@@ -27,7 +27,6 @@ from wlb.training.checkpoint.same_model import check_model
 from wlb.training.data.loader import check_identity, data_identity
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.memory_budget import memory_limit
-from wlb.training.parallel.parallelize import check_layout
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
 
 Check = Callable[[], object]
@@ -35,13 +34,15 @@ Check = Callable[[], object]
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """A job in which nothing is left to decide, its configuration, and its token store, which takes a pass to open.
+    """``job``, in which nothing is left to decide, and what its ranks train: ``model`` on the documents of ``store``.
 
-    It continues from the loader's state ``saved``, or begins anew.
+    ``config`` is as it was given. What its [parallel] and [packing] come to is said by ``job``, and nothing reads these
+    sections from here on. The job continues from the loader's state ``saved``, or begins anew.
     """
 
     config: JobConfig
     job: JobSpec
+    model: TransformerConfig
     store: TrainedStore
     saved: dict[str, Any] | None
 
@@ -49,7 +50,7 @@ class CheckedJob:
         """Raise ``UserError`` where the job continues on other documents, or in another order, than it was saved on."""
         if self.saved is not None:
             allowed = self.config.checkpoint.allow_changed_data
-            check_identity(self.saved, data_identity(self.store, self.config), allow_changes=allowed)
+            check_identity(self.saved, data_identity(self.store, self.job), allow_changes=allowed)
 
 
 def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None = None) -> CheckedJob:
@@ -78,29 +79,27 @@ def checked(
     ``tried`` makes each check: it returns what the check does, or None where it keeps its ``UserError`` for later.
     """
     model = trained_model(config, store)
+    job = JobSpec.from_config(config, hardware, model=model, limit=limit)
     for check in _settings_checks(config, store, model):
         tried(check)
     for name, directory in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if directory is not None:
             tried(partial(check_writable, name, directory))
     saved = tried(lambda: _saved_loader_state(config, model))
-    job = JobSpec.from_config(config, hardware, model=model, limit=limit)
     if saved is not None:
         job = _as_saved(job, saved["identity"])
     lengths = document_lengths(store)
     job = tried(lambda: decide(job, lengths)) or decide(job.with_length_factor(job.least_length_factor), lengths)
     tried(lambda: _check_memory(job, resumes=saved is not None))
-    parallel = config.parallel.changed(dp=job.dp, cp=job.cp, pool=job.pool)
-    return CheckedJob(config.changed(parallel=parallel, packing=job.packing), job, store, saved)
+    return CheckedJob(config, job, model, store, saved)
 
 
 def _settings_checks(config: JobConfig, store: TrainedStore, model: TransformerConfig) -> list[Check]:
     """What can be said of settings and data before anything is decided; each raises ``UserError``."""
     checks: list[Check] = [
-        lambda: check_layout(model.shape, config.parallel),
         lambda: document_stream(document_lengths(store), config.data),  # refuses what leaves nothing to train on
         store.check_labels,
-        lambda: check_evaluation(config, store, model.shape.vocab_size),
+        lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size),
     ]
     if config.packing.method == "fixed_solver":
         checks.append(lambda: require("scipy.optimize", "solver"))

@@ -27,7 +27,7 @@ from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED,
 from wlb.training.dry_run.problems import FoundJob, find_problems
 from wlb.training.dry_run.rank import Place, RankRun, run_ranks
 from wlb.training.dry_run.synthetic_store import SyntheticStore
-from wlb.training.runtime.environment import trained_model
+from wlb.training.parallel.mesh import mesh_shape
 
 _LOOK_AHEAD = 4  # steps to choose from: a job's first have few long documents where packing lets those wait
 
@@ -68,7 +68,7 @@ class RankReport:
             sum(kind.run for kind in self.memory.values()), sum(kind.predicted or 0 for kind in self.memory.values())
         )
 
-    def to_json(self, sizes: Place) -> dict[str, Any]:
+    def to_json(self, sizes: Sequence[int]) -> dict[str, Any]:
         calls = Counter(call.purpose for call in self.run.calls[-1])
         groups = {call.purpose: call.members for call in self.run.calls[-1]}
         return {
@@ -117,7 +117,7 @@ class DryRun:
             "imbalance": self.imbalance,
             "memory_limit_bytes": int(job.memory_limit.number_of_bytes),
             "worst_step_bytes": predicted_memory(job).total,
-            "ranks": [rank.to_json(_sizes(job)) for rank in self.ranks],
+            "ranks": [rank.to_json(mesh_shape(job.layout)) for rank in self.ranks],
         }
 
     @property
@@ -143,7 +143,7 @@ def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = 
         raise UserError(f"rank {ranks} is not in a job of {job.gpus} ranks; give one from 0 to {job.gpus - 1}")
     step, plan, shards = _heaviest_step(found)
     roles = distinct_roles(job, shards) if ranks == "all" else {ranks: "as asked"}
-    runs = run_ranks(found.config, list(roles), hardware, [step])
+    runs = run_ranks(found, list(roles), [step])
     reports = tuple(_report(run, roles[run.rank], found, shards) for run in runs)
     return DryRun(found, step, plan, simulate_step(plan, job), reports)
 
@@ -185,14 +185,10 @@ def distinct_roles(job: JobSpec, shards: Shards) -> dict[int, str]:
 
 def rank_at(job: JobSpec, place: Place) -> int:
     """The global rank at ``place``: tensor-parallel ranks are next to each other."""
-    return int(np.ravel_multi_index(place, _sizes(job)))
+    return int(np.ravel_multi_index(place, mesh_shape(job.layout)))
 
 
-def _sizes(job: JobSpec) -> Place:
-    return Place(job.pp, job.dp, job.cp, job.tp)
-
-
-def _dimensions(members: Sequence[int], sizes: Place) -> str:
+def _dimensions(members: Sequence[int], sizes: Sequence[int]) -> str:
     """The dimensions of the mesh in which ``members`` differ."""
     places = np.stack(np.unravel_index(members, sizes))
     return " x ".join(name for name, of_one in zip(Place._fields, places, strict=True) if len(set(of_one)) > 1)
@@ -219,8 +215,7 @@ def _report(run: RankRun, role: str, found: FoundJob, shards: Shards) -> RankRep
         for kind, (counted, predicted) in KINDS.items()
     }
     keys = np.stack([received, received * (full | ~kept), sent], axis=1)
-    model = trained_model(found.config, found.store)
-    predicted = received_bytes(job, model, pp, run.rows, keys)
+    predicted = received_bytes(job, found.model, pp, run.rows, keys)
     happened = Counter[str]()
     for call in run.calls[-1]:
         happened[call.purpose] += call.received

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,16 +24,18 @@ class SyntheticStore(TokenStore):
 
     identity = "synthetic"
 
+    def __init__(self, documents: int, context_window: int, vocab_size: int) -> None:
+        self._arguments = documents, context_window, vocab_size
+        offsets = np.concatenate([[0], np.cumsum(sample_lengths(documents, context_window))])
+        tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(offsets[-1]))
+        super().__init__(Path("synthetic"), TokenIndex(_TOKEN_TYPE, offsets), tokens, {"vocab_size": vocab_size})
 
-def synthetic_store(config: JobConfig, seed: int = 0) -> SyntheticStore:
-    """Documents for a few steps of ``config``, with the vocabulary of its model.
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return SyntheticStore, self._arguments
 
-    ``config`` may name no store that exists. The same arguments give the same lengths.
-    """
+
+def synthetic_store(config: JobConfig) -> SyntheticStore:
+    """Documents for a few steps of ``config``, with the vocabulary of its model; it may name no store that exists."""
     window = config.data.context_window
     documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _STEPS, _MOST_DOCUMENTS)
-    lengths = sample_lengths(documents, window, seed)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(offsets[-1]))
-    vocabulary = configured_model(config.model).shape.vocab_size
-    return SyntheticStore(Path("synthetic"), TokenIndex(_TOKEN_TYPE, offsets), tokens, {"vocab_size": vocabulary})
+    return SyntheticStore(documents, window, configured_model(config.model).shape.vocab_size)

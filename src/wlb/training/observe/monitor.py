@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.job.config import JobConfig
+from wlb.job.config import MetricsConfig
+from wlb.job.job import JobSpec
 from wlb.schedules.layer_split import split_layers
 from wlb.training.data.loader import LoadedStep
 from wlb.training.observe.compute_clock import ComputeClock, KernelClock, Seconds, ThreadClock
@@ -25,7 +26,6 @@ from wlb.training.observe.trace import StepTrace
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.runtime.collectives import gathered, gathered_rows
 from wlb.training.runtime.environment import hardware_name
-from wlb.workload import ModelShape
 
 
 class Monitor:
@@ -34,12 +34,12 @@ class Monitor:
     A context manager around the steps, for the trace.
     """
 
-    def __init__(self, config: JobConfig, shape: ModelShape, mesh: JobMesh, device: torch.device) -> None:
-        parallel, metrics = config.parallel, config.metrics
+    def __init__(self, metrics: MetricsConfig, job: JobSpec, mesh: JobMesh, device: torch.device) -> None:
+        shape, layout = job.shape, job.layout
         self._mesh = mesh
         self._device = device
-        chunks = split_layers(shape, parallel.stages)[mesh.rank("pp") :: parallel.pp]
-        self._load = PredictedLoad(shape, hardware_name(device), chunks, parallel.tp)
+        chunks = split_layers(shape, layout.stages)[mesh.rank("pp") :: layout.pp]
+        self._load = PredictedLoad(shape, hardware_name(device), chunks, layout.tp)
         self._trace = StepTrace(metrics.dir / "trace", device) if metrics.profile else None
         # A profiler cannot run inside another.
         self.clock: ComputeClock = (

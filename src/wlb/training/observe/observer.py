@@ -21,12 +21,13 @@ import numpy as np
 import torch
 
 from wlb.files import replace_text
-from wlb.job.config import JobConfig
+from wlb.job.config import MetricsConfig
+from wlb.job.job import JobSpec
 from wlb.packing.plan import StepPlan
 from wlb.training.observe.diagnosis import FILE, diagnose, render
 from wlb.training.observe.imbalance import Imbalance, RankSteps, imbalance_of
 from wlb.training.observe.stragglers import RankName, StragglerWatch
-from wlb.training.parallel.mesh import MESH_DIMENSIONS
+from wlb.training.parallel.mesh import mesh_shape
 from wlb.training.runtime.console import say
 from wlb.training.runtime.environment import hardware_name
 from wlb.workload import ModelShape, attention_flops, hardware_preset, linear_flops
@@ -46,18 +47,19 @@ class Observation:
 class Observer:
     """Looks at every step; ``names`` are those of the ranks."""
 
-    def __init__(self, config: JobConfig, shape: ModelShape, names: Sequence[RankName], device: torch.device) -> None:
-        self._config = config
-        self._shape = shape
+    def __init__(self, metrics: MetricsConfig, job: JobSpec, names: Sequence[RankName], device: torch.device) -> None:
+        self._metrics = metrics
+        self._shape = job.shape
         self._names = names
-        self._mesh_shape = tuple(getattr(config.parallel, name) for name in MESH_DIMENSIONS)
-        self._micro_batches = config.packing.micro_batches // config.parallel.dp
-        self._peak = peak_flops(hardware_name(device), device) * config.parallel.world_size
-        self._watch = StragglerWatch(names, config.parallel.pp, config.metrics.straggler_factor)
-        self._every = config.metrics.diagnose_every
+        self._mesh_shape = mesh_shape(job.layout)
+        self._micro_batches = job.micro_batches_per_rank
+        self._peak = peak_flops(hardware_name(device), device) * job.layout.world_size
+        self._watch = StragglerWatch(names, job.layout.pp, metrics.straggler_factor)
+        self._pooled = job.pools is not None
+        self._every = metrics.diagnose_every
         self._recent: deque[tuple[int, RankSteps, float]] = deque()
         self._observed = 0  # steps of this run
-        self._path = config.metrics.dir / FILE
+        self._path = metrics.dir / FILE
         self._path.unlink(missing_ok=True)  # an earlier run's
 
     def observe(self, step: int, plan: StepPlan, rows: RankSteps, step_seconds: float) -> Observation:
@@ -93,8 +95,8 @@ class Observer:
             self._micro_batches,
             last_step=steps[-1],
             step_seconds=float(np.mean(seconds)),
-            straggler_factor=self._config.metrics.straggler_factor,
-            pooled=self._config.packing.pools(self._config.parallel.pool) is not None,
+            straggler_factor=self._metrics.straggler_factor,
+            pooled=self._pooled,
         )
         try:
             replace_text(self._path, json.dumps(diagnosis, allow_nan=False))

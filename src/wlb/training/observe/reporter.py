@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from wlb.documents.store.mixture import StoreMixture, TrainedStore
-from wlb.job.config import JobConfig
+from wlb.documents.store.mixture import StoreMixture
 from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
@@ -15,9 +14,9 @@ from wlb.training.observe.metrics import LEGEND, MetricsWriter, StepMetrics
 from wlb.training.observe.observer import Observer
 from wlb.training.observe.stragglers import RankName
 from wlb.training.parallel.parallelize import Execution
+from wlb.training.preflight import CheckedJob
 from wlb.training.runtime.console import say
 from wlb.training.runtime.environment import dense_attention_warning, shared_store_warning, tokenizer_warning
-from wlb.workload import ModelShape
 
 _OVERLONG = {"split": "split", "truncate": "truncated", "drop": "dropped", "error": "refused"}
 
@@ -38,22 +37,14 @@ class Reporter:
     ``evaluated`` is the last step up to it whose evaluation is on record.
     """
 
-    def __init__(
-        self,
-        config: JobConfig,
-        store: TrainedStore,
-        shape: ModelShape,
-        names: Sequence[RankName],
-        execution: Execution,
-        step: int,
-    ) -> None:
-        self._config = config
-        self._store = store
+    def __init__(self, checked: CheckedJob, names: Sequence[RankName], execution: Execution, step: int) -> None:
+        self._config = checked.config
+        self._job = checked.job
+        self._store = checked.store
         self._execution = execution
         self._step = step
-        self._pooled = config.packing.pools(config.parallel.pool) is not None
-        self._metrics = MetricsWriter(config.metrics, step, pooled=self._pooled)
-        self._observer = Observer(config, shape, names, execution.device)
+        self._metrics = MetricsWriter(self._config.metrics, step, pooled=self._job.pools is not None)
+        self._observer = Observer(self._config.metrics, self._job, names, execution.device)
         self.evaluated = self._metrics.evaluated
 
     def begin(self, loader: StepLoader) -> None:
@@ -107,21 +98,19 @@ class Reporter:
         return self._store.tokens_by_store(document, tokens)
 
     def _startup(self, loader: StepLoader) -> Iterator[str]:
-        config, execution, data = self._config, self._execution, loader.epoch_summary
+        config, job, data = self._config, self._job, loader.epoch_summary
         documents = f"{data.documents:,} documents"
         if data.empty:
             documents += f", {data.empty:,} empty ones passed over"
         if data.overlong:
             overlong = _OVERLONG[config.data.overlong]
             documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
-        longest = config.packing.options.most_tokens(config.data.context_window, config.packing.micro_batches)
         origin = f"resuming after step {self._step}" if self._step else "starting"
-        parallel = config.parallel
-        each = config.packing.micro_batches // parallel.dp
-        pools = f" with pool = {parallel.cp} and pool_micro_batches = {each}" if self._pooled else ""
+        each = job.micro_batches_per_rank
+        pools = f" with pool = {job.layout.cp} and pool_micro_batches = {each}" if job.pools else ""
         yield (
-            f"{origin} on {parallel.world_size} {execution.device.type} processes{pools}; {documents}; micro-batches "
-            f"of up to {longest:,} tokens"
+            f"{origin} on {job.layout.world_size} {self._execution.device.type} processes{pools}; {documents}; "
+            f"micro-batches of up to {job.longest_micro_batch:,} tokens"
         )
         if mixture := config.data.mixture:
             total = sum(config.data.weights)
@@ -134,7 +123,7 @@ class Reporter:
         if loader.changed_data:
             yield f"wlb: warning: continuing on changed data: {loader.changed_data}"
         warnings = (
-            dense_attention_warning(execution.dtype, execution.device),
+            dense_attention_warning(self._execution.dtype, self._execution.device),
             tokenizer_warning(config.model, self._store),
             shared_store_warning(),
         )
