@@ -227,7 +227,7 @@ def show_measured(results: Sequence[Measured], arguments: argparse.Namespace) ->
 def show_simulated(results: dict[str, SimulationResult]) -> None:
     base = results[SYSTEMS[0]]
     table = new_table(
-        f"simulated, not measured\n{CLUSTER_MODEL} on {base.job.gpus} H100: tp 8, pp 4, cp 2, dp 4\n"
+        f"simulated, not measured\n{CLUSTER_MODEL} on {base.job.layout.world_size} H100: tp 8, pp 4, cp 2, dp 4\n"
         f"{CLUSTER_STEPS} steps of 16 x {CLUSTER_WINDOW:,} tokens",
         ("speed at\nequal work", "\ntokens/s", "step\nseconds", "tokens/step\nCV", "token\ndelay"),
         f"lengths {CLUSTER_DOCUMENTS}, cut where windows end\n"
@@ -272,7 +272,7 @@ def draw(measured: Sequence[Measured], simulated: dict[str, SimulationResult], p
     _draw_speeds(axes[2], speeds, colours, "measured\n2 CPU processes")
     plain = simulated[SYSTEMS[0]]
     over_plain = {system: result.speed_at_equal_work(plain) for system, result in simulated.items()}
-    _draw_speeds(axes[3], over_plain, colours, f"simulated\n{CLUSTER_MODEL}, {plain.job.gpus} H100")
+    _draw_speeds(axes[3], over_plain, colours, f"simulated\n{CLUSTER_MODEL}, {plain.job.layout.world_size} H100")
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     save(figure, path)

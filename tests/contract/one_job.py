@@ -155,7 +155,7 @@ def trained_plans(case: Case) -> list[StepPlan]:
 
 def trained_shards(case: Case) -> list[Shards]:
     """Of the last data-parallel rank's micro-batches that hold documents, step after step."""
-    rank = _decided(case).dp - 1
+    rank = _decided(case).layout.dp - 1
     steps, costs = _loaded(case, rank), JobCosts(simulated_job(case))
     batches = [pair for step in steps for pair in zip(step.batches, step.plan.ranks[rank], strict=True)]
     return [_described(batch.shard_plan, costs) for batch, micro_batch in batches if micro_batch.segments]
@@ -223,7 +223,7 @@ class Decided(NamedTuple):
 
 
 def decided(job: JobSpec) -> Decided:
-    layout = (job.tp, job.cp, job.pp, job.dp, job.virtual_pp, job.schedule)
+    layout = (job.layout.tp, job.layout.cp, job.layout.pp, job.layout.dp, job.layout.virtual_pp, job.layout.schedule)
     return Decided(layout, job.packing.in_use(), job.longest_micro_batch, predicted_memory(job).total)
 
 
@@ -289,9 +289,14 @@ def case_of_job(job: SimulatedJob, model: str, lengths: NDArray[np.int64]) -> Ca
     packing = {name: value for name, value in job.packing if value is not None}
     undecided = {"max_length_factor": "auto", "grouping": "auto", "pool_micro_batches": "auto"}
     pooled = job.packing.method == "elastic"
-    sizes = {"dp": job.dp * job.cp, "cp": 1} if pooled else {"dp": job.dp, "cp": job.cp}
+    sizes = {"dp": job.layout.dp * job.layout.cp, "cp": 1} if pooled else {"dp": job.layout.dp, "cp": job.layout.cp}
     packing |= undecided | {"micro_batches": sizes["dp"]} if pooled else {}
-    layout = {"tp": job.tp, "pp": job.pp, "virtual_pp": job.virtual_pp, "schedule": job.schedule}
+    layout = {
+        "tp": job.layout.tp,
+        "pp": job.layout.pp,
+        "virtual_pp": job.layout.virtual_pp,
+        "schedule": job.layout.schedule,
+    }
     config = {
         "model": {"name": model},
         "data": {"store": "documents", "context_window": job.context_window},

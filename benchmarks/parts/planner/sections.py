@@ -71,7 +71,7 @@ def planning_times(lengths: NDArray[np.int64], jobs: Sequence[SimulatedJob]) -> 
                 marks.append(timed.seconds)
                 plans += planned
         milliseconds = 1e3 * median(after - before for before, after in pairwise(marks))
-        step_seconds = float(simulate_steps([arrange(plan, job.dp) for plan in plans], job).seconds.mean())
+        step_seconds = float(simulate_steps([arrange(plan, job.layout.dp) for plan in plans], job).seconds.mean())
         rows.append(
             {
                 "micro_batches": job.packing.micro_batches,

@@ -185,7 +185,12 @@ def compare(
 
         plot_comparison(results, plot, title=title)
     if json:
-        sizes = {"context_window": context_window, "micro_batches": micro_batches, "dp": job.dp, "pp": job.pp}
+        sizes = {
+            "context_window": context_window,
+            "micro_batches": micro_batches,
+            "dp": job.layout.dp,
+            "pp": job.layout.pp,
+        }
         compared = {"methods": comparison_json(results), "workload": priced_by}
         emit_json(compared | sizes | {"overlong": {"policy": overlong, **asdict(report)}})
         return
@@ -213,7 +218,7 @@ def note_many_steps(lengths: NDArray[np.int64], job: SimulatedJob) -> None:
 
 
 def title_of(job: SimulatedJob, priced_by: dict[str, str | int]) -> str:
-    sizes = f"{job.packing.micro_batches} micro-batches a step, dp {job.dp}, pp {job.pp}"
+    sizes = f"{job.packing.micro_batches} micro-batches a step, dp {job.layout.dp}, pp {job.layout.pp}"
     price = ", ".join(f"{key} {value}" for key, value in priced_by.items())
     return f"window {job.context_window:,}, {sizes}\nsimulated with {price}"
 

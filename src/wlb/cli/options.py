@@ -190,7 +190,7 @@ def job_from(
         own = {"tp": measured.tp, "profile": measured, "packed_by": measured.workload()}
     own |= {"hardware": hardware, "micro_batches": micro_batches // dp, "dp": dp, "pp": pp}
     job = simulated_job(measured.model if measured else model, context_window, **own)
-    return job, priced_by | {"hardware": hardware} | ({"sharding": job.sharding.strategy} if job.cp > 1 else {})
+    return job, priced_by | {"hardware": hardware} | ({"sharding": job.sharding.strategy} if job.layout.cp > 1 else {})
 
 
 def workload_from(

@@ -39,7 +39,7 @@ def simulation_table(
     base = _base_of(results)
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
     table = Table(
-        title=f"{title} on {first.job.gpus:,} GPUs\nsimulated ({priced})",
+        title=f"{title} on {first.job.layout.world_size:,} GPUs\nsimulated ({priced})",
         caption=f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
         f"{_repeated(results.values())}"
         f"speed at equal work: predicted seconds of work done in a second, over {base}\n"
@@ -130,8 +130,8 @@ def search_table(found: SearchResult, *, narrow: bool = False) -> Table:
 
     job, rows = found.winner.job, [*found.ranking[:_FINALISTS_SHOWN], found.plain]
     table = Table(
-        title=f"{job.gpus:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens a step\n"
-        f"simulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
+        title=f"{job.layout.world_size:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens "
+        f"a step\nsimulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
         caption=f"{_repeated(rows)}speed at equal work: over plain-4d in the fastest layout, the last row",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -158,7 +158,7 @@ def search_table(found: SearchResult, *, narrow: bool = False) -> Table:
 
 def _described(result: SimulationResult, plain: SimulationResult) -> dict[str, Any]:
     job = result.job
-    layout = {name: getattr(job, name) for name in ("tp", "cp", "pp", "dp", "virtual_pp", "schedule")}
+    layout = {name: getattr(job.layout, name) for name in ("tp", "cp", "pp", "dp", "virtual_pp", "schedule")}
     return result.to_json() | {
         "speed_at_equal_work": result.speed_at_equal_work(plain),
         "parallel": layout,

@@ -98,12 +98,12 @@ class Evidence:
     def shards(self) -> list[ShardPlan]:
         """The heaviest micro-batch of ``best``'s usual step by every strategy; none without context parallelism."""
         job = self.job
-        if job.cp == 1:
+        if job.layout.cp == 1:
             return []
         plan = self.usual_steps[BEST].plan
         heaviest = max(plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
         return [
-            make_shard_plan(heaviest.lengths, job.cp, strategy, workload=job.sharding_workload)
+            make_shard_plan(heaviest.lengths, job.layout.cp, strategy, workload=job.sharding_workload)
             for strategy in STRATEGIES
         ]
 

@@ -43,7 +43,7 @@ def predicted_report(
     winner = evidence.winner
     gain = evidence.gains[winner]
     before, after = evidence.systems[BASELINE], evidence.systems[winner]
-    layout = f"dp {job.dp} · pp {job.pp} · cp {job.cp} · tp {job.tp}"
+    layout = f"dp {job.layout.dp} · pp {job.layout.pp} · cp {job.layout.cp} · tp {job.layout.tp}"
     steps = after.steps
     return page(
         TITLE,
@@ -51,8 +51,8 @@ def predicted_report(
             verdict(_verdict(evidence)),
             paragraph(
                 tag("span", "simulated", class_="label-simulated"),
-                f" from the lengths of {source}: {steps} steps of {model} on {job.gpus:,} {hardware} GPUs ({layout}), "
-                f"window {job.context_window:,}, {job.packing.micro_batches} micro-batches a step. "
+                f" from the lengths of {source}: {steps} steps of {model} on {job.layout.world_size:,} {hardware} GPUs "
+                f"({layout}), window {job.context_window:,}, {job.packing.micro_batches} micro-batches a step. "
                 "Nothing here was measured on this job.",
                 class_="muted",
             ),

@@ -20,13 +20,13 @@ def recommended_config(
     sections: dict[str, dict[str, Any]] = {
         "model": {"name" if model in MODEL_SHAPES or not Path(model).is_dir() else "pretrained": model},
         "data": {"store": store or _PLACEHOLDER, "context_window": job.context_window},
-        "parallel": {"dp": job.dp, "pp": job.pp, "cp": job.cp, "tp": job.tp},
+        "parallel": {"dp": job.layout.dp, "pp": job.layout.pp, "cp": job.layout.cp, "tp": job.layout.tp},
         "packing": {"micro_batches": packing.micro_batches},
     }
     if preset == "best":
         sections["packing"]["max_length_factor"] = float(packing.length_factor)
-    if job.virtual_pp > 1 or job.schedule != "1f1b":
-        sections["parallel"] |= {"virtual_pp": job.virtual_pp, "schedule": job.schedule}
+    if job.layout.virtual_pp > 1 or job.layout.schedule != "1f1b":
+        sections["parallel"] |= {"virtual_pp": job.layout.virtual_pp, "schedule": job.layout.schedule}
     if job.activation_checkpointing != "none":
         sections["training"] = {"activation_checkpointing": job.activation_checkpointing}
     remark = "" if store else "; name your token store in data.store (wlb prepare)"

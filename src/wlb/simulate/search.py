@@ -151,8 +151,9 @@ def search(
 
 def layout_of(job: SimulatedJob) -> str:
     """A layout in one line."""
-    interleaved = f" x {job.virtual_pp} stages" if job.virtual_pp > 1 else ""
-    return f"tp {job.tp} cp {job.cp} pp {job.pp}{interleaved} dp {job.dp}"
+    layout = job.layout
+    interleaved = f" x {layout.virtual_pp} stages" if layout.virtual_pp > 1 else ""
+    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}"
 
 
 def packing_of(job: SimulatedJob) -> str:

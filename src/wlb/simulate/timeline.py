@@ -42,7 +42,7 @@ def timeline(plan: StepPlan, job: SimulatedJob) -> Timeline:
     """The timeline of one step, dealt to the job's data-parallel ranks already."""
     steps = Steps.of([plan], JobCosts(job))
     times = steps.pipelines
-    home = {stage: rank for rank, stages in enumerate(job.rank_stages) for stage in stages}
+    home = {stage: rank for rank, stages in enumerate(job.layout.rank_stages) for stage in stages}
     reduction = steps.late_reduction[:, 0]
     rank_ends = times.rank_ends[:, 0]
     return Timeline(

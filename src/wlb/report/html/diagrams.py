@@ -98,7 +98,7 @@ def pipeline_chart(identifier: str, title: str, steps: Sequence[tuple[str, Timel
     names = ("idle", "forward", "backward")
     described = []
     for name, step in steps:
-        busy = float((step.ends - step.starts).sum() / (step.seconds * step.job.pp * step.job.dp))
+        busy = float((step.ends - step.starts).sum() / (step.seconds * step.job.layout.pp * step.job.layout.dp))
         described.append(f"{name}: {step.seconds:.3g} s, {step.plan.tokens:,} tokens, busy {busy:.0%}")
 
     def draw(width: float) -> tuple[float, list[Markup]]:
@@ -116,7 +116,7 @@ def pipeline_chart(identifier: str, title: str, steps: Sequence[tuple[str, Timel
 
 
 def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -> float:
-    pp, dp = step.job.pp, step.job.dp
+    pp, dp = step.job.layout.pp, step.job.layout.dp
     slowest = int(step.rank_ends.max(axis=0).argmax())
     height = 20.0 if pp <= 8 else 13.0
     for pipeline in range(dp) if dp * pp <= _ROWS_OF_ALL else [slowest]:

@@ -125,7 +125,7 @@ def _speedups(bench: Bench, settings: Settings) -> dict[str, float]:
     results = {}
     for name, variant in (ONE_BY_ONE | LEFT_OUT).items():
         job = variant.job(bench)
-        settings.on_progress(f"{name}, dp {job.dp}")
+        settings.on_progress(f"{name}, dp {job.layout.dp}")
         results[name] = bench.simulate(job)
     plain = results["Plain-4D"]
     return {name: speedup(result, plain) for name, result in results.items()}

@@ -47,7 +47,7 @@ def serve(
 
     Slots are ticks of the pipeline, and ranks are those of all stages, stage after stage.
     """
-    pp, of_stage = ranks.job.pp, ranks.count
+    pp, of_stage = ranks.job.layout.pp, ranks.count
     ticks = len(micro_batches) + pp - 1
     servers = of_stage * pp
     homes, works = [], []
@@ -72,18 +72,18 @@ def serve(
 
 def price_attention_servers(plan: MovedPlan, ranks: Ranks) -> StepPrice:
     """Two half-batches alternate, so that computing hides the exchange; servers keep nothing for the backward."""
-    if ranks.job.pp == 1:
+    if ranks.job.layout.pp == 1:
         return price_moved(plan, ranks, hidden_by="everything", resent=True)
     job, costs = ranks.job, own_costs(ranks.job)
     seconds, exchanged = moved_rank_seconds(plan, ranks, hidden_by="everything", resent=True)
     stage = np.arange(plan.ranks) // ranks.count
     ticks = [
-        np.stack([phase[stage == s, s].max(axis=0) for s in range(job.pp)])
+        np.stack([phase[stage == s, s].max(axis=0) for s in range(job.layout.pp)])
         for phase in (seconds.forward, seconds.backward)
     ]  # (stages, ticks)
     gathered, _ = with_gathers(costs, ticks[0], ticks[1])
     waits = float((gathered - ticks[0])[:, 0].max())
-    filling = 2 * (job.pp - 1) * float(costs.transfer(seconds.tokens.max()))
+    filling = 2 * (job.layout.pp - 1) * float(costs.transfer(seconds.tokens.max()))
     update = float((costs.rank_reduction + costs.optimizer).max())
     total = waits + filling + sum(float(phase.max(axis=0).sum()) for phase in ticks) + update
     return StepPrice(total, exchanged, peak_memory(ranks, float(seconds.tokens.max()), ranks.count))

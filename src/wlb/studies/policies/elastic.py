@@ -66,7 +66,7 @@ class ElasticPolicy:
 
 def decided_in(layout: SimulatedJob, space: SearchSpace, lengths: NDArray[np.int64]) -> SimulatedJob:
     """What the trainer runs where dp ranks of ``layout`` train a global batch of ``space`` in pools."""
-    options = {"micro_batches": layout.dp, "global_batch": space.micro_batches}
+    options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches}
     packing, sharding = preset_sections("elastic", options)
     return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 
@@ -78,8 +78,8 @@ def _work_rate(job: SimulatedJob, lengths: NDArray[np.int64], work_prices: Docum
 
 
 def _text(job: SimulatedJob) -> str:
-    pools = f"{job.dp} pool{'s' if job.dp > 1 else ''} of {job.cp} ranks"
-    stages = f" x {job.virtual_pp} stages" if job.virtual_pp > 1 else ""
+    pools = f"{job.layout.dp} pool{'s' if job.layout.dp > 1 else ''} of {job.layout.cp} ranks"
+    stages = f" x {job.layout.virtual_pp} stages" if job.layout.virtual_pp > 1 else ""
     grouping = job.pools.grouping if job.pools else "even"
     micro_batches = f"{job.micro_batches_per_rank} micro-batches, {grouping}"
-    return f"tp {job.tp} pp {job.pp}{stages}, {pools}, {micro_batches}, {job.activation_checkpointing}"
+    return f"tp {job.layout.tp} pp {job.layout.pp}{stages}, {pools}, {micro_batches}, {job.activation_checkpointing}"

@@ -67,7 +67,7 @@ class HotSwitching:
             memory = max(memory, price.memory_bytes)
         moved = switched_bytes([ranks for ranks, _ in used])
         job = used[0][0].job
-        seconds += float(group_link(job.hardware, "point_to_point", job.gpus, 1).seconds(moved))
+        seconds += float(group_link(job.hardware, "point_to_point", job.layout.world_size, 1).seconds(moved))
         trained = np.concatenate([plan.trained for _, plan in used])
         return PricedStep(StepPrice(seconds, exchanged + moved, memory), trained, planning)
 
@@ -86,8 +86,8 @@ def switched_bytes(strategies: Sequence[Ranks]) -> float:
     total = 0.0
     for index, new in enumerate(strategies):
         old = strategies[index - 1]
-        share = 1 / (new.job.tp * new.job.pp)
-        held = 1 / (max(new.job.tp, old.job.tp) * max(new.job.pp, old.job.pp))
+        share = 1 / (new.job.layout.tp * new.job.layout.pp)
+        held = 1 / (max(new.job.layout.tp, old.job.layout.tp) * max(new.job.layout.pp, old.job.layout.pp))
         values = parameters(new.job.shape) * (share - held)
         total += values * (new.job.hardware.bytes_per_value + (_GRADIENT_BYTES if index else 0))
     return total

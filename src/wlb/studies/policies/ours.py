@@ -87,9 +87,9 @@ def _screened(space: SearchSpace, lengths_bytes: bytes) -> tuple[SimulatedJob, .
 
 
 def _as_ranks(job: SimulatedJob) -> Ranks:
-    ranks = job.dp * job.cp
-    packing = packed_as(job, _SCREEN).packing.changed(micro_batches=ranks * job.pp)
-    return Ranks(replace(job, packing=packing).with_layout(cp=1, dp=ranks), -(-job.context_window // job.cp))
+    ranks = job.layout.dp * job.layout.cp
+    packing = packed_as(job, _SCREEN).packing.changed(micro_batches=ranks * job.layout.pp)
+    return Ranks(replace(job, packing=packing).with_layout(cp=1, dp=ranks), -(-job.context_window // job.layout.cp))
 
 
 def outcome_of(name: str, result: SimulationResult, lengths: NDArray[np.int64], tried: int, layout: str) -> Outcome:
@@ -111,7 +111,7 @@ def outcome_of(name: str, result: SimulationResult, lengths: NDArray[np.int64], 
         seconds=result.seconds,
         token_delay=result.token_delay,
         tokens_cv=result.tokens_cv,
-        exchanged_bytes=received * kv_bytes(job) * job.shape.layers / (job.dp * job.cp * job.pp),
+        exchanged_bytes=received * kv_bytes(job) * job.shape.layers / (job.layout.dp * job.layout.cp * job.layout.pp),
         memory_bytes=predicted_memory(job).total,
         planning_seconds=planning / steps,
         tried=tried,

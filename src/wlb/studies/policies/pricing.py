@@ -60,7 +60,9 @@ def price_groups(plan: GroupPlan, ranks: Ranks) -> StepPrice:
     largest = 1 if plan.exchange == "heads" else max(len(group.ranks) for group in plan.groups)
     memory = peak_memory(ranks, float(seconds.tokens.max()), largest)
     return StepPrice(
-        step_seconds(seconds, begun_together(plan, ranks), ranks), exchanged / (ranks.count * ranks.job.pp), memory
+        step_seconds(seconds, begun_together(plan, ranks), ranks),
+        exchanged / (ranks.count * ranks.job.layout.pp),
+        memory,
     )
 
 
@@ -78,7 +80,7 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     job, by_size = ranks.job, defaultdict(list)
     for group in plan.groups:
         by_size[len(group.ranks)].append(group)
-    forward = np.zeros((ranks.count, job.stages, plan.slots))
+    forward = np.zeros((ranks.count, job.layout.stages, plan.slots))
     backward, moving = np.zeros_like(forward), np.zeros_like(forward)
     exchanged = 0.0
     for size, groups in by_size.items():
@@ -126,12 +128,12 @@ def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent:
             moved[direction], attention[direction], busy - attention[direction], pool, job, hidden_by
         )
         blocks.append(_slowest_of_pool(busy + exposed, plan.pools))
-    share, last = costs.stage_shares[None, :, None], np.eye(job.stages)[-1][None, :, None]
+    share, last = costs.stage_shares[None, :, None], np.eye(job.layout.stages)[-1][None, :, None]
     heads = [_slowest_of_pool(part.reshape(shape), plan.pools) for part in (head.forward, head.backward)]
     forward, backward = (share * b[:, None] + last * h[:, None] for b, h in zip(blocks, heads, strict=True))
     received = sum(float(part.received.sum()) for part in moved.values()) / plan.ranks
     moving = share * moving_seconds(moved["backward"], pool, job)[:, None]
-    return SlotSeconds(forward, backward, tokens, moving), received * job.shape.layers / job.pp
+    return SlotSeconds(forward, backward, tokens, moving), received * job.shape.layers / job.layout.pp
 
 
 def step_seconds(
@@ -143,18 +145,18 @@ def step_seconds(
     """
     job, costs = ranks.job, own_costs(ranks.job)
     forward, backward = seconds.forward[None], seconds.backward[None]
-    kept = job.pp > 1 or ranks.keeps_weights
+    kept = job.layout.pp > 1 or ranks.keeps_weights
     if not kept:
         began = np.zeros_like(began)  # weights are gathered from all in every micro-batch
     staged = with_gathers(costs, forward, backward, kept=kept, moving=seconds.moving)
-    slots = -(-forward.shape[-1] // job.pp) * job.pp if job.virtual_pp > 1 else forward.shape[-1]
+    slots = -(-forward.shape[-1] // job.layout.pp) * job.layout.pp if job.layout.virtual_pp > 1 else forward.shape[-1]
     forwards, backwards = (_filled(values, slots) for values in staged)
     times = pipeline_times(
-        job.schedule,
+        job.layout.schedule,
         forwards,
         backwards,
-        job.virtual_pp,
-        transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.pp > 1 else 0.0,
+        job.layout.virtual_pp,
+        transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.layout.pp > 1 else 0.0,
         together=np.concatenate([began, np.zeros((len(began), slots - began.shape[1]), np.int64)], axis=1)[None],
     )
     ends = times.rank_ends[:, 0].max(axis=1)
@@ -168,7 +170,7 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
     job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
     tokens = float(lengths.sum()) / ranks.count
     slots = -(-max(1, round(tokens)) // ranks.capacity)
-    slots = -(-slots // job.pp) * job.pp
+    slots = -(-slots // job.layout.pp) * job.layout.pp
     starts = np.zeros_like(lengths)
     attention = [float(costs.attention(starts, lengths, d).sum()) / ranks.count / slots for d in _DIRECTIONS]
     lane = _alone(np.array([tokens / slots]), *(np.array([seconds]) for seconds in attention))
@@ -185,7 +187,9 @@ def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _peak(job: SimulatedJob, tokens: int, members: int, keeps_weights: bool) -> int:
-    grouped = _with_groups(job, members, max(1, job.dp // members), "per_document", micro_batches=_MANY * job.pp)
+    grouped = _with_groups(
+        job, members, max(1, job.layout.dp // members), "per_document", micro_batches=_MANY * job.layout.pp
+    )
     settings = replace(grouped.memory_settings, keeps_weights=keeps_weights)
     return predict_even_step(settings, tokens * members).total
 
@@ -242,7 +246,7 @@ def _with_groups(
     job: SimulatedJob, size: int, count: int, sharding: str, micro_batches: int | None = None
 ) -> SimulatedJob:
     """``job`` with ``count`` context-parallel groups, each of so many micro-batches, by default one a stage's rank."""
-    packing = job.packing.changed(micro_batches=count * (micro_batches or job.pp))
+    packing = job.packing.changed(micro_batches=count * (micro_batches or job.layout.pp))
     return replace(
         job,
         layout=replace(job.layout, cp=size, dp=count),

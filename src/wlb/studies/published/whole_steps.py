@@ -229,9 +229,9 @@ def _layout(row: Row) -> _StatedLayout:
 
 def _held(job: SimulatedJob, reduces_always: bool) -> SimulatedJob:
     """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
-    if job.pp > 1 or not reduces_always:
+    if job.layout.pp > 1 or not reduces_always:
         return job
-    return replace(job, packing=job.packing.changed(micro_batches=job.dp))
+    return replace(job, packing=job.packing.changed(micro_batches=job.layout.dp))
 
 
 def _job(row: Row, shape: ModelShape, stack: Stack, layout: _StatedLayout) -> SimulatedJob:
@@ -319,7 +319,7 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack, job: SimulatedJob) -> li
     if not row.get("fsdp"):
         weights = "kept whole" if job.pricing.software.weights == "kept" else "gathered by FSDP in every micro-batch"
         remarks.append(f"weights {weights}")
-    if job.tp > 1 and job.pricing.software.async_tp and not _says(_note(row), "async"):
+    if job.layout.tp > 1 and job.pricing.software.async_tp and not _says(_note(row), "async"):
         remarks.append("tensor-parallel collectives overlapped")
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")

@@ -107,7 +107,7 @@ class DryRun:
     def to_json(self) -> dict[str, Any]:
         job = self.found.job
         return {
-            "gpus": job.gpus,
+            "gpus": job.layout.world_size,
             "layout": job.sizes,
             "hardware": self.found.hardware,
             "data": "synthetic" if isinstance(self.found.store, SyntheticStore) else "store",
@@ -139,8 +139,9 @@ def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = 
     """
     found = find_problems(config, hardware)
     job = found.job
-    if ranks != "all" and not 0 <= ranks < job.gpus:
-        raise UserError(f"rank {ranks} is not in a job of {job.gpus} ranks; give one from 0 to {job.gpus - 1}")
+    size = job.layout.world_size
+    if ranks != "all" and not 0 <= ranks < size:
+        raise UserError(f"rank {ranks} is not in a job of {size} ranks; give one from 0 to {size - 1}")
     step, plan, shards = _heaviest_step(found)
     roles = distinct_roles(job, shards) if ranks == "all" else {ranks: "as asked"}
     runs = run_ranks(found, list(roles), [step])
@@ -166,8 +167,9 @@ def distinct_roles(job: JobSpec, shards: Shards) -> dict[int, str]:
     smallest, and with the most received keys, the first of them: what a share changes, it changes on all alike.
     ``shards`` have shape (dp, micro-batches of a rank, cp).
     """
-    pipeline = {0: "first stage", job.pp - 1: "last stage"} | ({job.pp // 2: "middle stage"} if job.pp > 2 else {})
-    if job.pp == 1:
+    pp, cp = job.layout.pp, job.layout.cp
+    pipeline = {0: "first stage", pp - 1: "last stage"} | ({pp // 2: "middle stage"} if pp > 2 else {})
+    if pp == 1:
         pipeline = {0: "all stages"}
     tokens, received = shards.tokens.sum(axis=1), shards.received.sum(axis=1)
     shares = {int(tokens.argmin()): "fewest tokens"}
@@ -176,10 +178,10 @@ def distinct_roles(job: JobSpec, shards: Shards) -> dict[int, str]:
     largest = int(tokens.argmax())
     shares[largest] = "most tokens"
     return {
-        rank_at(job, Place(pp, share // job.cp, share % job.cp, 0)): f"{stage}, {amount}"
-        for pp, stage in sorted(pipeline.items())
+        rank_at(job, Place(rank, share // cp, share % cp, 0)): f"{stage}, {amount}"
+        for rank, stage in sorted(pipeline.items())
         for share, amount in shares.items()
-        if pp == 0 or share == largest
+        if rank == 0 or share == largest
     }
 
 
@@ -196,7 +198,7 @@ def _dimensions(members: Sequence[int], sizes: Sequence[int]) -> str:
 
 def _shards(plan: StepPlan, job: JobSpec) -> Shards:
     lengths = [micro_batch.lengths for micro_batch in plan.micro_batches]
-    return price_shards(lengths, JobCosts(job)).reshaped(job.dp, job.micro_batches_per_rank)
+    return price_shards(lengths, JobCosts(job)).reshaped(job.layout.dp, job.micro_batches_per_rank)
 
 
 def _report(run: RankRun, role: str, found: FoundJob, shards: Shards) -> RankReport:
