@@ -21,8 +21,7 @@ from wlb.os_limits import usable_memory
 from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.training import preflight
 from wlb.training.dry_run.problems import find_problems
-from wlb.training.memory_budget import check_agreed, least_limit, memory_limit
-from wlb.training.preflight import check_job
+from wlb.training.preflight import check_agreed, check_job, least_limit, memory_limit
 from wlb.training.runtime.failures import TrainingError
 
 AUTO = {"packing": {"max_length_factor": "auto"}}

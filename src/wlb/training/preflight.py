@@ -1,4 +1,4 @@
-"""What is checked before a job starts, so that a mistake costs a second and not a queue slot."""
+"""What is decided and checked before a job starts, so that a mistake costs a second and not a queue slot."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ import torch
 from wlb.documents.mixture import document_stream
 from wlb.documents.store.mixture import TrainedStore, document_lengths, open_stores
 from wlb.errors import UserError, require
-from wlb.job.config import JobConfig
+from wlb.job.config import JobConfig, TrainingConfig
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import too_large
-from wlb.job.memory.step import MemoryLimit
+from wlb.job.memory.step import USABLE_SHARE, MemoryLimit, limit_of_gpu
 from wlb.job.model import TransformerConfig
 from wlb.models.huggingface.weights import PretrainedWeights
+from wlb.os_limits import usable_memory
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import newest_checkpoint
 from wlb.training.checkpoint.same_model import check_model
 from wlb.training.data.loader import check_identity, data_identity
 from wlb.training.evaluation.held_out import check_evaluation
-from wlb.training.memory_budget import memory_limit
+from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
+from wlb.training.runtime.failures import TrainingError
 
 Check = Callable[[], object]
 
@@ -51,6 +53,31 @@ class CheckedJob:
         if self.saved is not None:
             allowed = self.config.checkpoint.allow_changed_data
             check_identity(self.saved, data_identity(self.store, self.job), allow_changes=allowed)
+
+
+def memory_limit(training: TrainingConfig, device_type: str, local_processes: int) -> MemoryLimit:
+    """What one of ``local_processes`` on this machine may hold; a number that does not change from start to start."""
+    if training.memory_gib is not None:
+        return MemoryLimit(training.memory_gib * 2**30, "training.memory_gib")
+    if device_type == "cuda":
+        return limit_of_gpu(min(torch.cuda.get_device_properties(i).total_memory for i in range(local_processes)))
+    share = usable_memory() / local_processes
+    return MemoryLimit(USABLE_SHARE * share, f"{USABLE_SHARE:.0%} of this machine's memory by {local_processes}")
+
+
+def least_limit(training: TrainingConfig, device_type: str, local_processes: int) -> MemoryLimit:
+    """The least ``memory_limit`` of any rank, by which all decide alike; called on every rank."""
+    limits = gathered(memory_limit(training, device_type, local_processes))
+    return min(limits, key=lambda limit: limit.number_of_bytes)
+
+
+def check_agreed(job: JobSpec) -> None:
+    """Raise ``TrainingError`` where ranks decided on different jobs; called on every rank."""
+    if len(set(gathered(f"{job.layout} {job.packing.in_use()}"))) > 1:
+        raise TrainingError(
+            "ranks decided on different jobs; the token store and the version of wlb-llm must be the same on all "
+            "machines, or give packing.max_length_factor, or parallel.pool and packing.pool_micro_batches"
+        )
 
 
 def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None = None) -> CheckedJob:

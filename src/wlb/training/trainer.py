@@ -22,7 +22,6 @@ from wlb.attention.profiler_regions import region
 from wlb.job.config import JobConfig
 from wlb.training.checkpoint.checkpointer import Progress
 from wlb.training.data.loader import LoadedStep
-from wlb.training.memory_budget import check_agreed, least_limit
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.phases import (
     build_evaluator,
@@ -32,7 +31,7 @@ from wlb.training.phases import (
     build_reporter,
     restore,
 )
-from wlb.training.preflight import CheckedJob, check_job
+from wlb.training.preflight import CheckedJob, check_agreed, check_job, least_limit
 from wlb.training.runtime.collectives import on_every_rank
 from wlb.training.runtime.directory_lock import check_shared, directories_of
 from wlb.training.runtime.environment import joined_job

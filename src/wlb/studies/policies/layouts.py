@@ -90,7 +90,7 @@ def layout_text(ranks: Ranks) -> str:
 
 @lru_cache(maxsize=8)
 def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
-    jobs = (job_on(space, "fixed-4d", micro_batches=sizes["pp"], **sizes) for sizes in meshes(space, largest_cp=1))
+    jobs = (job_on(space, "fixed-4d", layout, layout.pp) for layout in meshes(space, largest_cp=1))
     return tuple(
         ranks for job in jobs if job is not None for ranks in _capacities(job, space, keeps_weights=keeps_weights)
     )

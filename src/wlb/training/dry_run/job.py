@@ -24,9 +24,8 @@ from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps, simulate_step
 from wlb.simulate.traffic import PURPOSES, received_bytes
 from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
-from wlb.training.dry_run.problems import FoundJob, find_problems
+from wlb.training.dry_run.problems import FoundJob, SyntheticStore, find_problems
 from wlb.training.dry_run.rank import Place, RankRun, run_ranks
-from wlb.training.dry_run.synthetic_store import SyntheticStore
 from wlb.training.parallel.mesh import mesh_shape
 
 _LOOK_AHEAD = 4  # steps to choose from: a job's first have few long documents where packing lets those wait
