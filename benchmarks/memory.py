@@ -78,7 +78,7 @@ def shape_of(layers: int) -> ModelShape:
 
 def predict(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
     """Bytes of the process that holds most."""
-    blocks = tuple(len(layers) for layers in split_layers(shape, case.parallel.stages))
+    blocks = tuple(len(layers) for layers in split_layers(shape, case.parallel.layout.stages))
     compute_bytes = {"float32": 4, "bfloat16": 2}[case.dtype]
     settings = MemorySettings(shape, blocks, case.parallel.layout, len(tokens), compute_bytes, case.checkpointing)
     return predict_memory(settings, tokens).total

@@ -73,7 +73,7 @@ def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
     pools = undecided.with_pools(Pools(2, 4, "even", undecided.global_batch))
     problem = str(too_large(replace(pools, limit=MemoryLimit(1e9, "it"))))
     assert "raise packing.pool_micro_batches, lower data.context_window" in problem
-    with pytest.raises(UserError, match="cannot be split over tp = 3"):
+    with pytest.raises(UserError, match="tp = 3 does not divide"):
         job.with_layout(tp=3)
 
 
@@ -97,7 +97,7 @@ def test_a_model_that_cannot_be_divided_is_refused():
     shape = ModelShape(hidden=14, layers=5, heads=4, kv_heads=2, head_dim=4, ffn_hidden=22, vocab_size=12)
     layout = Layout(pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
     cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"heads": 6, "kv_heads": 3}, "kv_heads = 3 cannot be split over tp = 2"),
+        ({"heads": 6, "kv_heads": 3}, "tp = 2 does not divide 6 query heads and 3 key/value heads"),
         ({"ffn_hidden": 21}, "ffn_hidden = 21 cannot be split over tp = 2"),
         ({"vocab_size": 13}, r"vocab_size = 13 .* or a vocab_size of 14"),
         ({"layers": 3}, "model has 3 layers, fewer than the 4 pipeline stages"),

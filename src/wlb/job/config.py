@@ -166,10 +166,6 @@ class ParallelConfig(Section):
         return self.dp * self.pp * self.cp * self.tp
 
     @property
-    def stages(self) -> int:
-        return self.pp * self.virtual_pp
-
-    @property
     def layout(self) -> Layout:
         return Layout(**self.model_dump(exclude={"pool"}))
 
@@ -238,10 +234,6 @@ class PackingConfig(_PackerSettings):
     def has_length_factor(self) -> bool:
         """Whether micro-batches may be of up to L_max tokens, and not of the context window."""
         return isinstance(self.options, LengthFactorOptions)
-
-    def with_length_factor(self, factor: float | Literal["auto"]) -> PackingConfig:
-        """The same with another L_max, where the packer has one."""
-        return self.changed(max_length_factor=factor) if self.has_length_factor else self
 
     def pools(self, size: int | Literal["auto"]) -> Pools | None:
         """The elastic pools of ``size`` ranks; None where the method has none."""

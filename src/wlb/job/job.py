@@ -74,8 +74,8 @@ class JobSpec:
                     f"{micro_batches} micro-batches cannot be dealt evenly to dp = {layout.dp} ranks; give a multiple"
                 )
             rank_operations(layout.schedule, layout.pp, self.micro_batches_per_rank, layout.virtual_pp)
-        check_divisible(self.shape, layout.tp)
         make_workload(self.shape, self.hardware, layout.tp, layout.cp)
+        check_divisible(self.shape, layout.tp)
         self.pricing.check(self.shape, layout.world_size // layout.pp)
 
     @classmethod
@@ -279,7 +279,9 @@ class JobSpec:
 
     def with_length_factor(self, factor: float | Literal["auto"]) -> Self:
         """The same with another L_max, in context windows, where the packer has one."""
-        return replace(self, packing=self.packing.with_length_factor(factor))
+        if not self.packing.has_length_factor:
+            return self
+        return replace(self, packing=self.packing.changed(max_length_factor=factor))
 
 
 def compute_type(training: TrainingConfig, device_type: str) -> str:

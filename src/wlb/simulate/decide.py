@@ -63,7 +63,6 @@ def _with_length(job: JobSpec) -> JobSpec:
 
 
 def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths) -> Pools:
-    """``pools`` with what is "auto" in them chosen."""
     if pools.size != "auto" and pools.micro_batches != "auto":
         return pools
     parts = -(-pools.global_batch // _WINDOWS)
@@ -147,7 +146,7 @@ class _PoolChoices:
 
 
 class _PricedPools(NamedTuple):
-    """What pools come to; the least is the best."""
+    """The least is the best."""
 
     too_large: bool  # for the memory
     no_room: bool  # for some document, which has to wait though none should

@@ -117,8 +117,6 @@ def simulate(
 
 
 class _Totals:
-    """Sums over steps."""
-
     def __init__(self, job: SimulatedJob, rate: Rate) -> None:
         self.rate = rate
         self._job = job

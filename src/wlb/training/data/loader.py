@@ -203,7 +203,6 @@ def check_identity(state: dict[str, Any], current: dict[str, Any], *, allow_chan
 
 
 def _accepted_changes(state: dict[str, Any], current: dict[str, Any], changed: list[str]) -> str:
-    """The differences ``changed``, with both values."""
     saved = state["identity"]
     return ", ".join(f"{name} was {saved.get(name)!r} and is {current[name]!r}" for name in changed)
 
