@@ -18,7 +18,7 @@ from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.job.job import JobSpec
-from wlb.job.memory.step import predict_memory
+from wlb.job.memory.step import USABLE_SHARE, predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.os_limits import usable_memory
 from wlb.packing.options import LARGEST_AUTO_FACTOR
@@ -202,9 +202,8 @@ def test_other_packing_methods_fill_windows(tmp_path):
     assert job.longest_micro_batch == WINDOW
 
 
-def test_processes_share_the_memory_of_a_machine(tmp_path):
-    training = job(tmp_path).training
-    alone, shared = (memory_limit(training, "cpu", processes).number_of_bytes for processes in (1, 4))
+def test_processes_share_the_memory_of_a_machine():
+    alone, shared = (memory_limit("cpu", processes).number_of_bytes for processes in (1, 4))
     assert alone == pytest.approx(4 * shared)
     assert alone < usable_memory()
 
@@ -212,8 +211,9 @@ def test_processes_share_the_memory_of_a_machine(tmp_path):
 def _agree(folder: Path) -> float:
     """Rank 1's machine has less memory."""
     config = auto_job(folder)
-    gib = needed_gib(config, 2 * WINDOW) if dist.get_rank() else None
-    limit = least_limit(auto_job(folder, gib).training, "cpu", 1)
+    gib = needed_gib(config, 2 * WINDOW) / USABLE_SHARE if dist.get_rank() else 1000
+    with mock.patch.object(preflight, "usable_memory", return_value=gib * 2**30):
+        limit = least_limit("cpu", 1)
     job = check_job(config, 1, limit).job
     check_agreed(job)
     with pytest.raises(TrainingError, match="ranks decided on different jobs"):

@@ -14,7 +14,7 @@ import torch
 from wlb.documents.mixture import document_stream
 from wlb.documents.store.mixture import TrainedStore, document_lengths, open_stores
 from wlb.errors import UserError, require
-from wlb.job.config import JobConfig, TrainingConfig
+from wlb.job.config import JobConfig
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import too_large
 from wlb.job.memory.step import USABLE_SHARE, MemoryLimit, limit_of_gpu
@@ -55,19 +55,20 @@ class CheckedJob:
             check_identity(self.saved, data_identity(self.store, self.job), allow_changes=allowed)
 
 
-def memory_limit(training: TrainingConfig, device_type: str, local_processes: int) -> MemoryLimit:
-    """What one of ``local_processes`` on this machine may hold; a number that does not change from start to start."""
-    if training.memory_gib is not None:
-        return MemoryLimit(training.memory_gib * 2**30, "training.memory_gib")
+def memory_limit(device_type: str, local_processes: int) -> MemoryLimit:
+    """What one of ``local_processes`` on this machine may hold, where ``training.memory_gib`` does not say.
+
+    A number that does not change from start to start.
+    """
     if device_type == "cuda":
         return limit_of_gpu(min(torch.cuda.get_device_properties(i).total_memory for i in range(local_processes)))
     share = usable_memory() / local_processes
     return MemoryLimit(USABLE_SHARE * share, f"{USABLE_SHARE:.0%} of this machine's memory by {local_processes}")
 
 
-def least_limit(training: TrainingConfig, device_type: str, local_processes: int) -> MemoryLimit:
+def least_limit(device_type: str, local_processes: int) -> MemoryLimit:
     """The least ``memory_limit`` of any rank, by which all decide alike; called on every rank."""
-    limits = gathered(memory_limit(training, device_type, local_processes))
+    limits = gathered(memory_limit(device_type, local_processes))
     return min(limits, key=lambda limit: limit.number_of_bytes)
 
 
@@ -86,7 +87,7 @@ def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None
     Each may hold ``limit``, by default what this machine lets it.
     """
     device = torch.device(device_type(config.training, local_processes))
-    limit = limit or memory_limit(config.training, device.type, local_processes)
+    limit = limit or memory_limit(device.type, local_processes)
     store = open_stores(config.data.stores)
     job = checked(config, store, hardware_name(device), limit, _check_writable, lambda check: check())
     job.check_data()

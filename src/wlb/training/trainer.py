@@ -52,7 +52,7 @@ def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     limit = config.training.timeout_seconds
     with time_outs_are_hangs(limit, pulse), joined_job(config) as device, ExitStack() as held:
         held.enter_context(watched(limit, pulse))
-        memory = least_limit(config.training, device.type, local_processes)
+        memory = least_limit(device.type, local_processes)
         checked = on_every_rank(lambda: check_job(config, local_processes, memory))
         check_agreed(checked.job)
         on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)

@@ -79,7 +79,7 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     rates = hardware_preset(hardware)
     limit = limit_of_gpu(rates.memory_bytes)
     if rates.device_type == "cpu":
-        limit = memory_limit(config.training, "cpu", config.parallel.world_size)
+        limit = memory_limit("cpu", config.parallel.world_size)
     store = tried(lambda: open_stores(config.data.stores)) or synthetic_store(config)
     job = checked(config, store, hardware, limit, _check_could_write, tried)
     if not isinstance(store, SyntheticStore):
