@@ -51,7 +51,9 @@ EVERYTHING = frozenset(CAUSES)
 
 def simulate_steps(plans: Sequence[StepPlan], job: SimulatedJob | JobCosts) -> Steps:
     """What each of ``plans`` takes, dealt to the job's data-parallel ranks already."""
-    return Steps.of(plans, job if isinstance(job, JobCosts) else JobCosts(job))
+    costs = job if isinstance(job, JobCosts) else JobCosts(job)
+    shards = price_shards([micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches], costs)
+    return Steps.of_shards(shards.reshaped(len(plans), costs.layout.dp, costs.job.micro_batches_per_rank), costs)
 
 
 def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> Steps:
@@ -81,13 +83,6 @@ class Steps:
     blocks: Phases
     head: Phases
     modelled: frozenset[str] = EVERYTHING
-
-    @classmethod
-    def of(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
-        """The steps of ``plans``, dealt to data-parallel ranks already."""
-        lengths = [micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches]
-        shards = price_shards(lengths, costs)
-        return cls.of_shards(shards.reshaped(len(plans), costs.layout.dp, costs.job.micro_batches_per_rank), costs)
 
     @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
