@@ -166,6 +166,10 @@ class ParallelConfig(Section):
         return self.dp * self.pp * self.cp * self.tp
 
     @property
+    def stages(self) -> int:
+        return self.pp * self.virtual_pp
+
+    @property
     def layout(self) -> Layout:
         return Layout(**self.model_dump(exclude={"pool"}))
 
