@@ -84,7 +84,7 @@ def ingredients(window: int, steps: int) -> list[Row]:
     """Elastic with one of its ingredients left out at a time; its pools stay, where they are not what is left out."""
     base = _simulated(mesh_job(window, "plain-4d"), steps)
     whole = _simulated(mesh_job(window, "elastic"), steps, base).job
-    pool, count = whole.cp, whole.micro_batches_per_rank
+    pool, count = whole.layout.cp, whole.micro_batches_per_rank
     hybrid = mesh_job(window, "elastic", sharding="hybrid", pool=pool, packing={"pool_micro_batches": count})
     variants: dict[str, tuple[SimulatedJob, AbstractContextManager[Any]]] = {
         "elastic": (whole, nullcontext()),
@@ -102,7 +102,7 @@ def ingredients(window: int, steps: int) -> list[Row]:
         ),
         "half the pool": (mesh_job(window, "elastic", pool=pool // 2), nullcontext()),
         "best with the pool for a cp group, documents wait": (
-            mesh_job(window, "best", dp=whole.dp, cp=pool, micro_batches=whole.global_batch // whole.dp),
+            mesh_job(window, "best", dp=whole.layout.dp, cp=pool, micro_batches=whole.global_batch // whole.layout.dp),
             nullcontext(),
         ),
     }
@@ -176,7 +176,7 @@ def planning(turns: int) -> list[Row]:
 def _shard_all(plan: StepPlan, job: SimulatedJob) -> None:
     """The micro-batches of one pool."""
     for micro_batch in filter(len, (held.lengths for held in plan.ranks[0])):
-        make_shard_plan(micro_batch, job.cp, "elastic", workload=job.sharding_workload)
+        make_shard_plan(micro_batch, job.layout.cp, "elastic", workload=job.sharding_workload)
 
 
 def _simulated(job: SimulatedJob, steps: int, base: SimulationResult | None = None) -> SimulationResult:
@@ -193,7 +193,7 @@ def _row(result: SimulationResult, base: SimulationResult) -> Row:
         "bubbles": result.where["bubbles"] / result.mean_step_seconds,
         "token delay": result.token_delay,
         "tokens CV": result.tokens_cv,
-        "pool": result.job.cp,
+        "pool": result.job.layout.cp,
         "micro-batches": result.job.micro_batches_per_rank,
     }
 

@@ -90,7 +90,7 @@ def shape_of(layers: int) -> ModelShape:
 
 def predict(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
     """Bytes of the process that holds most."""
-    blocks = tuple(len(layers) for layers in split_layers(shape, case.parallel.stages))
+    blocks = tuple(len(layers) for layers in split_layers(shape, case.parallel.layout.stages))
     compute_bytes = {"float32": 4, "bfloat16": 2}[case.dtype]
     settings = MemorySettings(shape, blocks, case.parallel.layout, len(tokens), compute_bytes, case.checkpointing)
     return predict_memory(settings, tokens).total
@@ -113,7 +113,7 @@ def _measure_rank(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
 
 
 def _train(case: Case, shape: ModelShape, tokens: Sequence[int]) -> None:
-    parallel, execution = case.parallel, Execution(torch.device("cpu"), getattr(torch, case.dtype))
+    parallel, execution = case.parallel.layout, Execution(torch.device("cpu"), getattr(torch, case.dtype))
     mesh = build_mesh(parallel, "cpu")
     config, kept = TransformerConfig(shape), case.checkpointing
     stages = build_stage_modules(config, parallel, mesh, execution, seed=0, activation_checkpointing=kept)

@@ -146,7 +146,7 @@ def _planning(lengths: Lengths, job: SimulatedJob) -> Row:
             timer.calls.clear()
             plans += planned
     seconds = median(of_steps)
-    step_seconds = float(simulate_steps([arrange(plan, job.dp) for plan in plans], job).seconds.mean())
+    step_seconds = float(simulate_steps([arrange(plan, job.layout.dp) for plan in plans], job).seconds.mean())
     return {
         "micro_batches": job.packing.micro_batches,
         "documents_per_step": len(stream) / (steps + 1),

@@ -4,7 +4,7 @@
 def test_every_system_of_a_mesh_has_the_same_gpus_and_global_batch(benchmark):
     for make in benchmark.JOBS.values():
         jobs = [make(system) for system in benchmark.SYSTEMS]
-        assert len({(job.shape, job.gpus, job.global_batch, job.context_window) for job in jobs}) == 1
+        assert len({(job.shape, job.layout.world_size, job.global_batch, job.context_window) for job in jobs}) == 1
     rows = benchmark.of_systems("llama3-8b, 128K", steps=2)
     assert [row["system"] for row in rows] == list(benchmark.SYSTEMS)
     assert rows[0]["speed"] == 1.0

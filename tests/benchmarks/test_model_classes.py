@@ -5,7 +5,7 @@ import json
 
 def test_every_model_trains_as_much_on_the_same_gpus(benchmark):
     jobs = [benchmark.job_of(model, system) for model in benchmark.CLASSES for system in benchmark.SYSTEMS]
-    assert {(job.gpus, job.global_batch, job.context_window) for job in jobs} == {(256, 16, 131_072)}
+    assert {(job.layout.world_size, job.global_batch, job.context_window) for job in jobs} == {(256, 16, 131_072)}
 
 
 def test_a_row_says_what_balancing_gains(benchmark, capsys, tmp_path):

@@ -109,7 +109,7 @@ def documents_of(
 
 
 def title_of(job: SimulatedJob, priced_by: dict[str, str | int]) -> str:
-    sizes = f"{job.packing.micro_batches} micro-batches a step, dp {job.dp}, pp {job.pp}"
+    sizes = f"{job.packing.micro_batches} micro-batches a step, dp {job.layout.dp}, pp {job.layout.pp}"
     return f"window {job.context_window:,}, {sizes}\nsimulated with {options.described(priced_by)}"
 
 

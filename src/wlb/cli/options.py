@@ -233,7 +233,7 @@ class PackedOptions(GpuOptions):
             profile=gpu.measured,
             packed_by=gpu.measured and gpu.workload,
         )
-        sharding = {"sharding": job.sharding.strategy} if job.cp > 1 else {}
+        sharding = {"sharding": job.sharding.strategy} if job.layout.cp > 1 else {}
         return job, gpu.described | {"hardware": self.hardware} | sharding
 
 

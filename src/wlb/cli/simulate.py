@@ -252,7 +252,7 @@ def _show_simulation(results: dict[str, SimulationResult], shown: dict[str, Any]
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
     show_columns(
         {"": [*rows]} | dict(zip(results, zip(*rows.values(), strict=True), strict=True)),
-        title=f"{Path(shown['job']).name} on {first.job.gpus:,} GPUs\nsimulated ({priced})",
+        title=f"{Path(shown['job']).name} on {first.job.layout.world_size:,} GPUs\nsimulated ({priced})",
         notes={
             "": f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
             f"{_repeated(systems)}"
@@ -318,7 +318,7 @@ def _show_search(found: SearchResult) -> None:
     base = f"{_repeated(rows)}speed at equal work: over plain-4d in the fastest layout, the last row"
     show_columns(
         columns,
-        title=f"{job.gpus:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens a step\n"
+        title=f"{job.layout.world_size:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens a step\n"
         f"simulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
         notes={"speed at\nequal work": base},
         words=("layout", "check-\npointing", "packing and sharding"),

@@ -149,7 +149,7 @@ class PackedSteps(Iterator[PackedStep]):
             lengths = checked_lengths(self._source.lengths, context_window if overlong == "error" else None)
         self.job: SimulatedJob = balanced_job(lengths, context_window, dp=processes.dp, **settings)
         self._steps = WholeSteps(self.job, self._stream or self._source.lengths, epochs=epochs)
-        self._dp_rank, self._cp_rank = divmod(self._rank, self.job.cp)
+        self._dp_rank, self._cp_rank = divmod(self._rank, self.job.layout.cp)
         self._sharding = "elastic" if self.job.packing.method == "elastic" else sharding
         self._begin: dict[str, Any] | None = self._begins_with(None)
 
@@ -189,9 +189,11 @@ class PackedSteps(Iterator[PackedStep]):
         return make_batch(micro_batch, source) if isinstance(source, TokenStore) else source.batch(micro_batch)
 
     def _share(self, batch: TokenBatch) -> PackedBatch:
-        if self.job.cp == 1:
+        if self.job.layout.cp == 1:
             return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths)
-        plan = make_shard_plan(batch.segment_lengths, self.job.cp, self._sharding, workload=self.job.sharding_workload)
+        plan = make_shard_plan(
+            batch.segment_lengths, self.job.layout.cp, self._sharding, workload=self.job.sharding_workload
+        )
         mine = shard_batch(batch, plan, self._cp_rank)
         return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, plan)
 

@@ -96,10 +96,13 @@ class Evidence:
     def shards(self) -> list[ShardPlan]:
         """The heaviest micro-batch of ``best``'s usual step by every strategy; none without context parallelism."""
         job = self.job
-        if job.cp == 1:
+        if job.layout.cp == 1:
             return []
         heaviest = max(self.usual_steps[BEST].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
-        return [make_shard_plan(heaviest.lengths, job.cp, name, workload=job.sharding_workload) for name in STRATEGIES]
+        return [
+            make_shard_plan(heaviest.lengths, job.layout.cp, name, workload=job.sharding_workload)
+            for name in STRATEGIES
+        ]
 
     def _gains(self, done: Callable[[SimulationResult], NDArray[Any]]) -> dict[str, Gain]:
         before = self.systems[BASELINE]

@@ -41,7 +41,7 @@ def predicted_report(
     """
     job, winner = evidence.job, evidence.winner
     gain, before, after = evidence.gains[winner], evidence.systems[BASELINE], evidence.systems[winner]
-    layout = f"dp {job.dp} · pp {job.pp} · cp {job.cp} · tp {job.tp}"
+    layout = f"dp {job.layout.dp} · pp {job.layout.pp} · cp {job.layout.cp} · tp {job.layout.tp}"
     values = {
         f"speed at equal work, {winner} over {BASELINE} ({gain.low:.2f} to {gain.high:.2f})": f"{gain.factor:.2f}x",
         "slowest over mean GPU, compute of a step": f"{before.imbalance['gpus']:.2f} → {after.imbalance['gpus']:.2f}",
@@ -54,7 +54,7 @@ def predicted_report(
             verdict(_verdict(evidence)),
             paragraph(
                 tag("span", "simulated", class_="label-simulated"),
-                f" from the lengths of {source}: {after.steps} steps of {model} on {job.gpus:,} {hardware} GPUs "
+                f" from the lengths of {source}: {after.steps} steps of {model} on {job.layout.world_size:,} {hardware} GPUs "
                 f"({layout}), window {job.context_window:,}, {job.packing.micro_batches} micro-batches a step. "
                 "Nothing here was measured on this job.",
                 class_="muted",
@@ -291,13 +291,13 @@ def recommended_config(
     sections: dict[str, dict[str, Any]] = {
         "model": {"name" if model in MODEL_SHAPES or not Path(model).is_dir() else "pretrained": model},
         "data": {"store": store or "data/corpus", "context_window": job.context_window},
-        "parallel": {"dp": job.dp, "pp": job.pp, "cp": job.cp, "tp": job.tp},
+        "parallel": {"dp": job.layout.dp, "pp": job.layout.pp, "cp": job.layout.cp, "tp": job.layout.tp},
         "packing": {"micro_batches": packing.micro_batches},
     }
     if preset == "best":
         sections["packing"]["max_length_factor"] = float(packing.length_factor)
-    if job.virtual_pp > 1 or job.schedule != "1f1b":
-        sections["parallel"] |= {"virtual_pp": job.virtual_pp, "schedule": job.schedule}
+    if job.layout.virtual_pp > 1 or job.layout.schedule != "1f1b":
+        sections["parallel"] |= {"virtual_pp": job.layout.virtual_pp, "schedule": job.layout.schedule}
     if job.activation_checkpointing != "none":
         sections["training"] = {"activation_checkpointing": job.activation_checkpointing}
     remark = "" if store else "; name your token store in data.store (wlb prepare)"

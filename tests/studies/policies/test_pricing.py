@@ -45,11 +45,11 @@ def test_groups_of_one_size_take_what_the_simulator_says(layout):
         for slot, micro_batch in enumerate(of_rank):
             first = len(lengths)
             lengths += micro_batch.lengths
-            members = tuple(range(d * simulated.cp, (d + 1) * simulated.cp))
+            members = tuple(range(d * simulated.layout.cp, (d + 1) * simulated.layout.cp))
             groups.append(Group(slot, members, tuple(range(first, len(lengths)))))
-    of_stage = simulated.dp * simulated.cp
+    of_stage = simulated.layout.dp * simulated.layout.cp
     settings = {name: value for name, value in layout.items() if name in ("pp", "virtual_pp", "schedule")}
-    as_ranks = Ranks(job("fixed-4d", dp=of_stage, micro_batches=simulated.pp, **settings), 8192)
+    as_ranks = Ranks(job("fixed-4d", dp=of_stage, micro_batches=simulated.layout.pp, **settings), 8192)
     priced = price(GroupPlan(np.array(lengths), tuple(groups)), as_ranks)
     assert priced.seconds == pytest.approx(float(simulate_step(plan, simulated).seconds[0]), rel=1e-5)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.training.distributed import RankFailure, run_ranks
-from tests.training.jobs import job, read_steps, write_store
+from tests.training.jobs import job, read_steps, trainer_of, write_store
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig, TrainingConfig
 from wlb.models.transformer import Transformer, TransformerConfig
@@ -38,7 +38,6 @@ from wlb.training.checkpoint.resuming import agreed_checkpoint, newest_checkpoin
 from wlb.training.optimizer import build_optimizer
 from wlb.training.preflight import check_job
 from wlb.training.runtime.failures import TrainingError
-from wlb.training.trainer import Trainer
 from wlb.workload import ModelShape
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -53,7 +52,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _train(config: JobConfig) -> None:
-    Trainer(config, torch.device("cpu")).run()
+    trainer_of(config).run()
 
 
 def _train_aloud(config: JobConfig, said: Path) -> None:
@@ -70,7 +69,7 @@ def configure(
     allow_changed_data: bool = False,
     **model: Any,
 ) -> JobConfig:
-    config = job(
+    return job(
         folder,
         "elastic" if method == "elastic" else "best",
         model={"layers": 4, "kv_heads": 2, "vocab_size": 68, **model},
@@ -80,7 +79,6 @@ def configure(
         training={"dtype": "float64"},
         checkpoint={"dir": str(folder / "checkpoints"), "every": 3, "allow_changed_data": allow_changed_data},
     )
-    return check_job(config, 1).config if method == "elastic" else config  # the launcher decides pools
 
 
 def train(config: JobConfig) -> None:
@@ -193,7 +191,7 @@ def test_a_finished_job_has_nothing_left_to_do(straight, steps, tmp_path):
 
 
 def _settings_after_resuming(config: JobConfig) -> set[tuple[float, tuple[float, float]]]:
-    trainer = Trainer(config, torch.device("cpu"))
+    trainer = trainer_of(config)
     (optimizer,) = trainer.model.optimizers
     assert {parameter.dtype for stage in trainer.model.stages for parameter in stage.parameters()} == {torch.float32}
     assert all(state["step"] == 6 for state in optimizer.state.values())

@@ -9,14 +9,12 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
-from tests.training.jobs import job, read_steps, write_store
+from tests.training.jobs import job, read_steps, trainer_of, write_store
 from wlb.job.config import JobConfig
 from wlb.training.observe import compute_clock, reporter
-from wlb.training.trainer import Trainer
 
 DIMENSIONS = {"tp", "cp", "pp", "dp", "micro_batches"}
 
@@ -26,7 +24,7 @@ def _train(config: JobConfig) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reporter, "say", said.append)
-        Trainer(config, torch.device("cpu")).run()
+        trainer_of(config).run()
     return said
 
 

@@ -57,7 +57,7 @@ class TokenStore:
         sidecar = _read_sidecar(prefix, index)
         return cls(prefix, index, _map_tokens(bin_path(prefix), index), sidecar, _map_mask(prefix, index, sidecar))
 
-    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return TokenStore.open, (self.prefix,)
 
     def __len__(self) -> int:

@@ -152,7 +152,7 @@ class PlannedBatchSampler:
 
     def _processes(self) -> list[int]:
         """The data-parallel rank of each process whose micro-batches are yielded in turn."""
-        ranks = [process // self.job.cp for process in range(self.job.dp * self.job.cp)]
+        ranks = [process // self.job.layout.cp for process in range(self.job.layout.dp * self.job.layout.cp)]
         return ranks if self._rank is None else [ranks[self._rank]]
 
 

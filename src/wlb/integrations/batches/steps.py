@@ -145,7 +145,8 @@ class WholeSteps(Iterator[StepPlan]):
         if whole is None:
             raise UserError(
                 f"{len(list(step.plan.segments))} documents cannot be divided into micro-batches of up to "
-                f"{self._capacity} tokens, one at least for each of {self._job.dp} data-parallel ranks; give more"
+                f"{self._capacity} tokens, one at least for each of {self._job.layout.dp} data-parallel ranks; "
+                "give more"
             )
         self._before = step.state
         return whole
@@ -202,11 +203,11 @@ class WholeSteps(Iterator[StepPlan]):
 
     def _whole(self, plan: StepPlan) -> StepPlan | None:
         """``plan`` without empty micro-batches; None where its documents do not suffice for every rank."""
-        if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == self._job.dp:
+        if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == self._job.layout.dp:
             return plan
         segments = list(plan.segments)
         lengths = [segment.length for segment in segments]
-        dp = self._job.dp
+        dp = self._job.layout.dp
         for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
             try:
                 divided = balance(lengths, parts, self._capacity, multiple_of=dp, workload=self._job.packing_prices)
@@ -234,8 +235,8 @@ def _settings(job: JobSpec, documents: Lengths | ArrivingDocuments[Any]) -> dict
         "context_window": job.context_window,
         "overlong": data.overlong,
         "micro_batches": job.micro_batches_per_rank,
-        "dp": job.dp,
-        "cp": job.cp,
+        "dp": job.layout.dp,
+        "cp": job.layout.cp,
         "prices": [f"{seconds:.6g}" for seconds in prices],
     }
 

@@ -70,7 +70,7 @@ def check_trainer(
         return loss * (weight * scale)
 
     scale = _SCALE if trainer.accelerator.mixed_precision == "fp16" else 1.0
-    whole = 1 / sampler.job.cp  # each document alone is trained by all ranks that share the packed ones
+    whole = 1 / sampler.job.layout.cp  # each document alone is trained by all ranks that share the packed ones
     alone = (partial(loss_of, _learning_all(trainer.data_collator([document])), whole) for document in documents)
     with _undisturbed(model):
         packed = _learning_all(trainer.data_collator(documents))

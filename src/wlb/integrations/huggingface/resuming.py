@@ -92,7 +92,7 @@ class TrainedBatches:
 
     @property
     def _processes(self) -> int:
-        return self._sampler.job.dp * self._sampler.job.cp
+        return self._sampler.job.layout.dp * self._sampler.job.layout.cp
 
     @property
     def _passed_over(self) -> int:

@@ -113,11 +113,13 @@ class _BalancedTrainer:
         self._wlb_planned = {name: getattr(trainer.args, name) for name in _PLANNED}
         self._wlb_batches = TrainedBatches(self.train_sampler, trainer.args.max_steps)
         trainer.add_callback(_callback(trainer))
-        if job.cp > 1:
-            register_attention(trainer.model, group=context_parallel_group(job.cp))
-            rank, prices = dist.get_rank() % job.cp, job.sharding_workload
+        if job.layout.cp > 1:
+            register_attention(trainer.model, group=context_parallel_group(job.layout.cp))
+            rank, prices = dist.get_rank() % job.layout.cp, job.sharding_workload
             strategy = "elastic" if job.packing.method == "elastic" else self._wlb_sharding
-            self._wlb_share = partial(context_parallel_share, cp=job.cp, rank=rank, sharding=strategy, workload=prices)
+            self._wlb_share = partial(
+                context_parallel_share, cp=job.layout.cp, rank=rank, sharding=strategy, workload=prices
+            )
         self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:

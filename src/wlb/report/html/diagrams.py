@@ -99,7 +99,7 @@ def pipeline_chart(caption: Caption, steps: Sequence[tuple[str, Timeline]]) -> M
     """When every pipeline rank runs which forward and backward: rows for each (name, step), on one clock."""
     described = []
     for name, step in steps:
-        busy = float((step.ends - step.starts).sum() / (step.seconds * step.job.pp * step.job.dp))
+        busy = float((step.ends - step.starts).sum() / (step.seconds * step.job.layout.pp * step.job.layout.dp))
         described.append(f"{name}: {step.seconds:.3g} s, {step.plan.tokens:,} tokens, busy {busy:.0%}")
 
     scale = Scale(0, max(step.seconds for _, step in steps), _ROWS_LEFT, WIDTH - 10)
@@ -113,7 +113,7 @@ def pipeline_chart(caption: Caption, steps: Sequence[tuple[str, Timeline]]) -> M
 
 
 def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -> float:
-    pp, dp = step.job.pp, step.job.dp
+    pp, dp = step.job.layout.pp, step.job.layout.dp
     slowest = int(step.rank_ends.max(axis=0).argmax())
     height = 20.0 if pp <= 8 else 13.0
     for pipeline in range(dp) if dp * pp <= _ROWS_OF_ALL else [slowest]:

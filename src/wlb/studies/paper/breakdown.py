@@ -114,7 +114,7 @@ def _speedups(bench: Bench, settings: Settings) -> dict[str, float]:
     gains = {}
     for name, variant in (ONE_BY_ONE | LEFT_OUT).items():
         job = variant.job(bench)
-        settings.on_progress(f"{name}, dp {job.dp}")
+        settings.on_progress(f"{name}, dp {job.layout.dp}")
         gains[name] = bench.speedup(bench.simulate(job))
     return gains
 

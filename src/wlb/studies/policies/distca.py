@@ -29,7 +29,7 @@ def serve(
 
     Slots are ticks of the pipeline, and ranks are those of all stages, stage after stage.
     """
-    pp, of_stage = ranks.job.pp, ranks.count
+    pp, of_stage = ranks.job.layout.pp, ranks.count
     servers = of_stage * pp
     homes, works = [], []
     pools = np.ones((servers, len(micro_batches) + pp - 1), np.int64)

@@ -37,12 +37,12 @@ class Moved(NamedTuple):
 
 def query_bytes(job: SimulatedJob) -> float:
     """Of one token's query, or output, in one layer on one tensor-parallel rank."""
-    return job.shape.heads * job.shape.head_dim / job.tp * job.hardware.bytes_per_value
+    return job.shape.heads * job.shape.head_dim / job.layout.tp * job.hardware.bytes_per_value
 
 
 def kv_bytes(job: SimulatedJob) -> float:
     """Of one token's key and value."""
-    return 2 * job.shape.kv_heads * job.shape.head_dim / job.tp * job.hardware.bytes_per_value
+    return 2 * job.shape.kv_heads * job.shape.head_dim / job.layout.tp * job.hardware.bytes_per_value
 
 
 def all_to_all_of_heads(job: SimulatedJob, tokens: ArrayLike, size: int) -> tuple[Array, Array]:
@@ -53,11 +53,11 @@ def all_to_all_of_heads(job: SimulatedJob, tokens: ArrayLike, size: int) -> tupl
     same.
     """
     count = np.asarray(tokens, np.float64)
-    heads = job.shape.heads / job.tp
-    kv_heads = max(job.shape.kv_heads / job.tp, float(size))
+    heads = job.shape.heads / job.layout.tp
+    kv_heads = max(job.shape.kv_heads / job.layout.tp, float(size))
     values = (2 * heads + 2 * kv_heads) * job.shape.head_dim * job.hardware.bytes_per_value
     received = count / size * values * (size - 1) / size
-    link = group_link(job.hardware, "all_to_all", size, stride=job.tp)
+    link = group_link(job.hardware, "all_to_all", size, stride=job.layout.tp)
     there_and_back = received / link.bandwidth + 2 * link.latency
     seconds: Array = job.shape.layers * there_and_back
     return seconds, received
@@ -99,7 +99,7 @@ def moving_seconds(moved: Moved, plan: MovedPlan, job: SimulatedJob) -> Array:
 
 
 def _pool_link(plan: MovedPlan, job: SimulatedJob) -> Link:
-    return group_link(job.hardware, "all_to_all", plan.pool_size, stride=job.tp)
+    return group_link(job.hardware, "all_to_all", plan.pool_size, stride=job.layout.tp)
 
 
 def _beside(attention: Array, wire: Array) -> Array:

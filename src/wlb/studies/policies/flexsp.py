@@ -64,7 +64,7 @@ def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
 
 def group_sizes(ranks: Ranks) -> list[int]:
     """Powers of two up to the query heads that a rank has, and to all ranks."""
-    most = min(ranks.count, ranks.job.shape.heads // ranks.job.tp)
+    most = min(ranks.count, ranks.job.shape.heads // ranks.job.layout.tp)
     return [2**exponent for exponent in range(most.bit_length())]
 
 

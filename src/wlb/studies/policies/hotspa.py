@@ -63,7 +63,7 @@ class HotSwitching:
         job = used[0][0].job
         # Reducing gradients and updating weights come once, after the last bucket.
         seconds = sum(_without_update(plan, ranks) for ranks, plan in used[:-1]) + prices[-1].seconds
-        seconds += float(group_link(job.hardware, "point_to_point", job.gpus, 1).seconds(moved))
+        seconds += float(group_link(job.hardware, "point_to_point", job.layout.world_size, 1).seconds(moved))
         exchanged = sum(one.exchanged_bytes for one in prices) + moved
         step = StepPrice(seconds, exchanged, max(one.memory_bytes for one in prices))
         return PricedStep(step, np.concatenate([plan.trained for _, plan in used]), planning)
@@ -83,8 +83,8 @@ def switched_bytes(strategies: Sequence[Ranks]) -> float:
     total = 0.0
     for index, new in enumerate(strategies):
         old = strategies[index - 1]
-        share = 1 / (new.job.tp * new.job.pp)
-        held = 1 / (max(new.job.tp, old.job.tp) * max(new.job.pp, old.job.pp))
+        share = 1 / (new.job.layout.tp * new.job.layout.pp)
+        held = 1 / (max(new.job.layout.tp, old.job.layout.tp) * max(new.job.layout.pp, old.job.layout.pp))
         values = parameters(new.job.shape) * (share - held)
         total += values * (new.job.hardware.bytes_per_value + (_GRADIENT_BYTES if index else 0))
     return total

@@ -54,7 +54,7 @@ class Pipelines:
 
     @property
     def gpus(self) -> int:
-        return self.ranks.job.tp * self.ranks.job.pp * self.size * self.count
+        return self.ranks.job.layout.tp * self.ranks.job.layout.pp * self.size * self.count
 
     @property
     def longest(self) -> int:
@@ -88,7 +88,9 @@ class Heterogeneous:
 
     @property
     def layout(self) -> str:
-        return " + ".join(f"{k.count} x tp {k.ranks.job.tp} cp {k.size} pp {k.ranks.job.pp}" for k in self.kinds)
+        return " + ".join(
+            f"{k.count} x tp {k.ranks.job.layout.tp} cp {k.size} pp {k.ranks.job.layout.pp}" for k in self.kinds
+        )
 
     def step(self, lengths: Integers) -> PricedStep:
         began = time.perf_counter()
@@ -97,9 +99,14 @@ class Heterogeneous:
         planning = time.perf_counter() - began
         prices = [price(plan, kind.ranks) for plan, kind in zip(plans, self.kinds, strict=True)]
         jobs = [kind.ranks.job for kind in self.kinds]
-        exchanged = sum(one.exchanged_bytes * job.dp * job.pp * job.tp for one, job in zip(prices, jobs, strict=True))
+        exchanged = sum(
+            one.exchanged_bytes * job.layout.dp * job.layout.pp * job.layout.tp
+            for one, job in zip(prices, jobs, strict=True)
+        )
         step = StepPrice(
-            max(one.seconds for one in prices), exchanged / jobs[0].gpus, max(one.memory_bytes for one in prices)
+            max(one.seconds for one in prices),
+            exchanged / jobs[0].layout.world_size,
+            max(one.memory_bytes for one in prices),
         )
         return PricedStep(step, np.concatenate([plan.trained for plan in plans]), planning)
 
@@ -131,7 +138,7 @@ def _columns(lengths: Integers, kinds: tuple[Pipelines, ...]) -> _Columns:
     cost = [kind.cost(lengths) for kind in kinds]
     return _Columns(
         np.repeat(cost, counts, axis=0),
-        np.repeat([kind.ranks.job.pp - 1 for kind in kinds], counts),
+        np.repeat([kind.ranks.job.layout.pp - 1 for kind in kinds], counts),
         np.repeat([kind.longest for kind in kinds], counts),
     )
 
@@ -189,12 +196,12 @@ def _micro_batches(
     A number is left out where no packing could be better than the best so far.
     """
     mine, prices = lengths[documents], cost[documents]
-    tokens, busy = int(mine.sum()), BUSY[min(kind.ranks.job.tp, max(BUSY))] * kind.size
+    tokens, busy = int(mine.sum()), BUSY[min(kind.ranks.job.layout.tp, max(BUSY))] * kind.size
     least = max(1, -(-tokens // kind.longest))
     most = max(least, min(len(documents), tokens // busy))
     best: tuple[float, Integers] | None = None
     for count in range(least, min(most + 1, least + COUNTS)):
-        steps = kind.ranks.job.pp - 1 + count
+        steps = kind.ranks.job.layout.pp - 1 + count
         if best is not None and steps * max(prices.sum() / count, prices.max()) >= best[0]:
             continue
         assignment = _solved(mine, prices, count, kind.longest)
@@ -257,6 +264,6 @@ def _mixtures(choices: list[Ranks], space: SearchSpace) -> Iterator[tuple[Pipeli
             wide = Pipelines(long, size, int(share * long.count) // size)
             narrow = power_of_two(short.needed(int(part * space.context_window)))
             rest = space.gpus - wide.gpus
-            count = rest // (short.job.tp * short.job.pp * narrow)
+            count = rest // (short.job.layout.tp * short.job.layout.pp * narrow)
             if wide.count and count and (narrow, short) != (size, long):
                 yield wide, Pipelines(short, narrow, count)

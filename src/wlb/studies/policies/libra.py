@@ -32,7 +32,7 @@ def pools(lengths: Integers, ranks: Ranks) -> MovedPlan:
 def _tiled(home: Tasks, size: int, first_lane: int, ranks: Ranks) -> Tasks:
     """Tiles of a pool: where their queries are, as far as the cap allows, else where they add the fewest bytes."""
     job = ranks.job
-    groups = math.gcd(job.shape.kv_heads // job.tp, size) if job.shape.kv_heads >= job.tp else 1
+    groups = math.gcd(job.shape.kv_heads // job.layout.tp, size) if job.shape.kv_heads >= job.layout.tp else 1
     tiles = _tiles(home, groups)
     pairs = tiles.pairs
     cap = SOFT_CAP * float(pairs.sum()) / size

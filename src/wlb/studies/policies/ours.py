@@ -81,9 +81,9 @@ def _screened(space: SearchSpace, lengths_bytes: bytes) -> tuple[SimulatedJob, .
 
 
 def _as_ranks(job: SimulatedJob) -> Ranks:
-    ranks = job.dp * job.cp
-    packing = packed_as(job, _SCREEN).packing.changed(micro_batches=ranks * job.pp)
-    return Ranks(replace(job, packing=packing).with_layout(cp=1, dp=ranks), -(-job.context_window // job.cp))
+    ranks = job.layout.dp * job.layout.cp
+    packing = packed_as(job, _SCREEN).packing.changed(micro_batches=ranks * job.layout.pp)
+    return Ranks(replace(job, packing=packing).with_layout(cp=1, dp=ranks), -(-job.context_window // job.layout.cp))
 
 
 class ElasticPolicy(Policy):
@@ -91,11 +91,13 @@ class ElasticPolicy(Policy):
 
     def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
         job, tried = self.fastest(name, space, lengths)
-        pools = f"{job.dp} pool{'s' if job.dp > 1 else ''} of {job.cp} ranks"
-        stages = f" x {job.virtual_pp} stages" if job.virtual_pp > 1 else ""
+        pools = f"{job.layout.dp} pool{'s' if job.layout.dp > 1 else ''} of {job.layout.cp} ranks"
+        stages = f" x {job.layout.virtual_pp} stages" if job.layout.virtual_pp > 1 else ""
         grouping = job.pools.grouping if job.pools else "even"
         micro_batches = f"{job.micro_batches_per_rank} micro-batches, {grouping}"
-        layout = f"tp {job.tp} pp {job.pp}{stages}, {pools}, {micro_batches}, {job.activation_checkpointing}"
+        layout = (
+            f"tp {job.layout.tp} pp {job.layout.pp}{stages}, {pools}, {micro_batches}, {job.activation_checkpointing}"
+        )
         return _simulated(name, job, layout, tried, space.steps, space, lengths)
 
     def fastest(self, name: str, space: SearchSpace, lengths: Integers) -> tuple[SimulatedJob, int]:
@@ -128,7 +130,7 @@ class ElasticPolicy(Policy):
 
 def _decided_in(layout: SimulatedJob, space: SearchSpace, lengths: Integers) -> SimulatedJob:
     """What the trainer runs where dp ranks of ``layout`` train a global batch of ``space`` in pools."""
-    options = {"micro_batches": layout.dp, "global_batch": space.micro_batches}
+    options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches}
     packing, sharding = preset_sections("elastic", options)
     return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 
@@ -151,7 +153,7 @@ def _simulated(
         seconds=result.seconds,
         token_delay=result.token_delay,
         tokens_cv=result.tokens_cv,
-        exchanged_bytes=received_bytes(shards, job) / result.steps / (job.dp * job.cp * job.pp),
+        exchanged_bytes=received_bytes(shards, job) / result.steps / (job.layout.dp * job.layout.cp * job.layout.pp),
         memory_bytes=predicted_memory(job).total,
         planning_seconds=planning / result.steps,
         tried=tried,

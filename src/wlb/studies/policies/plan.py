@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        return self.job.dp
+        return self.job.layout.dp
 
     @property
     def window(self) -> int:
@@ -51,7 +51,7 @@ class Ranks:
     @property
     def micro_batch_multiple(self) -> int:
         """What the number of a pipeline's micro-batches must be a multiple of: pp if a rank has several stages."""
-        return self.job.pp if self.job.virtual_pp > 1 else 1
+        return self.job.layout.pp if self.job.layout.virtual_pp > 1 else 1
 
     def needed(self, length: int) -> int:
         """Ranks without which a document of ``length`` tokens is over the capacity."""

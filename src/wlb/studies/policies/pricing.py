@@ -60,7 +60,7 @@ def price(plan: Plan, ranks: Ranks) -> StepPrice:
         step = step_seconds(seconds, begun_together(plan, ranks), ranks)
         # Sequence parallelism over heads holds whole sequences of few heads in place of its own part of all.
         largest = 1 if plan.exchange == "heads" else max(len(group.ranks) for group in plan.groups)
-        exchanged /= ranks.count * ranks.job.pp
+        exchanged /= ranks.count * ranks.job.layout.pp
     else:
         seconds, exchanged = moved_seconds(plan, ranks)
         in_lockstep = plan.ranks > ranks.count
@@ -83,7 +83,7 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     job, by_size = ranks.job, defaultdict(list)
     for group in plan.groups:
         by_size[len(group.ranks)].append(group)
-    forward = np.zeros((ranks.count, job.stages, plan.slots))
+    forward = np.zeros((ranks.count, job.layout.stages, plan.slots))
     backward, moving = np.zeros_like(forward), np.zeros_like(forward)
     exchanged = 0.0
     for size, groups in by_size.items():
@@ -114,7 +114,7 @@ def moved_seconds(plan: MovedPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     }
     steps = _alone(costs, tokens.ravel(), attention["forward"].ravel(), attention["backward"].ravel())
     moved = moved_bytes(plan, job)
-    share, last = costs.stage_shares[None, :, None], np.eye(job.stages)[-1][None, :, None]
+    share, last = costs.stage_shares[None, :, None], np.eye(job.layout.stages)[-1][None, :, None]
     phases = []
     for direction, whole, of_head in zip(_DIRECTIONS, steps.groups, steps.head, strict=False):
         busy, seconds = whole.reshape(tokens.shape), attention[direction]
@@ -123,19 +123,19 @@ def moved_seconds(plan: MovedPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
         phases.append(share * block[:, None] + last * head[:, None])
     received = sum(float(part.received.sum()) for part in moved.values()) / plan.ranks
     moving = share * moving_seconds(moved["backward"], plan, job)[:, None]
-    return SlotSeconds(phases[0], phases[1], tokens, moving), received * job.shape.layers / job.pp
+    return SlotSeconds(phases[0], phases[1], tokens, moving), received * job.shape.layers / job.layout.pp
 
 
 def _lockstep_seconds(seconds: SlotSeconds, ranks: Ranks) -> float:
     """A step of which all pipeline stages run a tick together: its slowest stage decides, forward and backward."""
     job, costs = ranks.job, own_costs(ranks.job)
     forward, backward = (
-        np.stack([phase[s * ranks.count : (s + 1) * ranks.count, s].max(axis=0) for s in range(job.pp)])
+        np.stack([phase[s * ranks.count : (s + 1) * ranks.count, s].max(axis=0) for s in range(job.layout.pp)])
         for phase in (seconds.forward, seconds.backward)
     )  # (stages, ticks)
     gathered, _ = with_gathers(costs, forward, backward)
     waits = float((gathered - forward)[:, 0].max())
-    filling = 2 * (job.pp - 1) * float(costs.transfer(seconds.tokens.max()))
+    filling = 2 * (job.layout.pp - 1) * float(costs.transfer(seconds.tokens.max()))
     update = float((costs.rank_reduction + costs.optimizer).max())
     return waits + filling + sum(float(phase.max(axis=0).sum()) for phase in (forward, backward)) + update
 
@@ -149,18 +149,18 @@ def step_seconds(
     """
     job, costs = ranks.job, own_costs(ranks.job)
     forward, backward = seconds.forward[None], seconds.backward[None]
-    kept = job.pp > 1 or ranks.keeps_weights
+    kept = job.layout.pp > 1 or ranks.keeps_weights
     if not kept:
         began = np.zeros_like(began)  # weights are gathered from all in every micro-batch
     staged = with_gathers(costs, forward, backward, kept=kept, moving=seconds.moving)
-    slots = -(-forward.shape[-1] // job.pp) * job.pp if job.virtual_pp > 1 else forward.shape[-1]
+    slots = -(-forward.shape[-1] // job.layout.pp) * job.layout.pp if job.layout.virtual_pp > 1 else forward.shape[-1]
     forwards, backwards = (_filled(values, slots) for values in staged)
     times = pipeline_times(
-        job.schedule,
+        job.layout.schedule,
         forwards,
         backwards,
-        job.virtual_pp,
-        transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.pp > 1 else 0.0,
+        job.layout.virtual_pp,
+        transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.layout.pp > 1 else 0.0,
         together=np.concatenate([began, np.zeros((len(began), slots - began.shape[1]), np.int64)], axis=1)[None],
     )
     ends = times.rank_ends[:, 0].max(axis=1)
@@ -174,7 +174,7 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
     job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
     tokens = float(lengths.sum()) / ranks.count
     slots = -(-max(1, round(tokens)) // ranks.capacity)
-    slots = -(-slots // job.pp) * job.pp
+    slots = -(-slots // job.layout.pp) * job.layout.pp
     starts = np.zeros_like(lengths)
     attention = [float(costs.attention(starts, lengths, d).sum()) / ranks.count / slots for d in _DIRECTIONS]
     alike = _alone(costs, *(np.array([of_slot]) for of_slot in (tokens / slots, *attention)))
@@ -190,7 +190,9 @@ def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _peak(job: SimulatedJob, tokens: int, members: int, keeps_weights: bool) -> int:
-    grouped = _with_groups(job, members, max(1, job.dp // members), "per_document", micro_batches=_MANY * job.pp)
+    grouped = _with_groups(
+        job, members, max(1, job.layout.dp // members), "per_document", micro_batches=_MANY * job.layout.pp
+    )
     settings = replace(grouped.memory_settings, keeps_weights=keeps_weights)
     return predict_even_step(settings, tokens * members).total
 
@@ -259,7 +261,7 @@ def _with_groups(
     job: SimulatedJob, size: int, count: int, sharding: str, micro_batches: int | None = None
 ) -> SimulatedJob:
     """``job`` with ``count`` context-parallel groups, each of so many micro-batches, by default one a stage's rank."""
-    packing = job.packing.changed(micro_batches=count * (micro_batches or job.pp))
+    packing = job.packing.changed(micro_batches=count * (micro_batches or job.layout.pp))
     return replace(
         job,
         layout=replace(job.layout, cp=size, dp=count),

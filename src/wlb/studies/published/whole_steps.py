@@ -199,9 +199,9 @@ def _layout(row: Row) -> tuple[Layout, int, int, list[str]]:
 
 def _held(job: SimulatedJob) -> SimulatedJob:
     """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
-    if job.pp > 1 or not job.pricing.software.reduces_always:
+    if job.layout.pp > 1 or not job.pricing.software.reduces_always:
         return job
-    return replace(job, packing=job.packing.changed(micro_batches=job.dp))
+    return replace(job, packing=job.packing.changed(micro_batches=job.layout.dp))
 
 
 def _software(row: Row, stack: Stack, pp: int) -> Software:
@@ -280,7 +280,7 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack, job: SimulatedJob) -> li
     if not row.get("fsdp"):
         weights = "kept whole" if job.pricing.software.weights == "kept" else "gathered by FSDP in every micro-batch"
         remarks.append(f"weights {weights}")
-    if job.tp > 1 and job.pricing.software.async_tp and not _says(_note(row), "async"):
+    if job.layout.tp > 1 and job.pricing.software.async_tp and not _says(_note(row), "async"):
         remarks.append("tensor-parallel collectives overlapped")
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from wlb.job.config import JobConfig, PackingConfig
+from wlb.job.config import MetricsConfig, PackingConfig
 from wlb.job.job import JobSpec
 from wlb.job.pricing import Pricing
 from wlb.schedules.layer_split import split_layers
@@ -47,12 +47,12 @@ class Monitor:
     A context manager around the steps, for the trace.
     """
 
-    def __init__(self, config: JobConfig, shape: ModelShape, mesh: JobMesh, device: torch.device) -> None:
-        parallel, metrics = config.parallel, config.metrics
+    def __init__(self, metrics: MetricsConfig, job: JobSpec, mesh: JobMesh, device: torch.device) -> None:
+        shape, layout = job.shape, job.layout
         self._mesh = mesh
         self._device = device
-        chunks = split_layers(shape, parallel.stages)[mesh.rank("pp") :: parallel.pp]
-        self._load = PredictedLoad(shape, hardware_name(device), chunks, parallel.tp)
+        chunks = split_layers(shape, layout.stages)[mesh.rank("pp") :: layout.pp]
+        self._load = PredictedLoad(shape, hardware_name(device), chunks, layout.tp)
         self._trace = _step_trace(metrics.dir / "trace", device) if metrics.profile else None
         # A profiler cannot run inside another.
         self.clock: ComputeClock = (

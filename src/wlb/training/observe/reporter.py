@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from wlb.documents.store.mixture import StoreMixture, TrainedStore
+from wlb.documents.store.mixture import StoreMixture
 from wlb.files import replace_text
-from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.diagnosis import FILE, RankName, StragglerWatch, diagnose, render
 from wlb.training.observe.imbalance import RankSteps, imbalance_of
 from wlb.training.observe.metrics import LEGEND, MetricsWriter
-from wlb.training.parallel.mesh import MESH_DIMENSIONS
+from wlb.training.parallel.mesh import mesh_shape
 from wlb.training.parallel.parallelize import Execution
+from wlb.training.preflight import CheckedJob
 from wlb.training.runtime.console import say
 from wlb.training.runtime.environment import (
     dense_attention_warning,
@@ -58,31 +58,22 @@ class Reporter:
     ``evaluated`` is the last step up to it whose evaluation is on record.
     """
 
-    def __init__(
-        self,
-        config: JobConfig,
-        store: TrainedStore,
-        shape: ModelShape,
-        names: Sequence[RankName],
-        execution: Execution,
-        step: int,
-    ) -> None:
-        self._config = config
-        self._store = store
-        self._shape = shape
+    def __init__(self, checked: CheckedJob, names: Sequence[RankName], execution: Execution, step: int) -> None:
+        self._config = checked.config
+        self._job = checked.job
+        self._store = checked.store
         self._names = names
         self._execution = execution
         self._first = self._step = step
-        self._pooled = config.packing.pools(config.parallel.pool) is not None
-        self._metrics = MetricsWriter(config.metrics, step, pooled=self._pooled)
+        self._metrics = MetricsWriter(self._config.metrics, step, pooled=self._job.pools is not None)
         self.evaluated = self._metrics.evaluated
-        self._mesh_shape = tuple(getattr(config.parallel, name) for name in MESH_DIMENSIONS)
-        self._micro_batches = config.packing.micro_batches // config.parallel.dp
-        device = execution.device
-        self._peak = peak_flops(hardware_name(device), device) * config.parallel.world_size
-        self._watch = StragglerWatch(names, config.parallel.pp, config.metrics.straggler_factor)
+        layout, metrics, device = self._job.layout, self._config.metrics, execution.device
+        self._mesh_shape = mesh_shape(layout)
+        self._micro_batches = self._job.micro_batches_per_rank
+        self._peak = peak_flops(hardware_name(device), device) * layout.world_size
+        self._watch = StragglerWatch(names, layout.pp, metrics.straggler_factor)
         self._measured: list[tuple[int, RankSteps, float]] = []  # the last steps, with their seconds
-        self._diagnosis = config.metrics.dir / FILE
+        self._diagnosis = metrics.dir / FILE
         self._diagnosis.unlink(missing_ok=True)  # an earlier run's
 
     def begin(self, loader: StepLoader) -> None:
@@ -114,7 +105,7 @@ class Reporter:
             "data_wait_seconds": loaded.wait_seconds,
             "planning_seconds": planned.planning_seconds,
             "pending_documents": planned.pending_documents,
-            "mfu": model_flops(self._shape, plan) / (outcome.seconds * self._peak),
+            "mfu": model_flops(self._job.shape, plan) / (outcome.seconds * self._peak),
             "imbalance": imbalance_of([rows], self._mesh_shape, self._micro_batches),
             "slow_ranks": sorted(self._watch.slow),
             "document_ids": planned.documents if listed else None,
@@ -157,7 +148,7 @@ class Reporter:
             last_step=steps[-1],
             step_seconds=float(np.mean(seconds)),
             straggler_factor=self._config.metrics.straggler_factor,
-            pooled=self._pooled,
+            pooled=self._job.pools is not None,
         )
         try:
             replace_text(self._diagnosis, json.dumps(diagnosis, allow_nan=False))
@@ -172,20 +163,19 @@ class Reporter:
         return self._store.tokens_by_store(document, tokens)
 
     def _startup(self, loader: StepLoader) -> Iterator[str]:
-        config, execution, data = self._config, self._execution, loader.epoch_summary
+        config, job, data = self._config, self._job, loader.epoch_summary
         documents = f"{data.documents:,} documents"
         if data.empty:
             documents += f", {data.empty:,} empty ones passed over"
         if data.overlong:
             overlong = _OVERLONG[config.data.overlong]
             documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
-        longest = config.packing.options.most_tokens(config.data.context_window, config.packing.micro_batches)
         origin = f"resuming after step {self._first}" if self._first else "starting"
-        parallel, each = config.parallel, self._micro_batches
-        pools = f" with pool = {parallel.cp} and pool_micro_batches = {each}" if self._pooled else ""
+        each = job.micro_batches_per_rank
+        pools = f" with pool = {job.layout.cp} and pool_micro_batches = {each}" if job.pools else ""
         yield (
-            f"{origin} on {parallel.world_size} {execution.device.type} processes{pools}; {documents}; micro-batches "
-            f"of up to {longest:,} tokens"
+            f"{origin} on {job.layout.world_size} {self._execution.device.type} processes{pools}; {documents}; "
+            f"micro-batches of up to {job.longest_micro_batch:,} tokens"
         )
         if mixture := config.data.mixture:
             total = sum(config.data.weights)
@@ -198,7 +188,7 @@ class Reporter:
         if loader.changed_data:
             yield f"wlb: warning: continuing on changed data: {loader.changed_data}"
         warnings = (
-            dense_attention_warning(execution.dtype, execution.device),
+            dense_attention_warning(self._execution.dtype, self._execution.device),
             tokenizer_warning(config.model, self._store),
             shared_store_warning(),
         )
