@@ -318,8 +318,8 @@ def _show_search(found: SearchResult) -> None:
     base = f"{_repeated(rows)}speed at equal work: over plain-4d in the fastest layout, the last row"
     show_columns(
         columns,
-        title=f"{job.layout.world_size:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens a step\n"
-        f"simulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
+        title=f"{job.layout.world_size:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens "
+        f"a step\nsimulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
         notes={"speed at\nequal work": base},
         words=("layout", "check-\npointing", "packing and sharding"),
         wide_only=("check-\npointing", "step s", "attention\nkept"),
