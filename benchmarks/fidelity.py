@@ -43,7 +43,7 @@ from parts.training.turns import (
     processes_of,
     train_in_turns,
 )
-from wlb.packing.pipeline_order import micro_batch_seconds
+from wlb.packing.arrange import micro_batch_seconds
 from wlb.workload.profile import WorkloadProfile
 
 TARGET = 0.05  # median absolute error that the simulator is held to

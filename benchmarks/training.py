@@ -45,7 +45,7 @@ from parts.training.turns import (
     run,
     train_in_turns,
 )
-from wlb.packing.pipeline_order import micro_batch_seconds
+from wlb.packing.arrange import micro_batch_seconds
 from wlb.workload.profile import WorkloadProfile
 
 PEER = "hf-trainer"
