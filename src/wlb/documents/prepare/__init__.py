@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wlb.documents.prepare.batches import Reject, documents_of, map_in_order, tokenize_batch
-from wlb.documents.prepare.chat import ChatFormat, tokenize_chats
+from wlb.documents.prepare.batches import Reject, documents_of, encode_text, map_in_order, tokenize_batch
+from wlb.documents.prepare.chat import ChatFormat, encode_chat
 from wlb.documents.prepare.sources import Corpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
 from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
@@ -82,10 +82,11 @@ def prepare_store(
         raise UserError(f"--workers must be at least 1, got {workers}")
     check_target(prefix, overwrite)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
-    dtype = token_type(tokenizer.vocab_size)
-    tokenize = partial(tokenize_batch, tokenizer=tokenizer, dtype=dtype)
+    encode = partial(encode_text, tokenizer=tokenizer)
     if chat is not None:
-        tokenize = partial(tokenize_chats, tokenizer=tokenizer, chat=chat, dtype=dtype)
+        encode = partial(encode_chat, tokenizer=tokenizer, chat=chat)
+    dtype = token_type(tokenizer.vocab_size)
+    tokenize = partial(tokenize_batch, encode=encode, end_token=tokenizer.end_token, dtype=dtype)
     rejects: Counter[str] = Counter()
     text_bytes = 0
     with (
