@@ -76,12 +76,12 @@ def arrange(
     Raises ``UserError`` where the number of micro-batches is not a multiple of ``dp``.
     """
     micro_batches = plan.micro_batches
-    order = order or ("pipeline" if pipeline is None else "makespan")
     if dp < 1 or len(micro_batches) % dp:
         raise UserError(f"{len(micro_batches)} micro-batches cannot be dealt evenly to {dp} data-parallel ranks")
     ranks = [list(micro_batches[rank::dp]) for rank in range(dp)]
     if assignment == "balanced":
         ranks = min(_balanced(micro_batches, dp), ranks, key=_largest_sum)  # greedy dealing may be the worse one
+    order = order or ("pipeline" if pipeline is None else "makespan")
     if order == "pipeline":
         ranks = [_heavy_in_the_middle(rank) for rank in ranks]
     elif order == "makespan":

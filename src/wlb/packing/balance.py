@@ -13,7 +13,7 @@ documents are divided a second time from another start (``wlb.packing.differenci
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -214,13 +214,7 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
         raise UserError("lengths to balance must be a list of at least one number of tokens")
     # NumPy makes integers of booleans among integers, and floats or objects of integers over 64 bits.
     if array.dtype.kind not in "iu" or (isinstance(lengths, list | tuple) and bool in set(map(type, lengths))):
-        for document, length in enumerate(lengths):
-            if isinstance(length, bool) or not isinstance(length, int | np.integer):
-                kind = "bool" if isinstance(length, bool) else array.dtype
-                raise UserError(
-                    f"document lengths must be whole numbers of tokens, not {kind} (document {document} is "
-                    f"{str(length)[:40]}); convert them to int"
-                )
+        _check_whole(lengths, array.dtype)
     tokens = [int(length) for length in (lengths if array.dtype.kind == "f" else array.tolist())]
     if (shortest := min(tokens)) < 1:
         raise UserError(f"document {tokens.index(shortest)} has {shortest} tokens; lengths must be at least 1")
@@ -230,6 +224,16 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
             "as workload"
         )
     return np.array(tokens, np.int64)
+
+
+def _check_whole(lengths: Iterable[Any], dtype: np.dtype[Any]) -> None:
+    for document, length in enumerate(lengths):
+        if isinstance(length, bool) or not isinstance(length, int | np.integer):
+            kind = "bool" if isinstance(length, bool) else dtype
+            raise UserError(
+                f"document lengths must be whole numbers of tokens, not {kind} (document {document} is "
+                f"{str(length)[:40]}); convert them to int"
+            )
 
 
 def _prices(tokens: Indices, workload: DocumentPrices | Literal["tokens"] | None) -> Prices:
