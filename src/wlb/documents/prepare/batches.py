@@ -114,23 +114,24 @@ def tokenize_batch(
 ) -> TokenizedBatch:
     """Tokenise the documents of a batch by ``encode``. An end token is no label of a document that has a mask."""
     rejects: Counter[str] = Counter()
-    kept: list[Encoded] = []
+    end, no_label = np.array([end_token], dtype), np.zeros(1, np.bool_)
+    tokens: list[NDArray[Any]] = [np.empty(0, dtype)]
+    masks: list[NDArray[np.bool_]] = []
+    lengths: list[int] = []
+    text_bytes = 0
     for document in chain.from_iterable(map(batch.texts, batch.items)):
         encoded = document if isinstance(document, Reject) else encode(document)
         if isinstance(encoded, Reject):
             rejects[encoded.value] += 1
-        else:
-            kept.append(encoded)
-    tokens = [np.append(one.tokens, end_token).astype(dtype) for one in kept]
-    masks = [np.append(one.mask, False) for one in kept if one.mask is not None]
-    return TokenizedBatch(
-        tokens=np.concatenate([np.empty(0, dtype), *tokens]),
-        lengths=np.array([len(one) for one in tokens], np.int64),
-        rejects=rejects,
-        text_bytes=sum(len(one.text.encode()) for one in kept),
-        progress=batch.progress,
-        mask=np.concatenate(masks) if masks else None,
-    )
+            continue
+        tokens += (encoded.tokens.astype(dtype), end)
+        lengths.append(encoded.tokens.size + 1)
+        text_bytes += len(encoded.text.encode())
+        if encoded.mask is not None:
+            masks += (encoded.mask, no_label)
+    mask = np.concatenate(masks) if masks else None
+    counts = np.array(lengths, np.int64)
+    return TokenizedBatch(np.concatenate(tokens), counts, rejects, text_bytes, batch.progress, mask)
 
 
 def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
