@@ -23,7 +23,7 @@ from wlb.documents.prepare.batches import (
     map_in_order,
     tokenize_batch,
 )
-from wlb.documents.prepare.chat import ChatFormat, encode_chat
+from wlb.documents.prepare.chat import ChatFormat
 from wlb.documents.prepare.sources import Corpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
 from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
@@ -89,9 +89,7 @@ def prepare_store(
         raise UserError(f"--workers must be at least 1, got {workers}")
     check_target(prefix, overwrite)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
-    encode = partial(encode_text, tokenizer=tokenizer)
-    if chat is not None:
-        encode = partial(encode_chat, tokenizer=tokenizer, chat=chat)
+    encode = partial(encode_text if chat is None else chat.encode, tokenizer=tokenizer)
     dtype = token_type(tokenizer.vocab_size)
     tokenize = partial(tokenize_batch, encode=encode, end_token=tokenizer.end_token, dtype=dtype)
     size, masked = tokenizer.vocab_size, chat is not None

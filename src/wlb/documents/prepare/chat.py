@@ -33,14 +33,6 @@ _GENERATION_MARKS = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 
 
 @dataclass(frozen=True)
-class RenderedChat:
-    """A conversation as text, and where in it the assistant speaks: characters from ``start`` to ``stop``, in order."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
 class ChatFormat:
     """A chat template with the special tokens that it may name; ``marks`` may not be part of what is said."""
 
@@ -73,25 +65,34 @@ class ChatFormat:
     def is_chatml(self) -> bool:
         return self.template == CHATML
 
-    def render(self, messages: Sequence[ChatMessage]) -> RenderedChat | Reject:
-        """The text of a conversation, or why it cannot be trained."""
+    def encode(self, messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> Encoded | Reject:
+        """Tokenise a conversation, with a mask of what the assistant says, or say why it cannot be trained."""
         if any(mark in message[part] for message in messages for part in ("role", "content") for mark in self.marks):
             return Reject.SPECIAL_TOKEN  # it would end the turn in which it is quoted
         if not any(message["role"] == "assistant" for message in messages):
             return Reject.NO_ASSISTANT
         try:
             text = self._text(messages)
-            spans = []
-            for number, message in enumerate(messages):
-                if message["role"] == "assistant":
-                    prompt = self._text(messages[:number], add_generation_prompt=True)
-                    said = self._text(messages[: number + 1])
-                    if not (text.startswith(said) and said.startswith(prompt)):
-                        return Reject.REWRITTEN
-                    spans.append((len(prompt), len(said)))
+            spans = self._spans(text, messages)
         except self._template_errors:
             return Reject.TEMPLATE
-        return RenderedChat(text, tuple(spans))
+        if spans is None:
+            return Reject.REWRITTEN
+        if isinstance(checked := checked_text(text), Reject):
+            return checked
+        return Encoded(text, *tokenizer.encode_spans(text, spans))
+
+    def _spans(self, text: str, messages: Sequence[ChatMessage]) -> list[tuple[int, int]] | None:
+        """Characters between which the assistant speaks; None where the template rewrites what was said."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._text(messages[:number], add_generation_prompt=True)
+                said = self._text(messages[: number + 1])
+                if not (text.startswith(said) and said.startswith(prompt)):
+                    return None
+                spans.append((len(prompt), len(said)))
+        return spans
 
     def _text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
         text: str = self._compiled.render(
@@ -124,16 +125,6 @@ def json_line_chat(line: bytes, field: str) -> list[list[ChatMessage] | Reject]:
     """The conversation in ``field`` of one JSON object."""
     messages = json_field(line, field)
     return [messages if isinstance(messages, Reject) or _are_messages(messages) else Reject.NOT_MESSAGES]
-
-
-def encode_chat(messages: Sequence[ChatMessage], tokenizer: Tokenizer, chat: ChatFormat) -> Encoded | Reject:
-    """Tokenise a conversation, with a mask."""
-    rendered = chat.render(messages)
-    if isinstance(rendered, Reject):
-        return rendered
-    if isinstance(checked := checked_text(rendered.text), Reject):
-        return checked
-    return Encoded(rendered.text, *tokenizer.encode_spans(rendered.text, rendered.spans))
 
 
 def _are_messages(messages: object) -> bool:
