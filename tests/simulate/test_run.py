@@ -13,8 +13,7 @@ from wlb.documents.order import DocumentStream
 from wlb.errors import UserError
 from wlb.job.config import DataConfig
 from wlb.job.planner import StepPlanner
-from wlb.packing.arrange import arrange
-from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.arrange import Pipeline, arrange
 from wlb.packing.plan import StepPlan
 from wlb.simulate import simulate, simulate_steps
 

@@ -26,7 +26,7 @@ from wlb.documents.store.reader import TokenStore
 from wlb.job.config import PRESETS
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
-from wlb.packing.pipeline_order import micro_batch_seconds
+from wlb.packing.arrange import micro_batch_seconds
 from wlb.simulate import SimulatedJob, simulate_steps
 from wlb.training.preflight import check_job
 from wlb.workload.profile import WorkloadProfile, read_profile

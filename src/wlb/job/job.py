@@ -20,9 +20,9 @@ from wlb.job.model import TransformerConfig
 from wlb.job.prices import sharded_prices
 from wlb.job.pricing import Pricing
 from wlb.packing import PACKERS
+from wlb.packing.arrange import Pipeline
 from wlb.packing.options import Pools
 from wlb.packing.packer import Packer
-from wlb.packing.pipeline_order import Pipeline
 from wlb.schedules.layer_split import split_layers
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import ZERO_BUBBLE, rank_operations

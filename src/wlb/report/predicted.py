@@ -54,9 +54,9 @@ def predicted_report(
             verdict(_verdict(evidence)),
             paragraph(
                 tag("span", "simulated", class_="label-simulated"),
-                f" from the lengths of {source}: {after.steps} steps of {model} on {job.layout.world_size:,} {hardware} "
-                f"GPUs ({layout}), window {job.context_window:,}, {job.packing.micro_batches} micro-batches a step. "
-                "Nothing here was measured on this job.",
+                f" from the lengths of {source}: {after.steps} steps of {model} on {job.layout.world_size:,} "
+                f"{hardware} GPUs ({layout}), window {job.context_window:,}, {job.packing.micro_batches} "
+                "micro-batches a step. Nothing here was measured on this job.",
                 class_="muted",
             ),
             facts(values),

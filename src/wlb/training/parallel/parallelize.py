@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from wlb.attention.saved_attention import AttentionComputedAgain, KeptAttention
+from wlb.attention.packed_attention import KeptAttention
 from wlb.job.memory.layers import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Block, Transformer, TransformerConfig
@@ -134,7 +134,7 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
 def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForward:
     @wraps(forward)
     def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
-        attend = partial(attend, kept=KeptAttention() if keep_attention else AttentionComputedAgain())
+        attend = partial(attend, kept=KeptAttention(computed_again=not keep_attention))
         # There is no dropout, so no random state that the second pass would have to find again.
         out: Tensor = checkpoint(forward, x_TD, rotation, attend, use_reentrant=False, preserve_rng_state=False)
         return out
