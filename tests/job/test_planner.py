@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from wlb.documents.order import DocumentStream, shuffled
@@ -162,6 +162,15 @@ def test_elastic_steps_keep_their_documents_in_other_pools(lengths, chain, pools
     assert {step.plan.longest_delay for step in actual} == {0}
 
 
+ONE_MICRO_BATCH = Divided(1, 1, 1, "even", 0)
+
+
+# The job stops in the middle of the epoch's last steps, which its successor divides otherwise.
+@example(
+    lengths=[*map(int, np.random.default_rng(0).integers(WINDOW // 4, WINDOW + 1, 22))],
+    chain=[(ONE_MICRO_BATCH, 1), (Divided(1, 1, 3, "even", 0), 3)],
+    pools=ONE_MICRO_BATCH,
+)
 @settings(max_examples=40, deadline=None)
 @given(lengths=random_lengths(WINDOW // 4), chain=a_chain(spare=0), pools=any_pools(spare=0))
 def test_the_delay_is_true_where_documents_find_no_room_in_other_pools(lengths, chain, pools):
