@@ -2,22 +2,16 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tests.cli.conftest import run as wlb
+
 SYNTHETIC = "synthetic:9000:4096:0"
 SIZE = ["--context-window", "4096", "--micro-batches", "4"]
-
-
-def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
 
 
 def test_compare_accounts_for_every_document_and_ranks_the_methods():

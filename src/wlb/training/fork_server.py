@@ -66,9 +66,9 @@ class ForkServer:
     def start(self) -> None:
         """Import what ranks need and fork the server, unless that was done or is not safe.
 
-        It is safe on Linux, in a process with one thread that has not imported torch, so nothing can have used it.
+        It is safe on Linux, in a process where nothing can have used torch.
         """
-        if self._connection or sys.platform != "linux" or "torch" in sys.modules or threading.active_count() > 1:
+        if self._connection or sys.platform != "linux" or torch_may_be_in_use():
             return
         if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
             return
@@ -107,6 +107,11 @@ class ForkServer:
         except (EOFError, OSError):  # the server was killed
             return None
         return ForkedRank(pid) if pid else None
+
+
+def torch_may_be_in_use() -> bool:
+    """Whether this process has more than one thread, or has imported torch."""
+    return "torch" in sys.modules or threading.active_count() > 1
 
 
 def _beyond_standard_streams(connection: Connection) -> Connection:
