@@ -1,7 +1,7 @@
 """Processes as tests start them: forked from a server that has imported what takes each of them seconds to import.
 
-``forked`` is to a test what ``subprocess.Popen`` is, and ``finished`` what ``subprocess.run`` is, for ``python -m MODULE
-ARGUMENTS`` and ``python SCRIPT ARGUMENTS``. ``FORKS`` forks functions.
+``forked`` is to a test what ``subprocess.Popen`` is, and ``finished`` what ``subprocess.run`` is, for ``python -m
+MODULE ARGUMENTS`` and ``python SCRIPT ARGUMENTS``. ``FORKS`` forks functions.
 """
 
 from __future__ import annotations
