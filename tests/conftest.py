@@ -14,6 +14,27 @@ settings.register_profile("exhaustive", ANY_TIME, max_examples=EXHAUSTIVE_EXAMPL
 settings.load_profile("usual")
 
 
+# What takes longest begins first, or one of two processes would be left with it at the end.
+LONGEST = (
+    "tests/training/test_restarts.py",
+    "tests/training/test_elastic_machines.py",
+    "tests/training/test_launcher.py",
+    "tests/training/test_fork_server.py",
+    "tests/training/checkpoint",
+    "tests/training/test_steps_equivalence.py",
+    "tests/training/test_equivalence.py",
+    "tests/test_examples.py",
+    "tests/integrations/test_huggingface.py",
+    "tests/contract/test_one_job.py",
+    "tests/studies",
+    "tests/benchmarks",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-layouts", action="store_true", help="tests/training/test_equivalence.py: every layout of up to 8 ranks"

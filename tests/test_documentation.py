@@ -10,6 +10,7 @@ import ast
 import importlib
 import json
 import re
+import shutil
 import sysconfig
 import tomllib
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
+from wlb.studies.registry import EXPERIMENTS
 from wlb.workload import ModelShape, make_workload
 from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
 
@@ -45,8 +47,10 @@ _SHAPE = ModelShape(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, ffn_
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: the project's own files, and those of a reader that the pages name."""
-    for name in ("README.md", "configs", "docs", "src", "tests"):
+    for name in ("README.md", "configs", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("src/wlb/packing", "tests/packing"):  # enough of the sources to prepare
+        shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "lengths.json").write_text(json.dumps(sample_lengths(4000, 131_072, 0).tolist()))
     write_profile(_profile(), tmp_path / "profile.json")
     for name in ("plain", "best"):
@@ -88,6 +92,9 @@ def test_blocks_run(page: Path, clone: Path):
 def _run(command: str, where: str) -> None:
     program, *arguments = program_and_arguments(command)
     assert program == "wlb", f"{where}: mark {command!r} as not run, and say why"
+    if arguments[0] == "reproduce":  # which tests/studies do, and tests/cli/test_reproduce.py
+        assert arguments[1] in EXPERIMENTS, where
+        return
     try:
         status = app(_smaller(arguments), standalone_mode=False)
     except Exception as error:

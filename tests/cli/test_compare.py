@@ -121,7 +121,8 @@ def test_tune_shows_the_tuned_setting_beside_other_methods():
 
 
 def test_tune_recommends_within_the_bounds():
-    result = wlb("tune", SYNTHETIC, *SIZE, "--max-length-factor", "1.5", "--max-token-delay", "0.3", "--json")
+    bounds = ["--max-length-factor", "1.5", "--max-token-delay", "0.3"]
+    result = wlb("tune", SYNTHETIC, *SIZE, *bounds, "--steps", "20", "--json")
     assert result.returncode == 0, result.stderr
     output = json.loads(result.stdout)
     assert output["best"]["mean_token_delay"] <= 0.3

@@ -46,7 +46,7 @@ def ignore_nothing() -> None:
 
 
 @contextmanager
-def ranks(world_size: int, *arguments: str | Path) -> Iterator[list[Program]]:
+def ranks(world_size: int, *arguments: str | Path, **environment: str) -> Iterator[list[Program]]:
     """``python ARGUMENTS`` as each rank of a job, without a launcher; rank 0 holds the store."""
     with reserved_port() as port, ExitStack() as stack:
         yield [
@@ -54,9 +54,11 @@ def ranks(world_size: int, *arguments: str | Path) -> Iterator[list[Program]]:
                 forked(
                     *arguments,
                     RANK=str(rank),
+                    LOCAL_RANK=str(rank),
                     WORLD_SIZE=str(world_size),
                     MASTER_ADDR="localhost",
                     MASTER_PORT=str(port),
+                    **environment,
                 )
             )
             for rank in range(world_size)
