@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-torch slowest equivalence rehearsal lint setup peers docs site release-check clean
+.PHONY: demo test test-all pytest test-torch slowest equivalence rehearsal lint setup peers docs site release-check clean
 
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,12 +21,16 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 	  --constraint constraints.txt --editable '.[plot]' torch safetensors tokenizers
 	@touch $@
 
-test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+# Lint runs beside the tests; make fails where either does.
+test: setup
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 # Also the tests marked `exhaustive`, which repeat on more cases what others prove, and more random examples.
-test-all: lint
-	$(BIN)/pytest -n 2 --dist worksteal -m "" --hypothesis-profile exhaustive
+test-all: setup
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest CHOSEN='-m "" --hypothesis-profile exhaustive'
+
+pytest: setup
+	$(BIN)/pytest -n 2 --dist worksteal $(CHOSEN)
 
 # The suite on another torch: make test-torch VERSION=2.15.0 [TESTS='tests/attention tests/integrations'].
 # The environment is its own, with every other dependency as pinned; the registry's builds of torch bring CUDA along.

@@ -5,11 +5,34 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.limits import EXHAUSTIVE_EXAMPLES, USUAL_EXAMPLES
+
 # A deadline is an assertion about time, and fails on a busy machine; so does the check that drawing examples is quick.
 ANY_TIME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("usual", ANY_TIME, max_examples=60)
-settings.register_profile("exhaustive", ANY_TIME, max_examples=300)
+settings.register_profile("usual", ANY_TIME, max_examples=USUAL_EXAMPLES)
+settings.register_profile("exhaustive", ANY_TIME, max_examples=EXHAUSTIVE_EXAMPLES)
 settings.load_profile("usual")
+
+
+# What takes longest begins first, or one of two processes would be left with it at the end.
+LONGEST = (
+    "tests/training/test_restarts.py",
+    "tests/training/test_elastic_machines.py",
+    "tests/training/test_launcher.py",
+    "tests/training/test_fork_server.py",
+    "tests/training/checkpoint",
+    "tests/training/test_steps_equivalence.py",
+    "tests/training/test_equivalence.py",
+    "tests/test_examples.py",
+    "tests/integrations/test_huggingface.py",
+    "tests/contract/test_one_job.py",
+    "tests/studies",
+    "tests/benchmarks",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

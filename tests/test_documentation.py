@@ -10,6 +10,7 @@ import ast
 import importlib
 import json
 import re
+import shutil
 import sysconfig
 import tomllib
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from tests.cases import in_turn
 from tests.code_blocks import PAGES, ROOT, Block, blocks_of, program_and_arguments
 from tests.report.conftest import write_run
 from wlb.cli.app import app
@@ -26,6 +28,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
+from wlb.studies.registry import EXPERIMENTS
 from wlb.workload import ModelShape, make_workload
 from wlb.workload.profile import Measurements, WorkloadProfile, write_profile
 
@@ -44,8 +47,10 @@ _SHAPE = ModelShape(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, ffn_
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory: the project's own files, and those of a reader that the pages name."""
-    for name in ("README.md", "configs", "docs", "src", "tests"):
+    for name in ("README.md", "configs", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
+    for name in ("src/wlb/packing", "tests/packing"):  # enough of the sources to prepare
+        shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "lengths.json").write_text(json.dumps(sample_lengths(4000, 131_072, 0).tolist()))
     write_profile(_profile(), tmp_path / "profile.json")
     for name in ("plain", "best"):
@@ -87,6 +92,9 @@ def test_blocks_run(page: Path, clone: Path):
 def _run(command: str, where: str) -> None:
     program, *arguments = program_and_arguments(command)
     assert program == "wlb", f"{where}: mark {command!r} as not run, and say why"
+    if arguments[0] == "reproduce":  # which tests/studies do, and tests/cli/test_reproduce.py
+        assert arguments[1] in EXPERIMENTS, where
+        return
     try:
         status = app(_smaller(arguments), standalone_mode=False)
     except Exception as error:
@@ -123,7 +131,7 @@ def test_blocks_have_a_language():
             assert not code, f"{block} is code: fence it with its language"
 
 
-@pytest.mark.parametrize(("where", "command"), COMMANDS + INLINE)
+@in_turn(("where", "command"), COMMANDS + INLINE)
 def test_commands_exist_and_have_the_options(where: str, command: str):
     words = command.removeprefix("nohup ").split()
     program = words[0].rpartition("/")[2]
@@ -160,8 +168,8 @@ def _check_script(where: str, words: Sequence[str]) -> None:
     assert all((ROOT / word).is_file() for word in after if word.endswith(".toml")), f"{where}: {after}"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml"], ids=str)
-def test_configurations_load(block: Block, tmp_path: Path):
+@in_turn("block", [b for b in BLOCKS if b.language == "toml"])
+def test_configurations_load(block: Block):
     settings = tomllib.loads(block.text)
     settings.setdefault("data", {})
     if "mixture" not in settings["data"]:
@@ -179,12 +187,12 @@ def test_settings_on_the_command_line_are_settings(where: str, command: str, tmp
     load_config(path if path.exists() else ROOT / config, [value for name, value in pairwise(rest) if name == "--set"])
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "python" and b.not_run is not None], ids=str)
+@in_turn("block", [b for b in BLOCKS if b.language == "python" and b.not_run is not None])
 def test_python_that_is_not_run_imports_what_exists(block: Block):
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.ImportFrom):
             try:
                 module = importlib.import_module(node.module or "")
-            except UserError as error:
-                pytest.skip(str(error))  # an integration whose framework is not installed
+            except UserError:
+                return  # an integration whose framework is not installed
             assert all(hasattr(module, name.name) for name in node.names), f"{block}: {ast.unparse(node)}"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.training.processes import ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS = {
@@ -31,21 +29,10 @@ def test_an_example_trains_the_same_documents_once_in_both_ways(name: str):
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")
     small = ["--documents", "32", "--context-window", "512", "--turns", "1"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    started = subprocess.Popen(
-        [*launch, str(EXAMPLES / f"{name}.py"), *small],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        out, err = started.communicate()
-    finally:
-        if started.poll() is None:
-            os.killpg(started.pid, signal.SIGKILL)
-    assert started.returncode == 0, err[-3000:]
+    with ranks(2, EXAMPLES / f"{name}.py", *small, TORCHELASTIC_RUN_ID="as under torchrun") as (first, second):
+        out, err = first.communicate()
+        _, of_second = second.communicate()
+    assert (first.returncode, second.returncode) == (0, 0), (err + of_second)[-3000:]
     rows = {line[:28].strip(): line[28:].split() for line in out.splitlines()}
     original, once, balanced, again = rows["documents"]
     assert original == balanced

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import wlb
+from tests.cases import in_turn
 
 PACKAGE = Path(wlb.__file__).parent
 GROUND = {"errors", "files", "os_limits", "settings", "token_count"}
@@ -64,7 +63,7 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name.removeprefix("wlb.") for alias in node.names if alias.name.startswith("wlb."))
 
 
-@pytest.mark.parametrize(("name", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+@in_turn(("name", "path"), list(modules()))
 def test_rooms_import_only_what_they_may(name: str, path: Path):
     room = name.partition(".")[0]
     if room in ANYTHING:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention.oracle import dense_attention, random_inputs
+from tests.limits import examples
 from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS, pick_backend
 from wlb.errors import UserError
@@ -44,7 +45,7 @@ def _largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(lengths=SEGMENT_LENGTHS, heads=HEADS)
 def test_reference_is_dense_attention_under_a_block_diagonal_causal_mask(
     lengths: tuple[int, ...], heads: tuple[int, int]
@@ -55,7 +56,7 @@ def test_reference_is_dense_attention_under_a_block_diagonal_causal_mask(
     torch.testing.assert_close(actual, dense, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(lengths=SEGMENT_LENGTHS, heads=HEADS)
 def test_cpu_equals_the_reference_in_float64(lengths: tuple[int, ...], heads: tuple[int, int]) -> None:
     expected = _attend("reference", lengths, heads, torch.float64)

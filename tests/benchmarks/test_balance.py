@@ -1,9 +1,9 @@
 """The benchmark of ``wlb.balance`` runs without verl, and ours is never the less even one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.programs import finished
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "balance.py"
 
@@ -11,8 +11,8 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "balance.py"
 def test_small_run_compares_on_equal_terms(tmp_path):
     out = tmp_path / "balance.json"
     small = ["--repetitions", "2", "--most-documents", "64", "--out", str(out)]
-    finished = subprocess.run([sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    done = finished(BENCHMARK, *small)
+    assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())
     assert "Karmarkar-Karp" in results["peer"]
     assert len(results["rows"]) == 8

@@ -1,11 +1,11 @@
 """The context-parallel benchmark runs every method on real processes and finds them all right."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import finished
 
 pytest.importorskip("torch")
 
@@ -17,11 +17,11 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "context_parallel.py"
 def test_small_run_writes_what_it_prints(tmp_path):
     out = tmp_path / "context_parallel.json"
     small = ["--context-window", "512", "--micro-batches", "1", "--turns", "1", "--out", str(out)]
-    finished = subprocess.run([sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    done = finished(BENCHMARK, *small)
+    assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())
     assert results["largest_error"] < 1e-4
     rows = {row["method"]: row for row in results["methods"]}
     assert {"per_sequence", "per_document", "adaptive", "hybrid", "torch, all-gather", "torch, ring"} < set(rows)
     assert rows["per_document"]["predicted"] == pytest.approx(1.0, abs=0.01)
-    assert all(row["seconds"] > 0 and row["method"] in finished.stdout for row in results["methods"])
+    assert all(row["seconds"] > 0 and row["method"] in done.stdout for row in results["methods"])

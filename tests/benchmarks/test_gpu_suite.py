@@ -1,13 +1,13 @@
 """The GPU suite runs all of its code on a CPU at toy sizes; what it writes is what its rows are made of."""
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.programs import finished
 from wlb.packing.registry import PACKERS
 from wlb.sharding import STRATEGIES
 from wlb.workload.profile import read_profile
@@ -18,16 +18,14 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_suite.py"
 LARGEST_FILE = 200_000  # bytes; that of full sizes has about five times the numbers of this one
 
 
-def suite(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARK), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+suite = partial(finished, BENCHMARK)
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     out = tmp_path_factory.mktemp("results") / "gpu_suite.json"
-    finished = suite("--device", "cpu", "--quick", "--out", out)
-    assert finished.returncode == 0, finished.stderr
+    done = suite("--device", "cpu", "--quick", "--out", out)
+    assert done.returncode == 0, done.stderr
     return out
 
 

@@ -1,12 +1,12 @@
 """The sharding benchmark counts what everyone's ranks attend, and gives torch's balancers what they ask for."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.programs import finished
 
 REPOSITORY = Path(__file__).parents[2]
 BENCHMARK = REPOSITORY / "benchmarks" / "sharding.py"
@@ -38,8 +38,8 @@ def test_area_is_counted_query_by_query(benchmark):
 def test_small_run_writes_what_it_prints(tmp_path):
     out = tmp_path / "sharding.json"
     small = ["--documents", "500", "--samples", "4", "--cp", "2", "4", "--turns", "1", "--out", str(out)]
-    finished = subprocess.run([sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    done = finished(BENCHMARK, *small)
+    assert done.returncode == 0, done.stderr
     for cp_rows in json.loads(out.read_text())["cp"].values():
         rows = {row["method"]: row for row in cp_rows}
         assert rows["per_document"]["attention_imbalance"] <= 1.002

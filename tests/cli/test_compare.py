@@ -2,22 +2,16 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tests.cli.conftest import run as wlb
+
 SYNTHETIC = "synthetic:9000:4096:0"
 SIZE = ["--context-window", "4096", "--micro-batches", "4"]
-
-
-def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
 
 
 def test_compare_accounts_for_every_document_and_ranks_the_methods():
@@ -129,7 +123,8 @@ def test_tune_shows_the_tuned_setting_beside_other_methods():
 
 
 def test_tune_recommends_within_the_bounds():
-    result = wlb("tune", SYNTHETIC, *SIZE, "--max-length-factor", "1.5", "--max-token-delay", "0.3", "--json")
+    bounds = ["--max-length-factor", "1.5", "--max-token-delay", "0.3"]
+    result = wlb("tune", SYNTHETIC, *SIZE, *bounds, "--steps", "20", "--json")
     assert result.returncode == 0, result.stderr
     output = json.loads(result.stdout)
     assert output["best"]["mean_token_delay"] <= 0.3

@@ -1,8 +1,6 @@
 """``wlb prefill``, and ``wlb compare --prefill``, as a user runs them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -39,13 +37,12 @@ def test_json_has_every_method_and_setting(wlb):
     assert wlb(*ALIAS, *more) == (0, out, "")
 
 
-def test_table_names_the_setting():
+def test_table_names_the_setting(wlb):
     options = ["--token-budget", "16384", "--whole", "--independent", "--methods", "tokens,workload,loongserve"]
-    command = [sys.executable, "-m", "wlb", *PREFILL, *options]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    status, out, _ = wlb(*PREFILL, *options)
+    assert status == 0
     for words in ("all at once", "chunked prefill off", "independent", "2 GPUs", "GPU-s", "kJ"):
-        assert words in result.stdout
+        assert words in out
 
 
 def test_a_measured_profile_prices_what_needs_no_other_layout(wlb, profile):

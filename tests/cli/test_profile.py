@@ -2,20 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.cli.conftest import run as started
 from wlb.workload.profile import read_profile
-
-
-def started(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
 
 
 def test_profile_writes_what_compare_reads(tmp_path: Path):

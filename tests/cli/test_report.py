@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import run
 from tests.report.conftest import write_run
 
 SMALL = ["synthetic:1500:8192:0", "--context-window", "8192", "--parallel", "dp=2,pp=2,cp=1,tp=8", "--steps", "4"]
 
 
-def report(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    # Planning must not need torch.
+def report(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run("report", *arguments)
+
+
+def report_without_torch(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     code = "import sys; sys.modules['torch'] = None; from wlb.cli.app import main; main()"
     command = [sys.executable, "-c", code, "report", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -21,7 +25,7 @@ def report(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_lengths_become_a_page_and_figures(tmp_path: Path):
     out = tmp_path / "report.html"
-    result = report(*SMALL, "--out", out, "--json")
+    result = report_without_torch(*SMALL, "--out", out, "--json")
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout)
     assert (summary["kind"], summary["steps"], summary["out"]) == ("simulated", 4, str(out))

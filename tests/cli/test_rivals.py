@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import run as wlb
+
 SMALL = ["synthetic:2000:8192:0", "--gpus", "4", "--context-window", "8K", "--batch-tokens", "64K", "--steps", "1"]
 MODEL = ["--model", "550m"]
 
 
-def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    code = "import sys; sys.modules['torch'] = None; from wlb.cli.app import main; main()"  # planning needs no torch
+def without_torch(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    code = "import sys; sys.modules['torch'] = None; from wlb.cli.app import main; main()"
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -23,7 +25,7 @@ def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rivals")
     picture = folder / "speeds.png"
-    result = wlb("rivals", *SMALL, *MODEL, "--policies", "bytescale,fcp", "--json", "--plot", picture)
+    result = without_torch("rivals", *SMALL, *MODEL, "--policies", "bytescale,fcp", "--json", "--plot", picture)
     assert result.returncode == 0, result.stderr
     assert picture.stat().st_size > 5_000
     (folder / "rivals.json").write_text(result.stdout)

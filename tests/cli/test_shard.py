@@ -1,20 +1,14 @@
 """``wlb shard`` as a user runs it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import run as wlb
+
 SYNTHETIC = "synthetic:2000:131072:0"
 SIZE = ["--context-window", "131072", "--cp", "4"]
-
-
-def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
 
 
 def test_strategies_are_compared_on_the_same_micro_batches():

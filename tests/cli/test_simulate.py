@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +10,13 @@ import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
+from tests.cli.conftest import run as wlb
 from wlb.cli.app import app
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.simulate import SimulatedJob
 
 LENGTHS = "synthetic:3000:4096:0"
-
-
-def wlb(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "wlb", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
 
 
 @pytest.fixture

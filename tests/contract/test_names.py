@@ -17,6 +17,7 @@ import pytest
 import typer
 
 import wlb
+from tests.cases import in_turn
 from tests.contract.names import (
     COMMANDS,
     HARDWARE,
@@ -75,14 +76,14 @@ def broken_promises(promised: str, function: Callable[..., Any]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("path", PUBLISHED)
+@in_turn("path", PUBLISHED)
 def test_a_published_name_is_called_as_documented(path: str):
     try:
         found, promised = resolve(path), PUBLISHED[path]
-    except (ImportError, UserError) as missing:
+    except (ImportError, UserError):
         if not path.startswith("wlb.integrations."):
             raise
-        pytest.skip(str(missing))  # the framework is not installed, or too old
+        return  # the framework is not installed, or too old
     assert promised is None or not broken_promises(promised, found)
 
 
@@ -104,7 +105,7 @@ def test_a_changed_signature_is_found(promised: str, problems: list[str]):
     assert broken_promises(promised, function) == problems
 
 
-@pytest.mark.parametrize("name", PACKERS)
+@in_turn("name", PACKERS)
 def test_packers_have_the_published_methods(name: str):
     packer = make_packer(name, micro_batches=2, context_window=64, workload=make_workload("tiny", "cpu"))
     assert not [
@@ -117,13 +118,13 @@ def test_packers_have_the_published_methods(name: str):
     assert {segment.document for plan in plans for segment in plan.segments} == {7, 8, 9}
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@in_turn("name", STRATEGIES)
 def test_strategies_share_every_token(name: str):
     plan = make_shard_plan([40, 7], cp_size=2, strategy=name)
     assert sorted([*plan.positions(0), *plan.positions(1)]) == list(range(47))
 
 
-@pytest.mark.parametrize(("model", "hardware"), [*((m, "h100") for m in MODELS), *(("tiny", h) for h in HARDWARE)])
+@in_turn(("model", "hardware"), [*((m, "h100") for m in MODELS), *(("tiny", h) for h in HARDWARE)])
 def test_presets_are_known(model: str, hardware: str):
     assert make_workload(model, hardware).document_seconds([1])[0] > 0
 
@@ -154,13 +155,13 @@ def imported_names(page: Path) -> Iterator[str]:
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@in_turn("page", PAGES)
 def test_what_the_docs_import_is_published(page: Path):
     published = {*PUBLISHED, *(path.rpartition(".")[0] for path in PUBLISHED)}  # a class with what it offers
     assert {*imported_names(page)} <= published
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@in_turn("page", PAGES)
 def test_names_in_the_docs_exist(page: Path):
     for path in re.findall(r"`(wlb(?:\.\w+)+)", page.read_text(encoding="utf-8")):
         resolve(path)

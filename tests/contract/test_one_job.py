@@ -32,6 +32,7 @@ from tests.contract.one_job import (
     trained_shape,
     trained_shards,
 )
+from tests.limits import examples
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import PRESETS, JobConfig
 from wlb.report.evidence import gather_evidence
@@ -144,7 +145,7 @@ def assert_equal(trained: list[T] | Refusal, simulated: list[T] | Refusal) -> No
         assert of_one == of_other, f"number {index}, as trained and as simulated"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(cases())
 @example(case_of(vocabulary=1000))
 @example(case_of(model={"vocab_size": 500}))  # fewer than the store has
@@ -160,7 +161,7 @@ def test_the_shape_is_the_same(case: Case):
     assert outcome(trained_shape, case) == simulated
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(cases())
 @example(case_of(model={"tied_embeddings": True}))
 @example(case_of(training={"dtype": "float32"}))
@@ -173,7 +174,7 @@ def test_the_memory_estimate_is_the_same(case: Case):
     assert outcome(trained_memory, case) == outcome(simulated_memory, case)
 
 
-@settings(deadline=None, max_examples=15, phases=UNSHRUNK)
+@settings(deadline=None, max_examples=examples(7), phases=UNSHRUNK)
 @given(cases())
 @example(case_of(preset="plain-4d", parallel={"dp": 2, "pp": 2}))
 @example(case_of(parallel={"dp": 2, "pp": 2, "cp": 2, "tp": 2}))
@@ -184,7 +185,7 @@ def test_plans_are_the_same(case: Case):
     assert_equal(outcome(trained_plans, case), outcome(simulated_plans, case))
 
 
-@settings(deadline=None, max_examples=10, phases=UNSHRUNK)
+@settings(deadline=None, max_examples=examples(5), phases=UNSHRUNK)
 @given(cases())
 @example(case_of(parallel={"dp": 2, "pp": 2, "cp": 3, "tp": 2}))
 def test_shards_are_the_same(case: Case):
@@ -230,7 +231,7 @@ def small_cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(deadline=None, max_examples=30, phases=UNSHRUNK)
+@settings(deadline=None, max_examples=examples(15), phases=UNSHRUNK)
 @given(small_cases())
 def test_all_decide_the_same_job(case: Case):
     """Pools, micro-batches, L_max, grouping, schedule and memory; or all refuse."""

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tests.limits import examples
 from wlb.documents.mixture import MixtureStream, document_stream
 from wlb.errors import UserError
 from wlb.job.config import DataConfig
@@ -30,7 +31,7 @@ def mixture_of(stores: list[tuple[list[int], float]], **more: Any) -> MixtureStr
     return stream
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(25))
 @given(some_stores, st.integers(1, 9))
 def test_every_store_trains_each_of_its_tokens_once_in_each_of_its_epochs(stores, chunk):
     stream = mixture_of(stores)
@@ -56,7 +57,7 @@ def test_every_store_trains_each_of_its_tokens_once_in_each_of_its_epochs(stores
         first += len(lengths)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(25))
 @given(some_stores)
 def test_shares_of_tokens_follow_the_weights_after_every_document(stores):
     stream = mixture_of(stores)
@@ -72,7 +73,7 @@ def test_shares_of_tokens_follow_the_weights_after_every_document(stores):
         assert progress.max() - progress.min() <= longest / weights.min() * (1 + 1e-12)  # quotients are rounded
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(25))
 @given(some_stores, st.integers(0, 60), st.integers(0, 2))
 def test_continues_from_its_state(stores, taken, rounds):
     stream, copy = mixture_of(stores), mixture_of(stores)
@@ -93,7 +94,7 @@ def test_changed_weights_count_from_where_they_change():
     assert Counter(segment.document // 1000 for segment in after.take(400)) == {0: 300, 1: 100}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(25))
 @given(some_stores, some_stores, st.integers(0, 60))
 def test_ids_stay_unique_over_changes_of_the_mixture(stores, others, taken):
     stream, changed = mixture_of(stores), mixture_of(others)

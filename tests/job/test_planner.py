@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.documents.order import DocumentStream, shuffled
 from wlb.job.config import DataConfig, PackingConfig
 from wlb.job.job import JobSpec
@@ -94,7 +95,7 @@ many_lengths = st.lists(st.integers(1, 50), min_size=1, max_size=150)
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(7), deadline=None)
 @given(lengths=many_lengths)
 def test_one_epoch_trains_every_token_once(method, lengths):
     steps = list(planner_of(lengths, method, one_epoch=True))
@@ -104,7 +105,7 @@ def test_one_epoch_trains_every_token_once(method, lengths):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("one_epoch", [True, False])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(7), deadline=None)
 @given(lengths=many_lengths, stop=st.integers(0, 6), window=st.integers(1, 3))
 def test_resumes_after_any_step(method, one_epoch, lengths, stop, window):
     straight = planner_of(lengths, method, one_epoch=one_epoch, window=window)
@@ -150,7 +151,7 @@ def a_chain(spare: int = 1) -> st.SearchStrategy[list[tuple[Divided, int]]]:
     return st.lists(st.tuples(any_pools(spare), st.integers(0, 3)), max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(lengths=random_lengths(1), chain=a_chain(), pools=any_pools())
 def test_elastic_steps_keep_their_documents_in_other_pools(lengths, chain, pools):
     expected = list(pools.planner(lengths))
@@ -162,7 +163,16 @@ def test_elastic_steps_keep_their_documents_in_other_pools(lengths, chain, pools
     assert {step.plan.longest_delay for step in actual} == {0}
 
 
-@settings(max_examples=40, deadline=None)
+ONE_MICRO_BATCH = Divided(1, 1, 1, "even", 0)
+
+
+# The job stops in the middle of the epoch's last steps, which its successor divides otherwise.
+@example(
+    lengths=[*map(int, np.random.default_rng(0).integers(WINDOW // 4, WINDOW + 1, 22))],
+    chain=[(ONE_MICRO_BATCH, 1), (Divided(1, 1, 3, "even", 0), 3)],
+    pools=ONE_MICRO_BATCH,
+)
+@settings(max_examples=examples(20), deadline=None)
 @given(lengths=random_lengths(WINDOW // 4), chain=a_chain(spare=0), pools=any_pools(spare=0))
 def test_the_delay_is_true_where_documents_find_no_room_in_other_pools(lengths, chain, pools):
     """Counted again from nothing but the order of documents: a step takes in what is due by it, and trains a part."""
@@ -197,7 +207,7 @@ def test_the_next_epoch_follows_without_draining():
 
 
 @pytest.mark.parametrize("method", [*METHODS, "makespan"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(7), deadline=None)
 @given(lengths=st.lists(st.integers(1, 100), min_size=1, max_size=80), overlong=st.sampled_from(["split", "truncate"]))
 def test_a_document_is_finished_when_all_of_its_pieces_are_trained(method, lengths, overlong):
     """Packers hold long pieces back while they train the short one at the document's end."""
@@ -212,7 +222,7 @@ def test_a_document_is_finished_when_all_of_its_pieces_are_trained(method, lengt
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(lengths=many_lengths, taken=st.integers(0, 6))
 def test_pending_documents_are_those_taken_in_and_not_finished(method, lengths, taken):
     planner = planner_of(lengths, method, one_epoch=True)
@@ -228,7 +238,7 @@ def test_pending_documents_are_those_taken_in_and_not_finished(method, lengths, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     lengths=many_lengths,
     window=st.integers(1, 3),
@@ -251,7 +261,7 @@ def test_a_chain_of_resumes_with_other_micro_batches_trains_every_token_once(met
     assert [step.plan.step for step in steps] == list(range(len(steps)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     lengths=many_lengths,
     chain=st.lists(

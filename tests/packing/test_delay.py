@@ -9,9 +9,12 @@ The bounds follow from the rules. Documents have at most ``longest`` tokens; a r
 - Where L_max is at least W + longest, the documents of one round's arrival all fit a round: nothing waits longer.
 """
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 
+from tests.cases import in_turn
 from tests.packing.streams import POOLING, SETTINGS, WORKLOADS, packer_for, streams
 from wlb.packing import make_packer
 from wlb.packing.plan import StepPlan
@@ -106,9 +109,7 @@ ADVERSARIAL = {
 
 
 @pytest.mark.parametrize("shape", ADVERSARIAL)
-@pytest.mark.parametrize("factor", [1.0, 1.5, 2.0])
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("early_release", [False, True])
+@in_turn(("factor", "micro_batches", "early_release"), [*product([1.0, 1.5, 2.0], [1, 4], [False, True])])
 def test_adversarial_streams_settle(shape, factor, micro_batches, early_release):
     window = 48
     packer = make_packer(

@@ -6,12 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.packing.differencing import differenced
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=40).map(lambda lengths: np.array(lengths, np.int64))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(LENGTHS, st.integers(1, 6))
 def test_parts_differ_by_less_than_the_largest(lengths, parts):
     found = differenced(lengths, parts)
@@ -21,7 +22,7 @@ def test_parts_differ_by_less_than_the_largest(lengths, parts):
     assert max(sums) - min(sums) <= lengths.max()
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(LENGTHS, st.integers(1, 6))
 def test_parts_of_equal_size_are_as_many_but_for_one(lengths, parts):
     found = differenced(lengths, parts, equal_size=True)

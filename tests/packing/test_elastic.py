@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.documents.lengths import read_lengths
 from wlb.errors import UserError
 from wlb.packing import make_packer
@@ -17,7 +18,7 @@ from wlb.workload import make_workload
 WORKLOAD = make_workload("llama3-8b", "h100", tp=8, cp=8)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(1, 64), min_size=20, max_size=200), st.integers(2, 6), st.integers(1, 4))
 def test_a_step_trains_the_documents_that_begin_in_its_global_batch(lengths, global_batch, micro_batches):
     packer = make_packer(

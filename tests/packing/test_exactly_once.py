@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cases import in_turn
 from tests.packing.streams import (
     METHODS,
     SETTINGS,
@@ -98,7 +99,7 @@ def test_planning_goes_on_after_a_drain(stream):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("lengths", [[], [1], [8], [8, 1], [1, 1, 1]])
+@in_turn("lengths", [[], [1], [8], [8, 1], [1, 1, 1]])
 def test_fewer_documents_than_micro_batches(method, lengths):
     options = {"micro_batches": 4, "context_window": 8, "workload": WORKLOADS["7b"]}
     plans = plan_all(make_packer(method, **options), lengths)
@@ -107,7 +108,7 @@ def test_fewer_documents_than_micro_batches(method, lengths):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
+@in_turn(
     "arrivals",
     [
         np.array([5, 3, 8]),
@@ -127,7 +128,7 @@ def test_numpy_integers_become_plain_ones(method, arrivals):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
+@in_turn(
     ("arrivals", "message"),
     [
         ([3, 0], "document 1 has 0 tokens; at least 1"),

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from tests.packing.streams import SETTINGS, WORKLOADS, through_json
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
@@ -26,7 +27,7 @@ def beats(one, other):
     return one.imbalance_degree < other.imbalance_degree and one.mean_token_delay < other.mean_token_delay
 
 
-@settings(SETTINGS, max_examples=5)
+@settings(SETTINGS, max_examples=examples(5))
 @given(st.integers(0, 99), st.sampled_from([0.0, 0.1, 0.35, 5.0]), st.integers(0, 2))
 def test_the_first_trial_is_the_best_within_the_bound(seed, max_token_delay, queues):
     lengths = sample_lengths(150, 256, seed=seed, tail_share=0.3)

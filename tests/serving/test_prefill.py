@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.errors import UserError
 from wlb.serving.batching import METHODS, Chunk, PrefillPlanner, Prompt, poisson_arrivals
 from wlb.serving.job import PrefillJob
@@ -49,7 +50,7 @@ def first_passes(run: PrefillRun) -> dict[int, int]:
     return {chunk.prompt: n for n, each in enumerate(run.passes) for batch in each.batches for chunk in batch}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(queues())
 def test_every_prompt_is_prefilled_once_in_order_on_one_rank(queue):
     lengths, arrivals, planner, ranks = queue
@@ -76,7 +77,7 @@ def test_every_prompt_is_prefilled_once_in_order_on_one_rank(queue):
         assert all(start == 0 for each in run.passes for batch in each.batches for _, start, _ in batch)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(queues())
 def test_time_to_first_token_is_when_the_last_chunk_leaves(queue):
     lengths, arrivals, planner, ranks = queue
@@ -95,7 +96,7 @@ def test_time_to_first_token_is_when_the_last_chunk_leaves(queue):
         assert all(a <= b + 1e-9 for a, b in zip(ends_of_first_stage, starts[1:], strict=False))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(queues())
 def test_the_oldest_prompt_is_never_passed_over(queue):
     lengths, arrivals, planner, ranks = queue
@@ -111,7 +112,7 @@ def test_the_oldest_prompt_is_never_passed_over(queue):
             assert waiting[0] in {chunk.prompt for batch in each.batches for chunk in batch}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(queues())
 def test_chunks_cut_by_workload_take_no_longer_than_a_whole_budget(queue):
     lengths, arrivals, planner, ranks = queue

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from tests.sharding.micro_batches import sampled_micro_batches
 from wlb.errors import UserError
 from wlb.job.prices import sharded_prices
@@ -66,7 +67,7 @@ def _merged_tokens(plan: ShardPlan) -> list[int]:
     return merged
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     st.lists(st.lists(st.integers(1, 400), min_size=1, max_size=8), min_size=1, max_size=4),
     st.integers(2, 9),

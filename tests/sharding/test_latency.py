@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.limits import examples
 from wlb.sharding.latency import RankSeconds, backward_seconds, forward_seconds
 
 LAYERS = 200
@@ -53,7 +54,7 @@ def _backward_of_equal_ranks(ranks: RankSeconds, exchange: float, parts: int, *,
     return now / LAYERS
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(groups())
 def test_many_forwards_take_what_one_does_times_their_number(group):
     ranks, exchange, parts = group
@@ -61,7 +62,7 @@ def test_many_forwards_take_what_one_does_times_their_number(group):
     assert _forward(ranks, exchange, int(parts)) == pytest.approx(forward_seconds(ranks, exchange, parts), abs=slack)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(groups(most=1), st.booleans())
 def test_many_backwards_take_what_one_does_times_their_number(group, kept):
     ranks, exchange, parts = group
@@ -70,7 +71,7 @@ def test_many_backwards_take_what_one_does_times_their_number(group, kept):
     assert simulated == pytest.approx(predicted, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(groups())
 def test_waiting_is_bounded_by_what_travels(group):
     ranks, exchange, parts = group

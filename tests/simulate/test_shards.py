@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from tests.simulate.jobs import job
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate.costs import JobCosts
@@ -15,7 +16,7 @@ from wlb.simulate.shards import price_shards
 some_micro_batches = st.lists(st.lists(st.integers(1, 3000), min_size=1, max_size=12), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(15))
 @given(some_micro_batches, st.sampled_from([1, 2, 3, 8]), st.sampled_from(sorted(STRATEGIES)))
 def test_shards_are_priced_as_sharding_prices_them(lengths, cp, strategy):
     simulated = job(cp=cp, tp=2, sharding=strategy)
@@ -32,7 +33,7 @@ def test_shards_are_priced_as_sharding_prices_them(lengths, cp, strategy):
         assert shards.kept[index] == plan.keeps_received
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(15))
 @given(some_micro_batches, st.sampled_from([2, 3, 8]), st.sampled_from(sorted(STRATEGIES)))
 def test_own_share_counts_pairs_whose_keys_the_rank_holds(lengths, cp, strategy):
     simulated = job(cp=cp, sharding=strategy)

@@ -5,12 +5,12 @@ process group, and returns the four results in rank order. The function lives at
 its arguments and results pickle. Nothing can hang: collectives time out, so does the whole call, the first
 rank that fails takes the others with it, and its traceback is the test's failure.
 
-Processes are forked from a clean server that has imported torch once, so that starting eight costs little.
+Processes are forked from a server that has imported once what they need (``tests.programs``), so that starting eight
+costs little.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import tempfile
 import time
@@ -25,9 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.limits import HUNG_SECONDS
-
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.pipelining"])
+from tests.programs import FORKS
 
 
 class RankFailure(AssertionError):
@@ -47,8 +45,8 @@ def run_ranks(
         receivers: list[Connection] = []
         processes = []
         for rank in range(world_size):
-            receiver, sender = _processes.Pipe(duplex=False)
-            process = _processes.Process(
+            receiver, sender = FORKS.Pipe(duplex=False)
+            process = FORKS.Process(
                 target=_run_rank,
                 args=(rank, world_size, Path(folder) / "store", seconds, sender, call),
                 daemon=True,

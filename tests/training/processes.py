@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.limits import HUNG_SECONDS
+from tests.programs import Program, forked
 from wlb.training.observe.metrics import LEGEND
 
 
@@ -45,17 +46,19 @@ def ignore_nothing() -> None:
 
 
 @contextmanager
-def ranks(world_size: int, *arguments: str | Path) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(world_size: int, *arguments: str | Path, **environment: str) -> Iterator[list[Program]]:
     """``python ARGUMENTS`` as each rank of a job, without a launcher; rank 0 holds the store."""
     with reserved_port() as port, ExitStack() as stack:
         yield [
             stack.enter_context(
-                process(
+                forked(
                     *arguments,
                     RANK=str(rank),
+                    LOCAL_RANK=str(rank),
                     WORLD_SIZE=str(world_size),
                     MASTER_ADDR="localhost",
                     MASTER_PORT=str(port),
+                    **environment,
                 )
             )
             for rank in range(world_size)
@@ -102,7 +105,9 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 def _is_rank(child: Path) -> bool:
-    return (child / "comm").read_text().startswith("wlb-rank-") or b"wlb.training" in (child / "cmdline").read_bytes()
+    return (child / "comm").read_text().startswith("wlb-rank-") or b"-m\0wlb.training" in (
+        child / "cmdline"
+    ).read_bytes()
 
 
 def is_running(pid: int) -> bool:

@@ -13,9 +13,9 @@ import argparse
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from tests.limits import HUNG_SECONDS
+from tests.programs import Program, forked
 from tests.training.jobs import VOCABULARY, read_steps, write_config
 from tests.training.processes import ranks_of, steps_written
 from wlb.documents.store.reader import TokenStoreWriter
@@ -89,8 +90,8 @@ def _write_store(prefix: Path, documents: int) -> None:
 
 
 @contextmanager
-def running(folder: Path, launcher: str, preset: str, restarts: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A job in ``folder``, of which nothing is left afterwards; it writes to the file ``stderr``."""
+def running(folder: Path, launcher: str, preset: str, restarts: int) -> Iterator[Program]:
+    """A job in ``folder``, of which nothing is left afterwards; what it says is kept in the file ``stderr``."""
     config = write_config(
         folder,
         preset,
@@ -104,24 +105,18 @@ def running(folder: Path, launcher: str, preset: str, restarts: int) -> Iterator
         "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--max-restarts={restarts}"],
     }[launcher]
     module = ["-m", "wlb.training"] if launcher == "torchrun" else []
-    with (folder / "stderr").open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, *command, *module, str(config)],
-            stderr=stderr,
-            start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    with forked(*command, *module, config) as program, (folder / "stderr").open("w") as kept:
+        listening = threading.Thread(target=kept.writelines, args=(program.stderr,))
+        listening.start()
         try:
-            yield process
+            yield program
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGKILL)
+            listening.join()
 
 
-def _disturb(
-    process: subprocess.Popen[bytes], folder: Path, kills: int, steps: int, rng: random.Random, report: Report
-) -> None:
+def _disturb(process: Program, folder: Path, kills: int, steps: int, rng: random.Random, report: Report) -> None:
     """Kill at moments that are spread over the job: for each, wait for a step, then for something to happen there."""
     for kill in range(kills):
         moment = MOMENTS[kill % len(MOMENTS)]
@@ -143,7 +138,7 @@ def _disturb(
         _wait(process, lambda before=ranks: not set(before) & set(ranks_of(process.pid)))  # type: ignore[misc]
 
 
-def _wait(process: subprocess.Popen[bytes], condition: Callable[[], bool], seconds: float = HUNG_SECONDS) -> None:
+def _wait(process: Program, condition: Callable[[], bool], seconds: float = HUNG_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while process.poll() is None and not condition():
         assert time.monotonic() < deadline, "ran out of time"

@@ -16,6 +16,7 @@ from shlex import quote
 import pytest
 
 from tests.limits import HUNG_SECONDS
+from tests.programs import Program, finished, forked
 from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.job.config import JobConfig
@@ -45,15 +46,15 @@ def endless(folder: Path, dp: int = 2) -> Path:
     )
 
 
-def started(*arguments: str | Path) -> AbstractContextManager[subprocess.Popen[str]]:
-    return process("-m", "wlb", "train", *arguments)
+def started(*arguments: str | Path) -> AbstractContextManager[Program]:
+    return forked("-m", "wlb", "train", *arguments)
 
 
 def test_train_writes_metrics_and_a_summary(folder):
     config = write_config(folder, parallel=PARALLEL)
-    with started(config, "--json", "--set", "training.steps=4") as process:
-        out, err = process.communicate()
-    assert process.returncode == 0, err
+    with process("-m", "wlb", "train", config, "--json", "--set", "training.steps=4") as job:
+        out, err = job.communicate()
+    assert job.returncode == 0, err
     rows = read_steps(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     summary = json.loads(out)
@@ -77,7 +78,6 @@ def test_without_restarts_a_killed_rank_ends_the_job_and_resuming_loses_nothing(
     before = {row["step"]: row["document_ids"] for row in read_steps(folder)}
     with started(config, "--set", "training.steps=12", "--json") as process:
         for stream in (process.stdout, process.stderr):
-            assert stream is not None
             stream.close()  # nobody reads what the job says any more
         assert process.wait() == 0
     rows = read_steps(folder)
@@ -112,7 +112,7 @@ def test_ctrl_c_ends_the_job_at_once(folder):
 )
 def test_ranks_do_not_outlive_their_launcher(folder, launcher, steps):
     config = endless(folder)
-    with process(*COMMANDS[launcher], config) as job:
+    with forked(*COMMANDS[launcher], config) as job:
         wait_until(lambda: len(ranks_of(job.pid)) == 2 and steps_written(folder) >= steps)
         ranks = ranks_of(job.pid)
         job.kill()
@@ -259,7 +259,7 @@ def test_a_mistake_found_by_the_ranks_is_told_once(folder):
 
 def test_a_job_of_one_process_needs_no_launcher(folder):
     config = write_config(folder, training={"steps": 2})
-    done = subprocess.run([sys.executable, "-m", "wlb.training", str(config)], capture_output=True, text=True)
+    done = finished("-m", "wlb.training", config)
     assert done.returncode == 0, done.stderr
     assert len(read_steps(folder)) == 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from tests.programs import finished
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_config, write_store
 from wlb.documents.store.mixture import document_lengths
@@ -229,10 +229,9 @@ def test_ranks_agree_on_the_least(tmp_path):
 def _train(path: Path, *overrides: str) -> str:
     """Train as a job of one process; what it says."""
     arguments = [argument for override in overrides for argument in ("--set", override)]
-    command = [sys.executable, "-m", "wlb.training", str(path), *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stderr
+    done = finished("-m", "wlb.training", path, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
 
 def test_a_job_trains_and_continues_at_the_length_it_decided_on(tmp_path):

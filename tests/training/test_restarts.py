@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import forked
 from tests.training.checkpoint.test_checkpointer import damage, fake_checkpoint
 from tests.training.checkpoint.test_files import write_checkpoint
 from tests.training.jobs import read_steps, write_config, write_store
@@ -102,7 +103,7 @@ def test_a_job_that_is_suspended_starts_again_and_ends_where_it_gets_nowhere(tmp
         training={"steps": 100_000, "max_restarts": 1, "timeout_seconds": limit},
         checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 10_000},
     )
-    with process("-m", "wlb", "train", config) as job:
+    with forked("-m", "wlb", "train", config) as job:
         wait_until(lambda: steps_written(tmp_path) >= 2)
         first_rank, second_rank = ranks_of(job.pid)
         os.kill(second_rank, signal.SIGSTOP)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.cases import in_turn
 from wlb.errors import UserError
 from wlb.workload import (
     HARDWARE,
@@ -32,7 +33,7 @@ def crossover(workload: Workload) -> int:
     return int(lengths[attention > workload.document_seconds(lengths) - attention][0])
 
 
-@pytest.mark.parametrize(("model", "hardware"), PRESETS)
+@in_turn(("model", "hardware"), PRESETS)
 def test_prices_grow_faster_than_length(model, hardware):
     workload = make_workload(model, hardware)
     lengths = np.arange(1, 3000)
@@ -66,7 +67,7 @@ def test_both_phases_are_forward_and_backward():
         assert np.all(price(LENGTHS[1:], "backward") > price(LENGTHS[1:], "forward"))
 
 
-@pytest.mark.parametrize(("model", "hardware"), PRESETS)
+@in_turn(("model", "hardware"), PRESETS)
 def test_no_gpu_beats_its_peak(model, hardware):
     shape, peak = MODEL_SHAPES[model], HARDWARE[hardware].peak_flops
     workload = make_workload(model, hardware)

@@ -143,20 +143,25 @@ class StepPlanner(Iterator[PlannedStep]):
 
     def _next_plan(self) -> StepPlan | None:
         while not self._emitted:
-            if self._drained and self._last_epoch is not None and self._stream.epoch >= self._last_epoch:
+            if self._drained and not self._packer.pending and self._is_last_epoch:
                 return None
             self._feed()
         return self._emitted.popleft()
 
+    @property
+    def _is_last_epoch(self) -> bool:
+        return self._last_epoch is not None and self._stream.epoch >= self._last_epoch
+
     def _feed(self) -> None:
         self._held = None
         # One round at a time: a job that continues from a state packs what comes after it by its own sizes.
-        if steps := self._packer.next_steps():
+        if self._drained and self._packer.pending:
+            self._emitted += self._packer.last_steps()
+        elif steps := self._packer.next_steps():
             self._emitted += steps
         elif not self._stream.epoch_is_over:
             self._packer.take_in(self._stream.take(_DOCUMENTS_AT_ONCE))
-        elif self._last_epoch is not None and self._stream.epoch >= self._last_epoch:
-            self._emitted += self._packer.drain()
+        elif self._is_last_epoch:
             self._drained = True
         else:
             self._stream.next_epoch()

@@ -63,7 +63,7 @@ class CarryingPacker(Packer[Options]):
         fresh, older = self._admit(self._take_fresh())
         return self._plan_round(self._precedence(older + fresh), self.global_batches)
 
-    def _last_steps(self) -> list[StepPlan]:
+    def last_steps(self) -> list[StepPlan]:
         fresh = self._price(self._take(self._arrived_tokens), self._step)
         self._carry(self._precedence(self._everything_held() + fresh))
         steps: list[StepPlan] = []

@@ -112,17 +112,13 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
         early = [item for item in items if item.arrived > self._step]
         return self._plan_step(due, early)
 
-    def _last_steps(self) -> list[StepPlan]:
+    def last_steps(self) -> list[StepPlan]:
         waiting = self._held + self._carried + self._price(self._take(self._arrived_tokens), self._step)
-        steps: list[StepPlan] = []
-        while waiting:
-            tokens = sum(item.length for item in waiting)
-            left = max(1, round(tokens / self.global_batch_tokens))
-            due, later = split_at(sorted(waiting, key=lambda item: item.arrived), -(-tokens // left))
-            steps += self._plan_step(due, later, last=left == 1)
-            waiting = self._held + self._carried
+        tokens = _tokens(waiting)
+        left = max(1, round(tokens / self.global_batch_tokens))
+        due, later = split_at(sorted(waiting, key=lambda item: item.arrived), -(-tokens // left))
         self._ahead_tokens = 0
-        return steps
+        return self._plan_step(due, later, last=left == 1)
 
     def _take_fresh(self) -> list[Pending]:
         """Documents due by this step, those to look ahead at, and more where micro-batches would be left idle.

@@ -115,8 +115,9 @@ class Packer(ABC, Generic[Options]):
 
     def drain(self) -> list[StepPlan]:
         """Plan everything still held, in as many steps as it needs; the packer is empty afterwards."""
-        steps = self.plan(()) + self._last_steps()  # whole steps are left where sizes changed in load_state_dict
-        assert not self.pending_documents, "a drained packer holds nothing"
+        steps = self.plan(())  # whole steps are left where sizes changed in load_state_dict
+        while self.pending:
+            steps += self.last_steps()
         return steps
 
     @property
@@ -184,8 +185,8 @@ class Packer(ABC, Generic[Options]):
         """Plan the next step or steps, consuming at least one arrived segment."""
 
     @abstractmethod
-    def _last_steps(self) -> list[StepPlan]:
-        """Plan everything that is held."""
+    def last_steps(self) -> list[StepPlan]:
+        """Plan some or all of what is held, where something is and nothing more arrives: at least one step."""
 
     def _check(self, segments: Sequence[Segment]) -> None:
         longest = math.inf if self._cuts_documents else self.context_window

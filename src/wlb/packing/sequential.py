@@ -28,9 +28,7 @@ class SequentialPacker(Packer[PackerOptions]):
     def _next_steps(self) -> list[StepPlan]:
         return [self._cut([self.context_window] * self.micro_batches)]
 
-    def _last_steps(self) -> list[StepPlan]:
-        if not self._arrived:
-            return []
+    def last_steps(self) -> list[StepPlan]:
         share, rest = divmod(self._arrived_tokens, self.micro_batches)
         return [self._cut([share + (index < rest) for index in range(self.micro_batches)])]
 

@@ -52,9 +52,9 @@ class Forks:
     def prepare(self) -> None:
         """Import what ranks need, unless that was done or forking is not safe.
 
-        It is safe on Linux, in a process with one thread that has not imported torch, so nothing can have used it.
+        It is safe on Linux, in a process where nothing can have used torch.
         """
-        if sys.platform != "linux" or "torch" in sys.modules or threading.active_count() > 1:
+        if sys.platform != "linux" or torch_may_be_in_use():
             return
         require("torch", "train")
         import wlb.training.trainer
@@ -99,6 +99,11 @@ class Forks:
             if not pid:
                 _be_rank(arguments, environment)
         return ForkedRank(pid)
+
+
+def torch_may_be_in_use() -> bool:
+    """Whether this process has more than one thread, or has imported torch."""
+    return "torch" in sys.modules or threading.active_count() > 1
 
 
 def _work_for(writer: int, work: Callable[[], object]) -> NoReturn:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.limits import examples
 from wlb.attention.backends import BACKENDS, cuda, reference
 from wlb.attention.runs import Runs
 
@@ -33,7 +34,7 @@ def _all_results(name: str, inputs: list[Tensor], runs: Runs) -> list[Tensor]:
     return [out, log_sum_exp, *BACKENDS[name].backward(grad_out, query, key, value, merged, more, runs)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(runs=RUNS, heads=HEADS)
 def test_reference_is_softmax_over_the_run(runs: Runs, heads: tuple[int, int]) -> None:
     grad_out, *tensors = _inputs(runs, heads, 8)
@@ -47,7 +48,7 @@ def test_reference_is_softmax_over_the_run(runs: Runs, heads: tuple[int, int]) -
     torch.testing.assert_close(log_sum_exp[:, first], scores[:, first, keys].logsumexp(-1), rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(runs=RUNS, heads=HEADS)
 def test_cpu_equals_the_reference(runs: Runs, heads: tuple[int, int]) -> None:
     inputs = _inputs(runs, heads, 16)

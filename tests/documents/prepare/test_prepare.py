@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from tests.training.processes import wait_until
 from wlb.documents.prepare import prepare_store, train_tokenizer
 from wlb.documents.prepare.sources import FileCorpus
@@ -47,7 +48,7 @@ def test_documents_in_are_documents_out_and_rejects(tmp_path):
         st.sampled_from(["", "{", '{"other": 1}', '{"text": 1}', '{"text": "\\ud800"}', "[]"]),
     )
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples(20))
     @given(st.lists(lines, max_size=20))
     def balanced(lines):
         good = [json.dumps({"text": "kept"}), *lines]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.documents.store import reader
 from wlb.documents.store.index import MAGIC, read_index
 from wlb.documents.store.mixture import StoreMixture
@@ -39,7 +40,7 @@ def megatron():
 
 
 def test_megatron_reads_what_we_write(tmp_path, megatron):
-    @settings(max_examples=30)
+    @settings(max_examples=examples(15))
     @given(documents_of, st.sampled_from([VOCAB, 65499, 65500, 200_000]))
     def agree(documents, vocab_size):
         # A memory map cannot be made of an empty file, so Megatron does not open a store of no tokens.
@@ -56,7 +57,7 @@ def test_megatron_reads_what_we_write(tmp_path, megatron):
 def test_we_read_what_megatron_writes(tmp_path, megatron):
     import torch
 
-    @settings(max_examples=30)
+    @settings(max_examples=examples(15))
     @given(
         st.lists(st.lists(documents_of.map(lambda d: d[0]), max_size=3), min_size=1, max_size=8),
         st.sampled_from([np.uint16, np.int32, np.int64]),
@@ -194,7 +195,7 @@ def test_any_damage_to_the_index(tmp_path, sidecar):
         with pytest.raises(UserError):
             TokenStore.open(prefix)
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(100))
     @given(st.integers(0, len(whole)), st.integers(0, 16), st.binary(max_size=24))
     def splice(position, removed, inserted):
         path.write_bytes(whole[:position] + inserted + whole[position + removed :])
@@ -203,7 +204,7 @@ def test_any_damage_to_the_index(tmp_path, sidecar):
     splice()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(
     st.integers(0, 9),
     st.sampled_from([0, 1, 2, 3, 2**31, 2**62, 2**64 - 1]),

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.job.memory.fit import fits, largest_factor, predicted_memory
 from wlb.job.memory.step import MemoryLimit
 from wlb.packing.options import LARGEST_AUTO_FACTOR, LengthFactorOptions, Pools
 from wlb.simulate import simulated_job
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     st.sampled_from([{"dp": 2}, {"cp": 2}, {"pp": 2}, {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}]),
     st.integers(16, 4000),

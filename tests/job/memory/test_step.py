@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.job.config import ParallelConfig
 from wlb.job.memory.layers import LayerMemory, MemorySettings
 from wlb.job.memory.step import predict_even_step, predict_memory
@@ -81,13 +82,13 @@ def test_micro_batches_in_flight_are_those_of_the_schedule():
     assert predict_memory(settings_, [tokens] * 8).parts["activations"] == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(jobs(), st.integers(1, 5000))
 def test_more_tokens_never_need_less(settings_, tokens):
     assert total(settings_, tokens) <= total(settings_, tokens + 64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(jobs(), st.integers(1000, 20_000))
 def test_recomputing_more_never_needs_more(settings_, tokens):
     none, selective, full = (
@@ -98,7 +99,7 @@ def test_recomputing_more_never_needs_more(settings_, tokens):
     assert selective <= none or max(settings_.stage_blocks) <= 2
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(jobs(), st.integers(1000, 20_000), st.sampled_from(["dp", "tp"]))
 def test_more_ranks_never_need_more(settings_, tokens, dimension):
     parallel = settings_.parallel
@@ -109,7 +110,7 @@ def test_more_ranks_never_need_more(settings_, tokens, dimension):
     assert total(replace(settings_, parallel=wider), tokens) <= slack * total(settings_, tokens)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(jobs(), st.integers(1, 10_000), st.integers(1, 10), st.booleans())
 def test_equal_micro_batches_are_walked_through_until_they_repeat(settings_, tokens, rounds, more):
     size = settings_.parallel.pp + (more and rounds < settings_.parallel.pp)  # of a round

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram, series
 from wlb.report.html.diagrams import areas_by_document, heat_map, shard_chart
@@ -35,7 +36,7 @@ def boxes(svg: ElementTree.Element, class_: str) -> list[float]:
     return [float(rect.get("width", 0)) for rect in svg.iter("rect") if rect.get("class") == class_ and len(rect)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.integers(1, 2**20), min_size=1, max_size=50))
 def test_histogram_of_any_lengths(lengths):
     svg = parse(length_histogram(np.array(lengths)))
@@ -72,7 +73,7 @@ def test_a_line_of_many_steps_stays_short():
     assert len(figure) < 40_000
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4)), st.integers(0, 100))
 def test_the_heat_map_has_a_cell_for_every_gpu(shape, seed):
     panels = [("before", np.random.default_rng(seed).uniform(0.5, 2, shape)), ("after", np.ones(shape))]

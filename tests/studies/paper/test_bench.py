@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.job.config import NO_BOUND, PRESETS
 from wlb.packing import PACKERS
 from wlb.packing.variable_length import VariableLengthOptions
@@ -30,7 +31,7 @@ def test_wlb_llm_is_algorithm_1_and_nobody_else_is():
 
 
 @given(st.lists(st.integers(1, 300), min_size=20, max_size=60), st.integers(64, 200), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_pieces_fill_windows_in_the_order_of_documents(lengths, window, seed):
     if sum(lengths) < window:
         return

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.studies.policies.filling import (
     best_fit,
     even_bins,
@@ -19,7 +20,7 @@ from wlb.studies.policies.filling import (
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=40).map(lambda lengths: np.array(lengths, np.int64))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(LENGTHS)
 def test_bins_hold_every_document_once_and_keep_to_their_capacity(lengths):
     documents = np.argsort(-lengths, kind="stable").tolist()

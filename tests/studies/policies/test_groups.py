@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from tests.limits import examples
 from tests.studies.policies.ranks import CAPACITY, DOCUMENTS, lengths_of, ranks
 from wlb.errors import UserError
 from wlb.studies.policies.bytescale import hybrid_data_parallel
@@ -39,7 +40,7 @@ def described(plan: GroupPlan) -> list[tuple[int, tuple[int, ...], list[int]]]:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@settings(max_examples=10)
+@settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_all_documents_are_attended_whole_under_the_token_cap(name, lengths):
     plan = PLANS[name](lengths, ranks())
@@ -51,7 +52,7 @@ def test_all_documents_are_attended_whole_under_the_token_cap(name, lengths):
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "bytescale"])
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_groups_are_powers_of_two_and_alike_where_they_are_fixed(name, lengths):
     sizes = {len(group.ranks) for group in PLANS[name](lengths, ranks()).groups}
@@ -59,7 +60,7 @@ def test_groups_are_powers_of_two_and_alike_where_they_are_fixed(name, lengths):
     assert len(sizes) == 1 or name not in FIXED
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_bytescale_gives_a_document_the_ranks_that_it_needs(lengths):
     for group in hybrid_data_parallel(lengths, ranks()).groups:
@@ -68,7 +69,7 @@ def test_bytescale_gives_a_document_the_ranks_that_it_needs(lengths):
         assert len(group.ranks) == 1 or len(group.documents) == 1
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_megatron_dynamic_runs_documents_one_by_one_with_a_barrier_between_rounds(lengths):
     plan = dynamic(lengths, ranks())

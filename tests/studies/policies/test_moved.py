@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from tests.limits import examples
 from tests.studies.policies.ranks import DOCUMENTS, lengths_of, ranks
 from wlb.studies.policies import fcp, libra, magi
 from wlb.studies.policies.distca import TILE, TOLERANCE, Items, attention_servers, serve
@@ -30,7 +31,7 @@ def home_tokens(plan: MovedPlan) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@settings(max_examples=8)
+@settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_every_query_is_attended_once_over_all_heads(name, lengths):
     plan = PLANS[name](lengths, ranks(8, **PIPELINED))
@@ -44,7 +45,7 @@ def test_every_query_is_attended_once_over_all_heads(name, lengths):
         np.testing.assert_allclose(area, times * lengths)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_distca_has_equal_tokens_and_attention_within_its_tolerance(lengths):
     plan = attention_servers(lengths, ranks(8), idle_stages_serve=True)
@@ -74,7 +75,7 @@ def test_idle_stages_serve_or_not():
         assert (second_stage.sum() > 0) == idle
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_libra_keeps_pools_apart_and_ranks_under_the_soft_cap(lengths):
     plan = libra.pools(lengths, ranks(16, capacity=16_384))
@@ -93,7 +94,7 @@ def test_libra_keeps_pools_apart_and_ranks_under_the_soft_cap(lengths):
             assert of_pool.max() <= libra.SOFT_CAP * of_pool.mean() + plan.work.pairs.max()
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_fcp_has_blocks_of_4k_and_a_memory_cap(lengths):
     plan = fcp.blocks(lengths, ranks(8))
@@ -131,7 +132,7 @@ def test_magi_deals_chunks_by_a_heap_as_its_published_example():
     assert magi.dealt([9.0, 1.0, 1.0, 1.0], 2).tolist() == [0, 0, 1, 1]  # the first is cheap, and its rank has room
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_magi_keeps_tokens_where_they_are_attended_and_gives_ranks_as_many(lengths):
     of = ranks(8)

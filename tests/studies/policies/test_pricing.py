@@ -144,10 +144,12 @@ def space(**changes: int) -> SearchSpace:
     return SearchSpace(shape=SHAPE, hardware=hardware_preset("h100"), **settings)
 
 
-def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does():
-    lengths = documents()
-    batches = first_batches(lengths, space())
-    outcomes, without = compare([*POLICIES], space(), lengths)
+# Twice as many GPUs have more layouts to choose from.
+@pytest.mark.parametrize("gpus", [4, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gpus):
+    lengths, searched = documents(), space(gpus=gpus, micro_batches=2 * gpus)
+    batches = first_batches(lengths, searched)
+    outcomes, without = compare([*POLICIES], searched, lengths)
     assert not without
     assert [outcome.policy for outcome in outcomes] == [*POLICIES]
     by_name = {outcome.policy: outcome for outcome in outcomes}

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.limits import HUNG_SECONDS
+from tests.programs import forked
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, trainer_of, write_config, write_store
 from wlb.documents.store.reader import TokenStore
@@ -182,9 +183,7 @@ def test_a_store_removed_while_it_is_read_is_missed_at_the_next_start(folder):
 
 def test_a_store_truncated_while_it_is_read_is_named_after_the_restart(folder):
     config = write_config(folder, training={"steps": 100_000}, checkpoint=checkpoints_every(2, folder))
-    train = [sys.executable, "-m", "wlb", "train", str(config)]
-    with subprocess.Popen(train, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stderr is not None
+    with forked("-m", "wlb", "train", config) as process:
         killer = threading.Timer(HUNG_SECONDS, os.killpg, (process.pid, signal.SIGKILL))
         killer.start()
         try:
@@ -195,6 +194,7 @@ def test_a_store_truncated_while_it_is_read_is_named_after_the_restart(folder):
                     os.truncate(folder / "store.bin", 100)
         finally:
             killer.cancel()
+        process.wait()
     assert process.returncode == 2, "".join(lines)
     assert "was killed by SIGBUS; restarting from checkpoint step-0" in "".join(lines)
     assert "store.bin has 100 bytes where its index asks for" in lines[-1]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from wlb.errors import UserError
 from wlb.training.checkpoint.files import (
     MANIFEST,
@@ -53,7 +54,7 @@ def test_what_was_written_is_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.sampled_from([*FILES, MANIFEST]), st.integers(0, 10_000), st.integers(1, 255))
 def test_every_flipped_byte_is_noticed(tmp_path_factory, name, position, flip):
     checkpoint = write_checkpoint(tmp_path_factory.mktemp("flipped"), 3)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import examples
 from tests.training.dry_run.order import OrderError, check_order
 from tests.training.dry_run.recorded import recorded_calls, small_job
 from wlb.job.config import PRESETS
@@ -108,7 +109,7 @@ def layouts(draw):
 # The same proof on plans and layouts that nobody has chosen.
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(
     preset=st.sampled_from(list(PRESETS)),
     checkpointing=st.sampled_from(["none", "selective", "full"]),
@@ -120,7 +121,7 @@ def test_every_call_of_any_job_can_be_made(preset, checkpointing, sizes, seed):
     assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.data())
 def test_a_call_that_one_rank_leaves_out_is_found(data):
     calls = calls_of(*ELASTIC)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import forked
 from tests.training.jobs import read_steps, write_config, write_store
-from tests.training.processes import is_running, process, ranks_of, steps_written, wait_until
+from tests.training.processes import is_running, ranks_of, steps_written, wait_until
 from wlb.training.checkpoint.files import complete_checkpoints, step_of
 from wlb.training.runtime import termination as termination_module
 from wlb.training.runtime.failures import Terminated
@@ -45,7 +46,7 @@ def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to, asked):
     config = endless(folder)
     command = {"wlb": ("-m", "wlb", "train"), "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2")}
     module = ("-m", "wlb.training") if launcher == "torchrun" else ()
-    with process(*command[launcher], *module, config) as job:
+    with forked(*command[launcher], *module, config) as job:
         wait_until(lambda: steps_written(folder) >= 3)
         ranks = ranks_of(job.pid)
         os.kill(job.pid if to == "launcher" else ranks[1], asked)
@@ -59,7 +60,7 @@ def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to, asked):
         assert job.returncode == 143
         assert "Traceback" not in err
         return
-    with process("-m", "wlb", "train", config, "--set", f"training.steps={last + 2}") as job:
+    with forked("-m", "wlb", "train", config, "--set", f"training.steps={last + 2}") as job:
         _, err = job.communicate()
     assert job.returncode == 0, err
     assert f"resuming after step {last} " in err
@@ -73,7 +74,7 @@ def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
         training={"steps": 100_000, "grace_seconds": 1.0},
         checkpoint={"dir": str(folder / "checkpoints"), "every": 10_000},
     )
-    with process("-m", "tests.training.faulty_rank", "sleep", "0", "3", "1", config) as job:
+    with forked("-m", "tests.training.faulty_rank", "sleep", "0", "3", "1", config) as job:
         wait_until(lambda: steps_written(folder) >= 3)
         job.send_signal(signal.SIGTERM)
         _, err = job.communicate()

@@ -1,0 +1,146 @@
+"""Processes as tests start them: forked from a server that has imported what takes each of them seconds to import.
+
+``forked`` is to a test what ``subprocess.Popen`` is, and ``finished`` what ``subprocess.run`` is, for ``python -m
+MODULE ARGUMENTS`` and ``python SCRIPT ARGUMENTS``. ``FORKS`` forks functions.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import IO
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        *("pytest", "hypothesis", "torch.distributed.pipelining", "wlb.cli.app"),
+        *("wlb.training.trainer", "wlb.training.worker", "wlb.training.preflight", "wlb.training.dry_run.problems"),
+    ]
+)
+_STDOUT, _STDERR = 1, 2
+
+
+class Program:
+    """A program that was forked, with what tests use of ``subprocess.Popen``; it leads a session of its own."""
+
+    def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
+        readers, writers = zip(*(FORKS.Pipe(duplex=False) for _ in range(3)), strict=True)
+        self._process = FORKS.Process(target=_run, args=(arguments, dict(environment), os.getcwd(), *writers))
+        self._process.start()
+        for writer in writers:
+            writer.close()
+        self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader in readers[:2])
+        with suppress(EOFError):
+            readers[2].recv()  # it leads its session now
+        for reader in readers:
+            reader.close()
+        assert self._process.pid
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self) -> tuple[str, str]:
+        """What is left of stdout and of stderr, and the end of the program."""
+        texts = ["", ""]
+
+        def read(index: int, stream: IO[str]) -> None:
+            with stream:
+                texts[index] = stream.read()
+
+        streams = [(index, stream) for index, stream in enumerate((self.stdout, self.stderr)) if not stream.closed]
+        threads = [threading.Thread(target=read, args=stream) for stream in streams]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.wait()
+        return texts[0], texts[1]
+
+
+@contextmanager
+def forked(*arguments: object, **environment: str) -> Iterator[Program]:
+    """``python ARGUMENTS`` with one thread, of which nothing is left afterwards."""
+    program = Program([*map(str, arguments)], {**os.environ, "OMP_NUM_THREADS": "1", **environment})
+    try:
+        yield program
+    finally:
+        if program.poll() is None:
+            os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()
+
+
+def finished(*arguments: object, **environment: str) -> CompletedProcess[str]:
+    """``python ARGUMENTS``, when it has ended."""
+    with forked(*arguments, **environment) as program:
+        out, err = program.communicate()
+    status = program.returncode
+    assert status is not None
+    return CompletedProcess([*map(str, arguments)], status, out, err)
+
+
+def _run(
+    arguments: list[str],
+    environment: Mapping[str, str],
+    directory: str,
+    stdout: Connection,
+    stderr: Connection,
+    ready: Connection,
+) -> None:
+    """Be the program, as if Python had just started."""
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for connection, stream in ((stdout, _STDOUT), (stderr, _STDERR)):
+        os.dup2(connection.fileno(), stream)
+        connection.close()
+    sys.stdout = open(_STDOUT, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(_STDERR, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    ready.send(None)
+    ready.close()
+    _fork_ranks_as_if_torch_was_not_imported()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.modules.pop(arguments[1], None)
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent.resolve()))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _fork_ranks_as_if_torch_was_not_imported() -> None:
+    """The server has imported torch, but nothing has used it."""
+    from wlb.training import forks
+
+    forks.torch_may_be_in_use = lambda: threading.active_count() > 1
