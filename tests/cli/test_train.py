@@ -42,7 +42,7 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": {"tp": 2}}, "kv_heads = 1 cannot be split over tp = 2 ranks"),
+        ({"parallel": {"tp": 2}}, "tp = 2 does not divide 2 query heads and 1 key/value heads"),
         ({"data": {"store": "nowhere/store"}}, "nowhere/store"),
         ({"training": {"learning_rate": -1.0}}, "training.learning_rate"),
         ({"parallel": {"dp": 3}}, "packing.micro_batches = 4 counts all data-parallel ranks"),
