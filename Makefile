@@ -90,7 +90,7 @@ demo: $(VENV)/.demo
 peers:
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[data,solver,train]'
-	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/parts/packing/requirements-peers.txt
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/parts/requirements-peers.txt
 
 clean:
 	rm -rf $(VENV) .venv-peers .venv-torch-* .venv-docs dist dist-venv site runs results demo

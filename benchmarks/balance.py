@@ -15,21 +15,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import mean, median
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from rich.console import Console
-from rich.table import Table
 
 import wlb
-from parts.measurement import freeze_imports, machine, versions
+from parts.measurement import CpuTimer, console, facts, freeze_imports, make_parser, show, versions, write
 from wlb.packing.differencing import differenced
 
 Divide = Callable[[list[int], int, bool], list[list[int]]]
@@ -40,6 +35,19 @@ EQUAL_SIZES = ((512, 8), (1024, 32))
 LENGTHS: dict[str, Callable[[np.random.Generator, int], Lengths]] = {
     "log-normal": lambda random, documents: random.lognormal(7, 1.2, documents).astype(np.int64).clip(16, 32_768),
     "uniform": lambda random, documents: random.integers(50, 4000, documents),
+}
+COLUMNS = {
+    "documents": "{documents:,}",
+    "parts": "{parts}",
+    "equal size": "{equal_size}",
+    "lengths": "{lengths}",
+    "price": "{price}",
+    "over even: peer": "{peer_over_even:.1e}",
+    "over even: ours": "{our_over_even:.1e}",
+    "less even": "{cases_less_even} of {cases}",
+    "ms: peer": "{peer_milliseconds:.2f}",
+    "ms: ours": "{our_milliseconds:.2f}",
+    "faster": "{times_faster:.1f}x",
 }
 
 
@@ -54,11 +62,10 @@ class Given:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--repetitions", type=int, default=10, help="cases of each row")
     parser.add_argument("--most-documents", type=int, default=10**9, help="leave larger rows out")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
     arguments = parser.parse_args()
     label, peer = installed_peer()
     freeze_imports()
@@ -70,11 +77,10 @@ def main() -> None:
         for lengths in LENGTHS
         for price in ("tokens", "seconds")
     ]
-    facts = machine() | versions("numpy", "verl")
-    report(rows, label, facts)
-    if arguments.out:
-        results = {"machine": facts, "peer": label, "seed": arguments.seed, "rows": rows}
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    results = facts("verl") | {"peer": label, "seed": arguments.seed, "rows": rows}
+    console.print("measured on one thread,", results["machine"], results["versions"])
+    show(f"wlb.balance and {label}", rows, COLUMNS)
+    write(results, arguments.out)
 
 
 def installed_peer() -> tuple[str, Divide]:
@@ -105,9 +111,9 @@ def compare(
             "peer": partial(peer, whole, parts, equal_size),
         }
         for name, method in methods.items():
-            began = time.process_time()
-            divided = method()
-            seconds[name].append(time.process_time() - began)
+            timer = CpuTimer()
+            divided = timer(method)
+            seconds[name].append(timer.seconds)
             over_even[name].append(max(int(values[part].sum()) for part in divided) * parts / int(values.sum()) - 1)
     return {
         "documents": documents,
@@ -123,29 +129,6 @@ def compare(
         "our_milliseconds": 1000 * median(seconds["ours"]),
         "times_faster": median(seconds["peer"]) / median(seconds["ours"]),
     }
-
-
-def report(rows: list[dict[str, Any]], label: str, facts: dict[str, str]) -> None:
-    console = Console(width=130)
-    console.print(f"measured on one thread, {', '.join(f'{name} {value}' for name, value in facts.items())}")
-    table = Table(title=f"wlb.balance and {label}")
-    for name in ("documents", "parts", "lengths", "price", "over even: peer", "ours", "less even", "ms: peer", "ours"):
-        table.add_column(name, justify="right")
-    table.add_column("faster", justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row['documents']:,}",
-            f"{row['parts']}{' of equal size' if row['equal_size'] else ''}",
-            row["lengths"],
-            row["price"],
-            f"{row['peer_over_even']:.1e}",
-            f"{row['our_over_even']:.1e}",
-            f"{row['cases_less_even']} of {row['cases']}",
-            f"{row['peer_milliseconds']:.2f}",
-            f"{row['our_milliseconds']:.2f}",
-            f"{row['times_faster']:.1f}x",
-        )
-    console.print(table)
 
 
 if __name__ == "__main__":

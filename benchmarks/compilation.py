@@ -10,20 +10,15 @@ turns.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch._dynamo.utils import counters
 
-from parts.measurement import machine, versions
+from parts.measurement import facts, make_parser, show, write
 from wlb.attention import context_parallel_attention
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
@@ -52,10 +47,9 @@ def step_seconds(module: Transformer, length: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser(__doc__, out="results/compilation.json")
     parser.add_argument("--steps", type=int, default=30, help="steps, each of another length")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a typical micro-batch")
-    parser.add_argument("--out", type=Path, default=Path("results/compilation.json"), help="where results go, as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     span = np.linspace(0.5, 1.5, arguments.steps) * arguments.tokens
@@ -76,18 +70,8 @@ def main() -> None:
         }
         for name, times in seconds.items()
     ]
-    _print(rows, len(set(lengths)))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    results = {"rows": rows, "lengths": lengths, "machine": machine(), "versions": versions("torch")}
-    arguments.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
-
-
-def _print(rows: list[dict[str, object]], lengths: int) -> None:
-    table = Table("blocks", "graphs", "first step, s", "per 1,000 tokens, s", title=f"{lengths} different lengths")
-    for row in rows:
-        first, median = (f"{float(str(row[name])):.3f}" for name in ("first_step_seconds", "seconds_per_1000_tokens"))
-        table.add_row(str(row["blocks"]), str(row["graphs"]), first, median)
-    Console().print(table)
+    show(f"{len(set(lengths))} different lengths", rows)
+    write(facts("torch") | {"rows": rows, "lengths": lengths}, arguments.out)
 
 
 if __name__ == "__main__":

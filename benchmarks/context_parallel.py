@@ -12,31 +12,36 @@ Every method's output is checked against the single process before anything is t
 "predicted" is the slowest rank's attended area over the mean: what the method would be over the limit if attention were
 all it did and took time in proportion to area. Wall time includes waiting for the other rank, CPU time does not and is
 not disturbed by other work on the machine.
+
+torch 2.13's ``context_parallel`` replaces the CUDA attention operators by a ring of partial attentions; on CPU tensors
+it stops ("does not have a sharding strategy registered"). The ring itself takes any operator that returns output and
+log-sum-exp, so here it gets the same CPU operator that ``wlb.attention`` runs on. Its causal mask is one sequence
+that all ranks cut into head and tail chunks, so a packed micro-batch is one call per document, and every document
+must be a multiple of 2 x CP tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+    set_rotate_method,
+)
 
-from parts.measurement import in_turns, machine, versions
-from parts.torch_ring_attention import ROTATE_METHODS, torch_attention
+from parts.measurement import command, console, facts, in_turns, make_parser, show, write
+from parts.ranks import on_ranks
 from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
@@ -48,13 +53,81 @@ HEADS, HEAD_DIM = 4, 64
 SHAPE = ModelShape(
     hidden=HEADS * HEAD_DIM, layers=1, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, ffn_hidden=1, vocab_size=1
 )
+ROTATE_METHODS = {"torch, all-gather": "allgather", "torch, ring": "alltoall"}
+_NO_DROPOUT, _SEQUENCE_DIM = 0.0, 2
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 ALONE = "one process / 2 (the limit)"
 DOCUMENTS = 200  # drawn for every micro-batch; several times what fills one
 LARGEST_ERROR = 1e-4  # of float32 outputs and gradients of size one
-TIMEOUT = timedelta(minutes=30)
+COLUMNS = {
+    "Method": "{method}",
+    "Seconds": "{seconds:.3f}",
+    "Over the limit": "{over_limit:.3f}",
+    "CPU seconds": "{cpu_seconds:.3f}",
+    "CPU over the limit": "{cpu_over_limit:.3f}",
+    "Predicted": "{predicted:.3f}",
+}
 
 Pass = Callable[[], tuple[Tensor, ...]]  # forward and backward: output and gradients
 Timing = tuple[float, float]  # wall and CPU seconds
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, local_lengths: list[int], method: str) -> Tensor:
+    """Causal attention over this rank's head and tail chunk of each document, (tokens, heads, head_dim), in its order.
+
+    ``local_lengths`` are this rank's tokens of each document; the rank's tokens are document after document.
+    """
+    set_rotate_method(ROTATE_METHODS[method])
+    documents = (tensor.transpose(0, 1)[None].split(local_lengths, dim=_SEQUENCE_DIM) for tensor in (query, key, value))
+    outs = [_Ring.apply(*document) for document in zip(*documents, strict=True)]
+    return torch.cat(outs, dim=_SEQUENCE_DIM)[0].transpose(0, 1)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out, log_sum_exp = _templated_ring_attention(
+            _world(), _SEQUENCE_DIM, _attend, query, key, value, is_causal=True
+        )
+        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, out, log_sum_exp = ctx.saved_tensors
+        grads = _templated_ring_attention_backward(
+            _world(),
+            _SEQUENCE_DIM,
+            _attend_backward,
+            grad_out,
+            "grad_out",
+            query,
+            key,
+            value,
+            out,
+            log_sum_exp,
+            is_causal=True,
+        )
+        return grads[0], grads[1], grads[2]
+
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = _forward(query, key, value, _NO_DROPOUT, options["is_causal"])
+    return results
+
+
+def _attend_backward(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    grad_out, out, log_sum_exp = options["grad_out"], options["out"], options["logsumexp"]
+    grads: tuple[Tensor, ...] = _backward(
+        grad_out, query, key, value, out, log_sum_exp, _NO_DROPOUT, options["is_causal"]
+    )
+    return grads
 
 
 class AttentionOnly:
@@ -130,13 +203,14 @@ def timed(method: Method) -> Timing:
     return time.perf_counter() - wall, time.process_time() - cpu
 
 
-def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All methods on all micro-batches; the same result on every rank."""
     documents = sample_lengths(DOCUMENTS * options.micro_batches, options.context_window, options.seed)
     micro_batches = [
         -(-lengths // (2 * CP_SIZE)) * 2 * CP_SIZE
         for lengths in sample_micro_batches(documents, options.context_window, options.micro_batches, options.seed)
     ]
+    rank = dist.get_rank()
     totals: dict[str, NDArray[np.float64]] = {}
     areas: dict[str, NDArray[np.float64]] = {}
     worst = 0.0
@@ -172,64 +246,30 @@ def _slowest_and_mean(plan: ShardPlan) -> NDArray[np.float64]:
     return np.array([plan.attended_pairs.max(), plan.attended_pairs.mean()])
 
 
-def run_rank(rank: int, store: Path, options: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    address = f"file://{store}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=CP_SIZE, timeout=TIMEOUT)
-    measured = measure(rank, options)
-    if rank == 0:
-        results = {
-            "machine": machine(),
-            "versions": versions("wlb-llm", "numpy", "torch"),
-            "setting": {
-                "lengths": f"synthetic, seed {options.seed}, rounded up to multiples of {2 * CP_SIZE}",
-                "context_window": options.context_window,
-                "documents": [len(lengths) for lengths in measured["micro_batches"]],
-                "processes": f"{CP_SIZE}, one thread each",
-                "attention": f"{HEADS} heads x {HEAD_DIM}, float32, forward and backward",
-                "turns": options.turns,
-            },
-            **measured,
-        }
-        show(results)
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def show(results: dict[str, Any]) -> None:
-    console = Console(width=140)
-    console.print({**results["machine"], **results["versions"], **results["setting"]})
-    table = Table(title=f"Measured: sum over {len(results['micro_batches'])} micro-batches, slowest rank")
-    for column in ("Method", "Seconds", "Over the limit", "CPU seconds", "Over the limit", "Predicted"):
-        table.add_column(column, justify="left" if column == "Method" else "right")
-    for row in results["methods"]:
-        table.add_row(
-            row["method"],
-            f"{row['seconds']:.3f}",
-            f"{row['over_limit']:.3f}",
-            f"{row['cpu_seconds']:.3f}",
-            f"{row['cpu_over_limit']:.3f}",
-            f"{row['predicted']:.3f}",
-        )
-    console.print(table)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
     """Start the processes and wait for them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--context-window", type=int, default=16384, help="tokens of a micro-batch; default 16384")
     parser.add_argument("--micro-batches", type=int, default=4, help="micro-batches to measure; default 4")
     parser.add_argument("--turns", type=int, default=5, help="times every method runs each micro-batch; default 5")
     parser.add_argument("--seed", type=int, default=0, help="of the documents; default 0")
-    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (Path(folder) / "store", options), nprocs=CP_SIZE)
-    return 0
+    measured = on_ranks(CP_SIZE, measure, options)[0]
+    results = facts("torch") | measured
+    results["setting"] = {
+        "lengths": f"synthetic, seed {options.seed}, rounded up to multiples of {2 * CP_SIZE}",
+        "context_window": options.context_window,
+        "documents": [len(lengths) for lengths in measured["micro_batches"]],
+        "processes": f"{CP_SIZE}, one thread each",
+        "attention": f"{HEADS} heads x {HEAD_DIM}, float32, forward and backward",
+        "turns": options.turns,
+    }
+    console.print({name: results[name] for name in ("machine", "versions", "setting")})
+    title = f"Measured: sum over {len(measured['micro_batches'])} micro-batches, slowest rank"
+    show(title, measured["methods"], COLUMNS)
+    write(results, options.out)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -9,27 +9,20 @@ of one thread: a whole step planned, and the micro-batches of one pool sharded.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 from unittest import mock
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from parts.measurement import machine, versions
+from parts.measurement import CpuTimer, chosen, command, facts, make_parser, show, write
 from wlb.documents.lengths import read_lengths
-from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
+from wlb.packing.plan import StepPlan
 from wlb.sharding import make_shard_plan
 from wlb.sharding.pieces import Locality, locality
 from wlb.simulate import SimulatedJob, SimulationResult, simulate, simulated_job
@@ -44,37 +37,26 @@ WAITING = {"max_delay": 8, "lookahead": 0.5}  # elastic, where documents may wai
 _MANY = 8192  # tokens, at which the seconds of one are taken
 IDLE = ("micro-batches", "dp ranks", "cp ranks", "cp exchange")
 
-console = Console(width=160)
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sections asked for, print their tables and write them as JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--sections", default="meshes,ingredients,paper,planning", help="which to run")
     parser.add_argument("--steps", type=int, default=24, help="simulated steps of every system")
     parser.add_argument("--turns", type=int, default=5, help="repetitions of what is timed")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args(arguments)
     sections: dict[str, Callable[[], list[Row]]] = {
         "meshes": lambda: [row for name in JOBS for row in of_systems(name, options.steps)],
         "ingredients": lambda: [row for window in MESHES for row in ingredients(window, options.steps)],
-        "paper": lambda: [paper_job(name, options.steps) for name in PAPER_JOBS],
+        "paper": lambda: paper_jobs(options.steps),
         "planning": lambda: planning(options.turns),
     }
-    results: dict[str, Any] = {"machine": machine(), "versions": versions(), "steps": options.steps}
-    try:
-        for name in options.sections.split(","):
-            if name not in sections:
-                raise UserError(f"section {name!r} is unknown; choose from {', '.join(sections)}")
-            results[name] = sections[name]()
-            _print(name, results[name])
-    except UserError as error:
-        print(f"elastic benchmark: error: {error}", file=sys.stderr)
-        return 2
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0
+    results: dict[str, Any] = facts() | {"steps": options.steps}
+    for name in chosen(options.sections, [*sections], "section"):
+        results[name] = sections[name]()
+        show(name, results[name])
+    write(results, options.out)
 
 
 def mesh_job(window: int, system: str, model: str = "llama3-8b", **settings: Any) -> SimulatedJob:
@@ -102,7 +84,7 @@ def ingredients(window: int, steps: int) -> list[Row]:
     """Elastic with one of its ingredients left out at a time; its pools stay, where they are not what is left out."""
     base = _simulated(mesh_job(window, "plain-4d"), steps)
     whole = _simulated(mesh_job(window, "elastic"), steps, base).job
-    pool, count = whole.cp, whole.micro_batches_per_rank
+    pool, count = whole.layout.cp, whole.micro_batches_per_rank
     hybrid = mesh_job(window, "elastic", sharding="hybrid", pool=pool, packing={"pool_micro_batches": count})
     variants: dict[str, tuple[SimulatedJob, AbstractContextManager[Any]]] = {
         "elastic": (whole, nullcontext()),
@@ -120,7 +102,7 @@ def ingredients(window: int, steps: int) -> list[Row]:
         ),
         "half the pool": (mesh_job(window, "elastic", pool=pool // 2), nullcontext()),
         "best with the pool for a cp group, documents wait": (
-            mesh_job(window, "best", dp=whole.dp, cp=pool, micro_batches=whole.global_batch // whole.dp),
+            mesh_job(window, "best", dp=whole.layout.dp, cp=pool, micro_batches=whole.global_batch // whole.layout.dp),
             nullcontext(),
         ),
     }
@@ -153,16 +135,18 @@ def _one_collective(*arguments: Any) -> Locality:
     return where._replace(waits_for=np.broadcast_to(busiest, where.waits_for.shape))
 
 
-def paper_job(name: str, steps: int) -> Row:
-    """Speeds of every system in the layout of one of the paper's jobs; elastic also where documents may wait."""
-    base = _simulated(named_job(name, "plain-4d", **INTERLEAVED), steps)
-    speeds = {
-        system: _simulated(named_job(name, system, **INTERLEAVED), steps, base).speed_at_equal_work(base)
-        for system in SYSTEMS[1:]
-    }
-    waiting = _simulated(named_job(name, "elastic", packing=WAITING, **INTERLEAVED), steps, base)
-    speeds["elastic, waiting"] = waiting.speed_at_equal_work(base)
-    return {"job": name} | speeds | {"its delay": waiting.token_delay}
+def paper_jobs(steps: int) -> list[Row]:
+    """Speeds in the layouts of the paper's jobs, elastic's also where documents may wait; the last row has means."""
+    rows: list[Row] = []
+    for name in PAPER_JOBS:
+        base = _simulated(named_job(name, "plain-4d", **INTERLEAVED), steps)
+        jobs = {system: named_job(name, system, **INTERLEAVED) for system in SYSTEMS[1:]}
+        jobs["elastic, waiting"] = named_job(name, "elastic", packing=WAITING, **INTERLEAVED)
+        results = {system: _simulated(job, steps, base) for system, job in jobs.items()}
+        speeds = {system: result.speed_at_equal_work(base) for system, result in results.items()}
+        rows.append({"job": name} | speeds | {"its delay": results["elastic, waiting"].token_delay})
+    means = {column: mean(row[column] for row in rows) for column in rows[0] if column != "job"}
+    return [*rows, {"job": "mean"} | means]
 
 
 def planning(turns: int) -> list[Row]:
@@ -173,24 +157,26 @@ def planning(turns: int) -> list[Row]:
         lengths = read_lengths(f"synthetic:60000:{undecided.context_window}:0")
         job = decide(undecided, lengths)
         plans = StepPlanner(job, lengths).plans()
-        planned, sharded = [], []
+        timed_plan, timed_shards = CpuTimer(), CpuTimer()
         for _ in range(turns):
-            began = time.process_time()
-            (plan,) = islice(plans, 1)
-            planned.append(time.process_time() - began)
-            began = time.process_time()
-            for micro_batch in filter(len, (held.lengths for held in plan.ranks[0])):
-                make_shard_plan(micro_batch, job.cp, "elastic", workload=job.sharding_workload)
-            sharded.append(time.process_time() - began)
+            plan = timed_plan(next, plans)
+            timed_shards(_shard_all, plan, job)
+        planned, sharded = median(timed_plan.calls), median(timed_shards.calls)
         step = _simulated(job, turns).mean_step_seconds
         row = {
             "job": name,
-            "planning ms": 1e3 * median(planned),
-            "sharding ms": 1e3 * median(sharded),
-            "of the step": (median(planned) + median(sharded)) / step,
+            "planning ms": 1e3 * planned,
+            "sharding ms": 1e3 * sharded,
+            "of the step": (planned + sharded) / step,
         }
         rows.append(row | job.sizes)
     return rows
+
+
+def _shard_all(plan: StepPlan, job: SimulatedJob) -> None:
+    """The micro-batches of one pool."""
+    for micro_batch in filter(len, (held.lengths for held in plan.ranks[0])):
+        make_shard_plan(micro_batch, job.layout.cp, "elastic", workload=job.sharding_workload)
 
 
 def _simulated(job: SimulatedJob, steps: int, base: SimulationResult | None = None) -> SimulationResult:
@@ -207,21 +193,9 @@ def _row(result: SimulationResult, base: SimulationResult) -> Row:
         "bubbles": result.where["bubbles"] / result.mean_step_seconds,
         "token delay": result.token_delay,
         "tokens CV": result.tokens_cv,
-        "pool": result.job.cp,
+        "pool": result.job.layout.cp,
         "micro-batches": result.job.micro_batches_per_rank,
     }
-
-
-def _print(name: str, rows: list[Row]) -> None:
-    table = Table(title=name)
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
-    if name == "paper":
-        means = [f"{mean(row[column] for row in rows):.3f}" for column in rows[0] if column != "job"]
-        table.add_row("mean", *means)
-    console.print(table)
 
 
 if __name__ == "__main__":

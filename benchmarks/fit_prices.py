@@ -34,9 +34,8 @@ from wlb.simulate import costs
 from wlb.studies.published import whole_steps
 from wlb.studies.published.batches import measured_batch_rows
 from wlb.studies.published.metrics import seconds_of_step
-from wlb.studies.published.prediction import ODD
+from wlb.studies.published.prediction import ODD, compared
 from wlb.studies.published.reading import read_measurements
-from wlb.studies.published.summary import compared
 from wlb.workload import hardware
 
 Value = Callable[[], float]

@@ -15,26 +15,29 @@ profile in it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from parts.gpu.attention import exactness, kernel
 from parts.gpu.packing import packing
 from parts.gpu.profile import PROFILE, profile
-from parts.gpu.report import Report
-from parts.gpu.setting import H100, TOY, Result, Setting, Workloads
+from parts.gpu.setting import H100, TOY, Comparison, Result, Row, Setting, Workloads
 from parts.gpu.sharding import sharding
+from parts.measurement import chosen, command, console, facts, make_parser, show, write
+from wlb.errors import UserError
 from wlb.training.runtime.environment import hardware_name
 from wlb.workload import Workload, make_workload
 
+DIGITS = 5  # of a number in the file
 SECTIONS: dict[str, Callable[[Setting, Workloads], Result]] = {
     "exactness": exactness,
     "kernel": kernel,
@@ -44,15 +47,18 @@ SECTIONS: dict[str, Callable[[Setting, Workloads], Result]] = {
 }
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    names = options.sections.split(",")
-    if unknown := [name for name in names if name not in SECTIONS]:
-        return _refuse(f"no section {unknown[0]!r}; choose from {', '.join(SECTIONS)}")
+    parser = make_parser(__doc__, out="results/gpu_suite.json")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated; default: all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="toy sizes: tries every section in seconds")
+    options = parser.parse_args(arguments)
+    names = chosen(options.sections, [*SECTIONS], "section")
     if options.device == "cpu" and not options.quick:
-        return _refuse("the CPU runs toy sizes only; add --quick")
+        raise UserError("the CPU runs toy sizes only; add --quick")
     if options.device == "cuda" and not torch.cuda.is_available():
-        return _refuse("PyTorch finds no CUDA device; --device cpu --quick tries the code without one")
+        raise UserError("PyTorch finds no CUDA device; --device cpu --quick tries the code without one")
     return run([name for name in SECTIONS if name in names], setting_for(options.device, options.quick), options.out)
 
 
@@ -63,21 +69,34 @@ def setting_for(device: str, quick: bool) -> Setting:
 
 
 def run(names: Sequence[str], setting: Setting, out: Path) -> int:
-    """Measure the sections one after another; returns the exit status."""
+    """Measure the sections one after another, and write the file anew after each; returns the exit status."""
     if setting.device == "cpu":
         torch.set_num_threads(1)  # whose CPU time is measured
     preset = hardware_name(torch.device(setting.device))
     workloads: dict[str, Workload] = {f"{preset} preset": make_workload(setting.shape, preset)}
-    report = Report(setting, out)
+    content: dict[str, Any] = facts("torch", "triton")
+    content["machine"] |= _device(setting)
+    content |= {"setting": asdict(setting) | {"dtype": str(setting.dtype)}, "sections": {}}
+    comparisons: list[Comparison] = []
+    write(_rounded(content), out, indent=None)
+    console.print(content["machine"], content["versions"])
     for name in names:
         began = time.perf_counter()
         result = _try(name, setting, workloads)
-        report.add(name, time.perf_counter() - began, result)
+        seconds = time.perf_counter() - began
+        comparisons += result.comparisons
+        content["sections"][name] = {"seconds": seconds, "problem": result.problem, "rows": result.rows}
+        content |= {"comparisons": [*map(asdict, comparisons)], "errors": _errors(comparisons)}
         if result.profile is not None:
             workloads[PROFILE] = result.profile.workload()
+            content["profile"] = result.profile.model_dump(mode="json", exclude_none=True)
+        write(_rounded(content), out, indent=None)
+        console.print(f"{name}, {seconds:.0f} s" + (f": {result.problem}" if result.problem else ""))
+        show(name, result.rows)
         _free_memory(setting)
-    report.conclude()
-    return int(report.failed)
+    show("errors of predictions, as shares of what was measured", content["errors"])
+    console.print(f"results: {out}")
+    return int(any(section["problem"] for section in content["sections"].values()))
 
 
 def _try(name: str, setting: Setting, workloads: Workloads) -> Result:
@@ -95,18 +114,36 @@ def _free_memory(setting: Setting) -> None:
         torch.cuda.empty_cache()
 
 
-def _refuse(reason: str) -> int:
-    print(f"gpu_suite: error: {reason}", file=sys.stderr)
-    return 2
+def _device(setting: Setting) -> dict[str, str]:
+    if setting.device == "cpu":
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_gib": f"{properties.total_memory / 2**30:.0f}",
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda": str(torch.version.cuda),
+    }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated; default: all")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--quick", action="store_true", help="toy sizes: tries every section in seconds")
-    parser.add_argument("--out", type=Path, default=Path("results/gpu_suite.json"), help="where results go, as JSON")
-    return parser
+def _errors(comparisons: Iterable[Comparison]) -> list[Row]:
+    """Median, 90th percentile and worst error of every workload on every kind of work, over measured seconds."""
+    rows = []
+    for comparison in comparisons:
+        for name, predicted in comparison.predicted.items():
+            shares = np.abs(np.array(predicted) / np.array(comparison.measured) - 1)
+            errors = {"median": np.median(shares), "p90": np.quantile(shares, 0.9), "worst": shares.max()}
+            of_what = {"what": comparison.what, "workload": name, "count": len(predicted)}
+            rows.append(of_what | {error: float(share) for error, share in errors.items()})
+    return rows
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 if __name__ == "__main__":

@@ -10,24 +10,17 @@ own attention; the loss is taken from the scores in float64.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from parts.measurement import machine, versions
+from parts.measurement import chosen, command, facts, make_parser, show, write
+from parts.ranks import on_ranks
 from wlb.errors import UserError, require
 from wlb.integrations.huggingface import context_parallel_share, register_attention
 from wlb.integrations.packed import FlatteningCollator
@@ -128,38 +121,21 @@ RANDOM = np.random.default_rng(0)
 DOCUMENTS = [{"input_ids": RANDOM.integers(3, 97, length).tolist()} for length in (40, 5, 23, 31, 17)]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
     """Try the models asked for, print a table and write it as JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", default="", help="which of the table; all of them by default")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
+    parser = make_parser(__doc__)
+    parser.add_argument("--models", default=",".join(MODELS), help="which of the table; all of them by default")
     options = parser.parse_args(arguments)
-    names = options.models.split(",") if options.models else [*MODELS]
-    unknown = [name for name in names if name not in MODELS]
-    if unknown:
-        print(f"models benchmark: error: unknown model {unknown[0]!r}; choose of {', '.join(MODELS)}", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (folder, names), nprocs=CP)
-        rows = json.loads((Path(folder) / "rows.json").read_text(encoding="utf-8"))
-    Console(width=160).print(table_of(rows))
-    if options.out:
-        results = {"machine": machine(), "versions": versions("torch", "transformers"), "models": rows}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0
+    names = chosen(options.models, [*MODELS], "model")
+    rows = on_ranks(CP, rows_of, names)[0]
+    show("Gradient of packed documents against one document at a time, float64", [*map(verdicts, rows)])
+    write(facts("torch", "transformers") | {"models": rows}, options.out)
 
 
-def run_rank(rank: int, folder: str, names: Sequence[str]) -> None:
-    torch.set_num_threads(1)
+def rows_of(names: Sequence[str]) -> list[Row]:
     require("transformers", "hf").logging.set_verbosity_error()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=CP, timeout=timedelta(seconds=60)
-    )
-    rows = [row_of(name) for name in names]
-    if rank == 0:
-        (Path(folder) / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    dist.destroy_process_group()
+    return [row_of(name) for name in names]
 
 
 def row_of(name: str) -> Row:
@@ -223,14 +199,14 @@ def verdict(result: float | str) -> str:
     return f"{'exact' if result < EXACT else 'WRONG'}, {result:.0e}"
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    table = Table(title="Gradient of packed documents against one document at a time, float64", box=None)
-    for heading in ("model", "transformers' attention", "ours", f"ours, cp = {CP}"):
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        shared = "" if row["shared"] == row["packed"] else verdict(row["shared"])
-        table.add_row(row["model"], verdict(row["transformers"]), verdict(row["packed"]), shared)
-    return table
+def verdicts(row: Row) -> dict[str, str]:
+    """A row as it is shown."""
+    return {
+        "model": row["model"],
+        "transformers' attention": verdict(row["transformers"]),
+        "ours": verdict(row["packed"]),
+        f"ours, cp = {CP}": "" if row["shared"] == row["packed"] else verdict(row["shared"]),
+    }
 
 
 if __name__ == "__main__":

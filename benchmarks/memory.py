@@ -12,25 +12,32 @@ it is freed, or its own caching would be measured. The largest of the processes 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import torch
 
-from parts.measurement import machine, versions
-from wlb.job.config import ParallelConfig
+from parts.measurement import command, facts, make_parser, show, write
+from parts.ranks import on_ranks
+from wlb.errors import UserError
+from wlb.job.config import ParallelConfig, TrainingConfig
 from wlb.job.memory.layers import Checkpointing, MemorySettings
 from wlb.job.memory.step import predict_memory
+from wlb.models.transformer import TransformerConfig
 from wlb.schedules.layer_split import split_layers
+from wlb.sharding import make_shard_plan
+from wlb.training.data.batch import TokenBatch
+from wlb.training.data.sharded_batch import shard_batch
+from wlb.training.optimizer import build_optimizer, clip_gradients
+from wlb.training.parallel.mesh import build_mesh
+from wlb.training.parallel.parallelize import Execution, build_stage_modules
+from wlb.training.parallel.pipeline import PipelineRunner
+from wlb.training.runtime.environment import bound_compiled_products
 from wlb.workload import ModelShape
 
 # Read by the C library when a process starts: an own mapping for every tensor from 64 KiB on, one pool for the rest.
@@ -39,8 +46,13 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 WARM_UP_TOKENS = 64
 STEPS = 3
 SHARES = (1.0, 0.6, 1.2, 0.9)  # of --tokens: micro-batches of different lengths
-TIMEOUT = timedelta(minutes=30)
 MIB = 2**20
+COLUMNS = {
+    "configuration": "{name}",
+    "predicted MiB": "{predicted:,.0f}",
+    "measured MiB": "{measured:,.0f}",
+    "error": "{error:+.1%}",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ def shape_of(layers: int) -> ModelShape:
 
 def predict(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
     """Bytes of the process that holds most."""
-    blocks = tuple(len(layers) for layers in split_layers(shape, case.parallel.stages))
+    blocks = tuple(len(layers) for layers in split_layers(shape, case.parallel.layout.stages))
     compute_bytes = {"float32": 4, "bfloat16": 2}[case.dtype]
     settings = MemorySettings(shape, blocks, case.parallel.layout, len(tokens), compute_bytes, case.checkpointing)
     return predict_memory(settings, tokens).total
@@ -86,59 +98,25 @@ def predict(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
 
 def measure(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
     """Bytes of the process that held most."""
-    import torch.multiprocessing
-
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (case, shape, list(tokens), Path(folder) / "store", results)
-        torch.multiprocessing.spawn(_measure_rank, args=arguments, nprocs=case.parallel.world_size)
-    return max(int(results.get()) for _ in range(case.parallel.world_size))
+    return max(on_ranks(case.parallel.world_size, _measure_rank, case, shape, tokens))
 
 
-def _measure_rank(rank, case, shape, tokens, store, results) -> None:  # type: ignore[no-untyped-def]
-    import torch
-    import torch.distributed as dist
-
-    from wlb.training.runtime.environment import bound_compiled_products
-
-    torch.set_num_threads(1)
+def _measure_rank(case: Case, shape: ModelShape, tokens: Sequence[int]) -> int:
     bound_compiled_products()
-    size = case.parallel.world_size
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
     small = ModelShape(hidden=64, layers=shape.layers, heads=4, kv_heads=2, head_dim=16, ffn_hidden=64, vocab_size=64)
     _train(case, small, [WARM_UP_TOKENS] * len(tokens))
     gc.collect()
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     _train(case, shape, tokens)
-    results.put(_resident("VmHWM") - before)
-    dist.destroy_process_group()
+    return _resident("VmHWM") - before
 
 
 def _train(case: Case, shape: ModelShape, tokens: Sequence[int]) -> None:
-    import torch
-
-    from wlb.job.config import TrainingConfig
-    from wlb.models.transformer import TransformerConfig
-    from wlb.sharding import make_shard_plan
-    from wlb.training.data.batch import TokenBatch
-    from wlb.training.data.sharded_batch import shard_batch
-    from wlb.training.optimizer import build_optimizer, clip_gradients
-    from wlb.training.parallel.mesh import build_mesh
-    from wlb.training.parallel.parallelize import Execution, build_stage_modules
-    from wlb.training.parallel.pipeline import PipelineRunner
-
-    parallel, execution = case.parallel, Execution(torch.device("cpu"), getattr(torch, case.dtype))
+    parallel, execution = case.parallel.layout, Execution(torch.device("cpu"), getattr(torch, case.dtype))
     mesh = build_mesh(parallel, "cpu")
-    stages = build_stage_modules(
-        TransformerConfig(shape),
-        parallel,
-        mesh,
-        execution,
-        seed=0,
-        activation_checkpointing=case.checkpointing,
-    )
+    config, kept = TransformerConfig(shape), case.checkpointing
+    stages = build_stage_modules(config, parallel, mesh, execution, seed=0, activation_checkpointing=kept)
     optimizers = [build_optimizer(stage, TrainingConfig()) for stage in stages]
     runner = PipelineRunner(stages, parallel, mesh, len(tokens), execution)
     batches = []
@@ -162,38 +140,29 @@ def _resident(name: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {name}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__, out="results/memory.json")
     parser.add_argument("--layers", type=int, default=8, help="transformer blocks of the model")
     parser.add_argument("--tokens", type=int, default=1536, help="tokens of a typical micro-batch")
     parser.add_argument("--only", action="append", metavar="NAME", help="run this configuration (repeatable)")
-    parser.add_argument("--out", type=Path, default=Path("results/memory.json"), help="where results go, as JSON")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ.update(ALLOCATOR | ONE_THREAD)
-    shape = shape_of(arguments.layers)
-    tokens = [int(arguments.tokens * share) for share in SHARES]
+    shape = shape_of(options.layers)
+    tokens = [int(options.tokens * share) for share in SHARES]
     known = {case.name: case for case in _cases()}
-    if unknown := [name for name in arguments.only or () if name not in known]:
-        sys.exit(f"no configuration {unknown[0]!r}; choose from {', '.join(known)}")
-    rows = []
-    for case in [known[name] for name in arguments.only or known]:
+    if unknown := [name for name in options.only or () if name not in known]:
+        raise UserError(f"unknown configuration {unknown[0]!r}; choose from {'; '.join(known)}")
+    rows: list[dict[str, Any]] = []
+    for case in [known[name] for name in options.only or known]:
         predicted, measured = predict(case, shape, tokens), measure(case, shape, tokens)
         error = predicted / measured - 1
         rows.append({"name": case.name, "predicted": predicted, "measured": measured, "error": error})
         print(f"{case.name}: {error:+.1%}", file=sys.stderr, flush=True)
-    _print(rows)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    description = {"machine": machine(), "versions": versions("torch", "numpy"), "tokens": tokens, "shape": vars(shape)}
-    arguments.out.write_text(json.dumps({"rows": rows} | description, indent=1), encoding="utf-8")
-
-
-def _print(rows: list[dict[str, object]]) -> None:
-    table = Table("configuration", "predicted MiB", "measured MiB", "error", title="Peak memory of a process")
-    for row in rows:
-        predicted, measured = (f"{int(str(row[name])) / MIB:,.0f}" for name in ("predicted", "measured"))
-        table.add_row(str(row["name"]), predicted, measured, f"{float(str(row['error'])):+.1%}")
-    Console().print(table)
+    in_mib = [row | {name: row[name] / MIB for name in ("predicted", "measured")} for row in rows]
+    show("Peak memory of a process", in_mib, COLUMNS)
+    write(facts("torch") | {"rows": rows, "tokens": tokens, "shape": vars(shape)}, options.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,21 +11,16 @@ process with one thread, the median over ``--turns`` turns, without making the b
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
     _HeadTailLoadBalancer,
     _LoadBalancer,
@@ -34,20 +29,26 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 )
 from torch.nn.attention.flex_attention import BlockMask
 
-from parts.measurement import CpuTimer, freeze_imports, in_turns, machine, versions
-from wlb.documents.lengths import read_lengths
-from wlb.documents.synthetic import sample_lengths
-from wlb.errors import UserError
+from parts.documents import Lengths, add_length_options, chosen_lengths, described
+from parts.measurement import CpuTimer, command, console, facts, freeze_imports, in_turns, make_parser, show, write
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan, shard_latency
 from wlb.sharding.compare import sample_micro_batches
 from wlb.workload import Workload, make_workload
 
-Lengths = NDArray[np.int64]
 Row = dict[str, Any]
 MODEL, HARDWARE, TP = "7b", "h100", 8
 MASK_BLOCK = 128  # tokens of a block of flex attention's mask, its default
-
-console = Console(width=160)
+COLUMNS = {
+    "method": "{method}",
+    "attention imbalance": "{attention_imbalance:.4f}",
+    "worst": "{worst_attention_imbalance:.3f}",
+    "latency imbalance": "{latency_imbalance:.4f}",
+    "slowest rank, s": "{slowest_seconds:.4f}",
+    "tokens": "{token_imbalance:.4f}",
+    "K/V gathered": "{kv_gather_fraction:.1%}",
+    "padding": "{padding:.2%}",
+    "planning ms": "{planning_ms:.2f}",
+}
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,6 @@ def attended_area(lengths: Lengths, positions: NDArray[np.int64]) -> int:
     """Query-key pairs of the causal per-document mask whose queries are at ``positions``."""
     starts = np.cumsum(lengths) - lengths
     return int((positions - np.repeat(starts, lengths)[positions] + 1).sum())
-
-
-def our_method(strategy: str, cp_size: int, workload: Workload) -> Callable[[Lengths], ShardPlan]:
-    return lambda lengths: make_shard_plan(lengths, cp_size, strategy, workload=workload)
 
 
 def torch_methods(cp_size: int) -> dict[str, Callable[[Lengths], _LoadBalancer]]:
@@ -94,64 +91,47 @@ def block_mask(lengths: Lengths) -> BlockMask:
     )
 
 
-def padded(lengths: Lengths, multiple: int) -> Lengths:
-    return -(-lengths // multiple) * multiple
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run every method, print the table of each CP size and write the results as JSON."""
-    options = _parser().parse_args(arguments)
+    parser = make_parser(__doc__)
+    add_length_options(parser, documents=20_000)
+    parser.add_argument("--samples", type=int, default=200, help="micro-batches")
+    parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--turns", type=int, default=3, help="repetitions of every timing")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    try:
-        lengths = (
-            sample_lengths(options.documents, options.context_window, options.seed)
-            if options.lengths is None
-            else read_lengths(options.lengths)
-        )
-        micro_batches = sample_micro_batches(lengths, options.context_window, options.samples, options.seed)
-    except UserError as error:
-        print(f"sharding benchmark: error: {error}", file=sys.stderr)
-        return 2
+    lengths = chosen_lengths(options)
+    micro_batches = sample_micro_batches(lengths, options.context_window, options.samples, options.seed)
     workload = make_workload(MODEL, HARDWARE, tp=TP)
     freeze_imports()
-    results: dict[str, Any] = {
-        "machine": machine(),
-        "versions": versions("wlb-llm", "numpy", "torch"),
-        "setting": {
-            "lengths": f"synthetic, seed {options.seed}" if options.lengths is None else "given with --lengths",
-            "documents": len(lengths),
-            "context_window": options.context_window,
-            "micro_batches": len(micro_batches),
-            "documents_per_micro_batch": float(np.mean([len(micro_batch) for micro_batch in micro_batches])),
-            "workload": f"{MODEL} on {HARDWARE}, tp {TP}",
-            "turns": options.turns,
-            "seed": options.seed,
-            "time": "CPU time of the process, one thread, median over turns",
-        },
-        "cp": {},
+    results: dict[str, Any] = facts("torch") | {"cp": {}}
+    results["setting"] = described(options, lengths) | {
+        "micro_batches": len(micro_batches),
+        "documents_per_micro_batch": float(np.mean([len(micro_batch) for micro_batch in micro_batches])),
+        "workload": f"{MODEL} on {HARDWARE}, tp {TP}",
+        "turns": options.turns,
+        "time": "CPU time of the process, one thread, median over turns",
     }
-    console.print({**results["machine"], **results["versions"], **results["setting"]})
+    console.print(results)
     for cp_size in options.cp:
         results["cp"][cp_size] = rows = measure(micro_batches, cp_size, workload, options.turns)
-        _print(rows, cp_size)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return 0
+        show(f"CP {cp_size}: means over micro-batches; latency and slowest rank are predicted", rows, COLUMNS)
+    write(results, options.out)
 
 
 def measure(micro_batches: Sequence[Lengths], cp_size: int, workload: Workload, turns: int) -> list[Row]:
     """One row a method: balance on all micro-batches, and planning time."""
-    ours = {name: our_method(name, cp_size, workload) for name in STRATEGIES}
     theirs = torch_methods(cp_size)
 
     def shard_all(name: str, timer: CpuTimer) -> Iterator[Sharded]:
         for lengths in micro_batches:
-            if name in ours:
-                plan = timer(ours[name], lengths)
+            if name in STRATEGIES:
+                plan = timer(partial(make_shard_plan, workload=workload), lengths, cp_size, name)
                 yield Sharded(lengths, [plan.positions(rank) for rank in range(cp_size)], plan)
             else:
-                accepted = padded(lengths, 2 * cp_size) if "PerDocument" in name else lengths
+                multiple = 2 * cp_size if "PerDocument" in name else 1
+                accepted = -(-lengths // multiple) * multiple
                 order = timer(lambda balancer: balancer._generate_indices(), theirs[name](accepted))
                 assert order is not None
                 yield Sharded(accepted, list(order[0].long().numpy().reshape(cp_size, -1)))
@@ -161,7 +141,7 @@ def measure(micro_batches: Sequence[Lengths], cp_size: int, workload: Workload, 
         deque(shard_all(name, timer), maxlen=0)
         return timer.seconds
 
-    methods = [*ours, *theirs]
+    methods = [*STRATEGIES, *theirs]
     seconds = in_turns({name: partial(planning_seconds, name) for name in methods}, turns)
     return [
         _balance(name, shard_all(name, CpuTimer()), micro_batches, workload)
@@ -193,44 +173,6 @@ def _balance(name: str, sharded: Iterable[Sharded], micro_batches: Sequence[Leng
         "latency_imbalance": float(np.mean([latency.imbalance for latency in latencies])) if latencies else None,
         "slowest_seconds": float(np.mean([latency.slowest for latency in latencies])) if latencies else None,
     }
-
-
-def _print(rows: Sequence[Row], cp_size: int) -> None:
-    table = Table(
-        title=f"CP {cp_size}: means over micro-batches; latency and slowest rank are predicted", pad_edge=False
-    )
-    table.add_column("method", no_wrap=True)
-    for heading in ("attention imbalance", "worst", "latency imbalance", "slowest rank, s", "tokens", "K/V gathered"):
-        table.add_column(heading, justify="right")
-    table.add_column("padding", justify="right")
-    table.add_column("planning ms", justify="right")
-    for row in rows:
-        ours = row["latency_imbalance"] is not None
-        table.add_row(
-            row["method"],
-            f"{row['attention_imbalance']:.4f}",
-            f"{row['worst_attention_imbalance']:.3f}",
-            f"{row['latency_imbalance']:.4f}" if ours else "",
-            f"{row['slowest_seconds']:.4f}" if ours else "",
-            f"{row['token_imbalance']:.4f}",
-            f"{row['kv_gather_fraction']:.1%}",
-            f"{row['padding']:.2%}",
-            f"{row['planning_ms']:.2f}",
-        )
-    console.print(table)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", metavar="FILE", help="document lengths (.json, .txt, .npy, .parquet, .idx)")
-    parser.add_argument("--documents", type=int, default=20_000, help="synthetic documents, without --lengths")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--context-window", type=int, default=131_072)
-    parser.add_argument("--samples", type=int, default=200, help="micro-batches")
-    parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--turns", type=int, default=3, help="repetitions of every timing")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
-    return parser
 
 
 if __name__ == "__main__":

@@ -10,25 +10,23 @@ presets, then ``best`` with other settings. Tokens are in global batches. A docu
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from parts.measurement import versions
+from parts.measurement import command, facts, make_parser, show, write
 from wlb.documents.lengths import read_lengths
 from wlb.job.config import PRESETS
 from wlb.job.planner import StepPlanner
 from wlb.simulate.decide import decide
 from wlb.simulate.job import NAMED_JOBS, named_job
 
-_BEST: tuple[dict[str, Any], ...] = (
+Row = dict[str, Any]
+_BEST: tuple[Row, ...] = (
     {"token_spread": 0.5},
     {"token_spread": 0.25},
     {"token_spread": 0.1},
@@ -37,25 +35,21 @@ _BEST: tuple[dict[str, Any], ...] = (
     {"max_length_factor": 1.25},
     {"max_length_factor": 2.0},
 )
-_COLUMNS = ("least tokens", "most tokens", "CV", "token delay", "imbalance", "long share", "its CV", "in cut documents")
+_COLUMNS = {
+    "system": "{system}",
+    "least tokens": "{least:.2f}",
+    "most tokens": "{most:.2f}",
+    "CV": "{cv:.2f}",
+    "token delay": "{token_delay:.2f}",
+    "imbalance": "{imbalance:.2f}",
+    "long share": "{long_share:.2f}",
+    "its CV": "{long_share_cv:.2f}",
+    "in cut documents": "{cut_share:.2f}",
+}
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Of some steps: tokens over a global batch, mean delay in steps, and where tokens come from."""
-
-    system: str
-    least: float
-    most: float
-    cv: float
-    token_delay: float
-    imbalance: float
-    long_share: float  # of all tokens, those in long documents
-    long_share_cv: float  # of that share, step by step
-    cut_share: float  # of all tokens, those in documents that packing has cut
-
-
-def steps_of(preset: str, packing: dict[str, Any], options: argparse.Namespace, lengths: NDArray[np.int64]) -> Steps:
+def steps_of(preset: str, packing: Row, options: argparse.Namespace, lengths: NDArray[np.int64]) -> Row:
+    """Of some steps: tokens over a global batch, mean delay in steps, and shares of tokens by where they come from."""
     job = named_job(options.job, preset, packing=packing, micro_batches=options.micro_batches)
     job = decide(job, lengths)
     plans = [*islice(StepPlanner(job, lengths).plans(), options.steps)]
@@ -69,44 +63,35 @@ def steps_of(preset: str, packing: dict[str, Any], options: argparse.Namespace, 
         cuts += int(length[(start % job.context_window > 0) | (length < of_document)].sum())
     shares = np.array(longs) / tokens
     batches = tokens / (job.global_batch * job.context_window)
-    return Steps(
-        system=", ".join([preset, *(f"{name} {value:g}" for name, value in packing.items())]),
-        least=float(batches.min()),
-        most=float(batches.max()),
-        cv=float(batches.std() / batches.mean()),
-        token_delay=sum(plan.delay_token_steps for plan in plans) / int(tokens.sum()),
-        imbalance=float(np.mean([plan.imbalance for plan in plans])),
-        long_share=float(np.sum(longs) / tokens.sum()),
-        long_share_cv=float(shares.std() / shares.mean()) if shares.any() else 0.0,
-        cut_share=cuts / int(tokens.sum()),
-    )
+    return {
+        "system": ", ".join([preset, *(f"{name} {value:g}" for name, value in packing.items())]),
+        "least": float(batches.min()),
+        "most": float(batches.max()),
+        "cv": float(batches.std() / batches.mean()),
+        "token_delay": sum(plan.delay_token_steps for plan in plans) / int(tokens.sum()),
+        "imbalance": float(np.mean([plan.imbalance for plan in plans])),
+        "long_share": float(np.sum(longs) / tokens.sum()),  # in long documents
+        "long_share_cv": float(shares.std() / shares.mean()) if shares.any() else 0.0,  # of that share, step by step
+        "cut_share": cuts / int(tokens.sum()),  # in documents that packing has cut
+    }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser = make_parser(__doc__)
     parser.add_argument("--job", choices=NAMED_JOBS, default="7b-128k")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--micro-batches", type=int, help="of each data-parallel rank; default: the job's")
     parser.add_argument("--lengths", help="as for wlb compare; default: 100,000 synthetic ones of the job's window")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     window = NAMED_JOBS[options.job].context_window
     lengths = read_lengths(options.lengths or f"synthetic:100000:{window}:0")
-    systems: list[tuple[str, dict[str, Any]]] = [(preset, {}) for preset in PRESETS]
+    systems: list[tuple[str, Row]] = [(preset, {}) for preset in PRESETS]
     systems += [("best", settings) for settings in _BEST]
-    print("| system |", " | ".join(_COLUMNS), "|")
-    print("| --- |", " | ".join("---:" for _ in _COLUMNS), "|")
-    rows = []
-    for preset, packing in systems:
-        row = steps_of(preset, packing, options, lengths)
-        system, *numbers = asdict(row).values()
-        print(f"| {system} |", " | ".join(f"{number:.2f}" for number in numbers), "|", flush=True)
-        rows.append(row)
-    if options.out is not None:
-        result = {"versions": versions(), "job": options.job, "steps": [asdict(row) for row in rows]}
-        options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0
+    rows = [steps_of(preset, packing, options, lengths) for preset, packing in systems]
+    show(f"{options.steps} steps of {options.job}", rows, _COLUMNS)
+    write(facts() | {"job": options.job, "steps": rows}, options.out)
 
 
 if __name__ == "__main__":

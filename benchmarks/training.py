@@ -20,179 +20,105 @@ step's seconds over those measured, less one, the median; it holds where every p
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from parts.measurement import machine, versions
+from parts.measurement import chosen, command, facts, show, write
 from parts.training.turns import (
     PROCESSES,
+    Trained,
     counted_rows,
-    job_config,
-    make_parser,
+    folder,
     measure_profile,
-    measured_rows,
-    plan_steps,
-    predicted_seconds,
+    median_seconds,
+    parser_of_turns,
     prepare,
     run,
     train_in_turns,
+    trained,
 )
-from wlb.packing.pipeline_order import micro_batch_seconds
-from wlb.workload.profile import WorkloadProfile
+from wlb.job.config import PRESETS
 
 PEER = "hf-trainer"
 TRAINER = Path(__file__).parent / "parts" / "training" / "hf_trainer.py"
+COLUMNS = {
+    "= 2": "{layout}",
+    "preset": "{preset}",
+    "equal work": "{measured_speed_at_equal_work:.3f}x",
+    "predicted": "{predicted_speed_at_equal_work:.3f}x",
+    "imbalance": "{imbalance_degree:.3f}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "in tokens": "{measured_speed:.3f}x",
+    "in tokens, predicted": "{predicted_speed:.3f}x",
+    "error": "{prediction_error:+.0%}",
+}
 
 
-@dataclass(frozen=True)
-class Result:
-    """One preset in one layout; speeds are over plain-4d in the same layout."""
-
-    layout: str
-    preset: str
-    tokens_per_second: float
-    step_seconds: float  # median over steps
-    imbalance_degree: float
-    measured_speed: float
-    predicted_speed: float | None
-    measured_speed_at_equal_work: float | None
-    predicted_speed_at_equal_work: float | None
-    prediction_error: float | None  # predicted over measured seconds of a step less one, median
-
-
-@dataclass(frozen=True)
-class Job:
-    """A preset's counted steps: tokens, seconds (medians over repetitions), and what was expected of them."""
-
-    tokens: list[int]
-    seconds: list[float]
-    predicted: list[float] | None
-    work: float | None  # predicted seconds of one process doing all of it
-    imbalance_degree: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(self.tokens) / sum(self.seconds)
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    out: Path = arguments.directory
-    out.mkdir(parents=True, exist_ok=True)
-    store = prepare(out)
-    profile = measure_profile(out)
-    results: list[Result] = []
-    for layout in arguments.layouts.split(","):
-        for repetition in range(arguments.repetitions):
-            train_in_turns(layout, repetition, arguments, store)
-            if arguments.peer and layout == "dp":
-                train_peer(repetition, arguments, store)
-        results += compare(layout, arguments, store, profile)
-    report(results, arguments)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__, "runs/benchmark-training")
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = parser_of_turns(__doc__, "runs/benchmark-training")
     parser.add_argument(
         "--peer", action="store_true", help="also run a Hugging Face Trainer (needs transformers and accelerate)"
     )
-    return parser.parse_args()
+    options = parser.parse_args(arguments)
+    options.presets = chosen(options.presets, [*PRESETS], "preset")
+    options.directory.mkdir(parents=True, exist_ok=True)
+    store = prepare(options.directory)
+    profile = measure_profile(options.directory)
+    rows: list[dict[str, Any]] = []
+    for layout in options.layouts.split(","):
+        for repetition in range(options.repetitions):
+            train_in_turns(layout, repetition, options, store)
+            if options.peer and layout == "dp":
+                train_peer(repetition, options, store)
+        jobs = {preset: trained(layout, preset, options, store, [profile]) for preset in options.presets}
+        base = jobs.get("plain-4d", jobs[options.presets[0]])
+        rows += [row_of(job, base) for job in jobs.values()]
+        if options.peer and layout == "dp":
+            rows.append(peer_row(base, options))
+    results = facts("torch", "transformers") | {"steps": options.steps, "repetitions": options.repetitions}
+    title = (
+        f"measured, a thread for each process; medians of {options.repetitions} repetitions of {options.steps} steps"
+    )
+    show(title, rows, COLUMNS, str(results))
+    write(results | {"results": rows}, options.out)
 
 
-def train_peer(repetition: int, arguments: argparse.Namespace, store: Path) -> None:
-    directory = arguments.directory / "dp" / PEER / str(repetition)
+def row_of(job: Trained, base: Trained) -> dict[str, Any]:
+    """Speeds are over ``base``, plain-4d in the same layout; the prediction's error is a step's median."""
+    return {
+        "layout": job.layout,
+        "preset": job.preset,
+        "tokens_per_second": job.tokens_per_second,
+        "step_seconds": median(job.measured),
+        "imbalance_degree": job.imbalance_degree,
+        "measured_speed": job.tokens_per_second / base.tokens_per_second,
+        "predicted_speed": job.predicted_speed_in_tokens(base),
+        "measured_speed_at_equal_work": job.measured_speed(base),
+        "predicted_speed_at_equal_work": job.predicted_speed(base),
+        "prediction_error": median(job.errors),
+    }
+
+
+def train_peer(repetition: int, options: argparse.Namespace, store: Path) -> None:
+    directory = folder(options, "dp", PEER, repetition)
     shutil.rmtree(directory, ignore_errors=True)
-    sizes = ["--micro-batches", arguments.micro_batches, "--steps", arguments.steps + 1]
+    sizes = ["--micro-batches", options.micro_batches, "--steps", options.steps + 1]
     run(TRAINER, "--store", store, "--out", directory, *sizes, processes=PROCESSES)
 
 
-def compare(layout: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile) -> list[Result]:
-    jobs = {preset: _job_of(layout, preset, arguments, store, profile) for preset in arguments.presets}
-    if arguments.peer and layout == "dp":
-        rows = counted_rows(layout, PEER, arguments)
-        jobs[PEER] = Job([row["tokens"] for row in rows[0]], _median_seconds(rows), None, None, 1.0)
-    base = jobs.get("plain-4d", jobs[arguments.presets[0]])
-    return [_result(layout, preset, job, base) for preset, job in jobs.items()]
-
-
-def _job_of(layout: str, preset: str, arguments: argparse.Namespace, store: Path, profile: WorkloadProfile) -> Job:
-    config = job_config(layout, preset, arguments, store)
-    plans = plan_steps(config, arguments.steps + 1)[1:]
-    rows = measured_rows(layout, preset, arguments, plans)
-    tokens = [plan.tokens for plan in plans]
-    return Job(
-        tokens,
-        _median_seconds(rows),
-        predicted_seconds(plans, config, profile),
-        sum(float(micro_batch_seconds(plan.ranks, profile.workload()).sum()) for plan in plans),
-        sum(plan.imbalance for plan in plans) / len(plans),
-    )
-
-
-def _median_seconds(repetitions: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
-    return [median(row["step_seconds"] for row in rows) for rows in zip(*repetitions, strict=True)]
-
-
-def _result(layout: str, preset: str, job: Job, base: Job) -> Result:
-    predicted = equal_work = predicted_equal_work = error = None
-    if job.predicted and base.predicted and job.work and base.work:
-        predicted = sum(job.tokens) / sum(job.predicted) / (sum(base.tokens) / sum(base.predicted))
-        equal_work = job.work / sum(job.seconds) / (base.work / sum(base.seconds))
-        predicted_equal_work = job.work / sum(job.predicted) / (base.work / sum(base.predicted))
-        error = median(p / m - 1 for p, m in zip(job.predicted, job.seconds, strict=True))
-    return Result(
-        layout,
-        preset,
-        tokens_per_second=job.tokens_per_second,
-        step_seconds=median(job.seconds),
-        imbalance_degree=job.imbalance_degree,
-        measured_speed=job.tokens_per_second / base.tokens_per_second,
-        predicted_speed=predicted,
-        measured_speed_at_equal_work=equal_work,
-        predicted_speed_at_equal_work=predicted_equal_work,
-        prediction_error=error,
-    )
-
-
-def report(results: Sequence[Result], arguments: argparse.Namespace) -> None:
-    here = machine() | versions("torch", "transformers")
-    table = Table(
-        title=f"measured, a thread for each process, {here['cores']} cores, {here['cpu']}, torch {here['torch']}; "
-        f"medians of {arguments.repetitions} repetitions of {arguments.steps} steps"
-    )
-    headings = ("= 2", "preset", "equal work", "predicted", "imbalance", "tokens/s", "in tokens", "predicted", "error")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("= 2", "preset") else "right")
-    for result in results:
-        table.add_row(
-            result.layout,
-            result.preset,
-            _times(result.measured_speed_at_equal_work),
-            _times(result.predicted_speed_at_equal_work),
-            f"{result.imbalance_degree:.3f}",
-            f"{result.tokens_per_second:,.0f}",
-            _times(result.measured_speed),
-            _times(result.predicted_speed),
-            "" if result.prediction_error is None else f"{result.prediction_error:+.0%}",
-        )
-    Console(width=110).print(table)
-    if arguments.out:
-        summary = {"machine": here, "steps": arguments.steps, "repetitions": arguments.repetitions}
-        rows = [asdict(result) for result in results]
-        arguments.out.write_text(json.dumps(summary | {"results": rows}, indent=1) + "\n", encoding="utf-8")
-
-
-def _times(speed: float | None) -> str:
-    return "" if speed is None else f"{speed:.3f}x"
+def peer_row(base: Trained, options: argparse.Namespace) -> dict[str, Any]:
+    """What was measured of the peer; nothing is predicted of it."""
+    rows = counted_rows("dp", PEER, options)
+    seconds, tokens = median_seconds(rows), [row["tokens"] for row in rows[0]]
+    peer = Trained("dp", PEER, seconds, predicted=seconds, work=1.0, tokens=tokens)
+    unknown = dict.fromkeys(name for name in row_of(peer, base) if "predict" in name or "work" in name)
+    return row_of(peer, base) | unknown
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,17 +28,24 @@ from torch import Tensor, nn
 
 from wlb.attention import segment_attention
 from wlb.documents.prepare.sources import stdlib_documents, stdlib_files, stdlib_root
+from wlb.integrations.huggingface import balanced, check_batch, register_attention
 from wlb.integrations.packed import FlatteningCollator
 from wlb.training.observe.compute_clock import thread_seconds
 from wlb.workload import ModelShape, Workload, make_workload
 
+Train = Callable[[bool, "Run", Sequence[Any], argparse.Namespace], None]
 VOCABULARY = 256  # bytes
 SHAPE = ModelShape(
     hidden=128, layers=2, heads=4, kv_heads=4, head_dim=32, ffn_hidden=256, vocab_size=VOCABULARY
 )  # attention costs about as much here as in a 7B model at long context
 
 
-def parse_arguments(description: str | None) -> argparse.Namespace:
+def run_example(description: str | None, train: Train, *, shared: bool = False, masked: bool = False) -> None:
+    """Run one example: ``train(balanced, run, documents, arguments)`` in turns on the processes of torchrun.
+
+    ``shared`` is whether all processes share every micro-batch; ``masked`` documents begin with a prompt, a quarter of
+    their tokens, that is not learnt.
+    """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--documents", type=_at_least_1, default=256, help="documents, a multiple of 16")
     parser.add_argument("--context-window", type=_at_least_1, default=4096)
@@ -46,7 +54,18 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     arguments = parser.parse_args()
     if not dist.is_torchelastic_launched():
         parser.error("this needs two processes: torchrun --standalone --nproc-per-node 2 examples/...")
-    return arguments
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    documents = stdlib_texts(arguments.documents, arguments.context_window)
+    for document in documents if masked else ():
+        prompt = document["length"] // 4
+        document["labels"] = [-100] * prompt + document["input_ids"][prompt:]
+    compare(arguments, train, documents, dist.get_world_size() if shared else 1)
+    # The process ends here: torch's DDP keeps gloo's threads past destroy_process_group, and an interpreter that ends
+    # while they run aborts now and then (one in fifty on a busy machine, torch 2.13).
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _at_least_1(text: str) -> int:
@@ -110,8 +129,11 @@ class TinyTransformer(nn.Module):
         return scores
 
 
-def llama() -> Any:
-    """An unmodified Hugging Face Llama of the same size."""
+def llama(run: Run, documents: Sequence[Any]) -> Any:
+    """An unmodified Hugging Face Llama of the same size with packed attention, and its gradient held to one at a time.
+
+    Both ways of training attend with it: packed documents need no mask of tokens x tokens.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -125,7 +147,41 @@ def llama() -> Any:
         max_position_embeddings=1 << 17,
         use_cache=False,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    register_attention(model)
+    run.gradient_error = check_batch(model, FlatteningCollator()(documents[:8])).gradient_error
+    return model
+
+
+def trainer_settings(documents: Sequence[Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """``TrainingArguments`` of both ways of training; nothing is saved."""
+    return {
+        "output_dir": tempfile.gettempdir(),
+        "per_device_train_batch_size": usual_batch(documents, arguments),  # the balanced Trainer has no use for it
+        "gradient_accumulation_steps": arguments.micro_batches,
+        "num_train_epochs": 1,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+        "ddp_backend": "gloo",
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "dataloader_pin_memory": False,
+        "remove_unused_columns": False,
+    }
+
+
+def trainer_class(base: type[Any], use_wlb: bool, run: Run, arguments: argparse.Namespace) -> type[Any]:
+    """A Hugging Face Trainer whose micro-batches are counted, as it was or balanced."""
+
+    class Timed(base):
+        def training_step(self, *positional: Any, **keywords: Any) -> Any:
+            with run.computing():
+                return super().training_step(*positional, **keywords)
+
+    # ``llama`` has checked packing already.
+    return balanced(Timed, context_window=arguments.context_window, check=False) if use_wlb else Timed
 
 
 @dataclass
@@ -164,17 +220,6 @@ class Run(FlatteningCollator):
         yield
         self.computed.append(sum(self._now()) - began)
 
-    def timed(self, trainer_class: type[Any]) -> type[Any]:
-        """A Hugging Face Trainer whose micro-batches are counted."""
-        run = self
-
-        class Timed(trainer_class):
-            def training_step(self, *positional: Any, **arguments: Any) -> Any:
-                with run.computing():
-                    return super().training_step(*positional, **arguments)
-
-        return Timed
-
 
 def usual_batch(documents: Sequence[Any], arguments: argparse.Namespace) -> int:
     """Documents of a micro-batch as the original makes it: as many as fill the window on average."""
@@ -183,18 +228,16 @@ def usual_batch(documents: Sequence[Any], arguments: argparse.Namespace) -> int:
     return max(1, round(window * len(documents) / tokens))
 
 
-def compare(
-    arguments: argparse.Namespace, train: Callable[[bool, Run], None], documents: Sequence[Any], cp: int = 1
-) -> None:
-    """Train with ``train(balanced, run)`` in turns and print both; the first turn of each is warm-up."""
+def compare(arguments: argparse.Namespace, train: Train, documents: Sequence[Any], cp: int) -> None:
+    """Train in turns and print both; the first turn of each is warm-up."""
     runs: dict[bool, list[list[Run]]] = {False: [], True: []}
     for _ in range(arguments.turns + 1):
-        for balanced in (False, True):
+        for use_wlb in (False, True):
             run = Run(arguments.micro_batches)
-            train(balanced, run)
+            train(use_wlb, run, documents, arguments)
             gathered: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, (run.batches, run.computed, run.wall, run.gradient_error, run.predicted))
-            runs[balanced].append([Run(arguments.micro_batches, *of_rank) for of_rank in gathered])
+            runs[use_wlb].append([Run(arguments.micro_batches, *of_rank) for of_rank in gathered])
     if dist.get_rank() == 0:
         lengths = np.array([document["length"] for document in documents])
         _print(runs[False][1:], runs[True][1:], lengths, cp)
@@ -243,21 +286,3 @@ def _imbalance(ranks: Sequence[Sequence[float]], run: Run) -> float:
         table[:, first : first + run.micro_batches].sum(axis=1) for first in range(0, table.shape[1], run.micro_batches)
     ]
     return float(sum(step.max() for step in steps) / sum(step.mean() for step in steps)) if steps else float("nan")
-
-
-def join() -> tuple[int, int]:
-    """Rank and number of processes of a gloo group, with one thread each; a document at a time is compared in it."""
-    torch.set_num_threads(1)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return dist.get_rank(), dist.get_world_size()
-
-
-def leave() -> None:
-    """End the process here: torch's DDP keeps gloo's threads past ``destroy_process_group``.
-
-    An interpreter that ends while they run aborts now and then (one in fifty on a busy machine, torch 2.13).
-    """
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)

@@ -38,9 +38,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.documents.order import shuffled
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
-from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
-from wlb.job.job import JobSpec
 from wlb.job.planner import StepPlanner
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.simulate import SimulationResult, simulate, simulated_job
@@ -179,7 +177,8 @@ def measure(preset: str, out: Path, store: Path, arguments: argparse.Namespace) 
     """Read the job's ``steps.jsonl``, and plan its steps once more for what each rank had to do."""
     lines = (out / preset / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines][1:]
-    job = JobSpec.from_config(_decided(preset, out, store, arguments), "cpu", vocab_size=VOCABULARY)
+    config = load_config(CONFIG, job_settings(preset, out, store, arguments))
+    job = check_job(config, config.parallel.world_size).job
     plans = list(islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, 1 + len(rows)))
     assert [plan.tokens for plan in plans] == [row["tokens"] for row in rows], "the plans are those that were trained"
     return Measured(
@@ -189,12 +188,6 @@ def measure(preset: str, out: Path, store: Path, arguments: argparse.Namespace) 
         step_seconds=[row["step_seconds"] for row in rows],
         rank_seconds=np.array([[sum(batch.workload for batch in rank) for rank in plan.ranks] for plan in plans]),
     )
-
-
-def _decided(preset: str, out: Path, store: Path, arguments: argparse.Namespace) -> JobConfig:
-    """The configuration that was trained, in which pools are decided."""
-    config = load_config(CONFIG, job_settings(preset, out, store, arguments))
-    return check_job(config, config.parallel.world_size).config
 
 
 def simulate_cluster() -> dict[str, SimulationResult]:
@@ -234,7 +227,7 @@ def show_measured(results: Sequence[Measured], arguments: argparse.Namespace) ->
 def show_simulated(results: dict[str, SimulationResult]) -> None:
     base = results[SYSTEMS[0]]
     table = new_table(
-        f"simulated, not measured\n{CLUSTER_MODEL} on {base.job.gpus} H100: tp 8, pp 4, cp 2, dp 4\n"
+        f"simulated, not measured\n{CLUSTER_MODEL} on {base.job.layout.world_size} H100: tp 8, pp 4, cp 2, dp 4\n"
         f"{CLUSTER_STEPS} steps of 16 x {CLUSTER_WINDOW:,} tokens",
         ("speed at\nequal work", "\ntokens/s", "step\nseconds", "tokens/step\nCV", "token\ndelay"),
         f"lengths {CLUSTER_DOCUMENTS}, cut where windows end\n"
@@ -279,7 +272,7 @@ def draw(measured: Sequence[Measured], simulated: dict[str, SimulationResult], p
     _draw_speeds(axes[2], speeds, colours, "measured\n2 CPU processes")
     plain = simulated[SYSTEMS[0]]
     over_plain = {system: result.speed_at_equal_work(plain) for system, result in simulated.items()}
-    _draw_speeds(axes[3], over_plain, colours, f"simulated\n{CLUSTER_MODEL}, {plain.job.gpus} H100")
+    _draw_speeds(axes[3], over_plain, colours, f"simulated\n{CLUSTER_MODEL}, {plain.job.layout.world_size} H100")
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     save(figure, path)

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from comparison import SHAPE, Run, compare, join, leave, llama, parse_arguments, prices, stdlib_texts, usual_batch
+from comparison import SHAPE, Run, llama, prices, run_example, usual_batch
 from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.huggingface import check_batch, context_parallel_share, register_attention
-from wlb.integrations.packed import FlatteningCollator
-from wlb.training.observe.predicted_load import PredictedLoad
+from wlb.integrations.huggingface import context_parallel_share
+from wlb.training.observe.monitor import PredictedLoad
 
 
 def original_batches(documents: Any, arguments: Any) -> list[list[int]]:
@@ -43,9 +42,7 @@ def balanced_batches(documents: Any, arguments: Any) -> PlannedBatchSampler:
 
 
 def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
-    model = llama()
-    register_attention(model)
-    run.gradient_error = check_batch(model, FlatteningCollator()(documents[:8])).gradient_error
+    model = llama(run, documents)
     batches = balanced_batches(documents, arguments) if use_wlb else original_batches(documents, arguments)
     sharding = "hybrid" if use_wlb else "per_sequence"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -66,13 +63,5 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
             optimizer.zero_grad()
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
-    _, ranks = join()
-    documents = stdlib_texts(arguments.documents, arguments.context_window)
-    compare(arguments, lambda use_wlb, run: train(use_wlb, run, documents, arguments), documents, cp=ranks)
-    leave()
-
-
 if __name__ == "__main__":
-    main()
+    run_example(__doc__, train, shared=True)

@@ -39,7 +39,7 @@ def main() -> None:
         parser.error(str(error))
     with joined_job(configs[0]) as device:
         processes = int(os.environ["LOCAL_WORLD_SIZE"])
-        trainers = [Trainer(check_job(config, processes).config, device) for config in configs]
+        trainers = [Trainer(check_job(config, processes), device) for config in configs]
         progress = Progress(configs) if dist.get_rank() == 0 else None
         for _ in zip_longest(*(trainer.steps() for trainer in trainers)):
             if progress is not None:

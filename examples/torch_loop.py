@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from comparison import SHAPE, Run, TinyTransformer, compare, join, leave, parse_arguments, stdlib_texts, usual_batch
+from comparison import SHAPE, Run, TinyTransformer, run_example, usual_batch
 from wlb.integrations.checks import check_packing
 from wlb.integrations.packed import packed_batches, packed_loss
 
 
-def train_original(documents: Any, per_batch: int, arguments: Any, run: Run, model: Any, optimizer: Any) -> None:
+def train_original(documents: Any, arguments: Any, run: Run, model: Any, optimizer: Any) -> None:
     sampler: Any = DistributedSampler(documents, seed=0)
+    per_batch = usual_batch(documents, arguments)
     loader = list(DataLoader(documents, batch_size=per_batch, sampler=sampler, collate_fn=run))
     for first in range(0, len(loader), arguments.micro_batches):
         step = loader[first : first + arguments.micro_batches]
@@ -69,26 +70,15 @@ def check(documents: Any, model: TinyTransformer, arguments: Any) -> float:
     return check_packing(model, packed, singles).gradient_error
 
 
-def main() -> None:
-    arguments = parse_arguments(__doc__)
-    join()
-    documents = stdlib_texts(arguments.documents, arguments.context_window)
-
-    def train(balanced: bool, run: Run) -> None:
-        torch.manual_seed(0)
-        plain = TinyTransformer()
-        run.gradient_error = check(documents, plain, arguments)
-        model = DistributedDataParallel(plain)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        with run.training():
-            if balanced:
-                train_balanced(documents, arguments, run, model, optimizer)
-            else:
-                train_original(documents, usual_batch(documents, arguments), arguments, run, model, optimizer)
-
-    compare(arguments, train, documents)
-    leave()
+def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
+    torch.manual_seed(0)
+    plain = TinyTransformer()
+    run.gradient_error = check(documents, plain, arguments)
+    model = DistributedDataParallel(plain)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with run.training():
+        (train_balanced if use_wlb else train_original)(documents, arguments, run, model, optimizer)
 
 
 if __name__ == "__main__":
-    main()
+    run_example(__doc__, train)

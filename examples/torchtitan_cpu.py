@@ -31,7 +31,7 @@ from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata  
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from wlb.attention.segments import segment_attention  # noqa: E402
+from wlb.attention import segment_attention  # noqa: E402
 from wlb.documents.store.reader import TokenStore  # noqa: E402
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, DistributedSampler
 
-from comparison import SHAPE, Run, TinyTransformer, compare, join, leave, parse_arguments, stdlib_texts, usual_batch
+from comparison import SHAPE, Run, TinyTransformer, run_example, usual_batch
 from torch_loop import check
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.lightning import LightningLoss
@@ -61,6 +61,8 @@ def balanced(documents: Any, run: Run, arguments: Any) -> tuple[DataLoader[Any],
 
 
 def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model = TinyTransformer()
     run.gradient_error = check(documents, model, arguments)
@@ -96,15 +98,5 @@ class MicroBatchClock(lightning.Callback):
         self._context.__exit__(None, None, None)
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    arguments = parse_arguments(__doc__)
-    join()
-    documents = stdlib_texts(arguments.documents, arguments.context_window)
-    compare(arguments, lambda use_wlb, run: train(use_wlb, run, documents, arguments), documents)
-    leave()
-
-
 if __name__ == "__main__":
-    main()
+    run_example(__doc__, train)

@@ -141,6 +141,6 @@ def _run(
 
 def _fork_ranks_as_if_torch_was_not_imported() -> None:
     """The server has imported torch, but nothing has used it."""
-    from wlb.training import fork_server
+    from wlb.training import forks
 
-    fork_server.torch_may_be_in_use = lambda: threading.active_count() > 1
+    forks.torch_may_be_in_use = lambda: threading.active_count() > 1

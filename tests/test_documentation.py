@@ -161,8 +161,9 @@ def _check_script(where: str, words: Sequence[str]) -> None:
         source = ROOT / words[place]
     assert source.is_file(), f"{where}: {source} does not exist"
     after = words[place + 1 :]
-    files = [*source.parent.glob(f"{source.stem}*.py"), *source.parent.glob(f"parts/{source.stem}/*.py")]
-    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    text = "".join(file.read_text(encoding="utf-8") for file in source.parent.glob(f"{source.stem}*.py"))
+    parts = [source.parent / f"{name.replace('.', '/')}.py" for name in re.findall(r"^from (parts[\w.]+)", text, re.M)]
+    text += "".join(part.read_text(encoding="utf-8") for part in parts if part.is_file())
     assert all(f'"{option}"' in text for option in OPTION.findall(" ".join(after))), f"{where}: {after}"
     assert all((ROOT / word).is_file() for word in after if word.endswith(".toml")), f"{where}: {after}"
 

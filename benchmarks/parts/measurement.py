@@ -1,4 +1,4 @@
-"""What every benchmark here shares: CPU time of alternatives in turn, and a description of the machine.
+"""What every benchmark here shares: its command line, timing of alternatives in turn, tables, and JSON that says where.
 
 Plans are computed by one thread, so they are timed by the CPU time of the process: other work on the machine then costs
 the caches it displaces, not the time it runs. The garbage collector stays on, as it is in training, but does not walk
@@ -9,30 +9,77 @@ machine's speed meets all of them, and the median over turns is reported.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import gc
+import json
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from string import Formatter
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from wlb.errors import UserError
 
 T = TypeVar("T")
 R = TypeVar("R")
+Row = Mapping[str, Any]
+
+console = Console(width=160, highlight=False)
+
+
+def make_parser(description: str | None, out: str | None = None) -> argparse.ArgumentParser:
+    """A parser that has ``--out``, where results go as JSON; by default ``out``, or nowhere."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=out, metavar="FILE", help="write the results as JSON")
+    return parser
+
+
+def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
+    """``main`` as a command that returns its exit status: 2 and one line for a ``UserError``."""
+
+    @functools.wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(arguments) or 0
+        except UserError as error:
+            name = Path(main.__code__.co_filename).stem.replace("_", " ")
+            print(f"{name} benchmark: error: {error}", file=sys.stderr)
+            return 2
+
+    return run
+
+
+def chosen(names: str, known: Sequence[str], what: str) -> list[str]:
+    """``names``, written with commas. Raises ``UserError`` for one that is not ``known``."""
+    wanted = names.split(",")
+    if unknown := [name for name in wanted if name not in known]:
+        raise UserError(f"unknown {what} {unknown[0]!r}; choose from {', '.join(known)}")
+    return wanted
 
 
 class CpuTimer:
-    """Adds up the CPU seconds of the whole process, threads included, that calls take."""
+    """CPU seconds of the whole process, threads included, of each of the calls made through it."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.calls: list[float] = []
 
-    def __call__(self, function: Callable[[T], R], argument: T) -> R:
+    def __call__(self, function: Callable[..., R], *arguments: Any) -> R:
         began = time.process_time()
-        result = function(argument)
-        self.seconds += time.process_time() - began
+        result = function(*arguments)
+        self.calls.append(time.process_time() - began)
         return result
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.calls)
 
 
 def freeze_imports() -> None:
@@ -51,14 +98,15 @@ def in_turns(alternatives: Mapping[str, Callable[[], T]], turns: int) -> dict[st
     return results
 
 
-def machine() -> dict[str, str]:
-    """CPU model, number of cores, operating system and Python; nothing that names the machine."""
-    return {
+def facts(*distributions: str) -> dict[str, Any]:
+    """The machine, and versions of the installed ones of ``distributions``; nothing that names the machine."""
+    here = {
         "cpu": _cpu_model(),
         "cores": str(os.cpu_count() or 1),
         "system": platform.system(),
         "python": platform.python_version(),
     }
+    return {"machine": here, "versions": versions("wlb-llm", "numpy", *distributions)}
 
 
 def versions(*distributions: str) -> dict[str, str]:
@@ -79,3 +127,44 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def write(results: Mapping[str, Any], out: Path | None, indent: int | None = 1) -> None:
+    """Write ``results`` to ``out`` as JSON, if anywhere."""
+    if out is not None:
+        out = Path(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(results, indent=indent) + "\n", encoding="utf-8")
+
+
+def show(title: str, rows: Sequence[Row], columns: Mapping[str, str] | None = None, caption: str | None = None) -> None:
+    """Print ``rows`` as a table.
+
+    ``columns`` has a format by heading, such as ``"{seconds:.3f}"``; a cell is empty where what it formats is None.
+    Without it the table has whatever the rows have, but for lists.
+    """
+    if not rows:
+        return
+    texts = [_formatted(row, columns) if columns else dict(_cells(row)) for row in rows]
+    table = Table(title=title, title_justify="left", caption=caption, pad_edge=False)
+    for place, heading in enumerate(texts[0]):
+        table.add_column(heading.replace("_", " "), justify="right" if place else "left", no_wrap=not place)
+    for cells in texts:
+        table.add_row(*cells.values())
+    console.print(table)
+
+
+def _formatted(row: Row, columns: Mapping[str, str]) -> dict[str, str]:
+    formatter, cells = Formatter(), {}
+    for heading, form in columns.items():
+        fields = [formatter.get_field(name, (), row)[0] for _, name, _, _ in formatter.parse(form) if name]
+        cells[heading] = "" if None in fields else form.format_map(row)
+    return cells
+
+
+def _cells(row: Row) -> Iterator[tuple[str, str]]:
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _cells({f"{name}, {inner}": one for inner, one in value.items()})
+        elif not isinstance(value, list):
+            yield name, f"{value:,.4g}" if isinstance(value, float) else "" if value is None else str(value)

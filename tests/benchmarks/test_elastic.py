@@ -1,25 +1,10 @@
 """The benchmark of elastic pools compares systems that train the same documents."""
 
-import importlib
-import sys
-from pathlib import Path
-
-import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("elastic")
-    sys.modules.pop("elastic")
-
 
 def test_every_system_of_a_mesh_has_the_same_gpus_and_global_batch(benchmark):
     for make in benchmark.JOBS.values():
         jobs = [make(system) for system in benchmark.SYSTEMS]
-        assert len({(job.shape, job.gpus, job.global_batch, job.context_window) for job in jobs}) == 1
+        assert len({(job.shape, job.layout.world_size, job.global_batch, job.context_window) for job in jobs}) == 1
     rows = benchmark.of_systems("llama3-8b, 128K", steps=2)
     assert [row["system"] for row in rows] == list(benchmark.SYSTEMS)
     assert rows[0]["speed"] == 1.0
@@ -29,5 +14,5 @@ def test_every_system_of_a_mesh_has_the_same_gpus_and_global_batch(benchmark):
 def test_an_unknown_section_is_one_line(benchmark, capsys):
     assert benchmark.main(["--sections", "speed"]) == 2
     assert capsys.readouterr().err == (
-        "elastic benchmark: error: section 'speed' is unknown; choose from meshes, ingredients, paper, planning\n"
+        "elastic benchmark: error: unknown section 'speed'; choose from meshes, ingredients, paper, planning\n"
     )

@@ -22,7 +22,7 @@ SECONDS = st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3), min_size
 
 
 def _module(name: str) -> Any:
-    sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS.parent / "examples")]
+    sys.path[:0] = [str(BENCHMARKS)]
     return importlib.import_module(name)
 
 
@@ -32,7 +32,7 @@ def _path() -> Iterator[None]:
     yield
     sys.path[:] = before
     for name in [*sys.modules]:  # other benchmarks' folders have parts, too
-        if name in ("fidelity", "demo", "parts") or name.startswith("parts."):
+        if name == "parts" or name.startswith("parts."):
             del sys.modules[name]
 
 
@@ -80,12 +80,12 @@ def test_the_median_is_taken_between_messages() -> None:
 
 
 def test_predicted_and_measured_speeds_are_compared_at_equal_work() -> None:
-    fidelity = _module("fidelity")
-    base = fidelity.Fidelity("dp", "plain-4d", [4.0, 4.0], [5.0, 5.0], work=8.0, in_repetitions=[8.0])
-    same = fidelity.Fidelity("dp", "best", [6.0], [7.5], work=9.0, in_repetitions=[6.0])
+    turns = _module("parts.training.turns")
+    base = turns.Trained("dp", "plain-4d", [4.0, 4.0], [5.0, 5.0], work=8.0, in_repetitions=[8.0])
+    same = turns.Trained("dp", "best", [6.0], [7.5], work=9.0, in_repetitions=[6.0])
     assert (same.measured_speed(base), same.predicted_speed(base), same.apart(base)) == pytest.approx((1.5, 1.5, 0.0))
     assert same.speeds_in_repetitions(base) == [1.5]
-    slower = fidelity.Fidelity("dp", "best", [6.0], [10.0], work=9.0, in_repetitions=[6.0])
+    slower = turns.Trained("dp", "best", [6.0], [10.0], work=9.0, in_repetitions=[6.0])
     assert slower.apart(base) == pytest.approx(-0.25)
 
 

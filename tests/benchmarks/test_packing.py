@@ -42,7 +42,7 @@ def test_small_run_reports_every_section(tmp_path):
     assert any("next fit" in name for name in rows)
     assert [row["micro_batches"] for row in results["scaling"]] == [2, 4]
     assert results["oracle"]["steps"] == 2
-    assert results["oracle"]["greedy_over_bound_mean"] >= results["oracle"]["greedy_over_best_mean"] >= 0
+    assert results["oracle"]["over_bound_mean"] >= results["oracle"]["over_best_mean"] >= 0
     assert [row["steps"] >= wanted for row, wanted in zip(results["memory"], (4, 8), strict=True)] == [True, True]
     assert str(tmp_path) not in out.read_text(), "results name no paths"
 

@@ -1,8 +1,6 @@
 """The sharding benchmark counts what everyone's ranks attend, and gives torch's balancers what they ask for."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +10,6 @@ from tests.programs import finished
 
 REPOSITORY = Path(__file__).parents[2]
 BENCHMARK = REPOSITORY / "benchmarks" / "sharding.py"
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    pytest.importorskip("torch")
-    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
-    yield importlib.import_module("sharding")
-    sys.modules.pop("sharding")
 
 
 def test_block_mask_is_what_flex_attention_makes(benchmark):

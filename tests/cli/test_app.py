@@ -168,7 +168,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*SHARD, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=2,cp=10000"], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=1000"], "model has 32 layers, fewer than the 1000 pipeline stages"),
-        ([*REPORT, "--parallel", "dp=10000000000"], "packing.micro_batches: Input should be less than or equal to"),
+        ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp: Input should be less than or equal to"),
         ([*REPORT, "--micro-batches", 10**12], "packing.micro_batches: Input should be less than or equal to"),
         ([*PREFILL, "--dp", 10**6], "--dp 1000000 is over the 512 data-parallel ranks of a simulated prefill"),
         (
@@ -209,6 +209,8 @@ def test_sizes_that_cannot_be_are_refused_at_once(wlb, arguments, message):
         ([*SIMULATE, "--gpus", 8], "--gpus has no effect without --search"),
         ([*SIMULATE, "--search", "--gpus", 8], "job has no effect with --search"),
         ([*SEARCH, "--gpus", 8, "--trace", "t.json"], "--trace has no effect with --search"),
+        (["train", "job.toml", "--dry-run", "--trace"], "--trace has no effect with --dry-run"),
+        (["train", "job.toml", "--rank", 1], "--rank has no effect without --dry-run"),
         (["report", ".", "--steps", 3], "--steps has no effect on the report of a training run"),
         (["reproduce", "table2", "--seeds", 3], "--seeds is for convergence"),
         (

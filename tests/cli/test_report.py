@@ -45,14 +45,14 @@ def test_a_run_directory_becomes_a_page(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([*SMALL, "--parallel", "dp=2,np=3"], "'np=3' is not a size"),
-        ([*SMALL, "--parallel", "dp=0"], "'dp=0' is not a size"),
-        ([*SMALL, "--parallel", "schedule=zbv_zero_bubble"], "'schedule=zbv_zero_bubble' is not a size or schedule"),
+        ([*SMALL, "--parallel", "dp=2,np=3"], "parallel.np"),
+        ([*SMALL, "--parallel", "dp=0"], "parallel.dp"),
+        ([*SMALL, "--parallel", "schedule=zbv_zero_bubble"], "parallel.schedule"),
         ([*SMALL, "--parallel", "pp=3", "--model", "8t"], "unknown model '8t'"),
         ([*SMALL, "--dp", "2"], "--dp has no effect with --parallel, which says it (got 2)"),
         (
             [*SMALL[:3], "--schedule", "zbv_zero_bubble"],
-            "--schedule 'zbv_zero_bubble' is not a schedule of the trainer",
+            "parallel.schedule",
         ),
         ([*SMALL, "--micro-batches", "3"], "multiple"),
         (["missing.json"], "missing.json"),

@@ -12,7 +12,7 @@ from wlb.cli import app
 from wlb.job.config_file import load_config
 from wlb.job.configured_model import configured_model
 from wlb.training.checkpoint.files import Manifest, Progress, write_manifest
-from wlb.training.checkpoint.same_model import model_record
+from wlb.training.checkpoint.resuming import model_record
 
 
 @pytest.fixture

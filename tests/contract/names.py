@@ -89,6 +89,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.serving.batching.PrefillPlanner": "workload, token_budget, method=..., chunked=...",
     "wlb.serving.batching.PrefillPlanner.plan": "waiting, ranks=...",
     "wlb.schedules.operations.rank_operations": "schedule, pp, micro_batches, virtual_stages=...",
+    "wlb.schedules.layout.Layout": "tp=..., cp=..., pp=..., dp=..., virtual_pp=..., schedule=...",
     "wlb.sharding.shard_latency": "plan, workload",
     "wlb.sharding.ShardLatency.imbalance": None,
     "wlb.simulate.pipeline_makespans": "schedule, forward, backward, virtual_stages=...",

@@ -33,7 +33,6 @@ from wlb.simulate.decide import decide
 from wlb.simulate.shards import price_shards
 from wlb.training.data.loader import LoadedStep, RankShare, StepLoader
 from wlb.training.dry_run.problems import find_problems
-from wlb.training.parallel.parallelize import check_layout
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import trained_model as model_of
 from wlb.workload import ModelShape
@@ -119,13 +118,11 @@ class Shards(NamedTuple):
 
 
 def trained_model(case: Case) -> TransformerConfig:
-    model = model_of(case.config, case.store)
-    check_layout(model.shape, case.config.parallel)
-    return model
+    return model_of(case.config, case.store)
 
 
 def trained_shape(case: Case) -> ModelShape:
-    return trained_model(case).shape
+    return trained_job(case).shape
 
 
 def trained_job(case: Case) -> JobSpec:
@@ -148,7 +145,7 @@ def trained_memory(case: Case) -> Memory:
 def _loaded(case: Case, dp_rank: int) -> list[LoadedStep]:
     summarise_epoch(case.documents.lengths, case.config.data)
     job = _decided(case)
-    with StepLoader(case.store, case.config, job, share=RankShare.in_job(job, dp_rank, 0)) as loader:
+    with StepLoader(case.store, job, case.config.training, share=RankShare.in_job(job, dp_rank, 0)) as loader:
         return [*islice(loader, STEPS)]
 
 
@@ -158,7 +155,7 @@ def trained_plans(case: Case) -> list[StepPlan]:
 
 def trained_shards(case: Case) -> list[Shards]:
     """Of the last data-parallel rank's micro-batches that hold documents, step after step."""
-    rank = _decided(case).dp - 1
+    rank = _decided(case).layout.dp - 1
     steps, costs = _loaded(case, rank), JobCosts(simulated_job(case))
     batches = [pair for step in steps for pair in zip(step.batches, step.plan.ranks[rank], strict=True)]
     return [_described(batch.shard_plan, costs) for batch, micro_batch in batches if micro_batch.segments]
@@ -226,7 +223,7 @@ class Decided(NamedTuple):
 
 
 def decided(job: JobSpec) -> Decided:
-    layout = (job.tp, job.cp, job.pp, job.dp, job.virtual_pp, job.schedule)
+    layout = (job.layout.tp, job.layout.cp, job.layout.pp, job.layout.dp, job.layout.virtual_pp, job.layout.schedule)
     return Decided(layout, job.packing.in_use(), job.longest_micro_batch, predicted_memory(job).total)
 
 
@@ -243,11 +240,7 @@ def stored(case: Case, folder: Path) -> Case:
 
 
 def decided_by_trainer(case: Case) -> Decided:
-    """What its ranks run: the job that they make of the configuration, once it is checked."""
-    checked = check_job(case.config, case.config.parallel.world_size)
-    job = JobSpec.from_config(checked.config, case.hardware, model=trained_model(case))
-    assert decided(job) == decided(checked.job)
-    return decided(job)
+    return decided(check_job(case.config, case.config.parallel.world_size).job)
 
 
 def decided_by_dry_run(case: Case) -> Decided:
@@ -296,9 +289,14 @@ def case_of_job(job: SimulatedJob, model: str, lengths: NDArray[np.int64]) -> Ca
     packing = {name: value for name, value in job.packing if value is not None}
     undecided = {"max_length_factor": "auto", "grouping": "auto", "pool_micro_batches": "auto"}
     pooled = job.packing.method == "elastic"
-    sizes = {"dp": job.dp * job.cp, "cp": 1} if pooled else {"dp": job.dp, "cp": job.cp}
+    sizes = {"dp": job.layout.dp * job.layout.cp, "cp": 1} if pooled else {"dp": job.layout.dp, "cp": job.layout.cp}
     packing |= undecided | {"micro_batches": sizes["dp"]} if pooled else {}
-    layout = {"tp": job.tp, "pp": job.pp, "virtual_pp": job.virtual_pp, "schedule": job.schedule}
+    layout = {
+        "tp": job.layout.tp,
+        "pp": job.layout.pp,
+        "virtual_pp": job.layout.virtual_pp,
+        "schedule": job.layout.schedule,
+    }
     config = {
         "model": {"name": model},
         "data": {"store": "documents", "context_window": job.context_window},

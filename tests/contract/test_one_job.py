@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -39,9 +38,7 @@ from wlb.job.config import PRESETS, JobConfig
 from wlb.report.evidence import gather_evidence
 from wlb.simulate import simulated_job
 from wlb.simulate.search import search_space
-from wlb.studies.policies.elastic import ElasticPolicy
-from wlb.studies.policies.ours import SystemPolicy
-from wlb.workload import make_workload
+from wlb.studies.policies.ours import ElasticPolicy, SystemPolicy
 
 WINDOW = 256
 VOCABULARY = 512
@@ -251,10 +248,9 @@ def test_rivals_and_report_run_the_job_that_is_trained(tmp_path: Path):
     """In the layouts that they choose, ``elastic`` and ``best`` are what the trainer decides on there."""
     lengths = sample_lengths(400, 8192, 0)
     space = search_space("550m", 4, 8192, batch_tokens=2**15, steps=1)
-    prices = make_workload(space.shape, space.hardware)
-    evidence = gather_evidence(lengths, partial(simulated_job, "550m", 8192, dp=2, pp=2), 1)
-    policies: tuple[ElasticPolicy | SystemPolicy, ...] = (ElasticPolicy(""), SystemPolicy("best", ""))
-    jobs = [policy.fastest("ours", space, lengths, prices)[0] for policy in policies]
+    evidence = gather_evidence(lengths, simulated_job("550m", 8192, dp=2, pp=2), 1)
+    policies: tuple[ElasticPolicy | SystemPolicy, ...] = (ElasticPolicy(), SystemPolicy("best"))
+    jobs = [policy.fastest("ours", space, lengths)[0] for policy in policies]
     jobs += [evidence.systems[name].job for name in ("elastic", "best")]
     for number, job in enumerate(jobs):
         folder = tmp_path / str(number)

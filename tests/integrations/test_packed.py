@@ -180,7 +180,7 @@ def _trained_by_layout() -> dict[str, Any]:
         steps = [*packed_batches(**{"documents": DOCUMENTS, **SIZES, **layout})]
         trained[name] = contents(steps), sum(step.loss_tokens for step in steps)
     sampler = PlannedBatchSampler(LENGTHS, **SIZES, rank=rank)
-    assert sampler.job.dp == 4
+    assert sampler.job.layout.dp == 4
     trained["sampler"] = list(sampler)
     if rank == 0:  # alone, so the others are not waited for
         trained["alone"] = (

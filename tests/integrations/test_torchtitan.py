@@ -114,7 +114,7 @@ def test_what_cannot_be_trained_is_refused(store: str):
     with pytest.raises(UserError, match="dataset_path is not set"):
         BalancedDataLoader.Config().build(dp_world_size=1, dp_rank=0, seq_len=SEQ_LEN, local_batch_size=1)
     state = json.loads(_loader(store).state_dict()["wlb"])
-    state["steps"]["settings"]["documents"] = 7
+    state["planner"]["settings"]["documents"] = 7
     with pytest.raises(UserError, match="saved with documents = 7, this run has 300"):
         _loader(store).load_state_dict({"wlb": json.dumps(state)})
 

@@ -19,7 +19,7 @@ from wlb.job.memory.step import MemoryLimit, limit_of_gpu
 from wlb.job.pricing import Pricing
 from wlb.packing.options import Pools
 from wlb.schedules.layout import Layout
-from wlb.workload import hardware_preset, model_shape
+from wlb.workload import ModelShape, hardware_preset, model_shape
 
 WINDOW = 32_768
 
@@ -91,3 +91,17 @@ assert (job.shape.layers, job.shape.vocab_size, job.tied_embeddings) == (2, 320,
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_that_cannot_be_divided_is_refused():
+    shape = ModelShape(hidden=14, layers=5, heads=4, kv_heads=2, head_dim=4, ffn_hidden=22, vocab_size=12)
+    layout = Layout(pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"heads": 6, "kv_heads": 3}, "tp = 2 does not divide 6 query heads and 3 key/value heads"),
+        ({"ffn_hidden": 21}, "ffn_hidden = 21 cannot be split over tp = 2"),
+        ({"vocab_size": 13}, r"vocab_size = 13 .* or a vocab_size of 14"),
+        ({"layers": 3}, "model has 3 layers, fewer than the 4 pipeline stages"),
+    )
+    for changes, message in cases:
+        with pytest.raises(UserError, match=message):
+            JobSpec(replace(shape, **changes), Pricing(hardware_preset("h100")), PackingConfig(), layout=layout)

@@ -17,22 +17,22 @@ from torch.distributed.tensor import DTensor
 
 from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
-from tests.training.jobs import job, read_steps, write_store
+from tests.training.jobs import job, read_steps, trainer_of, write_store
 from wlb.attention import segment_attention
 from wlb.documents.segments import Segment
-from wlb.job.config import JobConfig, ParallelConfig, TrainingConfig
+from wlb.job.config import JobConfig, TrainingConfig
 from wlb.job.model import RotaryScaling, YarnScaling
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.schedules.layout import Layout
 from wlb.training.data.batch import labelled_tokens, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.optimizer import build_optimizer, clip_gradients
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.training.trainer import Trainer
 from wlb.workload.shapes import ModelShape
 
 SHAPE = ModelShape(hidden=14, layers=4, heads=4, kv_heads=2, head_dim=6, ffn_hidden=22, vocab_size=38)
@@ -82,18 +82,16 @@ def _alone(config: TransformerConfig) -> tuple[list[float], dict[str, Tensor]]:
     return found, {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def _in_layouts(
-    config: TransformerConfig, layouts: list[ParallelConfig]
-) -> list[tuple[list[float], dict[str, Tensor]]]:
+def _in_layouts(config: TransformerConfig, layouts: list[Layout]) -> list[tuple[list[float], dict[str, Tensor]]]:
     return [_in_layout(config, parallel) for parallel in layouts]
 
 
-def _in_layout(config: TransformerConfig, parallel: ParallelConfig) -> tuple[list[float], dict[str, Tensor]]:
+def _in_layout(config: TransformerConfig, parallel: Layout) -> tuple[list[float], dict[str, Tensor]]:
     mesh, device, dtype = build_mesh(parallel, "cpu"), torch.device("cpu"), torch.float64
     stages = build_stage_modules(config, parallel, mesh, Execution(device, dtype), seed=0)
     runner = PipelineRunner(stages, parallel, mesh, 8 // parallel.dp, Execution(device, dtype))
     optimizers = [build_optimizer(stage, OPTIMISATION) for stage in stages]
-    share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel.cp, parallel.tp)
+    share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel)
     plan = arrange(PLAN, parallel.dp)
     batches = [share.of(make_batch(micro_batch, DOCUMENTS)) for micro_batch in plan.ranks[share.dp_rank]]
     found = []
@@ -121,7 +119,7 @@ def _in_layout(config: TransformerConfig, parallel: ParallelConfig) -> tuple[lis
 )
 def test_every_layout_trains_as_one_process_does(world_size: int, config: TransformerConfig) -> None:
     numbers, weights = _alone(config)
-    layouts = [ParallelConfig(**layout) for layout in LAYOUTS[world_size]]
+    layouts = [Layout(**layout) for layout in LAYOUTS[world_size]]
     assert {layout.world_size for layout in layouts} == {world_size}
     by_rank = run_ranks(world_size, _in_layouts, config, layouts)
     for layout, ranks in zip(layouts, zip(*by_rank, strict=True), strict=True):
@@ -135,7 +133,7 @@ def test_every_layout_trains_as_one_process_does(world_size: int, config: Transf
 
 
 def _train(config: JobConfig) -> None:
-    Trainer(config, torch.device("cpu")).run()
+    trainer_of(config).run()
 
 
 def test_a_tied_model_continues_with_another_number_of_stages(tmp_path: Path) -> None:

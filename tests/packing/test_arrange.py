@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.packing.streams import SETTINGS
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing.arrange import Order, arrange
-from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.arrange import Order, Pipeline, arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.timing import pipeline_makespan, pipeline_makespans
 from wlb.workload import make_workload

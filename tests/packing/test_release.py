@@ -13,7 +13,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.packing import make_packer
 from wlb.packing import makespan as makespan_module
 from wlb.packing.packer import Pending
-from wlb.packing.release import Fluid, Offer, Outlier, StepLimits, Tradeoff, _appraise, choose
+from wlb.packing.release import Fluid, Offer, Outlier, StepRules, _appraise, choose
 from wlb.workload import make_workload
 
 WINDOW = 1024
@@ -43,30 +43,31 @@ def offers(draw, most=10):
         due=fluid(due),
         early=fluid(early),
         aim=min(max(due_tokens, int((1 - spread) * batch)), batch),
-        limits=StepLimits(
+        rules=StepRules(
             micro_batches=micro_batches,
             capacity=int(draw(st.sampled_from([1.25, 1.5, 2])) * WINDOW),
             least=int((1 - spread) * batch),
             most=int((1 + spread) * batch),
             batch=batch,
+            delay_price=draw(st.sampled_from([0.02, 0.1, 1.0])),
             fluid_may_wait=draw(st.booleans()),
         ),
     )
 
 
-def best_of_all(offer, prices):
+def best_of_all(offer):
     sides = [(True,) if o.overdue else (True, False) for o in offer.outliers]
-    return min(_appraise(released, offer, prices).price for released in product(*sides))
+    return min(_appraise(released, offer).price for released in product(*sides))
 
 
 @SETTINGS
-@given(offers(), st.sampled_from([0.02, 0.1, 1.0]))
-def test_what_must_be_trained_is_and_no_micro_batch_is_left_idle(offer, delay_price):
-    choice = choose(offer, Tradeoff(delay_price))
+@given(offers())
+def test_what_must_be_trained_is_and_no_micro_batch_is_left_idle(offer):
+    choice = choose(offer)
     assert all(now for now, o in zip(choice.released, offer.outliers, strict=True) if o.overdue)
     short_documents = offer.due.documents + offer.early.documents
     at_hand = len(offer.outliers) + short_documents
-    assert sum(choice.released) + short_documents >= min(offer.limits.micro_batches, at_hand)
+    assert sum(choice.released) + short_documents >= min(offer.rules.micro_batches, at_hand)
 
 
 def test_the_search_comes_close_to_the_best_of_all_subsets():
@@ -77,15 +78,15 @@ def test_the_search_comes_close_to_the_best_of_all_subsets():
         lengths = random.integers(WINDOW // 8, WINDOW, random.integers(1, 9), endpoint=True).tolist()
         outliers = [outlier(length, bool(random.random() < 0.7), bool(random.random() < 0.1)) for length in lengths]
         due = max(0, 4 * WINDOW - sum(o.length for o in outliers if o.due)) // 16 * 16
+        delay_price = float(random.choice([0.02, 0.1, 0.3]))
         offer = Offer(
             outliers=sorted(outliers, key=lambda o: (-o.seconds, o.due)),
             due=fluid(due),
             early=fluid(WINDOW),
             aim=4 * WINDOW,
-            limits=StepLimits(4, 3 * WINDOW // 2, WINDOW, 7 * WINDOW, 4 * WINDOW, fluid_may_wait=True),
+            rules=StepRules(4, 3 * WINDOW // 2, WINDOW, 7 * WINDOW, 4 * WINDOW, delay_price, fluid_may_wait=True),
         )
-        prices = Tradeoff(float(random.choice([0.02, 0.1, 0.3])))
-        gaps.append(choose(offer, prices).price - best_of_all(offer, prices))
+        gaps.append(choose(offer).price - best_of_all(offer))
     assert min(gaps) > -1e-12
     assert np.mean(np.array(gaps) < 1e-9) > 0.9
     assert np.mean(gaps) < 0.002
@@ -96,8 +97,8 @@ def test_the_search_comes_close_to_the_best_of_all_subsets():
 def test_the_fluid_tells_how_even_the_step_will_be(factor, monkeypatch):
     choices = []
 
-    def observed(offer, prices):
-        choices.append(choose(offer, prices))
+    def observed(offer):
+        choices.append(choose(offer))
         return choices[-1]
 
     monkeypatch.setattr(makespan_module, "choose", observed)

@@ -17,7 +17,7 @@ from wlb.profiling import (
     tensor_parallel_shard,
 )
 from wlb.profiling.measure import Piece, held_out_sizes, profiled_sizes
-from wlb.profiling.timing import Case, Effort, measure_in_turns
+from wlb.profiling.timing import Case, Effort, ProcessClock, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.workload import make_workload, model_shape
 from wlb.workload.profile import load_profile, write_profile
@@ -142,7 +142,7 @@ def test_the_work_is_the_trainers_own():
 
 
 def test_measuring_takes_turns_and_keeps_medians():
-    class Ticks:
+    class Ticks(ProcessClock):
         name = "ticks"
         now = 0.0
 
@@ -151,9 +151,6 @@ def test_measuring_takes_turns_and_keeps_medians():
 
         def mark(self):
             return self.now
-
-        def seconds(self, begin, end):
-            return end - begin
 
     clock, calls = Ticks(), []
 
@@ -171,7 +168,7 @@ def test_measuring_takes_turns_and_keeps_medians():
 
 
 def test_short_calls_are_timed_after_getting_ready():
-    class Ready:
+    class Ready(ProcessClock):
         name = "ready"
         prepared: ClassVar[list[int]] = []
 

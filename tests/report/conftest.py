@@ -17,13 +17,13 @@ HOSTILE = "</title><script>alert(1)</script><img src='http://127.0.0.1:9/x' oner
 WINDOW = 8192
 
 
-def small_job(preset: str) -> SimulatedJob:
-    return simulated_job("7b", WINDOW, preset, dp=2, pp=2, cp=2, tp=8)
+def small_job() -> SimulatedJob:
+    return simulated_job("7b", WINDOW, dp=2, pp=2, cp=2, tp=8)
 
 
 @pytest.fixture(scope="session")
 def evidence() -> Evidence:
-    return gather_evidence(sample_lengths(3000, WINDOW, seed=1), small_job, 12)
+    return gather_evidence(sample_lengths(3000, WINDOW, seed=1), small_job(), 12)
 
 
 @pytest.fixture(scope="session")

@@ -49,9 +49,7 @@ def test_hosts_and_names_stay_text(tmp_path: Path):
 def test_two_runs_are_compared(tmp_path: Path):
     before, after = (read_run(write_run(tmp_path / name, seconds=s)) for name, s in (("plain", 3.0), ("best", 2.0)))
     page = measured_report(after, before)
-    charts = [
-        attributes["id"] for _, attributes in read(page).elements if "wide-chart" in (attributes.get("class") or "")
-    ]
+    charts = [attributes["id"] for name, attributes in read(page).elements if name == "svg"]
     assert charts == ["gain-chart", "steps-chart", "where-chart", "ranks-chart"]
     assert "1.50x" in page
 
@@ -80,6 +78,15 @@ def test_the_gain_is_at_equal_work_over_all_steps(tmp_path: Path):
     assert result.factor == pytest.approx(after.utilisation / cut.utilisation)
     text = read(measured_report(after, cut)).text
     assert f"{result.factor:.2f}xspeed at equal work, over plain" in text
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
+    before, after = (
+        read_run(write_run(tmp_path / name / "metrics", seconds=s)) for name, s in (("a", 3.0), ("b", 2.0))
+    )
+    text = read(measured_report(after, before)).text
+    assert "metrics does 1.50 times the work of metrics (before)" in text
+    assert "metrics (before), predicted" in text
 
 
 def test_a_run_without_a_diagnosis_says_so(tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,10 @@ from wlb.workload import make_workload
 
 WORKLOAD = make_workload("tiny", "cpu")
 BUDGET = 1024
+
+
+def served(lengths: Any, arrivals: Any, planner: PrefillPlanner, **ranks: Any) -> PrefillRun:
+    return simulate_prefill(PrefillJob(lengths, arrivals, WORKLOAD, BUDGET, **ranks), planner)
 
 
 @st.composite
@@ -49,7 +55,8 @@ def first_passes(run: PrefillRun) -> dict[int, int]:
 def test_every_prompt_is_prefilled_once_in_order_on_one_rank(queue):
     lengths, arrivals, planner, ranks = queue
     finished: list[int] = []
-    run = simulate_prefill(lengths, arrivals, planner, **ranks, on_progress=finished.append)
+    job = PrefillJob(lengths, arrivals, WORKLOAD, BUDGET, **ranks)
+    run = simulate_prefill(job, planner, on_progress=finished.append)
     assert sum(finished) == len(lengths)
     done = [0] * len(lengths)
     places: list[set[tuple[int, int]]] = [set() for _ in lengths]
@@ -74,7 +81,7 @@ def test_every_prompt_is_prefilled_once_in_order_on_one_rank(queue):
 @given(queues())
 def test_time_to_first_token_is_when_the_last_chunk_leaves(queue):
     lengths, arrivals, planner, ranks = queue
-    run = simulate_prefill(lengths, arrivals, planner, **ranks)
+    run = served(lengths, arrivals, planner, **ranks)
     last = first_passes(run)
     ends = np.array([run.passes[last[prompt]].end for prompt in range(len(lengths))])
     np.testing.assert_allclose(run.first_token_seconds, ends - arrivals)
@@ -94,7 +101,7 @@ def test_time_to_first_token_is_when_the_last_chunk_leaves(queue):
 def test_the_oldest_prompt_is_never_passed_over(queue):
     lengths, arrivals, planner, ranks = queue
     ranks["lock_step"] = True
-    run = simulate_prefill(lengths, arrivals, planner, **ranks)
+    run = served(lengths, arrivals, planner, **ranks)
     finished = first_passes(run)
     for n, each in enumerate(run.passes):
         waiting = [p for p in range(len(lengths)) if arrivals[p] <= each.start and finished[p] >= n]
@@ -112,7 +119,7 @@ def test_chunks_cut_by_workload_take_no_longer_than_a_whole_budget(queue):
     if not (planner.method.startswith("workload") and planner.chunked):
         return
     budget = planner.batch_seconds([Chunk(0, 0, BUDGET)])
-    for each in simulate_prefill(lengths, arrivals, planner, **ranks).passes:
+    for each in served(lengths, arrivals, planner, **ranks).passes:
         for batch, seconds in zip(each.batches, each.seconds, strict=True):
             first_tile = len(batch) == 1 and batch[0].stop - batch[0].start <= 128
             assert seconds <= budget * (1 + 1e-9) or first_tile
@@ -124,7 +131,7 @@ def test_a_single_rank_that_never_idles_gains_no_throughput():
     total = WORKLOAD.attention_seconds(lengths, "forward").sum() + WORKLOAD.linear_seconds(lengths.sum(), "forward")
     for method in METHODS:
         planner = PrefillPlanner(WORKLOAD, BUDGET, method, chunked=False)
-        run = simulate_prefill(lengths, arrivals, planner)
+        run = served(lengths, arrivals, planner)
         assert run.seconds == pytest.approx(total, rel=1e-6)
 
 
@@ -144,7 +151,7 @@ def test_a_pipeline_overlaps_passes():
     lengths, arrivals = np.full(20, BUDGET), np.zeros(20)
     planner = PrefillPlanner(WORKLOAD, BUDGET, "tokens")
     pass_seconds = planner.batch_seconds([Chunk(0, 0, BUDGET)])
-    run = simulate_prefill(lengths, arrivals, planner, pp=4)
+    run = served(lengths, arrivals, planner, pp=4)
     assert run.seconds == pytest.approx((20 + 4 - 1) * pass_seconds / 4)
 
 
@@ -159,7 +166,7 @@ def test_arrivals_follow_the_seed_and_the_rate():
 def test_capacity_is_what_full_passes_reach():
     lengths = np.full(64, BUDGET)
     planner = PrefillPlanner(WORKLOAD, BUDGET, "tokens")
-    run = simulate_prefill(lengths, np.zeros(64), planner, dp=4)
+    run = served(lengths, np.zeros(64), planner, dp=4)
     assert 64 / run.seconds == pytest.approx(capacity(lengths, planner, 4))
 
 
@@ -171,7 +178,7 @@ def test_mistakes_name_value_and_remedy():
     with pytest.raises(UserError, match="token_budget = 0"):
         PrefillPlanner(WORKLOAD, 0)
     with pytest.raises(UserError, match="no prompts"):
-        simulate_prefill(np.array([], np.int64), np.array([]), PrefillPlanner(WORKLOAD, BUDGET))
+        served(np.array([], np.int64), np.array([]), PrefillPlanner(WORKLOAD, BUDGET))
     with pytest.raises(UserError, match="arrival rate must be positive, got 0"):
         poisson_arrivals(3, 0.0)
     assert PrefillPlanner(WORKLOAD, BUDGET).plan([], 2) == [[], []]

@@ -25,8 +25,8 @@ def elastic(**settings: Any) -> SimulatedJob:
 
 def test_pools_that_are_given_are_taken():
     job = decide(elastic(pool=4, packing={"pool_micro_batches": 6}), LENGTHS)
-    assert (job.dp, job.cp, job.pool, job.micro_batches_per_rank) == (2, 4, 4, 6)
-    assert (job.packing.micro_batches, job.gpus) == (12, 64)
+    assert (job.layout.dp, job.layout.cp, job.pool, job.micro_batches_per_rank) == (2, 4, 4, 6)
+    assert (job.packing.micro_batches, job.layout.world_size) == (12, 64)
     assert job.pools_decided
     assert decide(job, LENGTHS) is job
 
@@ -36,7 +36,7 @@ def test_the_global_batch_stays_what_it_is():
     job = decide(undecided, LENGTHS)
     step = next(StepPlanner(job, LENGTHS).plans())
     assert abs(step.tokens - 12 * WINDOW) < WINDOW
-    assert job.dp * job.cp == 8
+    assert job.layout.dp * job.layout.cp == 8
     assert job == decide(undecided, LENGTHS)  # the same every time
 
 

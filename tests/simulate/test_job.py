@@ -36,7 +36,11 @@ def test_a_configuration_becomes_the_job_it_describes():
     assert simulated.shape == replace(model_shape("7b"), layers=12)
     assert simulated.packing == config.packing
     assert simulated.sharding.strategy == "adaptive"
-    assert (simulated.gpus, simulated.stages, simulated.schedule) == (4, 4, "interleaved_1f1b")
+    assert (simulated.layout.world_size, simulated.layout.stages, simulated.layout.schedule) == (
+        4,
+        4,
+        "interleaved_1f1b",
+    )
     assert simulated.activation_checkpointing == "full"
 
 
@@ -55,12 +59,12 @@ def test_the_length_factor_is_what_memory_allows():
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_named_jobs_can_run(name, preset):
     simulated = named_job(name, preset)
-    assert simulated.gpus == NAMED_JOBS[name].layout.world_size
-    assert simulated.packing.micro_batches == simulated.pp * simulated.dp
+    assert simulated.layout.world_size == NAMED_JOBS[name].layout.world_size
+    assert simulated.packing.micro_batches == simulated.layout.pp * simulated.layout.dp
 
 
 def test_the_large_one_has_8192_gpus():
-    assert named_job("405b-128k").gpus == 8192
+    assert named_job("405b-128k").layout.world_size == 8192
 
 
 def test_key_value_heads_are_replicated_where_ranks_are_more():

@@ -13,8 +13,7 @@ from wlb.documents.order import DocumentStream
 from wlb.errors import UserError
 from wlb.job.config import DataConfig
 from wlb.job.planner import StepPlanner
-from wlb.packing.arrange import arrange
-from wlb.packing.pipeline_order import Pipeline
+from wlb.packing.arrange import Pipeline, arrange
 from wlb.packing.plan import StepPlan
 from wlb.simulate import simulate, simulate_steps
 
@@ -100,7 +99,7 @@ def test_work_is_that_of_the_documents_trained():
 
 def test_a_hundred_thousand_gpus():
     simulated = job("plain-4d", tp=8, cp=16, pp=8, dp=98, micro_batches=8)
-    assert simulated.gpus > 100_000
+    assert simulated.layout.world_size > 100_000
     result = simulate(simulated, documents(40_000), 2)
     assert result.gpu_seconds.shape == (8, 98, 16)
     assert result.imbalance["gpus"] > 1

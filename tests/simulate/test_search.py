@@ -30,7 +30,7 @@ def test_everything_ranked_uses_all_gpus_and_fits(found):
     speeds = [result.speed_at_equal_work(found.plain) for result in found.ranking]
     assert speeds == sorted(speeds, reverse=True)
     for result in found.ranking:
-        assert result.job.gpus == 4
+        assert result.job.layout.world_size == 4
         assert result.job.packing.micro_batches == 16
         assert fits(result.job)
         assert result.job.packing.method != "sequential"

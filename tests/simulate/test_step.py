@@ -15,7 +15,6 @@ from wlb.job.pricing import Software
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.step import Steps
 from wlb.simulate.timeline import timeline
 from wlb.workload.weights import parameters
 
@@ -115,7 +114,7 @@ def test_groups_take_what_sharding_chooses_by(strategy, cp):
     headless = replace(SHAPE, vocab_size=1)  # which the simulation prices apart
     simulated = simulated_job(headless, WINDOW, "plain-4d", cp=cp, sharding=strategy, micro_batches=4)
     plan = next(StepPlanner(simulated, documents()).plans())
-    groups = Steps.of([plan], JobCosts(simulated)).groups
+    groups = simulate_step(plan, simulated).groups
     workload = simulated.sharding_workload
     expected = [
         shard_latency(make_shard_plan(m.lengths, cp, strategy, workload=workload), workload).slowest
@@ -140,7 +139,7 @@ def test_gathering_the_context_shows_whole_in_both_directions():
     simulated = job("fixed-4d", cp=4, software=Software(gathers_context=True))
     plans = [*islice(StepPlanner(simulated, documents()).plans(), 2)]
     costs = JobCosts(simulated)
-    with_all = Steps.of(plans, costs)
+    with_all = simulate_steps(plans, costs)
     without = replace(with_all, modelled=with_all.modelled - {"cp exchange"})
     tokens = with_all.shards.tokens
     others = tokens.sum(axis=-1, keepdims=True) - tokens

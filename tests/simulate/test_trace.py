@@ -47,7 +47,7 @@ def test_every_event_has_the_fields_of_the_format(tmp_path, layout):
         assert isinstance(event["args"], dict)
     named = {(event["pid"], event["tid"]) for event in metadata if event["name"] == "thread_name"}
     assert named == {(event["pid"], event["tid"]) for event in spans}
-    assert len(named) == tracks == line.job.pp * line.job.dp * line.job.cp
+    assert len(named) == tracks == line.job.layout.pp * line.job.layout.dp * line.job.layout.cp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -78,7 +78,7 @@ def test_it_shows_the_step(tmp_path):
 
 def test_large_jobs_are_drawn_in_part(tmp_path):
     line, tracks, trace = traced(tmp_path, pp=8, cp=16, dp=8, micro_batches=8)
-    assert line.job.pp * line.job.cp * line.job.dp > MOST_TRACKS
+    assert line.job.layout.pp * line.job.layout.cp * line.job.layout.dp > MOST_TRACKS
     assert tracks == 8 * 16
     slowest = int(line.rank_ends.max(axis=0).argmax())
     assert {event["pid"] for event in trace["traceEvents"]} == {slowest}

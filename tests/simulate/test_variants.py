@@ -59,7 +59,7 @@ def test_all_experts_are_gathered_and_updated():
     blocks = parameters(shape) - 2 * shape.vocab_size * shape.hidden
     link = group_link(job.hardware, "all_gather", 4, stride=2)
     assert costs.block_gather == pytest.approx(float(link.seconds(shard_bytes(blocks / 8 / 2 * 2, 4))))
-    weights = (costs.optimizer - group_link(job.hardware, "point_to_point", job.gpus, 1).latency).sum()
+    weights = (costs.optimizer - group_link(job.hardware, "point_to_point", job.layout.world_size, 1).latency).sum()
     assert weights * job.hardware.memory_bandwidth == pytest.approx(parameters(shape) / 2 / 4 * 10 * 4)
 
 

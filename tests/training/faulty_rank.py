@@ -45,8 +45,8 @@ def befall(fault: str, rank: str, step: str, limit: str, config: str) -> None:
         watchdog._ANSWER_SECONDS = HUNG_SECONDS
 
     class Watchdog(watchdog.Watchdog):
-        def __init__(self, store: Any, rank: int, world_size: int, _: float, *rest: Any, **named: Any) -> None:
-            super().__init__(store, rank, world_size, float(limit), *rest, **named)
+        def __init__(self, store: Any, _: float, pulse: watchdog.Pulse) -> None:
+            super().__init__(store, float(limit), pulse)
             self._limit_seconds = math.inf
             watchdogs.append(self)
 

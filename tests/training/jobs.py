@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from tests.limits import HUNG_SECONDS
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import JobConfig
+
+if TYPE_CHECKING:
+    from wlb.training.trainer import Trainer
 
 VOCABULARY = 67
 WINDOW = 128
@@ -58,6 +61,16 @@ def write_config(folder: Path, preset: str = "best", /, **changes: dict[str, Any
     path = folder / "job.toml"
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
+
+
+def trainer_of(config: JobConfig) -> Trainer:
+    """This rank's trainer of a job on CPUs, checked as before every start."""
+    import torch  # here, as the tests of the planning half do without
+
+    from wlb.training.preflight import check_job
+    from wlb.training.trainer import Trainer
+
+    return Trainer(check_job(config, config.parallel.world_size), torch.device("cpu"))
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:

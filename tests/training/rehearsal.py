@@ -31,14 +31,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.training.distributed import RankFailure, run_ranks
-from tests.training.jobs import read_steps, settings, write_store
+from tests.training.jobs import read_steps, settings, trainer_of, write_store
 from tests.training.oracle import losses_of_single_documents, remembered_plans
 from tests.training.processes import wait_until
 from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
 from wlb.training.checkpoint.resuming import newest_checkpoint
-from wlb.training.preflight import check_job
-from wlb.training.trainer import Trainer
 
 STEPS, LOST_AFTER, CHECKPOINT_EVERY = 5, 3, 2
 WINDOW = 64
@@ -143,7 +141,7 @@ def _measured(config: JobConfig, preset: str, before: list[StepPlan]) -> _Measur
 
 
 def _job(folder: Path, data: Path, preset: str, layout: dict[str, Any]) -> JobConfig:
-    """Nothing of it is left to decide. There are two pools, of four ranks, or with a node less of three."""
+    """There are two pools, of four ranks, or with a node less of three."""
     pools = {"pool": layout["dp"] * layout["cp"] // 2} if preset == "elastic" else {}
     sections = settings(
         folder,
@@ -155,8 +153,7 @@ def _job(folder: Path, data: Path, preset: str, layout: dict[str, Any]) -> JobCo
         checkpoint={"dir": str(folder / "checkpoints"), "every": CHECKPOINT_EVERY},
     )
     sections["packing"].pop("outlier_thresholds")
-    config = JobConfig.model_validate({"preset": preset, **sections})
-    return check_job(config, config.parallel.world_size).config
+    return JobConfig.model_validate({"preset": preset, **sections})
 
 
 def _rows_of(config: JobConfig) -> list[dict[str, Any]]:
@@ -165,7 +162,7 @@ def _rows_of(config: JobConfig) -> list[dict[str, Any]]:
 
 
 def _train(config: JobConfig) -> RankTimes:
-    trainer = Trainer(config, torch.device("cpu"))
+    trainer = trainer_of(config)
     plans = remembered_plans(trainer)
     first_step = trainer.step + 1
     step_ends = [time.time(), *(time.time() for _ in trainer.steps())]
@@ -173,7 +170,7 @@ def _train(config: JobConfig) -> RankTimes:
 
 
 def _train_and_lose_a_node(config: JobConfig) -> None:
-    trainer = Trainer(config, torch.device("cpu"))
+    trainer = trainer_of(config)
     node = config.parallel.world_size // config.parallel.dp
     rank = int(torch.distributed.get_rank())
     for step in trainer.steps():

@@ -30,11 +30,12 @@ from tests.training.documents import RandomDocuments
 from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS
 from wlb.documents.segments import Segment
-from wlb.job.config import PRESETS, JobConfig, ParallelConfig
+from wlb.job.config import PRESETS, JobConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.schedules.layout import Layout
 from wlb.training.data.batch import IGNORE_LABEL, labelled_tokens, make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.parallel.mesh import build_mesh
@@ -51,9 +52,7 @@ MICRO_BATCHES = 8
 TOLERANCE = 1e-10
 
 ALL_LAYOUTS = [
-    ParallelConfig(
-        dp=dp, pp=pp, cp=cp, tp=tp, virtual_pp=virtual_pp, schedule="interleaved_1f1b" if virtual_pp > 1 else "1f1b"
-    )
+    Layout(dp=dp, pp=pp, cp=cp, tp=tp, virtual_pp=virtual_pp, schedule="interleaved_1f1b" if virtual_pp > 1 else "1f1b")
     for dp, pp, cp, tp, virtual_pp in product((1, 2), (1, 2, 4), (1, 2, 4), (1, 2), (1, 2))
     if dp * pp * cp * tp <= 8 and (virtual_pp == 1 or pp > 1)
 ]
@@ -142,12 +141,12 @@ def _labels(segment: Segment, documents: RandomDocuments) -> Tensor:
     return torch.from_numpy(followers[segment.start + 1 :][: segment.length])
 
 
-def _errors_of_all_layouts(layouts: list[ParallelConfig], steps: list[Step]) -> list[dict[str, float]]:
+def _errors_of_all_layouts(layouts: list[Layout], steps: list[Step]) -> list[dict[str, float]]:
     """In every process: the largest relative error of the loss and of each gradient this rank holds, by layout."""
     return [_errors(parallel, steps) for parallel in layouts]
 
 
-def _errors(parallel: ParallelConfig, steps: list[Step]) -> dict[str, float]:
+def _errors(parallel: Layout, steps: list[Step]) -> dict[str, float]:
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, torch.float64), seed=SEED)
     runner = PipelineRunner(stages, parallel, mesh, MICRO_BATCHES // parallel.dp, Execution(device, torch.float64))
@@ -155,7 +154,7 @@ def _errors(parallel: ParallelConfig, steps: list[Step]) -> dict[str, float]:
     for step in steps:
         for stage in stages:
             stage.zero_grad()
-        share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel.cp, parallel.tp, step.strategy)
+        share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel, step.strategy)
         plan = arrange(step.plan, parallel.dp)
         batches = [share.of(make_batch(micro_batch, step.documents)) for micro_batch in plan.ranks[share.dp_rank]]
         loss = runner.run_step(batches, labelled_tokens(plan, step.documents))

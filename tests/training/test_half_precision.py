@@ -15,8 +15,9 @@ from torch import nn
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import job
-from wlb.job.config import ParallelConfig, TrainingConfig
+from wlb.job.config import TrainingConfig
 from wlb.models.transformer import TransformerConfig
+from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch
 from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
@@ -42,7 +43,7 @@ def _batch(tp: int) -> ShardedBatch:
     return shard_batch(batch, make_shard_plan(LENGTHS, 1, "per_sequence"), 0, tp)
 
 
-def _train(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _train(parallel: Layout, dtype: torch.dtype) -> dict[str, Any]:
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, dtype), seed=0)
     optimizers = [build_optimizer(stage, TrainingConfig(learning_rate=1e-2)) for stage in stages]
@@ -76,7 +77,7 @@ def _train(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(pp=2)], ids=["dp", "pp"])
+@pytest.mark.parametrize("parallel", [Layout(dp=2), Layout(pp=2)], ids=["dp", "pp"])
 def test_bfloat16_learns_with_float32_weights_gradients_and_moments(parallel):
     results = run_ranks(2, _train, parallel, torch.bfloat16)
     for result in results:

@@ -21,7 +21,7 @@ from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.job.config import JobConfig
 from wlb.training import launcher as launch_module
-from wlb.training.fork_server import ForkServer
+from wlb.training.forks import Forks
 from wlb.training.runtime.failures import Ending
 
 PARALLEL = {"dp": 2}
@@ -165,7 +165,7 @@ class Script:
                 "training": {"grace_seconds": 0.0},
             }
         )
-        ending = launch_module._run_ranks(config, (), self._request, ForkServer())
+        ending = launch_module._run_ranks(config, (), self._request, Forks())
         assert not any(is_running(process.pid) for process in self.processes)
         return ending
 
@@ -221,6 +221,28 @@ def test_ranks_that_pass_over_a_request_to_end_are_killed(monkeypatch, tmp_path)
     assert ending is not None
     assert ending.text.startswith("wlb: terminated: not all ranks ended within 0.2 s, and were killed")
     assert (ending.status, ending.restart) == (143, False)
+
+
+class Interrupted(Script):
+    """Ctrl-C comes when a rank runs and the launcher has yet to hear of it."""
+
+    def _start(self, *arguments: object, rank: int, error_file: Path) -> subprocess.Popen[bytes]:
+        process = super()._start(*arguments, rank=rank, error_file=error_file)
+        signal.raise_signal(signal.SIGINT)
+        return process
+
+
+def test_ctrl_c_while_ranks_start_leaves_none_of_them(monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    script = Interrupted("sleep 1000", "sleep 1000")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            script.run(monkeypatch)
+        assert not any(is_running(process.pid) for process in script.processes)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for process in script.processes:
+            process.kill()
 
 
 def test_a_mistake_found_by_the_ranks_is_told_once(folder):

@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.training.distributed import run_ranks
-from tests.training.jobs import VOCABULARY, job, read_steps, write_store
+from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of, write_store
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.job.config import JobConfig
-from wlb.training.trainer import Trainer
 
 WEIGHTS = {"store": 2.0, "chats": 1.0}
 
 
 def _train(config: JobConfig) -> None:
-    Trainer(config, torch.device("cpu")).run()
+    trainer_of(config).run()
 
 
 def _configure(folder: Path, name: str, steps: int, **parallel: int) -> JobConfig:

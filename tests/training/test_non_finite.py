@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.training.distributed import RankFailure, run_ranks
-from tests.training.jobs import VOCABULARY, job, read_steps
+from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.job.config import JobConfig, TrainingConfig
 from wlb.packing.plan import MicroBatch, Segment, StepPlan
@@ -42,7 +42,7 @@ def _train(config: JobConfig) -> tuple[list[tuple[bool, bool]], list[str]]:
     """Train with an infinite embedding of the rare token: if weights and optimizer changed, by step; lines said."""
     said: list[str] = []
     reporter.say = said.append  # type: ignore[assignment]  # in this process only
-    trainer = Trainer(config, torch.device("cpu"))
+    trainer = trainer_of(config)
     with torch.no_grad():
         for stage in trainer.model.stages:
             for name, parameter in stage.named_parameters():
@@ -126,13 +126,13 @@ def test_a_gradient_norm_that_is_not_finite_blames_the_whole_step(alone):
 
 
 def _skip_every_step(config: JobConfig) -> None:
-    trainer = Trainer(config, torch.device("cpu"))
+    trainer = trainer_of(config)
     trainer.non_finite.check = lambda *_: "skipped"  # type: ignore[method-assign]
     trainer.run()
 
 
 def _train_on(config: JobConfig) -> None:
-    Trainer(config, torch.device("cpu")).run()
+    trainer_of(config).run()
 
 
 def test_a_job_that_has_only_skipped_steps_so_far_continues_from_its_checkpoint(folder):

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 from torch import nn
 
 from tests.training.distributed import run_ranks
-from wlb.job.config import ParallelConfig, TrainingConfig
+from wlb.job.config import TrainingConfig
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
+from wlb.schedules.layout import Layout
 from wlb.training.optimizer import build_optimizer, clip_gradients, learning_rate
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
@@ -35,7 +36,7 @@ def _gradient(parameter: nn.Parameter) -> None:
     parameter.grad = parameter.detach().clone().mul_(0.7)
 
 
-def _norms_of_a_rank(parallel: ParallelConfig, largest: float) -> tuple[float, float]:
+def _norms_of_a_rank(parallel: Layout, largest: float) -> tuple[float, float]:
     mesh = build_mesh(parallel, "cpu")
     stages = build_stage_modules(MODEL, parallel, mesh, Execution(torch.device("cpu"), torch.float64), seed=1)
     for stage in stages:
@@ -46,7 +47,7 @@ def _norms_of_a_rank(parallel: ParallelConfig, largest: float) -> tuple[float, f
 
 @pytest.mark.parametrize("largest", [0.0, 0.01])
 def test_gradient_norm_is_that_of_the_whole_model(largest):
-    parallel = ParallelConfig(cp=2, pp=2, tp=2)
+    parallel = Layout(cp=2, pp=2, tp=2)
     whole = Transformer(MODEL).double()
     initialise_weights(whole, layers=MODEL.shape.layers, seed=1)
     expected = 0.7 * math.sqrt(sum(float((p.detach() ** 2).sum()) for p in whole.parameters()))

@@ -1,20 +1,31 @@
-"""What would stop or stall a job later is refused before it starts."""
+"""What is decided and refused before a job starts, its L_max by memory above all."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from tests.training.jobs import VOCABULARY, job, write_config, write_store
+from tests.programs import finished
+from tests.training.distributed import run_ranks
+from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_config, write_store
 from wlb.documents.store.mixture import document_lengths
 from wlb.errors import UserError
+from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.job.job import JobSpec
+from wlb.job.memory.step import USABLE_SHARE, predict_memory
 from wlb.job.planner import StepPlanner
-from wlb.training.preflight import check_job
+from wlb.os_limits import usable_memory
+from wlb.packing.options import LARGEST_AUTO_FACTOR
+from wlb.training import preflight
+from wlb.training.dry_run.problems import find_problems
+from wlb.training.preflight import check_agreed, check_job, least_limit, memory_limit
+from wlb.training.runtime.failures import TrainingError
 
 
 @pytest.mark.parametrize(
@@ -46,7 +57,7 @@ def test_a_step_of_the_most_micro_batches_is_checked_at_once(tmp_path):
         packing={"micro_batches": 65_536, "max_length_factor": "auto"},
         training={"memory_gib": 1000.0},
     )
-    assert check_job(large, 1).config.packing.length_factor == 4
+    assert check_job(large, 1).job.packing.length_factor == 4
 
 
 def test_packing_by_a_solver_that_is_not_installed_is_refused(tmp_path, monkeypatch):
@@ -91,8 +102,7 @@ def test_a_huge_size_is_planned_or_refused_in_one_line(tmp_path, section, preset
 def first_step_or_error(config: Path, setting: str) -> str:
     try:
         checked = check_job(load_config(config, [setting]), 1)
-        planned = JobSpec.from_config(checked.config, "cpu", vocab_size=VOCABULARY)
-        return f"{next(StepPlanner(planned, document_lengths(checked.store))).plan.tokens} tokens"
+        return f"{next(StepPlanner(checked.job, document_lengths(checked.store))).plan.tokens} tokens"
     except UserError as error:
         return str(error)
 
@@ -107,8 +117,135 @@ def test_a_large_global_batch_of_pools_is_divided_until_it_fits_the_memory(tmp_p
         packing={"micro_batches": 640},
         training={"memory_gib": memory_gib},
     )
-    packing = check_job(config, 2).config.packing
+    packing = check_job(config, 2).job.packing
     assert packing.in_use()["global_batch"] == 640
     factor = packing.length_factor
     assert factor != "auto"
     assert (factor > 100) == (memory_gib == 4.0)
+
+
+def test_the_configuration_stays_as_it_was_given(tmp_path):
+    """What it leaves "auto" is decided in the job alone; the job that is trained has nothing left to decide."""
+    write_store(tmp_path / "store")
+    config = job(tmp_path, "elastic", parallel={"dp": 2, "cp": 2}, packing={"max_length_factor": "auto"})
+    checked = check_job(config, 4)
+    assert checked.config == config
+    assert checked.config.parallel.pool == checked.config.packing.length_factor == "auto"
+    assert checked.job.pools_decided
+    assert checked.job.packing.length_factor != "auto"
+
+
+AUTO = {"packing": {"max_length_factor": "auto"}}
+
+
+def auto_job(folder: Path, gib: float | None = None, **changes: dict[str, Any]) -> JobConfig:
+    return job(folder, **(AUTO | ({"training": {"memory_gib": gib}} if gib else {}) | changes))
+
+
+def spec(config: JobConfig) -> JobSpec:
+    return JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY)
+
+
+def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> JobSpec:
+    """As before the job starts; ``saved`` is the identity in its checkpoint."""
+    (store,) = config.data.stores
+    if not store.with_suffix(".idx").exists():
+        write_store(store)
+    with mock.patch.object(preflight, "_saved_loader_state", return_value=saved and {"identity": saved}):
+        return preflight.check_job(config, 1).job
+
+
+def needed_gib(config: JobConfig, tokens: int) -> float:
+    settings = spec(config).memory_settings
+    return predict_memory(settings, [tokens] * settings.micro_batches).total / 2**30
+
+
+def test_auto_fills_the_memory_there_is(tmp_path):
+    config = auto_job(tmp_path)
+    between = (needed_gib(config, 2 * WINDOW) + needed_gib(config, 3 * WINDOW)) / 2
+    decided = decide(auto_job(tmp_path, between))
+    assert 2 <= float(decided.packing.length_factor) < 3
+    assert needed_gib(config, decided.longest_micro_batch) <= between
+
+
+def test_auto_is_bounded_where_memory_is_not(tmp_path):
+    assert decide(auto_job(tmp_path)).packing.length_factor == LARGEST_AUTO_FACTOR
+
+
+def test_a_job_that_continues_keeps_its_length(tmp_path):
+    config = auto_job(tmp_path, checkpoint={"allow_changed_data": True})  # of which the identity here says little
+    saved = {"packing.max_length_factor": 1.25}
+    assert decide(config, saved).packing.length_factor == 1.25
+    with mock.patch.object(preflight, "_saved_loader_state", return_value={"identity": saved}):
+        assert find_problems(config, "cpu").job.packing.length_factor == 1.25
+
+
+@pytest.mark.parametrize("factor", ["auto", 2.0])
+def test_a_job_that_does_not_fit_is_refused_with_numbers(tmp_path, factor):
+    with pytest.raises(UserError) as refusal:
+        decide(auto_job(tmp_path, 1e-4, packing={"max_length_factor": factor}))
+    message = str(refusal.value)
+    assert "\n" not in message
+    for part in (
+        "weights",
+        "optimizer",
+        "activations",
+        "0.0001 GiB of training.memory_gib",
+        "packing.max_length_factor",
+    ):
+        assert part in message
+    assert f"micro-batches of {WINDOW if factor == 'auto' else 2 * WINDOW} tokens" in message
+
+
+def test_other_packing_methods_fill_windows(tmp_path):
+    job = decide(auto_job(tmp_path, packing={"method": "sequential", "max_length_factor": 3.0}))
+    assert job.longest_micro_batch == WINDOW
+
+
+def test_processes_share_the_memory_of_a_machine():
+    alone, shared = (memory_limit("cpu", processes).number_of_bytes for processes in (1, 4))
+    assert alone == pytest.approx(4 * shared)
+    assert alone < usable_memory()
+
+
+def _agree(folder: Path) -> float:
+    """Rank 1's machine has less memory."""
+    config = auto_job(folder)
+    gib = needed_gib(config, 2 * WINDOW) / USABLE_SHARE if dist.get_rank() else 1000
+    with mock.patch.object(preflight, "usable_memory", return_value=gib * 2**30):
+        limit = least_limit("cpu", 1)
+    job = check_job(config, 1, limit).job
+    check_agreed(job)
+    with pytest.raises(TrainingError, match="ranks decided on different jobs"):
+        check_agreed(job.with_length_factor(1.0 + dist.get_rank()))
+    return float(job.packing.length_factor)
+
+
+def test_ranks_agree_on_the_least(tmp_path):
+    write_store(tmp_path / "store")
+    assert run_ranks(2, _agree, tmp_path) == [2.0, 2.0]
+
+
+def _train(path: Path, *overrides: str) -> str:
+    """Train as a job of one process; what it says."""
+    arguments = [argument for override in overrides for argument in ("--set", override)]
+    done = finished("-m", "wlb.training", path, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_job_trains_and_continues_at_the_length_it_decided_on(tmp_path):
+    write_store(tmp_path / "store")
+    checkpoints = {"dir": str(tmp_path / "checkpoints")}
+    gib = needed_gib(auto_job(tmp_path, checkpoint=checkpoints), 2 * WINDOW)
+    path = write_config(tmp_path, packing=AUTO["packing"], training={"memory_gib": gib}, checkpoint=checkpoints)
+    for steps, memory in ((2, gib), (3, 1)):
+        said = _train(path, f"training.steps={steps}", f"training.memory_gib={memory}")
+        assert f"micro-batches of up to {2 * WINDOW} tokens" in said
+    assert [step["step"] for step in read_steps(tmp_path)] == [1, 2, 3]
+
+
+def test_an_over_budget_job_is_refused_before_it_starts(tmp_path):
+    write_store(tmp_path / "store")
+    with pytest.raises(UserError, match=r"over the 0.0001 GiB of training.memory_gib"):
+        check_job(job(tmp_path, training={"memory_gib": 1e-4}), 1)

@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.training.distributed import run_ranks
-from tests.training.jobs import read_steps, settings, write_store
+from tests.training.jobs import read_steps, settings, trainer_of, write_store
 from tests.training.oracle import losses_of_single_documents, remembered_plans
 from wlb.job.config import JobConfig
 from wlb.packing.plan import StepPlan
-from wlb.training.preflight import check_job
-from wlb.training.trainer import Trainer
 
 STEPS = 20
 WINDOW = 64
@@ -55,7 +52,7 @@ def configure(folder: Path, preset: str) -> JobConfig:
 
 
 def _train(config: JobConfig) -> list[StepPlan]:
-    trainer = Trainer(config, torch.device("cpu"))
+    trainer = trainer_of(config)
     plans = remembered_plans(trainer)
     trainer.run()
     return plans
@@ -65,7 +62,7 @@ def _train(config: JobConfig) -> list[StepPlan]:
     "preset", [pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else ()) for name in LAYOUTS]
 )
 def test_twenty_steps_have_the_losses_of_single_documents(preset: str, folder: Path) -> None:
-    config = check_job(configure(folder, preset), 1).config
+    config = configure(folder, preset)
     plans = run_ranks(config.parallel.world_size, _train, config)[0]
     losses = [row["loss"] for row in read_steps(folder / preset)]
     assert len(losses) == STEPS

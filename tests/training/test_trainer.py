@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from tests.training.distributed import RankFailure, run_ranks
-from tests.training.jobs import WINDOW, job, read_steps, write_store
+from tests.training.jobs import WINDOW, job, read_steps, trainer_of, write_store
 from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import JobConfig
-from wlb.training.trainer import Trainer
 
 LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "pp": 2},
@@ -43,11 +42,11 @@ def configure(folder: Path, store: Path, parallel: dict[str, Any], **training: A
 
 
 def _train(config: JobConfig) -> dict[str, Any] | None:
-    return Trainer(config, torch.device("cpu")).run()
+    return trainer_of(config).run()
 
 
 def _train_with_broken_weights(config: JobConfig) -> None:
-    trainer = Trainer(config, torch.device("cpu"))
+    trainer = trainer_of(config)
     with torch.no_grad():
         for stage in trainer.model.stages:
             for parameter in stage.parameters():

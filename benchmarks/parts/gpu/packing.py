@@ -7,7 +7,7 @@ The first steps are left out, in which outlier queues fill.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -36,6 +36,7 @@ SKIPPED_STEPS = 8
 SOLVER_SECONDS = 0.5
 DOCUMENTS_AT_A_TIME = 64
 DOCUMENTS = 20_000
+MEASURED = "measured"
 
 Lengths = tuple[int, ...]
 
@@ -45,9 +46,13 @@ def packing(setting: Setting, workloads: Workloads) -> Result:
     pricing = list(workloads.values())[-1]
     methods = [name for name in METHODS if name != "fixed_solver" or importlib.util.find_spec("scipy")]
     planned = {method: _steps(method, setting, pricing) for method in methods}
-    seconds = _measure({_key(m) for steps in planned.values() for step in steps for m in step.micro_batches}, setting)
-    rows = [_row(method, steps, seconds, workloads) for method, steps in planned.items()]
-    return Result(rows, [_compare(seconds, workloads)])
+    every = {_key(m) for steps in planned.values() for step in steps for m in step.micro_batches}
+    seconds = {MEASURED: _measure(every, setting)}
+    for name, workload in workloads.items():
+        seconds[name] = {lengths: micro_batch_seconds(workload, lengths) for lengths in seconds[MEASURED]}
+    rows = [_row(method, steps, seconds) for method, steps in planned.items()]
+    measured, *predicted = (list(of_all.values()) for of_all in seconds.values())
+    return Result(rows, [Comparison("packed micro-batches", measured, dict(zip(workloads, predicted, strict=True)))])
 
 
 def _steps(method: str, setting: Setting, pricing: Workload) -> list[StepPlan]:
@@ -79,28 +84,17 @@ def _measure(micro_batches: set[Lengths], setting: Setting) -> dict[Lengths, flo
     return {lengths: seconds[lengths] * setting.shape.layers + seconds[sum(lengths)] for lengths in micro_batches}
 
 
-def _row(method: str, steps: Sequence[StepPlan], seconds: dict[Lengths, float], workloads: Workloads) -> Row:
-    """Means over steps of the longest over the mean micro-batch."""
-    measured = [[seconds[_key(m)] for m in step.micro_batches] for step in steps]
-    predicted = {
-        name: [[micro_batch_seconds(workload, m.lengths) for m in step.micro_batches] for step in steps]
-        for name, workload in workloads.items()
+def _row(method: str, steps: Sequence[StepPlan], seconds: Mapping[str, dict[Lengths, float]]) -> Row:
+    """Means over steps of the longest over the mean micro-batch, by all ``seconds`` of micro-batches."""
+    of_steps = {
+        name: [[of_all[_key(m)] for m in step.micro_batches] for step in steps] for name, of_all in seconds.items()
     }
     return {
         "method": method,
         "steps": len(steps),
         "tokens": sum(step.tokens for step in steps),
-        "imbalance": {name: _imbalance(times) for name, times in {"measured": measured, **predicted}.items()},
-        "measured_seconds": measured,
+        "imbalance": {
+            name: float(np.mean([max(times) / np.mean(times) for times in made])) for name, made in of_steps.items()
+        },
+        "measured_seconds": of_steps[MEASURED],
     }
-
-
-def _imbalance(steps: Sequence[Sequence[float]]) -> float:
-    return float(np.mean([max(times) / np.mean(times) for times in steps]))
-
-
-def _compare(seconds: dict[Lengths, float], workloads: Workloads) -> Comparison:
-    predicted = {
-        name: [micro_batch_seconds(workload, lengths) for lengths in seconds] for name, workload in workloads.items()
-    }
-    return Comparison("packed micro-batches", list(seconds.values()), predicted)

@@ -5,7 +5,7 @@ It measures for about a minute, or some seconds at toy sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,9 @@ PROFILE = "profile"  # its name among the workloads
 
 
 def profile(setting: Setting, workloads: Workloads) -> Result:
-    measured, held_out = measure_profile(
-        ProfileSettings(
-            setting.shape, torch.device(setting.device), setting.dtype, setting.max_length, quick=setting.quick
-        )
-    )
+    device = torch.device(setting.device)
+    settings = ProfileSettings(setting.shape, device, setting.dtype, setting.max_length, quick=setting.quick)
+    measured, held_out = measure_profile(settings)
     everyone = {**workloads, PROFILE: measured.workload()}
     rows = [{"workload": name, "crossover_tokens": crossover_tokens(workload)} for name, workload in everyone.items()]
     return Result(rows, _comparisons(everyone, held_out), profile=measured)
@@ -34,22 +32,16 @@ def _comparisons(workloads: Workloads, held_out: HeldOutSeconds) -> list[Compari
     sizes = held_out.sizes
     starts, stops = np.array(sizes.pieces).T
 
-    def compare(what: str, measured: Sequence[float], predict: Any) -> Comparison:
-        return Comparison(
-            what, list(measured), {name: list(map(float, predict(workload))) for name, workload in workloads.items()}
-        )
-
-    def documents(workload: Workload) -> Any:
-        return workload.attention_seconds(sizes.documents)
-
-    def pieces(workload: Workload) -> Any:
-        return workload.piece_seconds(starts, stops)
-
-    def micro_batches(workload: Workload) -> Any:
-        return [micro_batch_seconds(workload, lengths) for lengths in sizes.micro_batches]
+    def compare(what: str, measured: Sequence[float], predict: Callable[[Workload], Any]) -> Comparison:
+        predicted = {name: [float(one) for one in predict(workload)] for name, workload in workloads.items()}
+        return Comparison(what, list(measured), predicted)
 
     return [
-        compare("attention of documents", held_out.documents, documents),
-        compare("attention of pieces", held_out.pieces, pieces),
-        compare("micro-batches", held_out.micro_batches, micro_batches),
+        compare("attention of documents", held_out.documents, lambda w: w.attention_seconds(sizes.documents)),
+        compare("attention of pieces", held_out.pieces, lambda w: w.piece_seconds(starts, stops)),
+        compare(
+            "micro-batches",
+            held_out.micro_batches,
+            lambda w: [micro_batch_seconds(w, lengths) for lengths in sizes.micro_batches],
+        ),
     ]

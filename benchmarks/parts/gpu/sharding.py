@@ -8,7 +8,6 @@ that do the same work are measured once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,19 +24,9 @@ from wlb.sharding.compare import sample_micro_batches
 
 DOCUMENTS = 4000
 BASELINE = "per_sequence"
-Seconds = NDArray[np.float64]
+MEASURED = "measured"
+Sharded = dict[str, NDArray[np.float64]]  # seconds of the ranks of one micro-batch under one strategy
 Work = tuple[Runs, ...]  # of one rank, done one after another
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """One micro-batch under one strategy; seconds of each rank's attention have shape (cp_size,)."""
-
-    measured: Seconds
-    predicted: dict[str, Seconds]
-
-    def seconds(self, name: str) -> Seconds:
-        return self.measured if name == "measured" else self.predicted[name]
 
 
 def sharding(setting: Setting, workloads: Workloads) -> Result:
@@ -51,7 +40,7 @@ def sharding(setting: Setting, workloads: Workloads) -> Result:
         for strategy in STRATEGIES
     }
     seconds = _measure([plan for made in plans.values() for plan in made], setting)
-    sharded = {key: [_priced(plan, seconds, workloads) for plan in made] for key, made in plans.items()}
+    sharded = {key: [_seconds(plan, seconds, workloads) for plan in made] for key, made in plans.items()}
     rows = [_row(*key, made, sharded[key[0], BASELINE]) for key, made in sharded.items()]
     return Result(rows, [_compare(cp_size, sharded) for cp_size in setting.cp_sizes])
 
@@ -80,38 +69,28 @@ def _case(work: Work, bench: Workbench) -> Case:
     return Case(lambda: [part.forward() for part in parts], backward)
 
 
-def _priced(plan: ShardPlan, seconds: dict[Work, float], workloads: Workloads) -> Sharded:
-    measured = np.array([seconds.get(_work(plan, rank), 0.0) for rank in range(plan.cp_size)])
-    return Sharded(measured, {name: shard_latency(plan, w).attention for name, w in workloads.items()})
+def _seconds(plan: ShardPlan, measured: dict[Work, float], workloads: Workloads) -> Sharded:
+    """Of each rank's attention, of shape (cp_size,): as measured, and as every workload predicts it."""
+    ranks = np.array([measured.get(_work(plan, rank), 0.0) for rank in range(plan.cp_size)])
+    return {MEASURED: ranks} | {name: shard_latency(plan, w).attention for name, w in workloads.items()}
 
 
 def _row(cp_size: int, strategy: str, sharded: Sequence[Sharded], baseline: Sequence[Sharded]) -> Row:
     """Means over micro-batches of slowest over mean rank; sums over them of the slowest, over the baseline's."""
-    everyone = ["measured", *sharded[0].predicted]
+    slowest, of_baseline = (
+        {name: sum(s[name].max() for s in some) for name in some[0]} for some in (sharded, baseline)
+    )
     return {
         "cp": cp_size,
         "strategy": strategy,
-        "imbalance": {name: float(np.mean([_imbalance(s.seconds(name)) for s in sharded])) for name in everyone},
-        "over per_sequence": {name: _slowest(name, sharded) / _slowest(name, baseline) for name in everyone},
-        "measured_seconds": [s.measured.tolist() for s in sharded],
+        "imbalance": {name: float(np.mean([s[name].max() / s[name].mean() for s in sharded])) for name in slowest},
+        "over per_sequence": {name: float(slowest[name] / of_baseline[name]) for name in slowest},
+        "measured_seconds": [s[MEASURED].tolist() for s in sharded],
     }
-
-
-def _imbalance(seconds: Seconds) -> float:
-    return float(seconds.max() / seconds.mean())
-
-
-def _slowest(name: str, sharded: Sequence[Sharded]) -> float:
-    return sum(float(s.seconds(name).max()) for s in sharded)
 
 
 def _compare(cp_size: int, sharded: dict[tuple[int, str], list[Sharded]]) -> Comparison:
     """All ranks that have tokens, under all strategies."""
     mine = [s for key, made in sharded.items() if key[0] == cp_size for s in made]
-
-    def seconds(name: str) -> list[float]:
-        return [float(seconds) for s in mine for seconds in s.seconds(name)[s.measured > 0]]
-
-    return Comparison(
-        f"attention of ranks, cp {cp_size}", seconds("measured"), {name: seconds(name) for name in mine[0].predicted}
-    )
+    seconds = {name: np.concatenate([s[name][s[MEASURED] > 0] for s in mine]).tolist() for name in mine[0]}
+    return Comparison(f"attention of ranks, cp {cp_size}", seconds.pop(MEASURED), seconds)

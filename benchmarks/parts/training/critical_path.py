@@ -192,7 +192,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     processes = int(os.environ["LOCAL_WORLD_SIZE"])
     with joined_job(configs[0]) as device, _file(out, int(os.environ["RANK"])).open("w", encoding="utf-8") as lines:
-        trainers = [Trainer(check_job(config, processes).config, device) for config in configs]
+        trainers = [Trainer(check_job(config, processes), device) for config in configs]
         running = {job: trainer.steps() for job, trainer in enumerate(trainers)}
         notebook = Notebook()
         while running:

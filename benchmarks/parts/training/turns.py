@@ -15,15 +15,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
+from parts.measurement import make_parser
 from wlb.documents.store.reader import TokenStore
-from wlb.job.config import PRESETS, JobConfig
+from wlb.job.config import PRESETS
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
-from wlb.packing.plan import StepPlan
+from wlb.packing.arrange import micro_batch_seconds
 from wlb.simulate import SimulatedJob, simulate_steps
 from wlb.training.preflight import check_job
 from wlb.workload.profile import WorkloadProfile, read_profile
@@ -36,24 +39,60 @@ PROCESSES = 2
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def make_parser(description: str | None, directory: str) -> argparse.ArgumentParser:
+@dataclass(frozen=True)
+class Trained:
+    """One preset in one layout: its counted steps, by what was measured and as they are simulated."""
+
+    layout: str
+    preset: str
+    measured: list[float]  # seconds of each step
+    predicted: list[float]
+    work: float  # predicted seconds of one process that does all of these steps
+    in_repetitions: list[float] = field(default_factory=list)  # measured seconds of all steps, each by itself
+    tokens: list[int] = field(default_factory=list)
+    imbalance_degree: float = 1.0
+
+    @property
+    def errors(self) -> list[float]:
+        return [p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(self.tokens) / sum(self.measured)
+
+    def measured_speed(self, base: Trained) -> float:
+        """At equal work: predicted seconds of work done in a second, over ``base``."""
+        return _speed(self.work, sum(self.measured), base.work, sum(base.measured))
+
+    def predicted_speed(self, base: Trained) -> float:
+        return _speed(self.work, sum(self.predicted), base.work, sum(base.predicted))
+
+    def predicted_speed_in_tokens(self, base: Trained) -> float:
+        return _speed(sum(self.tokens), sum(self.predicted), sum(base.tokens), sum(base.predicted))
+
+    def speeds_in_repetitions(self, base: Trained) -> list[float]:
+        pairs = zip(self.in_repetitions, base.in_repetitions, strict=True)
+        return [_speed(self.work, mine, base.work, theirs) for mine, theirs in pairs]
+
+    def apart(self, base: Trained) -> float:
+        """How far predicted is from measured speed."""
+        return self.predicted_speed(base) / self.measured_speed(base) - 1
+
+
+def _speed(work: float, seconds: float, base_work: float, base_seconds: float) -> float:
+    return work / seconds / (base_work / base_seconds)
+
+
+def parser_of_turns(description: str | None, directory: str) -> argparse.ArgumentParser:
     """The options of a benchmark that trains every preset in turns; working files go to ``directory``."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser = make_parser(description)
     parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp are 2, as in dp,dp+cp")
-    parser.add_argument("--presets", type=_presets, default=list(PRESETS), help="which to train; default: all")
+    parser.add_argument("--presets", default=",".join(PRESETS), help="which to train; default: all")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="counted steps of every preset in a repetition")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step, over all ranks")
     parser.add_argument("--directory", type=Path, default=Path(directory), help="working files")
-    parser.add_argument("--out", type=Path, help="write the results as JSON")
     return parser
-
-
-def _presets(names: str) -> list[str]:
-    unknown = set(names.split(",")) - set(PRESETS)
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{min(unknown)} is no preset; choose from {', '.join(PRESETS)}")
-    return names.split(",")
 
 
 def prepare(directory: Path) -> Path:
@@ -88,8 +127,14 @@ def run(*words: object, processes: int = 1) -> None:
     subprocess.run(command, check=True, env=ONE_THREAD)
 
 
-def overrides(layout: str, preset: str, repetition: int, arguments: argparse.Namespace, store: Path) -> list[str]:
-    directory = arguments.directory / layout / preset / str(repetition)
+def folder(arguments: argparse.Namespace, layout: str, name: str, repetition: int) -> Path:
+    """Where the files of one repetition of a preset go."""
+    directory: Path = arguments.directory
+    return directory / layout / name / str(repetition)
+
+
+def _overrides(arguments: argparse.Namespace, store: Path, layout: str, preset: str, repetition: int) -> list[str]:
+    directory = folder(arguments, layout, preset, repetition)
     return [
         f"preset={preset}",
         *(f"parallel.{name}={2 if name in layout.split('+') else 1}" for name in ("pp", "dp", "cp")),
@@ -103,20 +148,14 @@ def overrides(layout: str, preset: str, repetition: int, arguments: argparse.Nam
     ]
 
 
-def job_config(layout: str, preset: str, arguments: argparse.Namespace, store: Path) -> JobConfig:
-    """The job that is trained, in which nothing is left to decide."""
-    config = load_config(CONFIG, overrides(layout, preset, 0, arguments, store))
-    return check_job(config, config.parallel.world_size).config
-
-
 def train_in_turns(
     layout: str, repetition: int, arguments: argparse.Namespace, store: Path, program: Sequence[object] = (IN_TURNS,)
 ) -> None:
     """Train a step of every preset in turn with ``program``, a file and its own options."""
     words: list[str] = []
     for preset in arguments.presets:
-        shutil.rmtree(arguments.directory / layout / preset / str(repetition), ignore_errors=True)
-        words += ["--job", str(CONFIG), *overrides(layout, preset, repetition, arguments, store)]
+        shutil.rmtree(folder(arguments, layout, preset, repetition), ignore_errors=True)
+        words += ["--job", str(CONFIG), *_overrides(arguments, store, layout, preset, repetition)]
     run(*program, *words, processes=processes_of(layout))
 
 
@@ -124,36 +163,45 @@ def processes_of(layout: str) -> int:
     return 1 << len(layout.split("+"))
 
 
-def measured_rows(
-    layout: str, preset: str, arguments: argparse.Namespace, plans: Sequence[StepPlan]
-) -> list[list[dict[str, Any]]]:
-    """Counted steps of every repetition, which are those of ``plans``."""
-    rows = counted_rows(layout, preset, arguments)
-    for repetition in rows:
-        if [plan.tokens for plan in plans] != [row["tokens"] for row in repetition]:
-            raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
-    return rows
-
-
 def counted_rows(layout: str, name: str, arguments: argparse.Namespace) -> list[list[dict[str, Any]]]:
     """The lines of steps.jsonl of every repetition, without the first."""
-    files = [arguments.directory / layout / name / str(n) / "steps.jsonl" for n in range(arguments.repetitions)]
+    files = [folder(arguments, layout, name, n) / "steps.jsonl" for n in range(arguments.repetitions)]
     return [[json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()][1:] for file in files]
 
 
-def simulated_job(config: JobConfig, profile: WorkloadProfile | None = None) -> SimulatedJob:
-    """The job of ``config`` on this machine's cores, computing as measured in ``profile``."""
-    vocab_size = TokenStore.open(config.data.stores[0]).vocab_size
-    return SimulatedJob.from_config(config, "cpu", vocab_size=vocab_size, profile=profile)
+def median_seconds(repetitions: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
+    """Of every step, over repetitions."""
+    return [median(row["step_seconds"] for row in rows) for rows in zip(*repetitions, strict=True)]
 
 
-def plan_steps(config: JobConfig, steps: int) -> list[StepPlan]:
-    """The plans of the job's first ``steps`` steps, from its configuration and document lengths alone."""
-    lengths = TokenStore.open(config.data.stores[0]).lengths
-    return [*islice(StepPlanner(simulated_job(config), lengths).plans(), steps)]
+def trained(
+    layout: str, preset: str, arguments: argparse.Namespace, store: Path, profiles: Sequence[WorkloadProfile]
+) -> Trained:
+    """The counted steps of a preset, measured by the clock, and predicted: medians over ``profiles``, works their mean.
 
+    Steps are planned once more, from the job's configuration and document lengths alone; others are refused.
+    """
+    config = load_config(CONFIG, _overrides(arguments, store, layout, preset, 0))
+    config = check_job(config, config.parallel.world_size).config  # nothing is left to decide
+    documents = TokenStore.open(store)
 
-def predicted_seconds(plans: Sequence[StepPlan], config: JobConfig, profile: WorkloadProfile) -> list[float]:
-    """Simulated seconds of each step."""
-    seconds: list[float] = simulate_steps(plans, simulated_job(config, profile)).seconds.tolist()
-    return seconds
+    def job(profile: WorkloadProfile | None = None) -> SimulatedJob:
+        return SimulatedJob.from_config(config, "cpu", vocab_size=documents.vocab_size, profile=profile)
+
+    plans = [*islice(StepPlanner(job(), documents.lengths).plans(), 1, arguments.steps + 1)]
+    rows = counted_rows(layout, preset, arguments)
+    tokens = [plan.tokens for plan in plans]
+    if any(tokens != [row["tokens"] for row in repetition] for repetition in rows):
+        raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
+    predicted = [simulate_steps(plans, job(profile)).seconds.tolist() for profile in profiles]
+    prices = [profile.workload() for profile in profiles]
+    works = [sum(float(micro_batch_seconds(plan.ranks, workload).sum()) for plan in plans) for workload in prices]
+    return Trained(
+        layout,
+        preset,
+        median_seconds(rows),
+        [median(of_step) for of_step in zip(*predicted, strict=True)],
+        mean(works),
+        tokens=tokens,
+        imbalance_degree=mean(plan.imbalance for plan in plans),
+    )

@@ -78,6 +78,17 @@ class Resends:
     def __init__(self) -> None:
         self.last: Resend | None = None
 
+    def add(self, resend: Resend) -> Resend:
+        """Take in that of the layer above the last one."""
+        resend.below, self.last = self.last, resend
+        return resend
+
+    def go_on_below(self, resend: Resend) -> None:
+        """Start that of the layer below, and let go of ``resend``."""
+        if resend.below is not None:
+            resend.below.start()
+        self.last, resend.below = resend.below, None
+
 
 class Resend:
     """Keys and values of one layer, to be sent again; ``below`` is that of the layer before it."""

@@ -15,8 +15,8 @@ one go: there is little to hide. What was received is kept for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,38 @@ from torch.autograd.function import once_differentiable
 from wlb.attention.backends import AttentionBackend
 from wlb.attention.exchange import Arrival, Resend, Resends, add_returned, add_rows, return_gradients, send_keys
 from wlb.attention.profiler_regions import region
-from wlb.attention.saved_attention import AttentionResults, KeptAttention
 from wlb.attention.shard_layout import ExchangePart, ShardLayout
 
 _OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
+
+
+class AttentionResults(NamedTuple):
+    """What a backward pass reads beside query, key and value; tensors without autograd history."""
+
+    out_THE: Tensor
+    log_sum_exp_HT: Tensor
+    received: tuple[Tensor, ...]  # other ranks' keys and values, part by part; none where they are to be sent again
+
+
+class KeptAttention:
+    """The results of one call of attention, for activation checkpointing, which runs a block anew before its backward.
+
+    Attention is most of that work at long context, and its keys and values would travel once more; its output and
+    log-sum-exp are two small tensors. So the first call leaves them here, and the second takes them, unless attention
+    too is ``computed_again``.
+    """
+
+    def __init__(self, *, computed_again: bool = False) -> None:
+        self.computed_again = computed_again
+        self._results: AttentionResults | None = None
+
+    def get(self, compute: Callable[[], AttentionResults]) -> AttentionResults:
+        """What ``compute`` returns, or what it returned the first time."""
+        results = self._results or compute()
+        if not self.computed_again:
+            self._results = results
+        # The caller's output gets a history, which must not come to live in here.
+        return results._replace(out_THE=results.out_THE.detach())
 
 
 class AttendPacked(torch.autograd.Function):
@@ -56,8 +84,7 @@ class AttendPacked(torch.autograd.Function):
         ctx.resend, ctx.resends = None, resends
         # What is checkpointed must not be held from here.
         if resends is not None and kept is None and layout.parts and not keeps and any(ctx.needs_input_grad):
-            ctx.resend = Resend(k_TGE, v_TGE, layout, group)
-            resends.last, ctx.resend.below = ctx.resend, resends.last
+            ctx.resend = resends.add(Resend(k_TGE, v_TGE, layout, group))
         return results.out_THE
 
     @staticmethod
@@ -69,8 +96,7 @@ class AttendPacked(torch.autograd.Function):
         homeward: list[Arrival] = []
         if layout.window_rows is None:
             again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, group)).take()
-            for index, part in enumerate(layout.parts):
-                x_A2GE = received[index] if received else again[index].wait()
+            for part, x_A2GE in zip(layout.parts, received or (arrival.wait() for arrival in again), strict=True):
                 with region(_RECEIVED):
                     grad_QHE, grad_A2GE = _received_gradients(
                         grad_THE, q_THE, x_A2GE, out_THE, log_sum_exp_HT, part, backend
@@ -78,9 +104,8 @@ class AttendPacked(torch.autograd.Function):
                 merged.append((part.query_rows, grad_QHE))
                 homeward.append(return_gradients(grad_A2GE, part, group))
         if resend is not None:
-            if resend.below is not None:
-                resend.below.start()
-            ctx.resends.last, ctx.resend, resend.below = resend.below, None, None
+            ctx.resends.go_on_below(resend)
+            ctx.resend = None
         keys = _own_keys(k_TGE, v_TGE, received, layout)
         if layout.own_runs is None:
             grad_q_THE, *grads = (torch.zeros_like(tensor) for tensor in (q_THE, *keys))

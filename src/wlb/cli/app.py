@@ -10,27 +10,13 @@ import errno
 import inspect
 import re
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn, cast
+from importlib import import_module
+from typing import NoReturn, cast
 
 import typer
 
 from wlb import __version__
-from wlb.cli import (
-    compare,
-    diagnose,
-    export,
-    prefill,
-    prepare,
-    profile,
-    report,
-    reproduce,
-    rivals,
-    shard,
-    simulate,
-    train,
-    tune,
-)
+from wlb.cli.groups import with_groups
 from wlb.errors import UserError
 
 app = typer.Typer(
@@ -73,26 +59,18 @@ def _root(
         print(context.get_help())
 
 
-_COMMANDS: dict[str, tuple[Callable[..., Any], ...]] = {
-    "Data": (prepare.prepare,),
-    "Planning": (
-        compare.compare,
-        tune.tune,
-        shard.shard,
-        simulate.simulate,
-        rivals.rivals,
-        reproduce.reproduce,
-        prefill.prefill,
-        profile.profile,
-        report.report,
-    ),
-    "Training": (train.train, export.export, diagnose.diagnose),
+# A command is the function in ``wlb.cli`` that has the name of its module.
+_COMMANDS = {
+    "Data": ("prepare",),
+    "Planning": ("compare", "tune", "shard", "simulate", "rivals", "reproduce", "prefill", "profile", "report"),
+    "Training": ("train", "export", "diagnose"),
 }
 
-for panel, commands in _COMMANDS.items():
-    for command in commands:
-        paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__ or ""))  # the terminal wraps them
-        app.command(command.__name__, help=paragraphs, rich_help_panel=panel)(command)
+for panel, names in _COMMANDS.items():
+    for name in names:
+        command = getattr(import_module(f"wlb.cli.{name}"), name)
+        paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__))  # the terminal wraps them
+        app.command(name, help=paragraphs, rich_help_panel=panel)(with_groups(command))
 
 
 def _with_value(error: typer.BadParameter) -> str:

@@ -12,27 +12,17 @@ from wlb.cli import options
 from wlb.cli.console import emit_json, stderr
 from wlb.errors import require
 
-
-class WeightDtype(StrEnum):
-    """Types of exported weights."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
+WeightDtype = StrEnum("WeightDtype", ["BFLOAT16", "FLOAT32"])
 
 
 def export(
     config: Annotated[Path, typer.Argument(help="Configuration that the job was started with (TOML).")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to make; it must not exist.", show_default=False)],
-    step: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Checkpoint of this step; default: the newest.")
-    ] = None,
+    step: Annotated[int | None, options.number("Checkpoint of this step; default: the newest.")] = None,
     dtype: Annotated[
         WeightDtype, typer.Option(help="Type of the weights; a checkpoint has float32.")
     ] = WeightDtype.BFLOAT16,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."),
-    ] = None,
+    overrides: options.Settings = None,
     json: options.Json = False,
 ) -> None:
     """Write a checkpoint as a directory that Hugging Face transformers, vLLM and others open.
@@ -50,16 +40,9 @@ def export(
         exported = export_checkpoint(loaded, out, step=step, dtype=getattr(torch, dtype.value))
     tokenizer = list(exported.tokenizer)
     if json:
-        emit_json(
-            {
-                "out": str(out),
-                "checkpoint": str(exported.checkpoint),
-                "step": exported.step,
-                "parameters": exported.parameters,
-                "dtype": dtype.value,
-                "tokenizer_files": tokenizer,
-            }
-        )
+        shown = {"step": exported.step, "parameters": exported.parameters, "dtype": dtype.value}
+        paths = {"out": str(out), "checkpoint": str(exported.checkpoint)}
+        emit_json(paths | shown | {"tokenizer_files": tokenizer})
         return
     kept = f"tokenizer: {', '.join(tokenizer)}" if tokenizer else "without a tokenizer"
     print(f"step {exported.step}, {exported.parameters:,} parameters as {dtype.value}, in {out}; {kept}")

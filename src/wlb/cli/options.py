@@ -1,32 +1,30 @@
-"""Options that several commands share, and what they stand for."""
+"""Options that several commands have, and what they stand for."""
 
 from __future__ import annotations
 
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError, require
 from wlb.token_count import parse_tokens
 
 if TYPE_CHECKING:
     from wlb.simulate import SimulatedJob
-    from wlb.workload import Workload
+    from wlb.simulate.search import SearchSpace
+    from wlb.workload import ModelShape, Workload
+    from wlb.workload.profile import WorkloadProfile
 
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
-
-Lengths = Annotated[
-    str,
-    typer.Argument(
-        help="Document lengths: .json list, .txt, .npy, .parquet (column length), .idx, a token store prefix, "
-        "or synthetic:DOCUMENTS:WINDOW:SEED."
-    ),
-]
+DEFAULT_MODEL = "llama3-8b"
+DEFAULT_WINDOW = 131_072
 
 
 def tokens(value: str | int) -> int:
@@ -37,36 +35,37 @@ def tokens(value: str | int) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
-ContextWindow = Annotated[
-    int,
-    typer.Option("--context-window", metavar="TOKENS", parser=tokens, help="Tokens attention may span, such as 128K."),
-]
-MicroBatches = Annotated[
-    int,
-    typer.Option("--micro-batches", min=1, metavar="N", help="Micro-batches of a step, over all data-parallel ranks."),
-]
-Dp = Annotated[int, typer.Option("--dp", min=1, metavar="N", help="Data-parallel size.")]
-Pp = Annotated[int, typer.Option("--pp", min=1, metavar="N", help="Pipeline-parallel size.")]
-Tp = Annotated[
-    int | None,
-    typer.Option(
-        "--tp", min=1, metavar="N", help="Tensor-parallel size; default: up to 8, with 512 columns left on each GPU."
+def number(help: str, *, most: int | None = None) -> Any:
+    """An option that is a whole number of at least 1."""
+    return typer.Option(min=1, max=most, metavar="N", help=help)
+
+
+def number_of_tokens(help: str) -> Any:
+    return typer.Option(metavar="TOKENS", parser=tokens, help=help)
+
+
+def number_of_steps(help: str) -> Any:
+    return number(help, most=MOST_STEPS)
+
+
+def list_of_names(help: str) -> Any:
+    return typer.Option(metavar="A,B,...", help=help)
+
+
+Lengths = Annotated[
+    str,
+    typer.Argument(
+        help="Document lengths: .json list, .txt, .npy, .parquet (column length), .idx, a token store prefix, "
+        "or synthetic:DOCUMENTS:WINDOW:SEED."
     ),
 ]
-Cp = Annotated[
-    int | None,
-    typer.Option(
-        "--cp",
-        min=1,
-        metavar="N",
-        help="Context-parallel size; default: one rank for every 65,536 tokens of the window.",
-    ),
-]
-DEFAULT_MODEL = "llama3-8b"
+ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
+Dp = Annotated[int, number("Data-parallel size.")]
+Pp = Annotated[int, number("Pipeline-parallel size.")]
+Tp = Annotated[int | None, number("Tensor-parallel size; default: up to 8, with 512 columns left on each GPU.")]
 Model = Annotated[
     str,
     typer.Option(
-        "--model",
         metavar="NAME",
         help="Model preset (llama3-8b, 7b, ...), or a Hugging Face model: its directory or its config.json.",
     ),
@@ -74,34 +73,17 @@ Model = Annotated[
 Hardware = Annotated[
     str,
     typer.Option(
-        "--hardware",
         metavar="NAME",
         help="Hardware preset: a100, h100, h200, b200, mi300x, cpu; with newer attention kernels h100-fa3 and others.",
     ),
 ]
-Profile = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile",
-        metavar="FILE",
-        help="Workload profile measured by wlb profile, instead of --model and --hardware.",
-    ),
+Methods = Annotated[str | None, list_of_names("Packing methods; see above.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."),
 ]
-Methods = Annotated[str | None, typer.Option("--methods", metavar="A,B,...", help="Packing methods; see above.")]
-MaxDelay = Annotated[
-    int | None,
-    typer.Option(
-        "--max-delay", min=0, metavar="STEPS", help="Most steps that a document is delayed before it goes first."
-    ),
-]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the result: .png, .pdf or .svg.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
-PREFILL_ONLY, SEARCH_ONLY, DRY_RUN_ONLY = (f"Only with {option}" for option in ("--prefill", "--search", "--dry-run"))
-Steps = Annotated[
-    int | None,
-    typer.Option("--steps", min=1, max=MOST_STEPS, metavar="N", help="Use only as many documents as fill N steps."),
-]
-
-_PICTURES = (".png", ".pdf", ".svg")
 
 
 def check_writable(path: Path) -> None:
@@ -119,26 +101,14 @@ def check_writable(path: Path) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def check_picture(path: Path) -> None:
+def check_picture(path: Path | None) -> None:
     """Refuse, before any work is done, a picture that could not be drawn afterwards."""
-    if path.suffix.lower() not in _PICTURES:
-        raise UserError(f"picture {path} must end in one of {', '.join(_PICTURES)}")
+    if path is None:
+        return
+    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise UserError(f"picture {path} must end in one of .png, .pdf, .svg")
     check_writable(path)
     require("matplotlib", "plot")
-
-
-def refuse_unused(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Refuse options, by their parameters' ``names``, that were given and would not be read; ``why`` follows them."""
-    by_name = {parameter.name: parameter for parameter in context.command.params}
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            parameter, value = by_name[name], context.params[name]
-            if isinstance(value, bool):
-                value = (parameter.opts if value else parameter.secondary_opts)[0]
-            given = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-            spelled = "/".join((*parameter.opts, *parameter.secondary_opts))
-            raise UserError(f"{spelled} {why} (got {given}); leave it out")
 
 
 def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[str]:
@@ -151,84 +121,140 @@ def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[st
     return names
 
 
+def described(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
 _COLUMNS_PER_GPU = 512
 _TOKENS_PER_GPU = 65_536
 _GPUS_PER_NODE = 8
 
 
-def job_from(
-    context: typer.Context,
-    model: str,
-    hardware: str,
-    tp: int | None,
-    cp: int | None,
-    context_window: int,
-    profile: Path | None,
-    *,
-    micro_batches: int,
-    dp: int,
-    pp: int,
-) -> tuple[SimulatedJob, dict[str, str | int]]:
-    """The job, with the defaults of [packing] and [sharding], that the options name, and a description of it.
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """A model, and a GPU that runs it."""
 
-    ``micro_batches`` counts all data-parallel ranks. With a measured profile ``hardware`` says its links. Raises
-    ``UserError`` for a layout that cannot run, and for an option that the profile replaces.
-    """
-    from wlb.simulate import simulated_job
-    from wlb.workload.profile import read_profile
+    tp: Tp = None
+    model: Model = DEFAULT_MODEL
+    hardware: Hardware = "h100"
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Workload profile measured by wlb profile, instead of --model and --hardware."
+        ),
+    ] = None
 
-    if micro_batches % dp:
-        raise UserError(
-            f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of --dp {dp}"
+    def priced(
+        self, context: typer.Context, context_window: int, cp: int | None, pp: int = 1, reads: Collection[str] = ()
+    ) -> PricedGpu:
+        """What one of the GPUs costs, and how to say it; ``cp`` is None where the window decides it.
+
+        Raises ``UserError`` where the model has fewer layers than ``pp`` stages, and for an option that a measured
+        profile replaces, unless the command ``reads`` it for something else.
+        """
+        from wlb.schedules.layer_split import split_layers
+        from wlb.settings import MOST_RANKS
+        from wlb.sharding import check_group_size
+        from wlb.workload import make_workload, model_shape
+        from wlb.workload.profile import read_profile
+
+        if self.profile is not None:
+            replaced = {"model", "hardware", "tp", "cp"} - {*reads}
+            refuse_unused(context, replaced, "has no effect with --profile, which says it")
+            measured = read_profile(self.profile)
+            split_layers(measured.model, pp)
+            said: dict[str, str | int] = {"profile": self.profile.name}
+            return PricedGpu(measured.model, measured.tp, measured.cp, measured.workload(), said, measured)
+        shape = model_shape(self.model)
+        split_layers(shape, pp)
+        tp = self.tp
+        if tp is None:
+            fitting = (size for size in (2, 4, _GPUS_PER_NODE) if shape.hidden // size >= _COLUMNS_PER_GPU)
+            tp = math.gcd(max(fitting, default=1), shape.kv_heads)
+        if cp is None:
+            cp = min(max(1, context_window // _TOKENS_PER_GPU), MOST_RANKS)
+        check_group_size(cp)
+        workload = make_workload(shape, self.hardware, tp=tp, cp=cp)
+        return PricedGpu(shape, tp, cp, workload, {"model": self.model, "hardware": self.hardware, "tp": tp, "cp": cp})
+
+
+@dataclass(frozen=True)
+class PricedGpu:
+    """One of tp x cp GPUs that run a model; ``described`` says by what it is priced."""
+
+    shape: ModelShape
+    tp: int
+    cp: int
+    workload: Workload
+    described: dict[str, str | int]
+    measured: WorkloadProfile | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedOptions(GpuOptions):
+    """A job whose documents are packed."""
+
+    context_window: ContextWindow
+    micro_batches: Annotated[int, number("Micro-batches of a step, over all data-parallel ranks.")]
+    dp: Dp = 1
+    pp: Pp = 4
+    cp: Annotated[
+        int | None, number("Context-parallel size; default: one rank for every 65,536 tokens of the window.")
+    ] = None
+    methods: Methods = None
+    max_delay: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="STEPS", help="Most steps that a document is delayed before it goes first."),
+    ] = None
+    steps: Annotated[int | None, number_of_steps("Use only as many documents as fill N steps.")] = None
+
+    def job(self, context: typer.Context) -> tuple[SimulatedJob, dict[str, str | int]]:
+        """The job, with the defaults of [packing] and [sharding], and a description of its prices.
+
+        With a measured profile ``hardware`` says its links. Raises ``UserError`` for a layout that cannot run.
+        """
+        from wlb.simulate import simulated_job
+
+        if self.micro_batches % self.dp:
+            raise UserError(
+                f"--micro-batches {self.micro_batches} counts all data-parallel ranks; make it a multiple of "
+                f"--dp {self.dp}"
+            )
+        gpu = self.priced(context, self.context_window, self.cp, self.pp, reads=["hardware"])
+        job = simulated_job(
+            gpu.shape,
+            self.context_window,
+            hardware=self.hardware,
+            micro_batches=self.micro_batches // self.dp,
+            dp=self.dp,
+            pp=self.pp,
+            tp=gpu.tp,
+            cp=gpu.cp,
+            profile=gpu.measured,
+            packed_by=gpu.measured and gpu.workload,
         )
-    _, priced_by = workload_from(
-        context, model, hardware, tp, cp, context_window, profile, pp=pp, used_with_profile=frozenset({"hardware"})
-    )
-    measured = None if profile is None else read_profile(profile)
-    own: dict[str, Any] = {name: priced_by[name] for name in ("tp", "cp") if name in priced_by}
-    if measured is not None:
-        own = {"tp": measured.tp, "profile": measured, "packed_by": measured.workload()}
-    own |= {"hardware": hardware, "micro_batches": micro_batches // dp, "dp": dp, "pp": pp}
-    job = simulated_job(measured.model if measured else model, context_window, **own)
-    return job, priced_by | {"hardware": hardware} | ({"sharding": job.sharding.strategy} if job.cp > 1 else {})
+        sharding = {"sharding": job.sharding.strategy} if job.layout.cp > 1 else {}
+        return job, gpu.described | {"hardware": self.hardware} | sharding
 
 
-def workload_from(
-    context: typer.Context,
-    model: str,
-    hardware: str,
-    tp: int | None,
-    cp: int | None,
-    context_window: int,
-    profile: Path | None,
-    *,
-    pp: int = 1,
-    used_with_profile: frozenset[str] = frozenset(),
-) -> tuple[Workload, dict[str, str | int]]:
-    """The workload model that the options name, and a description of it for the output.
+@dataclass(frozen=True, kw_only=True)
+class SpaceOptions:
+    """What layouts are searched for."""
 
-    Raises ``UserError`` where the model has fewer layers than ``pp`` stages, and for an option that a measured profile
-    replaces, unless the command has a use of its own for it (``used_with_profile``).
-    """
-    from wlb.schedules.layer_split import split_layers
-    from wlb.settings import MOST_RANKS
-    from wlb.sharding import check_group_size
-    from wlb.workload import make_workload
-    from wlb.workload.profile import read_profile
-    from wlb.workload.published import model_shape
+    gpus: Annotated[int, number("GPUs of the job.")]
+    model: Model = DEFAULT_MODEL
+    context_window: ContextWindow = DEFAULT_WINDOW
+    hardware: Hardware = "h100"
+    batch_tokens: Annotated[int, number_of_tokens("Global batch, such as 16M.")] = 2**24
 
-    if profile is not None:
-        priced = {"model", "hardware", "tp", "cp"} - used_with_profile
-        refuse_unused(context, sorted(priced), "has no effect with --profile, which says it")
-        measured = read_profile(profile)
-        split_layers(measured.model, pp)
-        return measured.workload(), {"profile": profile.name}
-    shape = model_shape(model)
-    split_layers(shape, pp)
-    if tp is None:
-        tp = max(size for size in (1, 2, 4, _GPUS_PER_NODE) if size == 1 or shape.hidden // size >= _COLUMNS_PER_GPU)
-        tp = math.gcd(tp, shape.kv_heads)
-    if cp is None:
-        cp = min(max(1, context_window // _TOKENS_PER_GPU), MOST_RANKS)
-    check_group_size(cp)
-    return make_workload(shape, hardware, tp=tp, cp=cp), {"model": model, "hardware": hardware, "tp": tp, "cp": cp}
+    def space(self, steps: int) -> SearchSpace:
+        from wlb.simulate.search import search_space
+
+        return search_space(
+            self.model,
+            self.gpus,
+            self.context_window,
+            hardware=self.hardware,
+            batch_tokens=self.batch_tokens,
+            steps=steps,
+        )

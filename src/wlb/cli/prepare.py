@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.table import Table
 
-from wlb.cli import console, options
+from wlb.cli import options
+from wlb.cli.console import emit_json, progress_bar, show_columns, stdout
+from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
 
@@ -43,10 +44,7 @@ def prepare(
         ..., "--out", metavar="PREFIX", help="Store to make: PREFIX.bin, PREFIX.idx, PREFIX.json."
     ),
     tokenizer: str | None = typer.Option(
-        None,
-        metavar="bytes|FILE|DIR",
-        help="Bytes (default), a tokenizer.json, or a directory that holds one.",
-        show_default=False,
+        None, metavar="bytes|FILE|DIR", help="Bytes (default), a tokenizer.json, or a directory that holds one."
     ),
     bpe_size: int | None = typer.Option(
         None, "--train-bpe", metavar="VOCAB", help="Train a byte-level BPE of VOCAB tokens on the sources and use it."
@@ -55,10 +53,7 @@ def prepare(
         None, metavar="TOKEN", help="Token that ends a document, where the tokenizer does not say."
     ),
     text_field: str | None = typer.Option(
-        None,
-        metavar="NAME",
-        help="Field of JSON Lines, or column of Parquet, to read: text, or messages with --chat.",
-        show_default=False,
+        None, metavar="NAME", help="Field of JSON Lines, or column of Parquet, to read: text, or messages with --chat."
     ),
     chat: bool = typer.Option(
         False, "--chat", help="Read conversations (messages with roles); only what the assistant says becomes labels."
@@ -70,13 +65,12 @@ def prepare(
         None, metavar="N", min=1, max=1024, help="Tokenising processes (default: one for bytes, else one per core)."
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing store."),
-    as_json: bool = typer.Option(False, "--json", help="Print the result as one JSON object on stdout."),
+    json: options.Json = False,
 ) -> None:
     """Turn documents into a token store that training and planning read.
 
-    The store is in Megatron's .bin/.idx format, with one end token after
-    every document. It appears whole or not at all, and documents that cannot
-    be taken are counted by reason.
+    The store is in Megatron's .bin/.idx format, with one end token after every document. It appears whole or not at
+    all, and documents that cannot be taken are counted by reason.
 
     Example: wlb prepare corpus/ more.jsonl.zst --out data/corpus --train-bpe 32000
     """
@@ -85,14 +79,11 @@ def prepare(
     from wlb.documents.store.writer import check_target
 
     check_target(out, overwrite)
-    if stdlib:
-        options.refuse_unused(context, ["text_field", "chat"], "has no effect with --stdlib")
-    else:
-        options.refuse_unused(context, ["unit"], "has no effect without --stdlib")
+    unused = ["text_field", "chat"] if stdlib else ["unit"]
+    refuse_unused(context, unused, f"has no effect {'with' if stdlib else 'without'} --stdlib")
     if chat:
-        options.refuse_unused(context, ["bpe_size"], "learns from text, not from conversations")
-    corpus = _corpus(sources or [], stdlib, text_field, unit, chat)
-    _keep_sources(corpus, out)
+        refuse_unused(context, ["bpe_size"], "learns from text, not from conversations")
+    corpus = _corpus(sources or [], stdlib, text_field, unit, chat, out)
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
     if workers is None:
         # Bytes cost less to tokenise than to send to another process.
@@ -109,32 +100,31 @@ def prepare(
             overwrite=overwrite,
             on_progress=on_progress,
         )
-    if as_json:
-        console.emit_json(report.to_json())
+    if json:
+        emit_json(report.to_json())
         return
-    _print_table(report)
+    _show(report)
     if chat_format is not None and chat_format.is_chatml:
-        console.stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
+        stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
 
 
-def _corpus(sources: list[Path], stdlib: bool, text_field: str | None, unit: UnitOption, chat: bool) -> Corpus:
+def _corpus(
+    sources: list[Path], stdlib: bool, text_field: str | None, unit: UnitOption, chat: bool, out: Path
+) -> Corpus:
+    """What is read; raises ``UserError`` where the store in ``out`` would replace some of it."""
     from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus
+    from wlb.documents.store.writer import store_files
 
     if stdlib == bool(sources):
         raise UserError("name files or directories to prepare, or else --stdlib" + ", not both" * stdlib)
     if stdlib:
         return StdlibCorpus(unit.value)
-    return FileCorpus(sources, text_field or ("messages" if chat else "text"), chat=chat)
-
-
-def _keep_sources(corpus: Corpus, out: Path) -> None:
-    from wlb.documents.prepare.sources import FileCorpus
-    from wlb.documents.store.writer import store_files
-
+    corpus = FileCorpus(sources, text_field or ("messages" if chat else "text"), chat=chat)
     targets = {path.resolve() for path in store_files(out)}
-    for path in corpus.files() if isinstance(corpus, FileCorpus) else ():
+    for path in corpus.files():
         if path.resolve() in targets:
             raise UserError(f"source {path} would be overwritten by the store; choose another --out")
+    return corpus
 
 
 def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_token: str | None) -> Tokenizer:
@@ -153,21 +143,19 @@ def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_tok
 @contextmanager
 def _progress(what: str, corpus: Corpus) -> Iterator[Callable[[int], None]]:
     mebibyte = 1 << 20
-    with console.progress_bar() as progress:
+    with progress_bar() as progress:
         task = progress.add_task(f"{what}, MiB", total=corpus.total_bytes / mebibyte)
         yield lambda source_bytes: progress.advance(task, source_bytes / mebibyte)
 
 
-def _print_table(report: PrepareReport) -> None:
-    table = Table("", "documents", "tokens", title=f"Token store {report.files[-1].removesuffix('.idx')}")
-    table.add_row("in", f"{report.documents_in:,}", "")
-    for reason, count in report.rejects.items():
-        table.add_row(f"rejected: {reason.replace('_', ' ')}", f"{count:,}", "")
-    table.add_row("out", f"{report.documents_out:,}", f"{report.tokens:,}")
+def _show(report: PrepareReport) -> None:
+    rows = {"in": (f"{report.documents_in:,}", "")}
+    rows |= {f"rejected: {reason.replace('_', ' ')}": (f"{count:,}", "") for reason, count in report.rejects.items()}
+    rows["out"] = (f"{report.documents_out:,}", f"{report.tokens:,}")
     if report.labelled_tokens is not None:
-        table.add_row("labels", "", f"{report.labelled_tokens:,}")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    console.print_table(table)
+        rows["labels"] = ("", f"{report.labelled_tokens:,}")
+    documents, tokens = zip(*rows.values(), strict=True)
+    title = f"Token store {report.files[-1].removesuffix('.idx')}"
+    show_columns({"": [*rows], "documents": documents, "tokens": tokens}, title=title)
     skipped = f"; skipped {report.skipped_files:,} files of other kinds" if report.skipped_files else ""
-    console.stdout.print(f"vocabulary {report.vocab_size:,}, end token {report.end_token}{skipped}", highlight=False)
+    stdout.print(f"vocabulary {report.vocab_size:,}, end token {report.end_token}{skipped}", highlight=False)

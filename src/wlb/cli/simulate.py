@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, print_table, progress_bar, stdout
-from wlb.cli.simulation_tables import report_search, simulation_json, simulation_table
+from wlb.cli.console import counted, emit_json, show_columns, stdout, with_progress
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from wlb.documents.mixture import DocumentLengths
     from wlb.simulate import SimulatedJob, SimulationResult
     from wlb.simulate.search import SearchResult
 
-_SEARCH_ONLY = ("gpus", "model", "context_window", "batch_tokens")
-_JOB_ONLY = ("job", "systems", "profile", "schedule", "settings", "trace")
 _STEPS, _SEARCH_STEPS = 50, 8
 _CONFIGURED = "as configured"
-_DOCUMENTS = 100_000  # synthetic ones, where a named job is given no lengths
+_DOCUMENTS = 100_000  # synthetic ones, where no lengths are given
+_FINALISTS_SHOWN = 12
+_WORTH_TELLING = 0.002  # of a step
+_BASE = "plain-4d"  # what speeds are compared with, where it is simulated
 
 
-def simulate(
-    context: typer.Context,
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions:
+    """Which job is simulated, under which systems."""
+
     job: Annotated[
         str | None,
         typer.Argument(
@@ -39,88 +38,101 @@ def simulate(
             "--search]",
             show_default=False,
         ),
-    ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            "--lengths",
-            metavar="LENGTHS",
-            help="Document lengths, as for wlb compare; default: the job's store, or synthetic.",
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps",
-            min=1,
-            max=options.MOST_STEPS,
-            metavar="N",
-            help="Steps to simulate; default 50, or 8 of each finalist of --search.",
-        ),
-    ] = None,
+    ] = None
     systems: Annotated[
         str | None,
-        typer.Option(
-            "--systems",
-            metavar="A,B,...",
-            help="Presets: plain-4d, fixed-4d, wlb-llm, best, elastic; default: all, or a configuration and plain-4d.",
+        options.list_of_names(
+            "Presets: plain-4d, fixed-4d, wlb-llm, best, elastic; default: all, or a configuration and plain-4d."
         ),
-    ] = None,
-    hardware: options.Hardware = "h100",
+    ] = None
+    hardware: options.Hardware = "h100"
     profile: Annotated[
         Path | None,
         typer.Option(
-            "--profile",
             metavar="FILE",
             help="Workload profile measured by wlb profile: compute as measured, links of --hardware.",
         ),
-    ] = None,
+    ] = None
     schedule: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="Pipeline schedule: 1f1b, interleaved_1f1b, gpipe, interleaved_zero_bubble, zbv_zero_bubble.",
         ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."),
-    ] = None,
+    ] = None
+    settings: options.Settings = None
     trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="FILE", help="Write the last step of the last system as a Perfetto trace."),
+        Path | None, typer.Option(metavar="FILE", help="Write the last step of the last system as a Perfetto trace.")
+    ] = None
+
+    def jobs(self) -> tuple[dict[str, SimulatedJob], list[str]]:
+        """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from.
+
+        That is one source, or each store of a mixture.
+        """
+        from wlb.simulate.job import NAMED_JOBS
+        from wlb.workload.profile import read_profile
+
+        if self.job is None:
+            raise UserError("name a configuration file or a job such as 7b-128k, or use --search")
+        if self.job in NAMED_JOBS:
+            jobs, sources = self._named(self.job)
+        elif Path(self.job).suffix == ".toml":
+            jobs, sources = self._configured(Path(self.job))
+        else:
+            raise UserError(
+                f"{self.job!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}"
+            )
+        layout: dict[str, Any] = {} if self.schedule is None else {"schedule": self.schedule}
+        if self.schedule == "zbv_zero_bubble":
+            layout["virtual_pp"] = 2
+        prices = {} if self.profile is None else {"profile": read_profile(self.profile)}
+        return {system: job.with_layout(**layout).priced(**prices) for system, job in jobs.items()}, sources
+
+    def _named(self, name: str) -> tuple[dict[str, SimulatedJob], list[str]]:
+        from wlb.job.config import PRESETS
+        from wlb.simulate.job import NAMED_JOBS, named_job
+
+        if self.settings:
+            raise UserError("--set overrides a configuration file; a named job has none")
+        presets = options.names_in("--systems", self.systems, PRESETS)
+        jobs = {preset: named_job(name, preset, hardware=self.hardware) for preset in presets}
+        return jobs, [_synthetic(NAMED_JOBS[name].context_window)]
+
+    def _configured(self, path: Path) -> tuple[dict[str, SimulatedJob], list[str]]:
+        from wlb.documents.store.reader import stored_vocab_size
+        from wlb.job.config_file import load_config
+        from wlb.simulate import SimulatedJob
+
+        settings = self.settings or []
+        configs = {_CONFIGURED: load_config(path, settings)}
+        for preset in options.names_in("--systems", self.systems, ["plain-4d"]):
+            without_pools = [] if preset == "elastic" else ["parallel.pool=auto"]
+            configs[preset] = load_config(path, [*settings, f"preset={preset}", *without_pools])
+        stores = configs[_CONFIGURED].data.stores
+        vocab_size = max(stored_vocab_size(prefix) or 0 for prefix in stores) or None
+        jobs = {
+            system: SimulatedJob.from_config(config, self.hardware, vocab_size=vocab_size)
+            for system, config in configs.items()
+        }
+        return jobs, [str(prefix) for prefix in stores]
+
+
+def simulate(
+    asked: Annotated[
+        SimulateOptions | options.SpaceOptions,
+        typer.Option("--search", help="Look for the fastest layout and packing."),
+    ],
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LENGTHS", help="Document lengths, as for wlb compare; default: the job's store, or synthetic."
+        ),
     ] = None,
-    search: Annotated[bool, typer.Option("--search", help="Look for the fastest layout and packing.")] = False,
-    gpus: Annotated[
+    steps: Annotated[
         int | None,
-        typer.Option(
-            "--gpus", min=1, metavar="N", rich_help_panel=options.SEARCH_ONLY, help="GPUs of the job. \\[required]"
-        ),
+        options.number_of_steps("Steps to simulate; default 50, or 8 of each finalist of --search."),
     ] = None,
-    model: Annotated[
-        str,
-        typer.Option(metavar="NAME", rich_help_panel=options.SEARCH_ONLY, help="Model, as for wlb compare."),
-    ] = options.DEFAULT_MODEL,
-    context_window: Annotated[
-        int,
-        typer.Option(
-            "--context-window",
-            metavar="TOKENS",
-            parser=options.tokens,
-            rich_help_panel=options.SEARCH_ONLY,
-            help="Tokens attention may span, such as 128K.",
-        ),
-    ] = 131_072,
-    batch_tokens: Annotated[
-        int,
-        typer.Option(
-            "--batch-tokens",
-            metavar="TOKENS",
-            parser=options.tokens,
-            rich_help_panel=options.SEARCH_ONLY,
-            help="Global batch, such as 16M.",
-        ),
-    ] = 2**24,
     json: options.Json = False,
 ) -> None:
     """Simulate steps of a job on any number of GPUs, and say where their time goes.
@@ -133,88 +145,56 @@ def simulate(
 
     Example: wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
     """
-    if search:
-        options.refuse_unused(context, _JOB_ONLY, "has no effect with --search, which makes its own jobs")
-        if gpus is None:
-            raise UserError("--search needs --gpus: how many there are")
-        found = _search(gpus, model, context_window, batch_tokens, hardware, lengths, steps or _SEARCH_STEPS)
-        report_search(found, json)
+    if isinstance(asked, options.SpaceOptions):
+        _search(asked, lengths, steps or _SEARCH_STEPS, json)
         return
-    options.refuse_unused(context, _SEARCH_ONLY, "has no effect without --search")
-    if job is None:
-        raise UserError("name a configuration file or a job such as 7b-128k, or use --search")
-    if trace is not None:
-        options.check_writable(trace)
+    from wlb.simulate import simulate as run
+
     steps = steps or _STEPS
-    jobs, own_lengths = _jobs(job, systems, settings or [], hardware, _changes(profile, schedule))
-    source = " + ".join(own_lengths) if lengths is None else lengths
-    documents = _lengths(lengths) if lengths is not None else _own_lengths(own_lengths)
-    results = _simulate_all(jobs, documents, steps)
+    if asked.trace is not None:
+        options.check_writable(asked.trace)
+    jobs, own_lengths = asked.jobs()
+    sources = own_lengths if lengths is None else [lengths]
+    documents = _lengths(sources)
+    results = {
+        system: run(job, documents, steps, on_progress=advance)
+        for system, job, advance in with_progress(jobs.items(), steps)
+    }
     jobs = {system: result.job for system, result in results.items()}
     _warn_of_memory(jobs)
-    shown = {"job": job, "lengths": source, "hardware": hardware, "profile": profile and profile.name}
-    if trace is not None:
-        _write_trace(trace, next(reversed(jobs.values())), documents, steps)
+    if asked.trace is not None:
+        _write_trace(asked.trace, [*jobs.values()][-1], documents, steps)
+    profile = asked.profile and asked.profile.name
+    shown = {"job": asked.job, "lengths": " + ".join(sources), "hardware": asked.hardware, "profile": profile}
     if json:
-        emit_json(shown | {"systems": simulation_json(results)})
+        emit_json(shown | {"systems": _simulation_json(results)})
         return
-    print_table(*(simulation_table(Path(job).name, results, shown, narrow=narrow) for narrow in (False, True)))
-    if trace is not None:
-        stdout.print(f"trace: {trace} (open it at ui.perfetto.dev)")
+    _show_simulation(results, shown)
+    if asked.trace is not None:
+        stdout.print(f"trace: {asked.trace} (open it at ui.perfetto.dev)")
 
 
-def _changes(profile: Path | None, schedule: str | None) -> dict[str, Any]:
-    """What options replace of every job's prices and layout."""
-    from wlb.workload.profile import read_profile
+def _search(asked: options.SpaceOptions, lengths: str | None, steps: int, json: bool) -> None:
+    from wlb.simulate.search import search
 
-    changes: dict[str, Any] = {} if profile is None else {"profile": read_profile(profile)}
-    if schedule is not None:
-        changes["schedule"] = schedule
-    if schedule == "zbv_zero_bubble":
-        changes["virtual_pp"] = 2
-    return changes
-
-
-def _jobs(
-    name: str, systems: str | None, settings: Sequence[str], hardware: str, changes: dict[str, Any]
-) -> tuple[dict[str, SimulatedJob], list[str]]:
-    """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from.
-
-    That is one source, or each store of a mixture.
-    """
-    from wlb.documents.store.reader import stored_vocab_size
-    from wlb.job.config import PRESETS
-    from wlb.job.config_file import load_config
-    from wlb.simulate import SimulatedJob
-    from wlb.simulate.job import NAMED_JOBS, named_job
-
-    if name in NAMED_JOBS:
-        if settings:
-            raise UserError("--set overrides a configuration file; a named job has none")
-        chosen = options.names_in("--systems", systems, PRESETS)
-        jobs = {preset: named_job(name, preset, hardware=hardware) for preset in chosen}
-        sources = [f"synthetic:{_DOCUMENTS}:{NAMED_JOBS[name].context_window}:0"]
-    elif Path(name).suffix == ".toml":
-        path, chosen = Path(name), options.names_in("--systems", systems, ["plain-4d"])
-        config = load_config(path, settings)
-        configs = {_CONFIGURED: config} | {
-            preset: load_config(path, [*settings, f"preset={preset}", *_without_pools(preset)]) for preset in chosen
-        }
-        vocab_size = max(stored_vocab_size(prefix) or 0 for prefix in config.data.stores) or None
-        jobs = {
-            system: SimulatedJob.from_config(configured, hardware, vocab_size=vocab_size)
-            for system, configured in configs.items()
-        }
-        sources = [str(prefix) for prefix in config.data.stores]
+    space = asked.space(steps)
+    with counted("layouts") as progress:
+        found = search(space, _lengths([lengths or _synthetic(asked.context_window)]), on_progress=progress)
+    if json:
+        emit_json(_search_json(found))
     else:
-        raise UserError(f"{name!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
-    of_layout = {name: changes.pop(name) for name in ("schedule", "virtual_pp") if name in changes}
-    return {system: job.with_layout(**of_layout).priced(**changes) for system, job in jobs.items()}, sources
+        _show_search(found)
 
 
-def _without_pools(preset: str) -> list[str]:
-    """Overrides with which a configuration of pools is one of ``preset``."""
-    return [] if preset == "elastic" else ["parallel.pool=auto"]
+def _synthetic(context_window: int) -> str:
+    return f"synthetic:{_DOCUMENTS}:{context_window}:0"
+
+
+def _lengths(sources: list[str]) -> Any:
+    from wlb.documents.lengths import read_lengths
+
+    read = [read_lengths(source, keep_empty=True) for source in sources]
+    return read[0] if len(read) == 1 else read
 
 
 def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
@@ -230,27 +210,6 @@ def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
         print(f"wlb: warning: {worst}: {problem}{also}", file=sys.stderr)
 
 
-def _lengths(source: str) -> NDArray[np.int64]:
-    from wlb.documents.lengths import read_lengths
-
-    return read_lengths(source, keep_empty=True)
-
-
-def _own_lengths(sources: list[str]) -> DocumentLengths:
-    return _lengths(sources[0]) if len(sources) == 1 else [_lengths(source) for source in sources]
-
-
-def _simulate_all(jobs: dict[str, SimulatedJob], lengths: DocumentLengths, steps: int) -> dict[str, SimulationResult]:
-    from wlb.simulate import simulate as run
-
-    results = {}
-    with progress_bar() as bar:
-        for name, job in jobs.items():
-            advance = partial(bar.advance, bar.add_task(name, total=steps))
-            results[name] = run(job, lengths, steps, on_progress=advance)
-    return results
-
-
 def _write_trace(path: Path, job: SimulatedJob, lengths: DocumentLengths, steps: int) -> None:
     from itertools import islice
 
@@ -262,13 +221,115 @@ def _write_trace(path: Path, job: SimulatedJob, lengths: DocumentLengths, steps:
     write_trace(path, timeline(plan, job))
 
 
-def _search(
-    gpus: int, model: str, context_window: int, batch_tokens: int, hardware: str, lengths: str | None, steps: int
-) -> SearchResult:
-    from wlb.simulate.search import search, search_space
+def _simulation_json(results: dict[str, SimulationResult]) -> list[dict[str, Any]]:
+    base = results[_base_of(results)]
+    return [
+        {"system": name} | result.to_json() | {"speed_at_equal_work": result.speed_at_equal_work(base)}
+        for name, result in results.items()
+    ]
 
-    space = search_space(model, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, steps=steps)
-    documents = _lengths(f"synthetic:{_DOCUMENTS}:{context_window}:0" if lengths is None else lengths)
-    with progress_bar() as bar:
-        task = bar.add_task("layouts", total=None)
-        return search(space, documents, on_progress=lambda done, of: bar.update(task, completed=done, total=of))
+
+def _show_simulation(results: dict[str, SimulationResult], shown: dict[str, Any]) -> None:
+    """Where the time of each system's steps goes, in seconds."""
+    from wlb.simulate import CAUSES
+
+    systems, base = list(results.values()), _base_of(results)
+    first = systems[0]
+    causes = [cause for cause in CAUSES if any(abs(r.where[cause]) > 5e-4 for r in systems)]  # not shown as 0.000
+    rows = {
+        "speed at equal work": [f"{r.speed_at_equal_work(results[base]):.3f}x" for r in systems],
+        "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in systems],
+        **{cause: [f"{r.where[cause]:.3f}" for r in systems] for cause in causes},
+        "step": [f"{r.mean_step_seconds:.3f}" for r in systems],
+        "imbalance: GPUs": [f"{r.imbalance['gpus']:.3f}" for r in systems],
+        "imbalance: micro-batches": [f"{r.imbalance['micro_batches']:.3f}" for r in systems],
+        "imbalance: cp ranks": [f"{r.imbalance['cp']:.3f}" for r in systems],
+        "imbalance: dp ranks": [f"{r.imbalance['dp']:.3f}" for r in systems],
+        "token delay, steps": [f"{r.token_delay:.3f}" for r in systems],
+        "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
+        "attention kept": [f"{r.attention_kept:.0%}" for r in systems],
+    }
+    priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
+    show_columns(
+        {"": [*rows]} | dict(zip(results, zip(*rows.values(), strict=True), strict=True)),
+        title=f"{Path(shown['job']).name} on {first.job.layout.world_size:,} GPUs\nsimulated ({priced})",
+        notes={
+            "": f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
+            f"{_repeated(systems)}"
+            f"speed at equal work: predicted seconds of work done in a second, over {base}\n"
+            "tokens/s counts attention that is cut away, and documents still delayed, as gains\n"
+            "from compute to step: seconds · imbalance: slowest over mean"
+        },
+    )
+
+
+def _repeated(results: Iterable[SimulationResult]) -> str:
+    """A line where the documents did not fill the steps."""
+    epochs = max(result.epochs for result in results)
+    return f"the documents fill fewer steps and are repeated: {epochs} passes over them began\n" if epochs > 1 else ""
+
+
+def _base_of(results: dict[str, SimulationResult]) -> str:
+    """The system that the others are compared with: plain-4d, or the first where that was not simulated."""
+    return _BASE if _BASE in results else next(iter(results))
+
+
+def _search_json(found: SearchResult) -> dict[str, Any]:
+    from wlb.simulate.search import explanation
+
+    def described(result: SimulationResult) -> dict[str, Any]:
+        job = result.job
+        return result.to_json() | {
+            "speed_at_equal_work": result.speed_at_equal_work(found.plain),
+            "parallel": vars(job.layout),
+            "activation_checkpointing": job.activation_checkpointing,
+            "packing": job.packing.in_use(),
+            "sharding": job.sharding.model_dump(),
+        }
+
+    return {
+        "layouts": found.layouts,
+        "too_large": found.too_large,
+        "ranking": [described(result) for result in found.ranking],
+        "plain": described(found.plain),
+        "saved": {name: dict(explanation(found.winner, other)) for name, other in _others(found)},
+    }
+
+
+def _others(found: SearchResult) -> list[tuple[str, SimulationResult]]:
+    """What the winner is explained beside."""
+    return [*(("the runner-up", other) for other in found.ranking[1:2]), ("plain-4d in its layout", found.plain)]
+
+
+def _show_search(found: SearchResult) -> None:
+    """Print the ranking, plain-4d below it, and why its first is first."""
+    from wlb.simulate.search import explanation, layout_of, packing_of
+
+    job, rows = found.winner.job, [*found.ranking[:_FINALISTS_SHOWN], found.plain]
+    columns: dict[str, list[str]] = {
+        "layout": [layout_of(r.job) for r in rows],
+        "check-\npointing": [r.job.activation_checkpointing for r in rows],
+        "packing and sharding": [packing_of(r.job) for r in rows],
+        "speed at\nequal work": [f"{r.speed_at_equal_work(found.plain):.3f}x" for r in rows],
+        "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in rows],
+        "step s": [f"{r.mean_step_seconds:.3g}" for r in rows],
+        "attention\nkept": [f"{r.attention_kept:.0%}" for r in rows],
+    }
+    base = f"{_repeated(rows)}speed at equal work: over plain-4d in the fastest layout, the last row"
+    show_columns(
+        columns,
+        title=f"{job.layout.world_size:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens "
+        f"a step\nsimulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
+        notes={"speed at\nequal work": base},
+        words=("layout", "check-\npointing", "packing and sharding"),
+        wide_only=("check-\npointing", "step s", "attention\nkept"),
+    )
+    for name, other in _others(found):
+        gain, saved = found.winner.speed_at_equal_work(other), explanation(found.winner, other)
+        worth_telling = _WORTH_TELLING * found.winner.mean_step_seconds
+        told = ", ".join(f"{cause} {seconds:+.2g}" for cause, seconds in saved if abs(seconds) >= worth_telling)
+        stdout.print(
+            f"{gain:.3f}x {name} at equal work ({layout_of(other.job)}, {packing_of(other.job)}); "
+            f"seconds saved a step: {told or 'none'}",
+            highlight=False,
+        )

@@ -38,12 +38,7 @@ def documents_for(
         documents, report = cut_at_windows(whole, context_window), OverlongReport()
     else:
         documents, report = split_overlong(whole, context_window, overlong)
-    tokens = sum(document.length for document in documents)
-    if tokens < step_tokens:
-        raise UserError(
-            f"the documents have {tokens} tokens, and one step of {micro_batches} micro-batches takes "
-            f"{step_tokens}; give more documents, fewer micro-batches or a smaller context window"
-        )
+    _check_fills(sum(document.length for document in documents), step_tokens, "fewer micro-batches")
     return documents, report
 
 
@@ -56,12 +51,16 @@ def check_filling(
     steps than are asked for, would take its time to be planned and be all that is shown.
     """
     trained = _trained_lengths(lengths, context_window, overlong)
-    if (tokens := int(trained.sum())) < step_tokens:
-        raise UserError(
-            f"the documents have {tokens} tokens, and one step takes {step_tokens}; give more documents, a smaller "
-            "global batch or a smaller context window"
-        )
+    _check_fills(int(trained.sum()), step_tokens, "a smaller global batch")
     _check_longest(trained, step_tokens, steps)
+
+
+def _check_fills(tokens: int, step_tokens: int, fewer: str) -> None:
+    if tokens < step_tokens:
+        raise UserError(
+            f"the documents have {tokens} tokens, and one step takes {step_tokens}; give more documents, {fewer} or a "
+            "smaller context window"
+        )
 
 
 def _check_longest(trained: NDArray[np.int64], step_tokens: int, steps: int) -> None:

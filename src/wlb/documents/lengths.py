@@ -38,11 +38,12 @@ def read_lengths(source: str | Path, *, keep_empty: bool = False) -> NDArray[np.
     if str(source).startswith("synthetic:"):
         return _synthetic(str(source))
     path = Path(source)
-    read = _READERS.get(path.suffix)
+    suffix = path.suffix
     try:
-        if read is None or (not path.exists() and index_path(path).exists()):
-            read, path = _from_index, _index_of(path)
-        lengths, where = read(path)
+        if suffix not in _READERS or (not path.exists() and index_path(path).exists()):
+            suffix, path = ".idx", _index_of(path)
+        read, where = _READERS[suffix]
+        lengths = read(path)
     except FileNotFoundError:
         raise UserError(f"lengths {path} does not exist") from None
     except OSError as error:
@@ -51,16 +52,13 @@ def read_lengths(source: str | Path, *, keep_empty: bool = False) -> NDArray[np.
         raise UserError(f"{path} holds no document lengths")
     _check_range(path, lengths, where)
     tokens = lengths.astype(np.int64)
-    return tokens if keep_empty else _without_empty(path, tokens)
-
-
-def _without_empty(path: Path, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    kept = lengths[lengths > 0]
-    if not kept.size:
+    trained = tokens[tokens > 0]
+    if keep_empty or len(trained) == len(tokens):
+        return tokens
+    if not trained.size:
         raise UserError(f"{path} holds only empty documents")
-    if len(kept) < len(lengths):
-        print(f"wlb: note: {path}: {len(lengths) - len(kept)} empty documents are passed over", file=sys.stderr)
-    return kept
+    print(f"wlb: note: {path}: {len(tokens) - len(trained)} empty documents are passed over", file=sys.stderr)
+    return trained
 
 
 def _index_of(path: Path) -> Path:
@@ -89,17 +87,17 @@ def _check_range(path: Path, lengths: Integers, where: str) -> None:
         )
 
 
-def _from_json(path: Path) -> tuple[Integers, str]:
+def _from_json(path: Path) -> Integers:
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, list):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; a list of lengths is needed")
-    return _from_integers(path, values, "entry"), "entry"
+    return _from_integers(path, values, "entry")
 
 
-def _from_txt(path: Path) -> tuple[Integers, str]:
+def _from_txt(path: Path) -> Integers:
     try:
         lines = path.read_text(encoding="utf-8").rstrip().splitlines()
     except UnicodeDecodeError:
@@ -111,7 +109,7 @@ def _from_txt(path: Path) -> tuple[Integers, str]:
         if size is None:
             raise UserError(f"{path}: line {number} is {text[:40]!r}; a whole number is needed")
         values.append(-size if text.startswith("-") else size)
-    return _from_integers(path, values, "line"), "line"
+    return _from_integers(path, values, "line")
 
 
 def _from_integers(path: Path, values: Sequence[Any], where: str) -> Integers:
@@ -122,7 +120,7 @@ def _from_integers(path: Path, values: Sequence[Any], where: str) -> Integers:
     return np.array(values, np.int64)
 
 
-def _from_npy(path: Path) -> tuple[Integers, str]:
+def _from_npy(path: Path) -> Integers:
     try:
         array = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -130,10 +128,10 @@ def _from_npy(path: Path) -> tuple[Integers, str]:
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         shape = getattr(array, "shape", "none")
         raise UserError(f"{path} has shape {shape}; one dimension, one length per document, is needed")
-    return _from_integer_array(path, array), "entry"
+    return _from_integer_array(path, array)
 
 
-def _from_parquet(path: Path) -> tuple[Integers, str]:
+def _from_parquet(path: Path) -> Integers:
     parquet = require("pyarrow.parquet", "data")
     arrow = require("pyarrow", "data")
     try:
@@ -146,7 +144,7 @@ def _from_parquet(path: Path) -> tuple[Integers, str]:
     if column.null_count:
         bad = column.is_null().to_numpy().argmax()
         raise UserError(f"{path}: row {bad} of column 'length' is null; a whole number is needed")
-    return _from_integer_array(path, column.to_numpy()), "row"
+    return _from_integer_array(path, column.to_numpy())
 
 
 def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
@@ -156,8 +154,8 @@ def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
     return array
 
 
-def _from_index(path: Path) -> tuple[Integers, str]:
-    return np.diff(read_index(path).offsets), "document"
+def _from_index(path: Path) -> Integers:
+    return np.diff(read_index(path).offsets)
 
 
 def _synthetic(source: str) -> NDArray[np.int64]:
@@ -172,10 +170,11 @@ def _synthetic(source: str) -> NDArray[np.int64]:
     return sample_lengths(count, parse_tokens(window), first)
 
 
-_READERS: dict[str, Callable[[Path], tuple[Integers, str]]] = {
-    ".json": _from_json,
-    ".txt": _from_txt,
-    ".npy": _from_npy,
-    ".parquet": _from_parquet,
-    ".idx": _from_index,
+# How a file is read, and what messages call the place of a length in it.
+_READERS: dict[str, tuple[Callable[[Path], Integers], str]] = {
+    ".json": (_from_json, "entry"),
+    ".txt": (_from_txt, "line"),
+    ".npy": (_from_npy, "entry"),
+    ".parquet": (_from_parquet, "row"),
+    ".idx": (_from_index, "document"),
 }

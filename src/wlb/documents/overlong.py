@@ -54,26 +54,24 @@ def split_overlong(
     overlong = [segment for segment in kept if segment.length > limit]
     if not overlong:
         return kept, OverlongReport()
+    _check(overlong, limit, policy)
+    result: list[Segment] = []
+    for segment in kept:
+        result += _pieces(segment, limit, policy) if segment.length > limit else (segment,)
+    pieces = len(result) - (len(kept) - len(overlong))
+    dropped = sum(s.length for s in kept) - sum(s.length for s in result)
+    return result, OverlongReport(len(overlong), pieces, dropped)
+
+
+def _check(overlong: list[Segment], limit: int, policy: str) -> None:
+    """Raise ``UserError`` where the policy is to refuse these segments, or they would make too many pieces."""
     if policy == "error":
         document, _, length = overlong[0]
         raise UserError(
             f"document {document} has {length} tokens, over the context window of {limit}; raise the context window "
             f"or choose another policy for overlong documents: {', '.join(POLICIES[:-1])}"
         )
-    if policy == "split":
-        _check_pieces(overlong, limit)
-    result = [
-        piece
-        for segment in kept
-        for piece in ((segment,) if segment.length <= limit else _pieces(segment, limit, policy))
-    ]
-    pieces = len(result) - (len(kept) - len(overlong))
-    dropped = sum(s.length for s in kept) - sum(s.length for s in result)
-    return result, OverlongReport(len(overlong), pieces, dropped)
-
-
-def _check_pieces(overlong: list[Segment], limit: int) -> None:
-    pieces = sum(-(-segment.length // limit) for segment in overlong)
+    pieces = sum(-(-segment.length // limit) for segment in overlong) if policy == "split" else 0
     if pieces > _MOST_PIECES:
         longest = max(overlong, key=lambda segment: segment.length)
         raise UserError(

@@ -32,18 +32,14 @@ def sample_lengths(
     seed: int = 0,
     *,
     median_fraction: float = 1 / 128,
-    sigma: float = 1.0,
     tail_share: float = 0.03,
     tail_start_fraction: float = 1 / 16,
-    tail_exponent: float = 1.0,
 ) -> NDArray[np.int64]:
     """Lengths of ``documents`` random documents, 1 to ``context_window`` tokens; shape (documents,).
 
-    The body is log-normal with median ``median_fraction * context_window`` and ``sigma`` (of the natural
-    logarithm). A ``tail_share`` of documents comes from a Pareto tail instead, which starts at
-    ``tail_start_fraction * context_window`` and has the exponent ``tail_exponent`` (smaller is heavier). The
-    same arguments give the same lengths. Raises ``UserError`` for counts below 1 or without
-    bound and for parameters that are no distribution.
+    The body is log-normal with median ``median_fraction * context_window``. A ``tail_share`` of documents comes from a
+    Pareto tail instead, which starts at ``tail_start_fraction * context_window``. The same arguments give the same
+    lengths. Raises ``UserError`` for counts below 1 or without bound.
     """
     for name, count, most in (
         ("documents", documents, _MOST_DOCUMENTS),
@@ -51,15 +47,9 @@ def sample_lengths(
     ):
         if not 1 <= count <= most:
             raise UserError(f"synthetic lengths: {name} is {count}; it must be from 1 to {most}")
-    positive = {"median_fraction": median_fraction, "sigma": sigma, "tail_exponent": tail_exponent}
-    for name, value in (positive | {"tail_start_fraction": tail_start_fraction}).items():
-        if not value > 0:
-            raise UserError(f"synthetic lengths: {name} is {value}; it must be positive")
-    if not 0 <= tail_share <= 1:
-        raise UserError(f"synthetic lengths: tail_share is {tail_share}; it must be between 0 and 1")
     random = np.random.default_rng(seed)
-    body = median_fraction * context_window * np.exp(sigma * random.standard_normal(documents))
+    body = median_fraction * context_window * np.exp(random.standard_normal(documents))  # sigma 1
     # 1 - u is in (0, 1], so the power is finite.
-    tail = tail_start_fraction * context_window * (1 - random.random(documents)) ** (-1 / tail_exponent)
+    tail = tail_start_fraction * context_window * (1 - random.random(documents)) ** -1.0
     lengths = np.where(random.random(documents) < tail_share, tail, body)
     return np.clip(np.rint(lengths), 1, context_window).astype(np.int64)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from wlb.errors import UserError
 from wlb.packing.plan import StepPlan
 from wlb.training.observe.compute_clock import thread_seconds
+from wlb.training.runtime.collectives import gathered_rows
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}  # of the gradient
 _QUANTISED = TOLERANCE[torch.bfloat16]
@@ -77,8 +78,8 @@ def check_packing(
     finally:
         for parameter, gradient in zip(parameters, held, strict=True):
             parameter.grad = gradient
-    if sharded:
-        sums = _average(sums, parameters[0].device)
+    if sharded and dist.is_initialized():
+        sums = gathered_rows(sums.tolist(), torch.float64, parameters[0].device).mean(dim=0)
     packed_loss, single_loss, difference, single_square = sums.tolist()
     error = math.sqrt(difference / max(single_square, 1e-60))
     if tolerance is None:
@@ -117,14 +118,6 @@ def _square(parameters: Sequence[nn.Parameter]) -> float:
             exact = torch.promote_types(gradient.dtype, torch.float32)
             total += float(torch.linalg.vector_norm(gradient, dtype=exact)) ** 2
     return total
-
-
-def _average(sums: Tensor, device: torch.device) -> Tensor:
-    if dist.is_initialized():
-        sums = sums.to(device)
-        dist.all_reduce(sums)
-        sums /= dist.get_world_size()
-    return sums
 
 
 @dataclass
@@ -167,14 +160,9 @@ class BalanceMonitor:
 
     def end_step(self, plan: StepPlan | None = None) -> None:
         """Close a step, which trained ``plan`` if one is known; a collective call where there are several ranks."""
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        mine = torch.tensor([self._own], dtype=torch.float64, device=self.device)
-        rows = [torch.zeros_like(mine) for _ in range(ranks)]
-        if ranks > 1:
-            dist.all_gather(rows, mine)
-        else:
-            rows = [mine]
-        seconds = torch.cat(rows).cpu().numpy()
+        seconds = np.array([self._own])
+        if dist.is_initialized():
+            seconds = gathered_rows([self._own], torch.float64, torch.device(self.device)).flatten().numpy()
         self.seconds.append(seconds)
         self.measured.append(float(seconds.max() / max(seconds.mean(), 1e-12)))
         if plan is not None:

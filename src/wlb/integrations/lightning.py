@@ -48,10 +48,10 @@ class LightningLoss:
                 f"accumulate_grad_batches = {accumulate_grad_batches}, but the sampler plans {planned} micro-batches a "
                 "step; give both the same number"
             )
-        if sampler.job.cp != 1:
+        if sampler.job.layout.cp != 1:
             raise UserError(
-                f"the sampler lets cp = {sampler.job.cp} processes share micro-batches, and under Lightning each "
-                'trains whole ones; plan with cp = 1 and without preset "elastic"'
+                f"the sampler lets cp = {sampler.job.layout.cp} processes share micro-batches, and under Lightning "
+                'each trains whole ones; plan with cp = 1 and without preset "elastic"'
             )
         self._sampler, self._dataset = sampler, dataset
         self._accumulated = accumulate_grad_batches
@@ -69,7 +69,9 @@ class LightningLoss:
                 "give LightningLoss the sampler of the train loader and, where tokens are masked, its data set as "
                 "well, and resume with the settings of the run before"
             )
-        return packed_loss(logits, labels, self._loss_tokens, averaged_over=self._sampler.job.dp * self._accumulated)
+        return packed_loss(
+            logits, labels, self._loss_tokens, averaged_over=self._sampler.job.layout.dp * self._accumulated
+        )
 
     def _plans(self) -> Iterator[tuple[int, tuple[StepPlan | None, StepPlan | None]]]:
         """Every step's number, plan, and the plan after it."""
@@ -97,16 +99,16 @@ class LightningLoss:
             self._loss_tokens = plan.tokens - len(list(plan.segments))
         else:
             own = sum(self._labelled)
-            self._loss_tokens = own if self._sampler.job.dp == 1 else summed_over_ranks(own)
+            self._loss_tokens = own if self._sampler.job.layout.dp == 1 else summed_over_ranks(own)
         self._step = step
 
     def _checked_rank(self) -> int:
         """This process's rank, of those that the sampler plans for."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if ranks != self._sampler.job.dp or self._sampler.rank not in ((0, None) if ranks == 1 else (rank,)):
+        if ranks != self._sampler.job.layout.dp or self._sampler.rank not in ((0, None) if ranks == 1 else (rank,)):
             raise UserError(
                 f"process {rank} of {ranks} trains with the sampler of rank = {self._sampler.rank} of "
-                f"dp = {self._sampler.job.dp}; make it with rank = {rank}, dp = {ranks}"
+                f"dp = {self._sampler.job.layout.dp}; make it with rank = {rank}, dp = {ranks}"
             )
         return rank
 

@@ -112,18 +112,8 @@ def packed_batches(
     once a step; those of a stream compare in the same call the lengths that came. Raises ``UserError`` as the sampler
     does.
     """
-    steps = PackedSteps(
-        documents,
-        context_window,
-        micro_batches,
-        dp,
-        cp,
-        rank,
-        epochs=epochs,
-        sharding=sharding,
-        group=group,
-        **settings,
-    )
+    sizes = {"context_window": context_window, "micro_batches": micro_batches, "cp": cp}
+    steps = PackedSteps(documents, Processes(rank, dp, cp, group), epochs, sharding, **sizes, **settings)
     if state is not None:
         steps.load_state_dict(state)
     return steps
@@ -135,35 +125,32 @@ class PackedSteps(Iterator[PackedStep]):
     def __init__(
         self,
         documents: TokenStore | Sequence[Document] | Iterable[Document],
-        context_window: int,
-        micro_batches: int,
-        dp: int | None,
-        cp: int,
-        rank: int | None,
-        *,
+        processes: Processes,
         epochs: int | None,
         sharding: str,
-        group: dist.ProcessGroup | None = None,
+        *,
+        context_window: int,
         **settings: Any,
     ) -> None:
-        self._processes = Processes(rank, dp, cp, group)
-        self._rank = self._processes.own_rank()
+        self._processes, self._epochs = processes, epochs
+        self._rank = processes.own_rank()
         overlong = settings.get("overlong", "error")
         self._stream: ArrivingDocuments[Document] | None = None
         if not hasattr(documents, "__getitem__") and not isinstance(documents, TokenStore):
-            self._stream = _arriving(documents, context_window, overlong, epochs)
+            if epochs != 1:
+                raise UserError(
+                    f"a stream is one epoch, and epochs = {epochs}; leave epochs out, or repeat documents in it"
+                )
+            self._stream = ArrivingDocuments(documents, token_count, context_window, overlong)
         kept: Any = documents if self._stream is None else self._stream
         self._source: TokenStore | _Source = kept if isinstance(kept, TokenStore) else _Source(kept)
         lengths = None
         if self._stream is None:
             lengths = checked_lengths(self._source.lengths, context_window if overlong == "error" else None)
-        self.job: SimulatedJob = balanced_job(
-            lengths, context_window, micro_batches, dp=self._processes.dp, cp=cp, **settings
-        )
+        self.job: SimulatedJob = balanced_job(lengths, context_window, dp=processes.dp, **settings)
         self._steps = WholeSteps(self.job, self._stream or self._source.lengths, epochs=epochs)
-        self._dp_rank, self._cp_rank = divmod(self._rank, self.job.cp)
+        self._dp_rank, self._cp_rank = divmod(self._rank, self.job.layout.cp)
         self._sharding = "elastic" if self.job.packing.method == "elastic" else sharding
-        self._epochs = epochs
         self._begin: dict[str, Any] | None = self._begins_with(None)
 
     def __next__(self) -> PackedStep:
@@ -202,9 +189,11 @@ class PackedSteps(Iterator[PackedStep]):
         return make_batch(micro_batch, source) if isinstance(source, TokenStore) else source.batch(micro_batch)
 
     def _share(self, batch: TokenBatch) -> PackedBatch:
-        if self.job.cp == 1:
+        if self.job.layout.cp == 1:
             return PackedBatch(batch.tokens, batch.labels, batch.positions, batch.segment_lengths)
-        plan = make_shard_plan(batch.segment_lengths, self.job.cp, self._sharding, workload=self.job.sharding_workload)
+        plan = make_shard_plan(
+            batch.segment_lengths, self.job.layout.cp, self._sharding, workload=self.job.sharding_workload
+        )
         mine = shard_batch(batch, plan, self._cp_rank)
         return PackedBatch(mine.tokens, mine.labels, mine.positions, batch.segment_lengths, plan)
 
@@ -224,8 +213,8 @@ class PackedSteps(Iterator[PackedStep]):
             return labelled
         come = (0, 0, 0) if self._stream is None else (len(self._stream.lengths), self._stream.digest, plan is None)
         group = self._processes.group
-        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-        rows = gathered_rows([labelled if self._cp_rank == 0 else 0, chosen, *come], torch.int64, device, group)
+        mine = [labelled if self._cp_rank == 0 else 0, chosen, *come]
+        rows = gathered_rows(mine, torch.int64, _device_of(group), group)
         for process, row in enumerate(rows[:, 1:]):
             if not torch.equal(row, rows[0, 1:]):
                 raise UserError(
@@ -242,9 +231,12 @@ def summed_over_ranks(count: int) -> int:
     """The sum of every process's ``count`` of labelled tokens; a collective call of the default process group."""
     if not dist.is_initialized():
         raise UserError(_NO_GROUP)
-    total = torch.tensor(count, device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(total)
-    return int(total)
+    return int(gathered_rows([count], torch.int64, _device_of(None)).sum())
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Of the tensors that ``group`` sends."""
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 class _Source:
@@ -296,14 +288,6 @@ class _Arrays:
 
     def loss_mask(self, document: int, start: int, length: int) -> None:
         """None: what is not to be learnt says so by its label."""
-
-
-def _arriving(
-    documents: Iterable[Document], context_window: int, overlong: str, epochs: int | None
-) -> ArrivingDocuments[Document]:
-    if epochs != 1:
-        raise UserError(f"a stream is one epoch, and epochs = {epochs}; leave epochs out, or repeat documents in it")
-    return ArrivingDocuments(documents, token_count, context_window, overlong)
 
 
 def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int | Tensor, averaged_over: int = 1) -> Tensor:
@@ -371,14 +355,21 @@ class FlatteningCollator:
             tokens.append(ids)
             labels.append(own)
         lengths = [len(ids) for ids in tokens]
-        extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return {
             "input_ids": torch.from_numpy(np.concatenate(tokens))[None],
             "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
             "labels": torch.from_numpy(np.concatenate(labels))[None],
-            "cu_seq_lens_q": extents,
-            "cu_seq_lens_k": extents.clone(),
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
-            "use_cache": False,
+            **extents_of(lengths),
         }
+
+
+def extents_of(lengths: Sequence[int]) -> dict[str, Any]:
+    """The keywords by which packed models of Hugging Face know where documents of ``lengths`` tokens end."""
+    extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return {
+        "cu_seq_lens_q": extents,
+        "cu_seq_lens_k": extents.clone(),
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "use_cache": False,
+    }

@@ -31,7 +31,7 @@ from torchtitan.config.override import derive, override
 
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.integrations.batches import WholeSteps, balanced_job
+from wlb.integrations.batches import ItemsOfSteps, WholeSteps, balanced_job
 from wlb.integrations.batches.processes import Processes, digest
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import IGNORE_LABEL, make_batch
@@ -87,39 +87,28 @@ class BalancedDataLoader(BaseDataLoader):
             overlong="split",
         )
         self._processes = Processes(dp_rank, dp_world_size, 1)
-        self._steps = WholeSteps(job, self._store.lengths, epochs=None)
-        self._before = self._steps.state_dict()  # the step that is being yielded
-        self._taken = self._of_step = 0  # micro-batches of it, and how many it has
+        steps = WholeSteps(job, self._store.lengths, epochs=None)
+        self._micro_batches = ItemsOfSteps[MicroBatch](steps, lambda plan: plan.ranks[dp_rank])
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        self._processes.agree(self._steps.settings | {"state": digest(self.state_dict())}, self._rank)
-        for plan in self.steps():
-            self._of_step = len(plan.ranks[self._rank])
-            for micro_batch in plan.ranks[self._rank][self._taken :]:
-                self._taken += 1
-                yield self._tensors(micro_batch)
-            self._before, self._taken = self._steps.state_dict(), 0
+        begin = {"state": digest(self._micro_batches.state_dict())}
+        self._processes.agree(self._micro_batches.steps.settings | begin, self._rank)
+        return map(self._tensors, self._micro_batches)
 
     def steps(self) -> Iterator[StepPlan]:
-        """The plans of all ranks, from the one that is being yielded on."""
-        return self._steps
+        """The plans of all ranks, after the one that is being yielded."""
+        return self._micro_batches.steps
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"steps": self._before, "taken": self._taken}
-        if self._taken == self._of_step:
-            state |= {"steps": self._steps.state_dict(), "taken": 0}
-        return {_STATE: json.dumps(state)}
+        return {_STATE: json.dumps(self._micro_batches.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from ``state_dict``; from none at all, as torchtitan may ask, at the beginning.
 
         Raises ``UserError`` for a state of other documents or another seed, and inside a step for any other setting.
         """
-        if not state_dict:
-            return
-        state = json.loads(state_dict[_STATE])
-        self._steps.load_state_dict(state["steps"], inside_step=state["taken"] > 0)
-        self._before, self._taken = self._steps.state_dict(), state["taken"]
+        if state_dict:
+            self._micro_batches.load_state_dict(json.loads(state_dict[_STATE]))
 
     def _tensors(self, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor]:
         batch = make_batch(micro_batch, self._store)

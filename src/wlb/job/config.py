@@ -239,10 +239,6 @@ class PackingConfig(_PackerSettings):
         """Whether micro-batches may be of up to L_max tokens, and not of the context window."""
         return isinstance(self.options, LengthFactorOptions)
 
-    def with_length_factor(self, factor: float | Literal["auto"]) -> PackingConfig:
-        """The same with another L_max, where the packer has one."""
-        return self.changed(max_length_factor=factor) if self.has_length_factor else self
-
     def pools(self, size: int | Literal["auto"]) -> Pools | None:
         """The elastic pools of ``size`` ranks; None where the method has none."""
         return self.options.pools(size, self.micro_batches)

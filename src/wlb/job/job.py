@@ -20,12 +20,12 @@ from wlb.job.model import TransformerConfig
 from wlb.job.prices import sharded_prices
 from wlb.job.pricing import Pricing
 from wlb.packing import PACKERS
+from wlb.packing.arrange import Pipeline
 from wlb.packing.options import Pools
 from wlb.packing.packer import Packer
-from wlb.packing.pipeline_order import Pipeline
 from wlb.schedules.layer_split import split_layers
 from wlb.schedules.layout import Layout
-from wlb.schedules.operations import ZERO_BUBBLE, rank_operations, stages_of_rank
+from wlb.schedules.operations import ZERO_BUBBLE, rank_operations
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
@@ -65,18 +65,18 @@ class JobSpec:
     limit: MemoryLimit | None = None
 
     def __post_init__(self) -> None:
-        check_group_size(self.cp)
-        micro_batches = self.packing.micro_batches
-        split_layers(self.shape, self.stages)
+        layout, micro_batches = self.layout, self.packing.micro_batches
+        check_group_size(layout.cp)
+        split_layers(self.shape, layout.stages)
         if self.pools_decided:  # before, it is not known how many there are
-            if micro_batches % self.dp:
+            if micro_batches % layout.dp:
                 raise UserError(
-                    f"{micro_batches} micro-batches cannot be dealt evenly to dp = {self.dp} ranks; give a multiple"
+                    f"{micro_batches} micro-batches cannot be dealt evenly to dp = {layout.dp} ranks; give a multiple"
                 )
-            rank_operations(self.schedule, self.pp, self.micro_batches_per_rank, self.virtual_pp)
-        make_workload(self.shape, self.hardware, self.tp, self.cp)
-        check_divisible(self.shape, self.tp)
-        self.pricing.check(self.shape, self.gpus // self.pp)
+            rank_operations(layout.schedule, layout.pp, self.micro_batches_per_rank, layout.virtual_pp)
+        make_workload(self.shape, self.hardware, layout.tp, layout.cp)
+        check_divisible(self.shape, layout.tp)
+        self.pricing.check(self.shape, layout.world_size // layout.pp)
 
     @classmethod
     def from_config(
@@ -124,36 +124,8 @@ class JobSpec:
         return replace(self, layout=replace(self.layout, **sizes))
 
     @property
-    def tp(self) -> int:
-        return self.layout.tp
-
-    @property
-    def cp(self) -> int:
-        return self.layout.cp
-
-    @property
-    def pp(self) -> int:
-        return self.layout.pp
-
-    @property
-    def dp(self) -> int:
-        return self.layout.dp
-
-    @property
-    def virtual_pp(self) -> int:
-        return self.layout.virtual_pp
-
-    @property
-    def schedule(self) -> str:
-        return self.layout.schedule
-
-    @property
     def hardware(self) -> Hardware:
         return self.pricing.hardware
-
-    @property
-    def gpus(self) -> int:
-        return self.layout.world_size
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -166,21 +138,12 @@ class JobSpec:
         return self.limit or limit_of_gpu(self.hardware.memory_bytes)
 
     @property
-    def stages(self) -> int:
-        return self.layout.stages
-
-    @property
-    def rank_stages(self) -> list[list[int]]:
-        """The stages of every pipeline rank."""
-        return [list(stages_of_rank(self.schedule, rank, self.pp, self.virtual_pp)) for rank in range(self.pp)]
-
-    @property
     def context_window(self) -> int:
         return self.data.context_window
 
     @property
     def micro_batches_per_rank(self) -> int:
-        return self.packing.micro_batches // self.dp
+        return self.packing.micro_batches // self.layout.dp
 
     @property
     def longest_micro_batch(self) -> int:
@@ -210,12 +173,12 @@ class JobSpec:
     @property
     def workload(self) -> Workload:
         """W_a and W_l of a micro-batch on the tp x cp GPUs that run it."""
-        return make_workload(self.shape, self.hardware, tp=self.tp, cp=self.cp)
+        return make_workload(self.shape, self.hardware, tp=self.layout.tp, cp=self.layout.cp)
 
     @property
     def sharding_workload(self) -> Workload:
         """The prices by which micro-batches are sharded: those of one of the cp GPUs."""
-        return make_workload(self.shape, self.hardware, tp=self.tp)
+        return make_workload(self.shape, self.hardware, tp=self.layout.tp)
 
     @property
     def work_prices(self) -> DocumentPrices:
@@ -229,29 +192,30 @@ class JobSpec:
             return self.pricing.packed_by
         if not PACKERS[self.packing.method].prices_sharding:
             return self.workload
-        return sharded_prices(self.shape, self.hardware, self.tp, self.cp, self.sharding.strategy, self.context_window)
+        strategy, window = self.sharding.strategy, self.context_window
+        return sharded_prices(self.shape, self.hardware, self.layout.tp, self.layout.cp, strategy, window)
 
     @property
     def pipeline(self) -> Pipeline:
         """The pipeline that micro-batches are ordered for."""
-        return Pipeline(self.schedule, self.pp, self.workload, self.virtual_pp)
+        return Pipeline(self.layout.schedule, self.layout.pp, self.workload, self.layout.virtual_pp)
 
     @property
     def memory_settings(self) -> MemorySettings:
         """What the memory model asks. Zero-bubble schedules count as 1F1B of as many stages, which is less."""
         layout = self.layout
-        if self.schedule in ZERO_BUBBLE:
+        if layout.schedule in ZERO_BUBBLE:
             layout = replace(layout, schedule="interleaved_1f1b")
         return MemorySettings(
             shape=self.shape,
-            stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, self.stages)),
+            stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, layout.stages)),
             parallel=layout,
             micro_batches=self.micro_batches_per_rank,
             compute_bytes=self.hardware.bytes_per_value,
             activation_checkpointing=self.activation_checkpointing,
             fused_norms=self.hardware.device_type == "cuda",
             tied_embeddings=self.tied_embeddings,
-            uneven_shards=MEMORY_FACTOR if self.sharding.strategy == "hybrid" and self.cp > 1 else 1.0,
+            uneven_shards=MEMORY_FACTOR if self.sharding.strategy == "hybrid" and layout.cp > 1 else 1.0,
             checkpoint_copy=self.checkpoint_copy,
         )
 
@@ -264,7 +228,7 @@ class JobSpec:
     def pools_decided(self) -> bool:
         """Whether context-parallel groups are the job's pools, with a number of micro-batches for each."""
         pools = self.pools
-        return pools is None or (pools.size, pools.micro_batches) == (self.cp, self.micro_batches_per_rank)
+        return pools is None or (pools.size, pools.micro_batches) == (self.layout.cp, self.micro_batches_per_rank)
 
     def with_pools(self, pools: Pools) -> Self:
         """The same job with ``pools``, of which size and micro-batches are given, for context-parallel groups.
@@ -272,16 +236,16 @@ class JobSpec:
         Raises ``UserError`` for pools that do not divide dp x cp, and for a pipeline that cannot run so many
         micro-batches.
         """
-        ranks, size, micro_batches = self.dp * self.cp, pools.size, pools.micro_batches
+        ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
         try:
             check_pool(ranks, size)
         except ValueError as error:
             raise UserError(str(error)) from None
-        if micro_batches < self.pp:
+        if micro_batches < self.layout.pp:
             raise UserError(
-                f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.pp} pipeline stages; raise it"
+                f"pool_micro_batches = {micro_batches} cannot fill the pp = {self.layout.pp} pipeline stages; raise it"
             )
         number = ranks // size
         most = min(MOST_MICRO_BATCHES, _MOST_OF_A_WINDOW * pools.global_batch)
@@ -315,7 +279,9 @@ class JobSpec:
 
     def with_length_factor(self, factor: float | Literal["auto"]) -> Self:
         """The same with another L_max, in context windows, where the packer has one."""
-        return replace(self, packing=self.packing.with_length_factor(factor))
+        if not self.packing.has_length_factor:
+            return self
+        return replace(self, packing=self.packing.changed(max_length_factor=factor))
 
 
 def compute_type(training: TrainingConfig, device_type: str) -> str:

@@ -70,7 +70,7 @@ class StepPlanner(Iterator[PlannedStep]):
             _check_step(job, documents)
         self._packer = job.packer()
         self._packing = job.packing
-        self._dp = job.dp
+        self._dp = job.layout.dp
         self._pipeline = job.pipeline
         self._last_epoch = None if epochs is None else first_epoch + epochs - 1
         self._emitted: deque[StepPlan] = deque()

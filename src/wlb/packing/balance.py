@@ -13,15 +13,14 @@ documents are divided a second time from another start (``wlb.packing.differenci
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heappop, heappush, heapreplace
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.packing.bins import fitting_bins
+from wlb.packing.bins import fitting_bins, into_lightest
 from wlb.packing.differencing import differenced
 from wlb.packing.levelling import Indices, Limits, Prices, level
 
@@ -125,29 +124,15 @@ def _placed(task: _Task, parts: int) -> list[Indices] | None:
 
 
 def _dearest_first(task: _Task, parts: int) -> list[Indices] | None:
-    """Each document in the cheapest part that has room; None where one finds none.
-
-    As ``wlb.packing.placement`` does it, but for bare indices, and without what a stream of documents needs: a third of
-    the time.
-    """
-    capacity = task.most_tokens or int(task.tokens.sum())
+    """Each document in the cheapest part that has room; None where one finds none."""
+    order = np.argsort(-task.prices, kind="stable").tolist()
     tokens, prices = task.tokens.tolist(), task.prices.tolist()
+    rooms = [task.most_tokens or sum(tokens)] * parts
+    owners = into_lightest([tokens[i] for i in order], [prices[i] for i in order], [0.0] * parts, rooms)
     members: list[list[int]] = [[] for _ in range(parts)]
-    room = [capacity] * parts
-    cheapest = [(0.0, part) for part in range(parts)]
-    for document in np.argsort(-task.prices, kind="stable").tolist():
-        full = []
-        while cheapest and room[cheapest[0][1]] < tokens[document]:
-            full.append(heappop(cheapest))
-        if not cheapest:
-            return None
-        load, part = cheapest[0]
-        members[part].append(document)
-        room[part] -= tokens[document]
-        heapreplace(cheapest, (load + prices[document], part))
-        for entry in full:
-            heappush(cheapest, entry)
-    return [np.array(part, np.int64) for part in members]
+    for document, owner in zip(order, owners, strict=True):
+        members[owner].append(document)
+    return None if -1 in owners else [np.array(part, np.int64) for part in members]
 
 
 def _fitted(task: _Task, parts: int) -> list[Indices] | None:
@@ -229,13 +214,7 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
         raise UserError("lengths to balance must be a list of at least one number of tokens")
     # NumPy makes integers of booleans among integers, and floats or objects of integers over 64 bits.
     if array.dtype.kind not in "iu" or (isinstance(lengths, list | tuple) and bool in set(map(type, lengths))):
-        for document, length in enumerate(lengths):
-            if isinstance(length, bool) or not isinstance(length, int | np.integer):
-                kind = "bool" if isinstance(length, bool) else array.dtype
-                raise UserError(
-                    f"document lengths must be whole numbers of tokens, not {kind} (document {document} is "
-                    f"{str(length)[:40]}); convert them to int"
-                )
+        _check_whole(lengths, array.dtype)
     tokens = [int(length) for length in (lengths if array.dtype.kind == "f" else array.tolist())]
     if (shortest := min(tokens)) < 1:
         raise UserError(f"document {tokens.index(shortest)} has {shortest} tokens; lengths must be at least 1")
@@ -245,6 +224,16 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
             "as workload"
         )
     return np.array(tokens, np.int64)
+
+
+def _check_whole(lengths: Iterable[Any], dtype: np.dtype[Any]) -> None:
+    for document, length in enumerate(lengths):
+        if isinstance(length, bool) or not isinstance(length, int | np.integer):
+            kind = "bool" if isinstance(length, bool) else dtype
+            raise UserError(
+                f"document lengths must be whole numbers of tokens, not {kind} (document {document} is "
+                f"{str(length)[:40]}); convert them to int"
+            )
 
 
 def _prices(tokens: Indices, workload: DocumentPrices | Literal["tokens"] | None) -> Prices:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ from wlb.packing.options import LengthFactorOptions
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
 from wlb.packing.plan import StepPlan
-from wlb.packing.release import Fluid, Offer, Outlier, StepLimits, Tradeoff, choose
+from wlb.packing.release import Fluid, Offer, Outlier, StepRules, choose
 from wlb.settings import NonNegativeInt, Number
 
 _OUTLIER_SHARE = 8  # a document over this part of the window is weighed one by one
@@ -52,23 +52,6 @@ class MakespanOptions(LengthFactorOptions):
     )
 
 
-class _StepCandidates(NamedTuple):
-    """What a step may train: outliers, most expensive first, and short documents, due by this step and not."""
-
-    outliers: list[Outlier]
-    due: list[Pending]
-    early: list[Pending]
-
-
-class _Chosen(NamedTuple):
-    """``items`` are for this step, short ones within ``limit`` seconds; ``spare`` may fill it up, ``left`` waits."""
-
-    items: list[Pending]
-    limit: float
-    spare: list[Pending]
-    left: list[Outlier]
-
-
 class MakespanPacker(CarryingPacker[MakespanOptions]):
     """Micro-batches of equal workload and unequal length, none over L_max = ``max_length_factor`` windows.
 
@@ -82,16 +65,16 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
 
     def __init__(self, task: PackingTask, options: MakespanOptions) -> None:
         super().__init__(task, options)
-        self._tradeoff = Tradeoff(delay=options.delay_price)
         self._least_documents = self.micro_batches  # of a step, where so many have arrived
         self._lookahead_tokens = int(options.lookahead * self.global_batch_tokens)
         spread = int(options.token_spread * self.global_batch_tokens)
-        self._limits = StepLimits(
+        self._rules = StepRules(
             self.micro_batches,
             self.capacity,
             least=self.global_batch_tokens - spread,
             most=self.global_batch_tokens + spread,
             batch=self.global_batch_tokens,
+            delay_price=options.delay_price,
             fluid_may_wait=self.max_delay > 0,
         )
         self._outlier_tokens = max(1, self.context_window // _OUTLIER_SHARE)
@@ -156,54 +139,49 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
 
     def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
         """A step of what is ``due``, but for what the search holds back, and of what helps of ``early``."""
-        candidates = self._candidates(due, early, last=last)
-        chosen = self._choose(candidates, due_tokens=_tokens(due))
-        filled, unfit, over_limit = self._place_chosen(chosen)
-        now, later = split_at(chosen.spare, max(0, self._limits.most - sum(filled.tokens)))
-        spare = filled.place_within(now, max(filled.seconds)) + later
-        self._held = [outlier.item for outlier in chosen.left if outlier.due]
+        outliers = self._outliers(due, early, last=last)
+        short, spare = ([item for item in items if item.length < self._outlier_tokens] for items in (due, early))
+        aim = min(max(_tokens(due), self._rules.least), self.global_batch_tokens)
+        choice = choose(Offer(outliers, _fluid(short), _fluid(spare), aim, self._rules))
+        items = [outlier.item for outlier in compress(outliers, choice.released)] + short
+        tokens, taken = _tokens(items), 0
+        while taken < len(spare) and (len(items) + taken < self._least_documents or tokens < aim):
+            tokens += spare[taken].length
+            taken += 1
+        filled, unfit, over_limit = self._place_chosen(items + spare[:taken], choice.limit)
+        now, later = split_at(spare[taken:], max(0, self._rules.most - sum(filled.tokens)))
+        later = filled.place_within(now, max(filled.seconds)) + later
+        left = [outlier for outlier, released in zip(outliers, choice.released, strict=True) if not released]
+        self._held = [outlier.item for outlier in left if outlier.due]
         self._held += [item for item in over_limit if item.arrived <= self._step]
-        put_off = [outlier.item for outlier in chosen.left if not outlier.due]
+        put_off = [outlier.item for outlier in left if not outlier.due]
         put_off += [item for item in over_limit if item.arrived > self._step]
-        self._carry(unfit + put_off + spare)
+        self._carry(unfit + put_off + later)
         return self._emit_filled(filled)
 
-    def _candidates(self, due: list[Pending], early: list[Pending], *, last: bool) -> _StepCandidates:
+    def _outliers(self, due: list[Pending], early: list[Pending], *, last: bool) -> list[Outlier]:
+        """The long documents, most expensive first; of equals those not due, which are the first to be held."""
         outliers = [
             Outlier(item.length, item.seconds, is_due, is_due and (last or self._overdue(item)), item)
             for items, is_due in ((due, True), (early, False))
             for item in items
             if item.length >= self._outlier_tokens
         ]
-        outliers.sort(key=lambda outlier: (-outlier.seconds, outlier.due))  # of equals, hold those not due
-        short = ([item for item in items if item.length < self._outlier_tokens] for items in (due, early))
-        return _StepCandidates(outliers, *short)
+        return sorted(outliers, key=lambda outlier: (-outlier.seconds, outlier.due))
 
-    def _choose(self, candidates: _StepCandidates, *, due_tokens: int) -> _Chosen:
-        """What the search releases, all short documents that are due, and of the others as many as the step needs."""
-        outliers, due, early = candidates
-        aim = min(max(due_tokens, self._limits.least), self.global_batch_tokens)
-        choice = choose(Offer(outliers, _fluid(due), _fluid(early), aim, self._limits), self._tradeoff)
-        left = [outlier for outlier, released in zip(outliers, choice.released, strict=True) if not released]
-        now = [outlier.item for outlier in compress(outliers, choice.released)] + due
-        tokens, taken = _tokens(now), 0
-        while taken < len(early) and (len(now) + taken < self._least_documents or tokens < aim):
-            tokens += early[taken].length
-            taken += 1
-        return _Chosen(now + early[:taken], choice.limit, early[taken:], left)
-
-    def _place_chosen(self, chosen: _Chosen) -> tuple[OpenMicroBatches, list[Pending], list[Pending]]:
-        """Micro-batches; what has no room in them, and short documents that would take them over the limit."""
+    def _place_chosen(
+        self, items: list[Pending], limit: float
+    ) -> tuple[OpenMicroBatches, list[Pending], list[Pending]]:
+        """Micro-batches; what has no room in them, and short documents that would take them over ``limit`` seconds."""
 
         def may_wait(item: Pending) -> bool:
-            return chosen.limit < math.inf and item.length < self._outlier_tokens and not self._overdue(item)
+            return limit < math.inf and item.length < self._outlier_tokens and not self._overdue(item)
 
-        items = chosen.items
         for ordered in (longest_first, self._overdue_first):
             items = ordered(items)
             filled = OpenMicroBatches(self.micro_batches, self.capacity)
             unfit = filled.place_within([item for item in items if not may_wait(item)], math.inf)
-            over_limit = filled.place_within([item for item in items if may_wait(item)], chosen.limit)
+            over_limit = filled.place_within([item for item in items if may_wait(item)], limit)
             if not any(self._overdue(item) for item in unfit):
                 break
         return filled, unfit, over_limit

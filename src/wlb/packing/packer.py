@@ -157,19 +157,16 @@ class Packer(ABC, Generic[Options]):
     def take_back(self, plans: Sequence[StepPlan]) -> None:
         """Undo ``plans``, the last ones in the order they came: their segments arrive again, ahead of all others."""
         if plans:
-            self._step = plans[0].step
-            self._arrive_first([segment for plan in plans for segment in plan.segments])
+            self.begin_with([segment for plan in plans for segment in plan.segments], step=plans[0].step)
 
     def begin_with(self, segments: Sequence[Segment], *, step: int) -> None:
-        """Let ``segments`` arrive in a packer that has planned nothing, and its first step be number ``step``.
+        """Let ``segments`` arrive ahead of all others, and the next step be number ``step``.
 
-        With ``held_segments`` this continues another method's work. Raises ``UserError`` for one that is too long.
+        With ``held_segments`` this continues another method's work, in a packer that has planned nothing. Raises
+        ``UserError`` for one that is too long.
         """
         self._check(segments)
         self._step = step
-        self._arrive_first(segments)
-
-    def _arrive_first(self, segments: Sequence[Segment]) -> None:
         self._arrived.extendleft(reversed(segments))
         self._arrived_tokens += sum(segment.length for segment in segments)
 
@@ -194,11 +191,9 @@ class Packer(ABC, Generic[Options]):
     def _check(self, segments: Sequence[Segment]) -> None:
         longest = math.inf if self._cuts_documents else self.context_window
         wrong = [row for row in segments if not 0 < row[2] <= longest or row[1] < 0 or row[0] < 0]
-        if wrong:
-            self._refuse(wrong[0])
-
-    def _refuse(self, segment: Segment) -> None:
-        document, start, length = segment
+        if not wrong:
+            return
+        document, start, length = wrong[0]
         if document < 0 or start < 0:
             raise UserError(f"document {document} starts at token {start}; ids and starts must be at least 0")
         if length < 1:
@@ -270,23 +265,23 @@ def _as_row(arrival: Any, index: int) -> tuple[Any, Any, Any]:
 
 def _as_integer(value: Any, segment: Segment) -> int:
     """``value`` as a plain ``int``, so that plans and states stay JSON; NumPy's integers are taken."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return plain_integer(value)
-    except TypeError:
+    if (number := _whole(value)) is None:
         document, start, length = segment
         raise UserError(
             f"document {document!r} starts at {start!r} and has {length!r} tokens; all three must be whole numbers"
-        ) from None
+        )
+    return number
 
 
 def positive_integer(name: str, value: Any) -> int:
     """``value`` as a plain ``int``. Raises ``UserError`` where it is none of at least 1."""
-    try:
-        number = plain_integer(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
+    if (number := _whole(value)) is None or number < 1:
         raise UserError(f"{name} = {value!r} must be a whole number of at least 1")
     return number
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else plain_integer(value)
+    except TypeError:
+        return None

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import itemgetter
 
+from wlb.packing.bins import into_lightest
 from wlb.packing.packer import Pending
 from wlb.packing.plan import MicroBatch
 
@@ -23,14 +24,15 @@ class OpenMicroBatches:
         self.members: list[list[Pending]] = [[] for _ in range(micro_batches)]
         self.seconds = [0.0] * micro_batches
         self.tokens = [0] * micro_batches
-        self._lightest = [(0.0, index) for index in range(micro_batches)]
-        self._shortest: list[tuple[int, int]] | None = None  # built when first needed, which is rare
 
     def place(self, items: Iterable[Pending]) -> list[Pending]:
         """Place ``items`` in the order given; returns those that fit no micro-batch."""
         left_over: list[Pending] = []
-        lightest, tokens, seconds, capacity = self._lightest, self.tokens, self.seconds, self.capacity
+        tokens, seconds, capacity = self.tokens, self.seconds, self.capacity
         append = [members.append for members in self.members]
+        lightest = [(load, index) for index, load in enumerate(seconds)]
+        heapify(lightest)
+        shortest: list[tuple[int, int]] = []  # built when first needed, which is rare
         for item in items:
             load, index = lightest[0]
             while load != seconds[index]:  # outdated: that micro-batch has grown since
@@ -41,8 +43,13 @@ class OpenMicroBatches:
                 seconds[index] = load = load + item[1]
                 heapreplace(lightest, (load, index))
             else:
-                index = self._index_of_shortest()
-                length = tokens[index] + item[0]
+                if not shortest:
+                    shortest = [(held, index) for index, held in enumerate(tokens)]
+                    heapify(shortest)
+                while shortest[0][0] != tokens[shortest[0][1]]:
+                    heappop(shortest)
+                held, index = shortest[0]
+                length = held + item[0]
                 if length > capacity:
                     left_over.append(item)
                     continue
@@ -50,63 +57,28 @@ class OpenMicroBatches:
                 heappush(lightest, (seconds[index], index))
             tokens[index] = length
             append[index](item)
-            if self._shortest is not None:
-                heappush(self._shortest, (length, index))
+            if shortest:
+                heappush(shortest, (length, index))
         return left_over
-
-    def place_under(self, item: Pending, limit: float) -> float | None:
-        """Place ``item`` into the lightest micro-batch if that stays within ``limit`` seconds and has room.
-
-        Returns the micro-batch's new seconds, or None where the item was not placed.
-        """
-        lightest, seconds = self._lightest, self.seconds
-        while lightest[0][0] != seconds[lightest[0][1]]:
-            heappop(lightest)
-        load, index = lightest[0]
-        if load + item.seconds > limit or self.tokens[index] + item.length > self.capacity:
-            return None
-        self.put(item, index)
-        return seconds[index]
 
     def place_within(self, items: Sequence[Pending], limit: float) -> list[Pending]:
         """Place each of ``items`` into the lightest micro-batch with room for it, if it stays within ``limit`` seconds.
 
         Unlike ``place`` this looks past the lightest one where that is full. Returns those that were not placed.
         """
-        left_over: list[Pending] = []
-        shortest = min([item[0] for item in items], default=0)
-        closed: list[tuple[float, int]] = []  # with room for none of the items
-        lightest, tokens, seconds, capacity = self._lightest, self.tokens, self.seconds, self.capacity
-        for item in items:
-            full: list[tuple[float, int]] = []
-            while lightest:
-                load, index = lightest[0]
-                if load != seconds[index]:
-                    heappop(lightest)  # outdated: that micro-batch has grown since
-                elif tokens[index] + shortest > capacity:
-                    closed.append(heappop(lightest))
-                elif tokens[index] + item[0] > capacity:
-                    full.append(heappop(lightest))
-                else:
-                    break
-            if lightest and lightest[0][0] + item[1] <= limit:
-                self.put(item, lightest[0][1])
-            else:
-                left_over.append(item)
-            for entry in full:
-                heappush(lightest, entry)
-        for entry in closed:
-            heappush(lightest, entry)
-        return left_over
+        rooms = [self.capacity - held for held in self.tokens]
+        owners = into_lightest([item[0] for item in items], [item[1] for item in items], self.seconds, rooms, limit)
+        self.tokens = [self.capacity - room for room in rooms]
+        for item, owner in zip(items, owners, strict=True):
+            if owner >= 0:
+                self.members[owner].append(item)
+        return [item for item, owner in zip(items, owners, strict=True) if owner < 0]
 
     def put(self, item: Pending, index: int) -> None:
         """Place ``item`` into micro-batch ``index``, which must have room."""
         self.members[index].append(item)
         self.seconds[index] += item.seconds
         self.tokens[index] += item.length
-        heappush(self._lightest, (self.seconds[index], index))
-        if self._shortest is not None:
-            heappush(self._shortest, (self.tokens[index], index))
 
     def fill_empty(self) -> None:
         """Move single documents from the heaviest micro-batches that hold several into those that hold none."""
@@ -129,14 +101,6 @@ class OpenMicroBatches:
                 [MicroBatch(tuple([item[3] for item in m]), s) for m, s in zip(members, seconds, strict=True)],
                 [item for m in members for item in m],
             )
-
-    def _index_of_shortest(self) -> int:
-        if self._shortest is None:
-            self._shortest = [(tokens, index) for index, tokens in enumerate(self.tokens)]
-            heapify(self._shortest)
-        while self._shortest[0][0] != self.tokens[self._shortest[0][1]]:
-            heappop(self._shortest)
-        return self._shortest[0][1]
 
 
 def longest_first(items: Iterable[Pending]) -> list[Pending]:

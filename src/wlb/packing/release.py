@@ -6,8 +6,8 @@ within a fraction of a percent how even the step would be, how many tokens it wo
 in a few microseconds instead of a whole packing. The price of a set is
 
     heaviest over mean micro-batch
-    + ``Tradeoff.delay``   x tokens that wait another step, in global batches
-    + ``Tradeoff.outlook`` x how uneven the next step would be if it had to train all outliers left, and short ones
+    + ``delay_price`` x tokens that wait another step, in global batches
+    + a tenth       x how uneven the next step would be if it had to train all outliers left, and short ones
 
 The search starts from the sets that hold the most expensive outliers back, all but one, all but two, ..., and then
 swaps single outliers while the cost falls. It ends at once where training all that is due is even already.
@@ -17,25 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush, heapreplace
+from itertools import compress
 from typing import NamedTuple
 
+from wlb.packing.bins import into_lightest
 from wlb.packing.packer import Pending
 
 _EVEN = 1.0005  # price from which nothing is searched
 _THRESHOLDS = 16  # sets that hold the most expensive outliers back
+_OUTLOOK = 0.1  # price of a heaviest micro-batch twice the mean, in the next step
 _OUT_OF_BOUNDS = 100.0  # price of a global batch of tokens over the most, or under the least, of a step
 _MOVED = 24  # outliers, the most expensive, that are swapped one by one
 
 Released = tuple[bool, ...]  # of every outlier
-
-
-class Tradeoff(NamedTuple):
-    """What the search trades for evenness; a heaviest micro-batch twice the mean would be 1."""
-
-    delay: float
-    outlook: float = 0.1
 
 
 class Outlier(NamedTuple):
@@ -56,8 +50,7 @@ class Fluid(NamedTuple):
     documents: int
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(NamedTuple):
     """The outliers to release. Short documents that are due wait where they would make more than ``limit`` seconds."""
 
     price: float
@@ -66,11 +59,11 @@ class Release:
     imbalance: float
 
 
-class StepLimits(NamedTuple):
+class StepRules(NamedTuple):
     """Every step trains ``least`` to ``most`` tokens in ``micro_batches`` of at most ``capacity``.
 
-    ``batch`` is a global batch in tokens. Where ``fluid_may_wait``, short documents that are due may be left for the
-    next step.
+    ``batch`` is a global batch in tokens; for one of them to wait a step costs ``delay_price``. Where
+    ``fluid_may_wait``, short documents that are due may be left for the next step.
     """
 
     micro_batches: int
@@ -78,6 +71,7 @@ class StepLimits(NamedTuple):
     least: int
     most: int
     batch: int
+    delay_price: float
     fluid_may_wait: bool
 
 
@@ -91,7 +85,7 @@ class Offer(NamedTuple):
     due: Fluid
     early: Fluid
     aim: int
-    limits: StepLimits
+    rules: StepRules
 
     @property
     def density(self) -> float:
@@ -102,13 +96,13 @@ class Offer(NamedTuple):
         return self.outliers[-1].seconds / self.outliers[-1].length if self.outliers else 1.0
 
 
-def choose(offer: Offer, prices: Tradeoff) -> Release:
+def choose(offer: Offer) -> Release:
     """The best set of outliers that the search finds."""
     tried: dict[Released, Release] = {}
 
     def attempt(released: Released) -> Release:
         if released not in tried:
-            tried[released] = _appraise(released, offer, prices)
+            tried[released] = _appraise(released, offer)
         return tried[released]
 
     best = attempt(tuple([outlier.due for outlier in offer.outliers]))
@@ -143,64 +137,50 @@ def _price(choice: Release) -> float:
     return choice.price
 
 
-def _appraise(released: Released, offer: Offer, prices: Tradeoff) -> Release:
-    limits = offer.limits
-    now = [outlier for outlier, release in zip(offer.outliers, released, strict=True) if release]
+def _appraise(released: Released, offer: Offer) -> Release:
+    rules, density = offer.rules, offer.density
+    now = [*compress(offer.outliers, released)]
     later = [outlier for outlier, release in zip(offer.outliers, released, strict=True) if not release]
-    waiting = sum([outlier.length for outlier in later if outlier.due])
-    tokens = sum([outlier.length for outlier in now])
-    loads, rooms, unfit = _placed(now, limits.micro_batches, limits.capacity)
-    outlook = prices.outlook * (_outlook(later, offer) - 1) if later else 0.0
+    loads, rooms, unfit = _placed(now, rules)
+    tokens = sum([outlier.length for outlier in now]) - unfit
+    waiting = sum([outlier.length for outlier in later if outlier.due]) + unfit
+    outlook = _OUTLOOK * (_outlook(later, offer) - 1) if later else 0.0
     short_documents = offer.due.documents + offer.early.documents
-    enough = min(limits.micro_batches, len(offer.outliers) + short_documents)
+    enough = min(rules.micro_batches, len(offer.outliers) + short_documents)
     idle = math.inf if len(now) + short_documents < enough else 0.0
     choices = []
-    for filled in _fillings(loads, rooms, tokens - unfit, offer):
-        price = (
-            filled.imbalance
-            + prices.delay * (waiting + unfit + filled.waiting) / limits.batch
-            + outlook
-            + _OUT_OF_BOUNDS * max(0.0, limits.least - filled.tokens, filled.tokens - limits.most) / limits.batch
-            + idle
-        )
-        choices.append(Release(price, released, filled.limit, filled.imbalance))
+    for poured, peak, limit in _pourings(loads, rooms, tokens, offer):
+        imbalance = _imbalance(loads, poured, peak)
+        trained = tokens + poured / density
+        late = waiting + max(0.0, offer.due.tokens - poured / density)
+        out_of_bounds = max(0.0, rules.least - trained, trained - rules.most)
+        price = imbalance + rules.delay_price * late / rules.batch + outlook
+        price += _OUT_OF_BOUNDS * out_of_bounds / rules.batch + idle
+        choices.append(Release(price, released, limit, imbalance))
     return min(choices, key=_price)
 
 
-class _Filling(NamedTuple):
-    """Micro-batches after pouring: up to how many seconds, heaviest over mean, tokens, and due ones left to wait."""
+def _pourings(loads: list[float], rooms: list[int], tokens: int, offer: Offer) -> Iterator[tuple[float, float, float]]:
+    """Pour the fluid over outliers of ``tokens`` tokens: all that is due, or only what the heaviest outlier hides.
 
-    limit: float
-    imbalance: float
-    tokens: float
-    waiting: float
-
-
-def _fillings(loads: list[float], rooms: list[int], tokens: int, offer: Offer) -> Iterator[_Filling]:
-    """Pour the fluid over outliers of ``tokens`` tokens: all that is due, or only what the heaviest outlier hides."""
-    density, heaviest, limits = offer.density, max(loads), offer.limits
+    Yields the seconds of fluid, those of the heaviest micro-batch then, and those up to which it was poured.
+    """
+    density, heaviest, rules = offer.density, max(loads), offer.rules
     early = max(0, min(offer.early.tokens, offer.aim - tokens - offer.due.tokens))
     due = (offer.due.tokens + early) * density
     level, overflow = _level(loads, rooms, due, density)
     peak = max(level, heaviest)
     space = _space(loads, rooms, density, peak) - (due - overflow)
-    more = density * min(offer.early.tokens - early, limits.most - tokens - offer.due.tokens - early)
-    yield _filling(loads, tokens, due - overflow + max(0.0, min(more, space)), peak, math.inf, offer)
-    if limits.fluid_may_wait and level > heaviest > 0:
-        poured = min(due, _space(loads, rooms, density, heaviest))
-        yield _filling(loads, tokens, poured, heaviest, heaviest, offer)
+    more = density * min(offer.early.tokens - early, rules.most - tokens - offer.due.tokens - early)
+    yield due - overflow + max(0.0, min(more, space)), peak, math.inf
+    if rules.fluid_may_wait and level > heaviest > 0:
+        yield min(due, _space(loads, rooms, density, heaviest)), heaviest, heaviest
 
 
-def _filling(loads: list[float], tokens: int, seconds: float, peak: float, limit: float, offer: Offer) -> _Filling:
-    """What ``seconds`` of fluid make of micro-batches with ``loads`` seconds and ``tokens`` tokens of outliers."""
-    total = math.fsum(loads) + seconds
-    poured = seconds / offer.density
-    return _Filling(
-        limit,
-        max(1.0, peak * len(loads) / total) if total else 1.0,
-        tokens + poured,
-        max(0.0, offer.due.tokens - poured),
-    )
+def _imbalance(loads: list[float], fluid: float, peak: float) -> float:
+    """Heaviest micro-batch, of ``peak`` seconds, over the mean of ``loads`` and ``fluid`` seconds more in all."""
+    total = math.fsum(loads) + fluid
+    return max(1.0, peak * len(loads) / total) if total else 1.0
 
 
 def _space(loads: list[float], rooms: list[int], density: float, peak: float) -> float:
@@ -209,37 +189,24 @@ def _space(loads: list[float], rooms: list[int], density: float, peak: float) ->
 
 
 def _outlook(outliers: Sequence[Outlier], offer: Offer) -> float:
-    """Heaviest over mean micro-batch of ``outliers`` alone, evened out with a global batch of fluid."""
-    density, limits = offer.density, offer.limits
-    loads, rooms, _ = _placed(outliers, limits.micro_batches, limits.capacity)
+    """Imbalance of ``outliers`` alone, evened out with a global batch of fluid."""
+    loads, rooms, _ = _placed(outliers, offer.rules)
     peak = max(loads)
-    fluid = min(_space(loads, rooms, density, peak), limits.batch * density)
-    return max(1.0, peak * len(loads) / (math.fsum(loads) + fluid))
+    fluid = min(_space(loads, rooms, offer.density, peak), offer.rules.batch * offer.density)
+    return _imbalance(loads, fluid, peak)
 
 
-def _placed(outliers: Sequence[Outlier], micro_batches: int, capacity: int) -> tuple[list[float], list[int], int]:
+def _placed(outliers: Sequence[Outlier], rules: StepRules) -> tuple[list[float], list[int], int]:
     """Outliers, longest first, into the lightest micro-batches with room: seconds, room left, and tokens unplaced."""
-    first = outliers[:micro_batches]
-    empty = micro_batches - len(first)
+    first, others = outliers[: rules.micro_batches], outliers[rules.micro_batches :]
+    empty = rules.micro_batches - len(first)
     loads = [outlier.seconds for outlier in first] + [0.0] * empty
-    rooms = [capacity - outlier.length for outlier in first] + [capacity] * empty
-    unfit = 0
-    lightest = [(load, index) for index, load in enumerate(loads)]
-    heapify(lightest)
-    for outlier in outliers[micro_batches:]:
-        full = []
-        while lightest and rooms[lightest[0][1]] < outlier.length:
-            full.append(heappop(lightest))
-        if lightest:
-            load, index = lightest[0]
-            loads[index] = load + outlier.seconds
-            rooms[index] -= outlier.length
-            heapreplace(lightest, (loads[index], index))
-        else:
-            unfit += outlier.length
-        for entry in full:
-            heappush(lightest, entry)
-    return loads, rooms, unfit
+    rooms = [rules.capacity - outlier.length for outlier in first] + [rules.capacity] * empty
+    if not others:
+        return loads, rooms, 0
+    lengths = [outlier.length for outlier in others]
+    owners = into_lightest(lengths, [outlier.seconds for outlier in others], loads, rooms)
+    return loads, rooms, sum([length for length, owner in zip(lengths, owners, strict=True) if owner < 0])
 
 
 def _level(loads: list[float], rooms: list[int], seconds: float, density: float) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
+from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -144,14 +145,18 @@ class VariableLengthPacker(CarryingPacker[VariableLengthOptions]):
             return []
         outliers = OpenMicroBatches(self.micro_batches, self.capacity)
         outliers.place(longest_first(item for item in items if item[0] >= self.outlier_thresholds[0]))
+        lightest = [(seconds, index) for index, seconds in enumerate(outliers.seconds)]
+        heapify(lightest)
         heaviest = max(outliers.seconds)
         # Exact, as the built-in sum rounds differently from Python 3.12 on, and machines must plan alike.
         total = math.fsum([item[1] for item in items])
         released: list[Pending] = []
         for item in waiting:
-            limit = max(heaviest, (total + item.seconds) / self.micro_batches)
-            seconds = outliers.place_under(item, limit)
-            if seconds is not None:
+            load, index = lightest[0]
+            seconds, tokens = load + item.seconds, outliers.tokens[index] + item.length
+            if seconds <= max(heaviest, (total + item.seconds) / self.micro_batches) and tokens <= self.capacity:
+                heapreplace(lightest, (seconds, index))
+                outliers.tokens[index] = tokens
                 heaviest = max(heaviest, seconds)
                 total += item.seconds
                 released.append(item)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,26 +45,15 @@ def micro_batch_seconds(workload: Workload, segment_lengths: Sequence[int]) -> f
 
 def crossover_tokens(workload: Workload) -> int | None:
     """Length at which a document's attention costs as much as everything else; None if over ten million tokens."""
-    shortest, longest = 0, _LONGEST_CROSSOVER
-    if not _attention_prevails(workload, longest):
-        return None
-    while longest - shortest > 1:
-        middle = (shortest + longest) // 2
-        if _attention_prevails(workload, middle):
-            longest = middle
-        else:
-            shortest = middle
-    return longest
+    lengths = range(1, _LONGEST_CROSSOVER + 1)
+    shorter = bisect_left(lengths, 0.0, key=lambda n: float(workload.attention_seconds(n) - workload.linear_seconds(n)))
+    return lengths[shorter] if shorter < len(lengths) else None
 
 
 def _piece_seconds(workload: Workload, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Seconds:
     if isinstance(workload, ProfileWorkload):
         return workload.piece_seconds(starts, stops)
     return workload.attention_seconds(stops) - workload.attention_seconds(starts)
-
-
-def _attention_prevails(workload: Workload, length: int) -> bool:
-    return bool(workload.attention_seconds(length) >= workload.linear_seconds(length))
 
 
 def _accuracy(shapes: str, predicted: ArrayLike, measured: ArrayLike) -> Accuracy:

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 from wlb import __version__
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
-from wlb.profiling.timing import Case, Clock, CudaClock, Effort, ProcessClock, Timing, WallClock, measure_in_turns
+from wlb.profiling.timing import Case, CudaClock, Effort, ProcessClock, Timing, WallClock, measure_in_turns
 from wlb.profiling.workbench import Workbench
 from wlb.training.runtime.environment import keep_freed_memory
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
@@ -35,6 +36,8 @@ _LARGEST_MAX_LENGTH = 2**22  # beyond, one measurement takes hours
 _HELD_OUT_DOCUMENTS = 12
 _HELD_OUT_PIECES = 12
 _HELD_OUT_MICRO_BATCHES = 8
+
+_Key = tuple[str | int, ...]  # the kind of a case, and its sizes
 
 
 @dataclass(frozen=True)
@@ -107,13 +110,14 @@ def measure_profile(
     with _threads(settings.threads):
         try:
             bench = Workbench(shard, settings.max_length, settings.device, settings.dtype)
-            plan = _Cases(bench, sizes, held_out)
+            cases = _cases(bench, sizes, held_out)
             effort = _QUICK_EFFORT if settings.quick else _EFFORT
-            timings = _Timings(measure_in_turns(plan.cases, clock, effort, on_progress), plan.shares, shard.layers)
+            measured = measure_in_turns({key: case for key, (case, _) in cases.items()}, clock, effort, on_progress)
         except torch.OutOfMemoryError:
             raise UserError(
                 f"the device has too little memory for {settings.max_length} tokens; lower --max-length or raise --tp"
             ) from None
+    timings = _Timings({key: timing * (1 / cases[key][1]) for key, timing in measured.items()}, shard.layers)
     return _profile(settings, clock, sizes, timings), _held_out(held_out, timings)
 
 
@@ -190,53 +194,37 @@ def _fill(tokens: int, context_window: int, seed: int) -> tuple[int, ...]:
     return tuple(filled.tolist())
 
 
-class _Cases:
-    """All cases under one key each, and how many documents (or which share of a micro-batch) a call of it is."""
-
-    def __init__(self, bench: Workbench, sizes: ProfiledSizes, held_out: HeldOutSizes) -> None:
-        self.cases: dict[object, Case] = {}
-        self.shares: dict[object, float] = {}
-        for length in sizes.documents + held_out.documents:
-            self._add(("documents", length), *bench.documents(length))
-        for queries in sizes.queries:
-            for keys in sizes.keys:
-                self._add(("prefix", queries, keys), *bench.prefix(queries, keys))
-        for start, stop in held_out.pieces:
-            self._add(("documents", stop - start), *bench.documents(stop - start))
-            self._add(("prefix", stop - start, start), *bench.prefix(stop - start, start))
-        for tokens in sizes.micro_batches:
-            self._add(("linear", tokens), bench.linear(tokens))
-            self._add(("ends", tokens), *bench.ends(tokens))
-        for lengths in held_out.micro_batches:
-            self._add(("block", lengths), bench.block(lengths))
-            self._add(("ends", sum(lengths)), *bench.ends(sum(lengths)))
-
-    def _add(self, key: object, case: Case, share: float = 1.0) -> None:
-        self.cases[key], self.shares[key] = case, share
+def _cases(bench: Workbench, sizes: ProfiledSizes, held_out: HeldOutSizes) -> dict[_Key, tuple[Case, float]]:
+    """All cases, and how many documents (or which share of a micro-batch) a call of each is."""
+    pieces = [(piece.tokens, piece.start) for piece in held_out.pieces]
+    documents = (*sizes.documents, *held_out.documents, *(tokens for tokens, _ in pieces))
+    ends = (*sizes.micro_batches, *map(sum, held_out.micro_batches))
+    return {
+        **{("documents", length): bench.documents(length) for length in documents},
+        **{("prefix", *prefix): bench.prefix(*prefix) for prefix in (*product(sizes.queries, sizes.keys), *pieces)},
+        **{("linear", tokens): (bench.linear(tokens), 1.0) for tokens in sizes.micro_batches},
+        **{("block", *lengths): (bench.block(lengths), 1.0) for lengths in held_out.micro_batches},
+        **{("ends", tokens): bench.ends(tokens) for tokens in ends},
+    }
 
 
-class _Timings:
-    """Seconds over all layers."""
+class _Timings(NamedTuple):
+    """Seconds by case, of one layer or of the ends, and over all layers."""
 
-    def __init__(self, timings: dict[object, Timing], shares: dict[object, float], layers: int) -> None:
-        self._timings = {key: timing * (1 / shares[key]) for key, timing in timings.items()}
-        self._layers = layers
+    by_case: dict[_Key, Timing]
+    layers: int
 
-    def document(self, length: int) -> Timing:
-        return self._timings["documents", length] * self._layers
+    def attention(self, kind: str, *sizes: int) -> Timing:
+        return self.by_case[kind, *sizes] * self.layers
 
-    def prefix(self, queries: int, keys: int) -> Timing:
-        return self._timings["prefix", queries, keys] * self._layers
-
-    def linear(self, tokens: int) -> Timing:
-        return self._timings["linear", tokens] * self._layers + self._timings["ends", tokens]
-
-    def micro_batch(self, lengths: tuple[int, ...]) -> Timing:
-        return self._timings["block", lengths] * self._layers + self._timings["ends", sum(lengths)]
+    def micro_batch(self, kind: str, *lengths: int) -> Timing:
+        return self.by_case[kind, *lengths] * self.layers + self.by_case["ends", sum(lengths)]
 
 
-def _profile(settings: ProfileSettings, clock: Clock, sizes: ProfiledSizes, timings: _Timings) -> WorkloadProfile:
-    table = [[timings.prefix(queries, keys) for keys in sizes.keys] for queries in sizes.queries]
+def _profile(
+    settings: ProfileSettings, clock: ProcessClock, sizes: ProfiledSizes, timings: _Timings
+) -> WorkloadProfile:
+    table = [[timings.attention("prefix", queries, keys) for keys in sizes.keys] for queries in sizes.queries]
     return WorkloadProfile(
         machine=_machine(settings),
         versions={"wlb-llm": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -245,8 +233,12 @@ def _profile(settings: ProfileSettings, clock: Clock, sizes: ProfiledSizes, timi
         threads=settings.threads,
         model=settings.shape,
         tp=settings.tp,
-        attention=_measurements(sizes.documents, [timings.document(length) for length in sizes.documents]),
-        linear=_measurements(sizes.micro_batches, [timings.linear(tokens) for tokens in sizes.micro_batches]),
+        attention=_measurements(
+            sizes.documents, [timings.attention("documents", length) for length in sizes.documents]
+        ),
+        linear=_measurements(
+            sizes.micro_batches, [timings.micro_batch("linear", tokens) for tokens in sizes.micro_batches]
+        ),
         prefix_attention=PrefixMeasurements(
             queries=sizes.queries,
             keys=sizes.keys,
@@ -267,16 +259,17 @@ def _measurements(tokens: tuple[int, ...], timings: list[Timing]) -> Measurement
 def _held_out(sizes: HeldOutSizes, timings: _Timings) -> HeldOutSeconds:
     return HeldOutSeconds(
         sizes,
-        documents=tuple(timings.document(length).both for length in sizes.documents),
+        documents=tuple(timings.attention("documents", length).both for length in sizes.documents),
         # As context_parallel_attention runs a piece: among its own tokens, and over those before it.
         pieces=tuple(
-            (timings.document(piece.tokens) + timings.prefix(piece.tokens, piece.start)).both for piece in sizes.pieces
+            (timings.attention("documents", piece.tokens) + timings.attention("prefix", piece.tokens, piece.start)).both
+            for piece in sizes.pieces
         ),
-        micro_batches=tuple(timings.micro_batch(lengths).both for lengths in sizes.micro_batches),
+        micro_batches=tuple(timings.micro_batch("block", *lengths).both for lengths in sizes.micro_batches),
     )
 
 
-def _clock(settings: ProfileSettings) -> Clock:
+def _clock(settings: ProfileSettings) -> ProcessClock:
     if settings.device.type == "cuda":
         return CudaClock()
     return ProcessClock() if settings.threads == 1 else WallClock()

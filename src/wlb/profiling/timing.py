@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -58,51 +58,34 @@ class Timing:
         return Timing(self.forward * factor, self.backward * factor)
 
 
-class Clock(Protocol):
-    """Marks moments and tells the seconds between two of them; ``name`` is written into the profile."""
-
-    name: str
-
-    def get_ready(self, case: Case, calls: int) -> None:
-        """Called before so many short calls of ``case`` are timed one after another."""
-        ...
-
-    def mark(self) -> Any: ...
-
-    def seconds(self, begin: Any, end: Any) -> float: ...
-
-
 class ProcessClock:
-    """CPU seconds of this process: what other processes do costs the caches that they displace, not their time."""
+    """CPU seconds of this process: what other processes do costs the caches that they displace, not their time.
+
+    Clocks mark moments and tell the seconds between two of them; ``name`` is written into the profile.
+    """
 
     name = "process CPU time"
 
     def get_ready(self, case: Case, calls: int) -> None:
-        """Nothing: calls run when they are made."""
+        """Called before so many short calls of ``case`` are timed one after another."""
 
-    def mark(self) -> float:
+    def mark(self) -> Any:
         return time.process_time()
 
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
+    def seconds(self, begin: Any, end: Any) -> float:
+        return float(end - begin)
 
 
-class WallClock:
+class WallClock(ProcessClock):
     """Elapsed seconds, for work on several threads."""
 
     name = "wall time"
 
-    def get_ready(self, case: Case, calls: int) -> None:
-        """Nothing: calls run when they are made."""
-
     def mark(self) -> float:
         return time.perf_counter()
 
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
 
-
-class CudaClock:
+class CudaClock(ProcessClock):
     """Seconds between events in the GPU's own queue.
 
     A GPU that waits for work would be measured at the speed of the CPU that launches it, so it is kept busy until the
@@ -127,7 +110,7 @@ class CudaClock:
 
 
 def measure_in_turns(
-    cases: Mapping[K, Case], clock: Clock, effort: Effort, on_progress: Callable[[int, int], None]
+    cases: Mapping[K, Case], clock: ProcessClock, effort: Effort, on_progress: Callable[[int, int], None]
 ) -> dict[K, Timing]:
     """Median seconds of a call of each case, over all rounds.
 
@@ -157,7 +140,7 @@ def measure_in_turns(
     return {name: _median(timings) for name, timings in samples.items()}
 
 
-def _time(case: Case, clock: Clock, calls: int) -> list[Timing]:
+def _time(case: Case, clock: ProcessClock, calls: int) -> list[Timing]:
     marks = []
     if calls > 1:
         clock.get_ready(case, calls)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.filling import documents_for
-from wlb.documents.segments import Segment
 from wlb.job.config import PRESETS
 from wlb.job.memory.fit import fits, largest_factor, predicted_memory
 from wlb.job.memory.layers import Checkpointing
@@ -25,7 +24,7 @@ from wlb.report.gain import Gain, gain
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob, SimulationResult, simulate
 from wlb.simulate.compare import MethodResult, compare_packer, packer_for
-from wlb.simulate.decide import decide
+from wlb.simulate.search import packed_as
 from wlb.simulate.timeline import Timeline, timeline
 
 BASELINE, BEST, ELASTIC = "plain-4d", "best", "elastic"  # presets
@@ -69,9 +68,8 @@ class Evidence:
     @cached_property
     def winner(self) -> str:
         """The preset to set: ``elastic`` where it fits and is about as fast as ``best``, as it delays no document."""
-        elastic = self.systems[ELASTIC].job
         as_fast = self.gains[ELASTIC].factor >= (1 - AS_FAST) * self.gains[BEST].factor
-        return ELASTIC if as_fast and fits(elastic) else BEST
+        return ELASTIC if as_fast and fits(self.systems[ELASTIC].job) else BEST
 
     @property
     def recommended(self) -> TriedLength:
@@ -91,20 +89,19 @@ class Evidence:
     @cached_property
     def usual_steps(self) -> dict[str, Timeline]:
         """Of the baseline, of ``best`` and of the winner, the step with the most usual seconds for its work."""
-        names = (BASELINE, BEST, self.winner)
-        return {name: usual_step(self.systems[name], self.lengths) for name in dict.fromkeys(names)}
+        names = {BASELINE, BEST, self.winner}
+        return {name: _usual_step(self.systems[name], self.lengths) for name in names}
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
         """The heaviest micro-batch of ``best``'s usual step by every strategy; none without context parallelism."""
         job = self.job
-        if job.cp == 1:
+        if job.layout.cp == 1:
             return []
-        plan = self.usual_steps[BEST].plan
-        heaviest = max(plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
+        heaviest = max(self.usual_steps[BEST].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
         return [
-            make_shard_plan(heaviest.lengths, job.cp, strategy, workload=job.sharding_workload)
-            for strategy in STRATEGIES
+            make_shard_plan(heaviest.lengths, job.layout.cp, name, workload=job.sharding_workload)
+            for name in STRATEGIES
         ]
 
     def _gains(self, done: Callable[[SimulationResult], NDArray[Any]]) -> dict[str, Gain]:
@@ -117,63 +114,61 @@ class Evidence:
 
 
 def gather_evidence(
-    lengths: NDArray[np.int64],
-    job: Callable[[str], SimulatedJob],
-    steps: int,
-    on_progress: Progress = lambda what: None,
+    lengths: NDArray[np.int64], job: SimulatedJob, steps: int, on_progress: Progress = lambda what: None
 ) -> Evidence:
-    """Simulate ``steps`` steps, or as many as the documents fill, of ``job(preset)`` for every preset.
+    """Simulate ``steps`` steps, or as many as the documents fill, of ``job``, which is ``best``, under every preset.
 
     Raises ``UserError`` where the documents do not fill one step.
     """
-    best = job(BEST)
-    documents, _ = documents_for(lengths, best.packing.micro_batches, best.context_window, steps=steps)
-    step_tokens = best.packing.micro_batches * best.context_window
-    steps = min(steps, sum(document.length for document in documents) // step_tokens)
-    checkpointing, room = least_checkpointing(best)
+    documents, _ = documents_for(lengths, job.packing.micro_batches, job.context_window, steps=steps)
+    filled = sum(document.length for document in documents) // (job.packing.micro_batches * job.context_window)
+    job, room = with_least_checkpointing(job)
+    most = room or 1.0
+
+    def run(tried: SimulatedJob) -> SimulationResult:
+        return simulate(tried, lengths, min(steps, filled), work_prices=job.work_prices)
+
     systems = {}
     for name in PRESETS:
-        if name != BEST:
-            on_progress(f"simulating {name}")
-            other = decide(replace(job(name), activation_checkpointing=checkpointing), lengths)
-            if other.pools is None:
-                other = other.with_length_factor(min(float(other.packing.length_factor), room or 1.0))
-            systems[name] = simulate(other, lengths, steps, work_prices=best.work_prices)
-    candidates = []
-    for factor in LENGTH_FACTORS:
-        if factor <= (room or 1.0):
-            on_progress(f"simulating {BEST}, L_max {factor:g}")
-            settled = _settled(best, checkpointing, factor)
-            candidates.append(simulate(settled, lengths, steps, work_prices=best.work_prices))
-    systems[BEST] = fast_with_least_delay(candidates)
-    results = []
+        on_progress(f"simulating {name}")
+        if name == BEST:
+            candidates = [run(job.with_length_factor(factor)) for factor in LENGTH_FACTORS if factor <= most]
+            systems[name] = fast_with_least_delay(candidates)
+        else:
+            systems[name] = run(_with_length_within(most, packed_as(job, name)))
+    best = systems[BEST].job
+    methods = []
     for method in (*METHODS, RECOMMENDED):
         on_progress(f"packing {method}")
-        results.append(_pack(method, documents, systems[BEST].job))
+        packer = packer_for(method, best, max_length_factor=float(best.packing.length_factor))
+        methods.append(compare_packer(method, packer, documents, best))
     fastest = max(candidate.work_rate for candidate in candidates)
-    tried = [_tried(candidate, candidate.work_rate / fastest) for candidate in candidates]
-    systems = {name: systems[name] for name in PRESETS}
-    return Evidence(lengths, systems, results, tried, room is not None)
+    tried = [
+        TriedLength(
+            float(candidate.job.packing.length_factor),
+            candidate.work_rate / fastest,
+            candidate.token_delay,
+            predicted_memory(candidate.job).total,
+        )
+        for candidate in candidates
+    ]
+    return Evidence(lengths, systems, methods, tried, room is not None)
 
 
-def usual_step(result: SimulationResult, lengths: NDArray[np.int64]) -> Timeline:
-    """The step of ``result`` with the most usual seconds for its work, planned again from ``lengths``."""
-    usual = int(np.abs(result.step_seconds / result.step_work_seconds - 1 / result.work_rate).argmin())
-    return timeline(next(islice(StepPlanner(result.job, lengths).plans(), usual, None)), result.job)
+def with_least_checkpointing(job: SimulatedJob) -> tuple[SimulatedJob, float | None]:
+    """``job`` with the least checkpointing under which GPUs hold L_max, and the L_max they hold; None if nothing fits.
 
-
-def least_checkpointing(job: SimulatedJob) -> tuple[Checkpointing, float | None]:
-    """The least checkpointing under which GPUs hold L_max, and the L_max they hold; None if nothing fits."""
-    best: tuple[Checkpointing, float | None] = ("none", None)
-    levels: tuple[Checkpointing, ...] = ("none", "selective", "full")
-    for level in levels:
+    Where no checkpointing leaves enough room, it is the least that leaves most.
+    """
+    found: tuple[SimulatedJob, float | None] = replace(job, activation_checkpointing="none"), None
+    for level in get_args(Checkpointing):  # cheapest first
         tried = replace(job, activation_checkpointing=level)
-        factor = largest_factor(tried)
-        if factor is not None and (best[1] is None or factor > best[1]):
-            best = level, factor
-        if factor is not None and factor >= _ENOUGH_ROOM:
+        factor = largest_factor(tried) or 0.0
+        if factor > (found[1] or 0.0):
+            found = tried, factor
+        if factor >= _ENOUGH_ROOM:
             break
-    return best
+    return found
 
 
 def fast_with_least_delay(candidates: Sequence[SimulationResult]) -> SimulationResult:
@@ -183,21 +178,12 @@ def fast_with_least_delay(candidates: Sequence[SimulationResult]) -> SimulationR
     return min(fast, key=lambda candidate: candidate.token_delay)
 
 
-def _settled(job: SimulatedJob, checkpointing: Checkpointing, max_length_factor: float) -> SimulatedJob:
-    return replace(job.with_length_factor(max_length_factor), activation_checkpointing=checkpointing)
+def _with_length_within(most: float, job: SimulatedJob) -> SimulatedJob:
+    """With an L_max that fits; that of pools is decided with them."""
+    return job if job.pools else job.with_length_factor(min(float(job.packing.length_factor), most))
 
 
-def _tried(system: SimulationResult, speed: float) -> TriedLength:
-    return TriedLength(
-        float(system.job.packing.length_factor),
-        speed,
-        system.token_delay,
-        predicted_memory(system.job).total,
-    )
-
-
-def _pack(method: str, documents: Sequence[Segment], best: SimulatedJob) -> MethodResult:
-    """``method`` by itself, in the job of ``best``."""
-    factor = float(best.packing.length_factor)
-    packer = best.packer() if method == RECOMMENDED else packer_for(method, best, max_length_factor=factor)
-    return compare_packer(method, packer, documents, best)
+def _usual_step(result: SimulationResult, lengths: NDArray[np.int64]) -> Timeline:
+    """The step of ``result`` with the most usual seconds for its work, planned again."""
+    usual = int(np.abs(result.step_seconds / result.step_work_seconds - 1 / result.work_rate).argmin())
+    return timeline(next(islice(StepPlanner(result.job, lengths).plans(), usual, None)), result.job)

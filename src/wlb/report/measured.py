@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from wlb.report.gain import Gain, gain
-from wlb.report.html.charts import intervals, series, stacked
+from wlb.report.html.charts import bars, intervals, series
 from wlb.report.html.diagrams import heat_map
-from wlb.report.html.markup import Markup, join, table, tag
+from wlb.report.html.markup import Caption, Markup, join, table, tag
 from wlb.report.html.page import facts, page, paragraph, section, verdict
 from wlb.report.run_directory import TrainingRun
 
@@ -25,36 +26,36 @@ _PARTS = ("compute of the mean rank", "idle until the slowest rank", "data wait"
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     """The HTML of a report on ``run``, compared with ``before`` if that is given."""
+    if before is not None and before.name == run.name:
+        before = replace(before, name=f"{before.name} (before)")
     runs = [run] if before is None else [before, run]
-    values = [
-        (_seconds(run.mean("step_seconds")), "a step, mean"),
-        (f"{run.utilisation:.1%}", "model FLOPs utilisation"),
-        (f"{run.tokens_per_second:,.0f}", "tokens/s, all ranks"),
-    ]
+    values = {"a step, mean": _seconds(run.mean("step_seconds"))}
     if run.diagnosis is not None:
-        values.insert(1, (f"{run.diagnosis['slowest_over_mean']:.2f}", "slowest over mean rank, compute of a step"))
+        slowest = run.diagnosis["slowest_over_mean"]
+        values["slowest over mean rank, compute of a step"] = f"{slowest:.2f}"
+    values["model FLOPs utilisation"] = f"{run.utilisation:.1%}"
+    values["tokens/s, all ranks"] = f"{run.tokens_per_second:,.0f}"
+    conclusion, gained = _verdict(run), []
     if before is not None:
         faster = gain_at_equal_work(before, run)
-        values.insert(
-            0,
-            (
-                f"{faster.factor:.2f}x",
-                f"speed at equal work, over {_shortened(before.name)} ({faster.low:.2f} to {faster.high:.2f})",
-            ),
-        )
+        over = f"speed at equal work, over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
+        values = {over: f"{faster.factor:.2f}x"} | values
+        conclusion, gained = _compared(run, before, faster), [section("gain", "Gain", *_gain(before, run, faster))]
+    covered = ", beside ".join(
+        f"{one.name}, {one.steps} steps from step {one.columns['step'][0]:.0f} to {one.columns['step'][-1]:.0f}"
+        for one in reversed(runs)
+    )
     return page(
         TITLE,
         [
-            verdict(_verdict(run) if before is None else _compared(run, before, faster)),
+            verdict(conclusion),
             paragraph(
                 tag("span", "measured", class_="label-measured"),
-                f" by the job itself: {_covered(run)}"
-                + ("" if before is None else f", beside {_covered(before)}")
-                + ". All means are over these steps.",
+                f" by the job itself: {covered}. All means are over these steps.",
                 class_="muted",
             ),
             facts(values),
-            *([] if before is None else [section("gain", "Gain", *_gain(before, run, faster))]),
+            *gained,
             section("steps", "Steps", *_steps(runs)),
             section("where", "Where the time goes", *_where(runs)),
             section("ranks", "Ranks", *_ranks(runs)),
@@ -72,7 +73,7 @@ def _verdict(run: TrainingRun) -> str:
 
 
 def _compared(run: TrainingRun, before: TrainingRun, faster: Gain) -> str:
-    names = f"{_shortened(run.name)} does {faster.factor:.2f} times the work of {_shortened(before.name)}"
+    names = f"{run.label} does {faster.factor:.2f} times the work of {before.label}"
     sure = "" if not faster.low <= 1 <= faster.high else ", which is within the noise of these steps"
     return f"{names} in the same time{sure}."
 
@@ -82,19 +83,11 @@ def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
     return gain(before.work, before.columns["step_seconds"], run.work, run.columns["step_seconds"])
 
 
-def _covered(run: TrainingRun) -> str:
-    return f"{run.name}, {run.steps} steps from step {run.columns['step'][0]:.0f} to {run.columns['step'][-1]:.0f}"
-
-
 def _gain(before: TrainingRun, run: TrainingRun, faster: Gain) -> list[Markup]:
+    drawn = "Dot: measured; line: 95% of a moving-block bootstrap over steps."
+    caption = Caption("gain-chart", f"Speed at equal work over {before.name}", drawn)
     return [
-        intervals(
-            "gain-chart",
-            f"Speed at equal work over {before.name}",
-            [(_shortened(run.name), faster)],
-            f"times {_shortened(before.name)}",
-            "Dot: measured; line: 95% of a moving-block bootstrap over steps.",
-        ),
+        intervals(caption, [(run.label, faster)], f"times {before.label}"),
         paragraph(
             "Speed at equal work counts the model FLOPs of what was trained in a second of each device (model FLOPs "
             f"utilisation). In tokens/s it is {run.tokens_per_second / before.tokens_per_second:.2f}x, which also "
@@ -109,72 +102,47 @@ def _gain(before: TrainingRun, run: TrainingRun, faster: Gain) -> list[Markup]:
 
 
 def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
-    classes = ["after"] if len(runs) == 1 else ["before", "after"]
     lines = [
-        (_shortened(run.name), class_, run.columns["step"], run.columns["mfu"])
-        for run, class_ in zip(runs, classes, strict=True)
+        (run.label, class_, run.columns["step"], run.columns["mfu"])
+        for run, class_ in zip(reversed(runs), ("after", "before"), strict=False)
     ]
-    rows = [
-        (
-            run.name,
-            f"{run.steps}",
-            _seconds(run.mean("step_seconds")),
-            f"{run.utilisation:.1%}",
-            f"{run.tokens_per_second:,.0f}",
-            f"{run.mean('imbalance_degree'):.3f}",
-            f"{run.mean('token_delay'):.2f}",
-            f"{run.mean('data_wait_seconds') / run.mean('step_seconds'):.1%}",
-        )
-        for run in runs
-    ]
-    headings = (
-        "run",
-        "steps",
-        "a step, mean",
-        "model FLOPs utilisation",
-        "tokens/s",
-        "imbalance degree (predicted)",
-        "token delay, steps",
-        "data wait",
-    )
-    return [
-        series("steps-chart", "Model FLOPs utilisation, step by step", lines, "model FLOPs utilisation", "Measured."),
-        table(headings, rows),
-    ]
+    columns = {
+        "run": [run.name for run in runs],
+        "steps": [f"{run.steps}" for run in runs],
+        "a step, mean": [_seconds(run.mean("step_seconds")) for run in runs],
+        "model FLOPs utilisation": [f"{run.utilisation:.1%}" for run in runs],
+        "tokens/s": [f"{run.tokens_per_second:,.0f}" for run in runs],
+        "imbalance degree (predicted)": [f"{run.mean('imbalance_degree'):.3f}" for run in runs],
+        "token delay, steps": [f"{run.mean('token_delay'):.2f}" for run in runs],
+        "data wait": [f"{run.mean('data_wait_seconds') / run.mean('step_seconds'):.1%}" for run in runs],
+    }
+    caption = Caption("steps-chart", "Model FLOPs utilisation, step by step", "Measured.")
+    return [series(caption, lines[::-1], "model FLOPs utilisation"), table(columns)]
 
 
 def _where(runs: Sequence[TrainingRun]) -> list[Markup]:
     diagnosed = [(run, run.diagnosis) for run in runs if run.diagnosis is not None]
     if not diagnosed:
         return [_not_diagnosed()]
-    bars = []
+    rows = []
     for run, diagnosis in diagnosed:
         mean, step = diagnosis["mean_compute_seconds"], diagnosis["step_seconds"]
         waiting = mean * (diagnosis["slowest_over_mean"] - 1)
         data = max(rank["data_wait_seconds"] for rank in diagnosis["ranks"])
         rest = max(0.0, step - mean - waiting - data)
         seconds = run.mean("step_seconds")
-        parts = [seconds * part / step for part in (mean, waiting, data, rest)]
-        bars.append((_shortened(run.name), parts, _seconds(seconds)))
-    chart = stacked(
-        "where-chart",
-        "Seconds of a step",
-        bars,
-        _PARTS,
-        "seconds",
+        rows.append((run.label, [seconds * part / step for part in (mean, waiting, data, rest)], _seconds(seconds)))
+    note = (
         f"Measured: a run's mean step, divided as its last diagnosed steps were ({_diagnosed(runs)}). Everything else "
-        "is bubbles of the pipeline, communication and the optimizer.",
-        _seconds,
+        "is bubbles of the pipeline, communication and the optimizer."
     )
-    rows = [
-        (label, *(_factor(d["imbalance"].get(name), kind) for _, d in diagnosed for kind in ("predicted", "measured")))
-        for name, label in _DIMENSIONS.items()
-    ]
-    headings = [
-        "slowest over mean",
-        *(f"{run.name}, {kind}" for run, _ in diagnosed for kind in ("predicted", "measured")),
-    ]
-    return [chart, table(headings, rows, "Of the diagnosed steps.")]
+    chart = bars(Caption("where-chart", "Seconds of a step", note), rows, "seconds", parts=_PARTS, show=_seconds)
+    columns = {"slowest over mean": [*_DIMENSIONS.values()]} | {
+        f"{run.name}, {kind}": [_factor(diagnosis["imbalance"][name][kind]) for name in _DIMENSIONS]
+        for run, diagnosis in diagnosed
+        for kind in ("predicted", "measured")
+    }
+    return [chart, table(columns, "Of the diagnosed steps.")]
 
 
 def _diagnosed(runs: Sequence[TrainingRun]) -> str:
@@ -183,20 +151,16 @@ def _diagnosed(runs: Sequence[TrainingRun]) -> str:
 
 
 def _ranks(runs: Sequence[TrainingRun]) -> list[Markup]:
-    panels = [(_shortened(run.name), run.compute_seconds) for run in runs if run.compute_seconds is not None]
+    panels = [(run.label, run.compute_seconds) for run in runs if run.compute_seconds is not None]
     if not panels:
         return [_not_diagnosed()]
-    return [
-        heat_map(
-            "ranks-chart",
-            "Compute of every rank",
-            [(name, seconds) for name, seconds in panels if seconds is not None],
-            "Measured seconds of compute in a step, without collectives and idle time",
-            f"Mean of the last diagnosed steps ({_diagnosed(runs)}). Rows are pipeline ranks, columns context-parallel "
-            "ranks within data-parallel ones; of a tensor-parallel group the slowest rank. Red ranks are the slowest; "
-            "blue ones are idle until those have finished.",
-        )
-    ]
+    note = (
+        f"Mean of the last diagnosed steps ({_diagnosed(runs)}). Rows are pipeline ranks, columns context-parallel "
+        "ranks within data-parallel ones; of a tensor-parallel group the slowest rank. Red ranks are the slowest; "
+        "blue ones are idle until those have finished."
+    )
+    unit = "Measured seconds of compute in a step, without collectives and idle time"
+    return [heat_map(Caption("ranks-chart", "Compute of every rank", note), panels, unit)]
 
 
 def _causes(run: TrainingRun) -> list[Markup]:
@@ -217,15 +181,9 @@ def _not_diagnosed() -> Markup:
     )
 
 
-def _factor(factor: dict[str, float | None] | None, kind: str) -> str:
-    value = (factor or {}).get(kind)
+def _factor(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s"
-
-
-def _shortened(name: str, most: int = 22) -> str:
-    """A name that fits beside a bar."""
-    return name if len(name) <= most else name[: most - 1] + "…"

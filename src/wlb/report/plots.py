@@ -10,21 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb.errors import UserError, require
-from wlb.report.html.diagrams import attended_areas
+from wlb.report.html.diagrams import areas_by_document
 from wlb.sharding.plan import ShardPlan
 from wlb.simulate.compare import MethodResult, compared_rows
-from wlb.workload.base import Phase
 from wlb.workload.flops import ATTENTION_BACKWARD_FACTOR, attention_flops
 from wlb.workload.profile import WorkloadProfile
 
 BASELINE, BALANCED = "#aab3bd", "#1b7f5c"  # on light paper
 
 _BASELINES = ("sequential", "fixed_greedy", "fixed_solver")  # the packing of the paper's plain-4D and fixed-4D
-_PHASE_COLOURS: dict[Phase, str] = {"forward": "#1b7f5c", "backward": "#c2571a"}
-_NAMED_DOCUMENTS = 6
 _OTHER_DOCUMENTS = "#c9ced4"
 
 
@@ -65,80 +61,54 @@ def plot_comparison(results: Sequence[MethodResult], path: Path, *, title: str) 
     save(figure, path)
 
 
-def plot_profile(profile: WorkloadProfile, path: Path) -> None:
-    """Left the seconds of a document's attention and of the linear part, right the FLOP/s that attention reaches.
+def profile_lines(profile: WorkloadProfile) -> dict[str, dict[str, tuple[Sequence[float], Sequence[float]]]]:
+    """What a profile's picture shows, panel by panel: lines of (tokens, values).
 
-    Raises ``UserError`` if Matplotlib is missing or ``path`` cannot be written.
+    Seconds of a document's attention and of the linear part; then the FLOP/s that attention of documents reaches, and
+    of queries over the most keys that come before them: a short chunk of a long document.
     """
-    figure, (seconds, rates) = pyplot_without_display().subplots(1, 2, figsize=(12, 4.5), constrained_layout=True)
-    for phase, colour in _PHASE_COLOURS.items():
+    seconds: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    rates: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+    shape, table = profile.model, profile.prefix_attention
+    for phase in ("forward", "backward"):
         attention, linear = (getattr(part, f"{phase}_seconds") for part in (profile.attention, profile.linear))
-        seconds.plot(profile.attention.tokens, attention, "o-", ms=3, color=colour, label=f"attention, {phase}")
-        seconds.plot(profile.linear.tokens, linear, "s--", ms=3, color=colour, label=f"everything else, {phase}")
-        flops = attention_flops(profile.model, profile.attention.tokens, phase) / profile.tp
-        rates.plot(profile.attention.tokens, flops / attention, "o-", ms=3, color=colour, label=f"documents, {phase}")
-        _plot_prefix(rates, profile, phase, colour)
-    seconds.set(yscale="log", title="seconds, all layers", xlabel="tokens of the document or micro-batch")
-    rates.set(ylim=(0, None), title="achieved FLOP/s of attention", xlabel="tokens of the document, or queries")
-    for axis in (seconds, rates):
-        axis.set_xscale("log", base=2)
-        axis.legend(frameon=False, fontsize=8)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    measured = f"{profile.dtype}, measured with {profile.clock}" if profile.clock else profile.dtype
-    figure.suptitle(f"{profile.machine}, tp {profile.tp}, {measured}", fontsize=11)
-    save(figure, path)
-
-
-def _plot_prefix(axis: Any, profile: WorkloadProfile, phase: Phase, colour: str) -> None:
-    """Queries over the most keys that come before them: what a short chunk of a long document reaches."""
-    table = profile.prefix_attention
-    if table is None:
-        return
-    shape = profile.model
-    work = ATTENTION_BACKWARD_FACTOR if phase == "backward" else 1.0
-    flops_per_pair = work * 4.0 * shape.layers * shape.heads * shape.head_dim / profile.tp
-    seconds = np.array(getattr(table, f"{phase}_seconds"))[:, -1]
-    rates = flops_per_pair * np.array(table.queries) * table.keys[-1] / seconds
-    axis.plot(table.queries, rates, "^:", ms=4, color=colour, label=f"queries over {table.keys[-1]:,} keys, {phase}")
+        seconds[f"attention, {phase}"] = profile.attention.tokens, attention
+        seconds[f"everything else, {phase}"] = profile.linear.tokens, linear
+        flops = attention_flops(shape, profile.attention.tokens, phase) / profile.tp
+        rates[f"documents, {phase}"] = profile.attention.tokens, (flops / attention).tolist()
+        if table is not None:
+            work = ATTENTION_BACKWARD_FACTOR if phase == "backward" else 1.0
+            pairs = np.array(table.queries) * table.keys[-1] * work / profile.tp
+            of_table = np.array(getattr(table, f"{phase}_seconds"))[:, -1]
+            reached = 4.0 * shape.layers * shape.heads * shape.head_dim * pairs / of_table
+            rates[f"queries over {table.keys[-1]:,} keys, {phase}"] = table.queries, reached.tolist()
+    return {"seconds, all layers": seconds, "achieved FLOP/s of attention": rates}
 
 
 def plot_shards(plans: Sequence[ShardPlan], path: Path) -> None:
     """One panel a plan of the same micro-batch: the attended area of each rank over the mean, by document."""
     pyplot = pyplot_without_display()
-    lengths = np.asarray(plans[0].segment_lengths)
-    longest = np.argsort(-lengths, kind="stable")[:_NAMED_DOCUMENTS]
-    colours = pyplot.get_cmap("viridis")(np.linspace(0.05, 0.9, len(longest)))
+    documents, areas = areas_by_document(plans)
+    colours = [*pyplot.get_cmap("viridis")(np.linspace(0.05, 0.9, len(documents) - 1)), _OTHER_DOCUMENTS]
     figure, axes = pyplot.subplots(
         1, len(plans), figsize=(1.5 + 3.0 * len(plans), 3.8), sharey=True, squeeze=False, constrained_layout=True
     )
-    bars = [_draw_shards(axis, plan, longest, colours) for axis, plan in zip(axes[0], plans, strict=True)]
+    for axis, plan, area in zip(axes[0], plans, areas, strict=True):
+        ranks, tops = np.arange(plan.cp_size), area.cumsum(axis=1)
+        bars = [
+            axis.bar(ranks, area[:, n], bottom=tops[:, n] - area[:, n], color=colour, width=0.85)
+            for n, colour in enumerate(colours)
+        ]
+        axis.axhline(1.0, color="black", linewidth=1)
+        largest = f"largest {tops[:, -1].max():.3f}, K/V gathered {plan.kv_gather_fraction:.0%}"
+        axis.set_title(f"{plan.strategy}\n{largest}", fontsize=9)
+        axis.set_xlabel("rank")
+        axis.set_xticks(ranks if plan.cp_size <= 16 else ranks[:: plan.cp_size // 8])
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("attended area over the mean rank")
-    labels = [f"{lengths[segment]:,} tokens" for segment in longest]
-    labels.append(f"{len(lengths) - len(longest)} shorter")
-    figure.legend(bars[0], labels, title="document", loc="outside right upper", frameon=False, fontsize=8)
+    figure.legend(bars, documents, title="document", loc="outside right upper", frameon=False, fontsize=8)
     save(figure, path)
-
-
-def _draw_shards(axis: Any, plan: ShardPlan, longest: NDArray[np.int64], colours: NDArray[np.float64]) -> list[Any]:
-    """Draw one panel; returns the bars of each document in ``longest`` and those of all others."""
-    area = attended_areas(plan)
-    ranks = np.arange(plan.cp_size)
-    base = np.zeros(plan.cp_size)
-    bars = []
-    for segment, colour in zip(longest, colours, strict=True):
-        bars.append(axis.bar(ranks, area[:, segment], bottom=base, color=colour, width=0.85))
-        base += area[:, segment]
-    bars.append(axis.bar(ranks, area.sum(axis=1) - base, bottom=base, color=_OTHER_DOCUMENTS, width=0.85))
-    axis.axhline(1.0, color="black", linewidth=1)
-    axis.set_title(
-        f"{plan.strategy}\nlargest {area.sum(axis=1).max():.3f}, K/V gathered {plan.kv_gather_fraction:.0%}", fontsize=9
-    )
-    axis.set_xlabel("rank")
-    axis.set_xticks(ranks if plan.cp_size <= 16 else ranks[:: plan.cp_size // 8])
-    axis.tick_params(labelsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
-    return bars
 
 
 def save(figure: Any, path: Path) -> None:

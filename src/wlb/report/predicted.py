@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from wlb.errors import UserError
 from wlb.job.memory.step import gib
 from wlb.report.evidence import AS_FAST, BASELINE, BEST, ELASTIC, Evidence
 from wlb.report.gain import Gain
-from wlb.report.html.charts import bars, intervals, length_histogram, stacked
+from wlb.report.html.charts import bars, intervals, length_histogram
 from wlb.report.html.diagrams import heat_map, pipeline_chart, shard_chart
-from wlb.report.html.markup import Markup, table, tag
+from wlb.report.html.markup import Caption, Markup, table, tag
 from wlb.report.html.page import code, facts, page, paragraph, section, verdict
 from wlb.report.plots import is_baseline
-from wlb.report.recommended import recommended_config
-from wlb.report.rivals import rivals_section
-from wlb.simulate import simulate_step
-from wlb.simulate.timeline import Timeline
+from wlb.simulate import SimulatedJob, simulate_step
+from wlb.workload import MODEL_SHAPES
 
 TITLE = "What workload balancing gives this job"
 
@@ -39,37 +39,27 @@ def predicted_report(
 
     ``rivals`` is what ``wlb rivals --json`` printed, for a section of its own.
     """
-    job = evidence.job
-    winner = evidence.winner
-    gain = evidence.gains[winner]
-    before, after = evidence.systems[BASELINE], evidence.systems[winner]
-    layout = f"dp {job.dp} · pp {job.pp} · cp {job.cp} · tp {job.tp}"
-    steps = after.steps
+    job, winner = evidence.job, evidence.winner
+    gain, before, after = evidence.gains[winner], evidence.systems[BASELINE], evidence.systems[winner]
+    layout = f"dp {job.layout.dp} · pp {job.layout.pp} · cp {job.layout.cp} · tp {job.layout.tp}"
+    values = {
+        f"speed at equal work, {winner} over {BASELINE} ({gain.low:.2f} to {gain.high:.2f})": f"{gain.factor:.2f}x",
+        "slowest over mean GPU, compute of a step": f"{before.imbalance['gpus']:.2f} → {after.imbalance['gpus']:.2f}",
+        f"token delay of {winner}, mean, in steps": f"{after.token_delay:.2f}",
+        f"tokens/s of {winner}, all GPUs": f"{after.tokens_per_second:,.0f}",
+    }
     return page(
         TITLE,
         [
             verdict(_verdict(evidence)),
             paragraph(
                 tag("span", "simulated", class_="label-simulated"),
-                f" from the lengths of {source}: {steps} steps of {model} on {job.gpus:,} {hardware} GPUs ({layout}), "
-                f"window {job.context_window:,}, {job.packing.micro_batches} micro-batches a step. "
-                "Nothing here was measured on this job.",
+                f" from the lengths of {source}: {after.steps} steps of {model} on {job.layout.world_size:,} "
+                f"{hardware} GPUs ({layout}), window {job.context_window:,}, {job.packing.micro_batches} "
+                "micro-batches a step. Nothing here was measured on this job.",
                 class_="muted",
             ),
-            facts(
-                [
-                    (
-                        f"{gain.factor:.2f}x",
-                        f"speed at equal work, {winner} over {BASELINE} ({gain.low:.2f} to {gain.high:.2f})",
-                    ),
-                    (
-                        f"{before.imbalance['gpus']:.2f} → {after.imbalance['gpus']:.2f}",
-                        "slowest over mean GPU, compute of a step",
-                    ),
-                    (f"{after.token_delay:.2f}", f"token delay of {winner}, mean, in steps"),
-                    (f"{after.tokens_per_second:,.0f}", f"tokens/s of {winner}, all GPUs"),
-                ]
-            ),
+            facts(values),
             *([] if evidence.fits else [_does_not_fit(evidence)]),
             section("gain", "Expected gain", *_gain(evidence)),
             section("documents", "Documents", length_histogram(evidence.lengths)),
@@ -78,7 +68,7 @@ def predicted_report(
             section("ranks", "Ranks", _ranks(evidence)),
             section("pipeline", "Pipeline", _pipeline(evidence)),
             section("sharding", "Sharding", _sharding(evidence)),
-            *([] if rivals is None else [section("rivals", "Published policies", *rivals_section(rivals))]),
+            *([] if rivals is None else [section("rivals", "Published policies", *_rivals(rivals))]),
             section("config", "Recommended configuration", *_config(evidence, model, source, store)),
         ],
     )
@@ -103,31 +93,20 @@ def _does_not_fit(evidence: Evidence) -> Markup:
 
 def _gain(evidence: Evidence) -> list[Markup]:
     kept = {result.method: result.attention_kept for result in evidence.methods}["sequential"]
-    speeds, in_tokens = (
-        {BASELINE: 1.0} | {name: one.factor for name, one in gains.items()}
-        for gains in (evidence.gains, evidence.gains_in_tokens)
-    )
-    headings = ("preset", "speed at equal work", "tokens/s", f"over {BASELINE}", "token delay, steps")
-    rows = [
-        (
-            name,
-            f"{speeds[name]:.2f}x",
-            f"{system.tokens_per_second:,.0f}",
-            f"{in_tokens[name]:.2f}x",
-            f"{system.token_delay:.2f}",
-        )
-        for name, system in evidence.systems.items()
-    ]
+    systems, one = evidence.systems, Gain(1.0, 1.0, 1.0, 0)
+    columns = {
+        "preset": [*systems],
+        "speed at equal work": [f"{evidence.gains.get(name, one).factor:.2f}x" for name in systems],
+        "tokens/s": [f"{system.tokens_per_second:,.0f}" for system in systems.values()],
+        f"over {BASELINE}": [f"{evidence.gains_in_tokens.get(name, one).factor:.2f}x" for name in systems],
+        "token delay, steps": [f"{system.token_delay:.2f}" for system in systems.values()],
+    }
+    drawn = f"Dots: simulated; lines: 95% of a moving-block bootstrap over {systems[BEST].steps} steps."
+    caption = Caption("gain-chart", f"Speed at equal work over {BASELINE}", drawn)
     return [
-        intervals(
-            "gain-chart",
-            f"Speed at equal work over {BASELINE}",
-            list(evidence.gains.items()),
-            f"times {BASELINE}",
-            f"Dots: simulated; lines: 95% of a moving-block bootstrap over {evidence.systems[BEST].steps} steps.",
-        ),
+        intervals(caption, list(evidence.gains.items()), f"times {BASELINE}"),
         *_doubts(evidence.winner, evidence.gains[evidence.winner]),
-        table(headings, rows),
+        table(columns),
         paragraph(
             "Speed at equal work: predicted seconds of work (W_a + W_l) of the documents trained, for each second of "
             f"the job. Tokens/s also rises with work left undone: {BASELINE} cuts documents at the window and computes "
@@ -156,136 +135,183 @@ def _doubts(winner: str, best: Gain) -> list[Markup]:
 def _packing(evidence: Evidence) -> list[Markup]:
     results = evidence.methods
     chart = bars(
-        "packing-chart",
-        "Imbalance degree by packing method",
-        [(r.method, r.imbalance_degree, f"{r.imbalance_degree:.3f}") for r in results],
+        Caption("packing-chart", "Imbalance degree by packing method", "Simulated, on the same documents."),
+        [(r.method, [r.imbalance_degree - 1], f"{r.imbalance_degree:.3f}") for r in results],
         "heaviest over mean micro-batch, by the prices packed by, mean over steps; 1 is perfect",
-        "Simulated, on the same documents.",
         origin=1.0,
         highlights=[r.method for r in results if not is_baseline(r.method)],
     )
-    headings = (
-        "method",
-        "imbalance",
-        "token delay",
-        "longest",
-        "pipeline cost",
-        "arranged",
-        "attention kept",
-        "ms/step",
-    )
-    rows = [
-        (
-            r.method,
-            f"{r.imbalance_degree:.3f}",
-            f"{r.mean_token_delay:.2f}",
-            f"{r.longest_delay}",
-            f"{r.as_packed.pipeline_cost:.3f}",
-            f"{r.arranged.pipeline_cost:.3f}",
-            f"{r.attention_kept:.0%}",
-            f"{r.planning_ms_per_step:.1f}",
-        )
-        for r in results
-    ]
+    columns = {
+        "method": [r.method for r in results],
+        "imbalance": [f"{r.imbalance_degree:.3f}" for r in results],
+        "token delay": [f"{r.mean_token_delay:.2f}" for r in results],
+        "longest": [f"{r.longest_delay}" for r in results],
+        "pipeline cost": [f"{r.as_packed.pipeline_cost:.3f}" for r in results],
+        "arranged": [f"{r.arranged.pipeline_cost:.3f}" for r in results],
+        "attention kept": [f"{r.attention_kept:.0%}" for r in results],
+        "ms/step": [f"{r.planning_ms_per_step:.1f}" for r in results],
+    }
     caption = (
         "All methods are simulated in the job of best. Token delay in steps. Pipeline cost: simulated step over a "
         "perfectly balanced one, micro-batches as packed, then with balanced assignment and order. ms/step: planning, "
         "measured on this machine."
     )
-    return [chart, table(headings, rows, caption)]
+    return [chart, table(columns, caption)]
 
 
 def _where(evidence: Evidence) -> Markup:
     baseline = evidence.systems[BASELINE]
-    for_the_work = {
-        name: {cause: seconds * system.steps / system.work_seconds for cause, seconds in system.where.items()}
+    for_the_work = {  # over the baseline's step
+        name: {c: s * system.steps / system.work_seconds * baseline.work_rate for c, s in system.where.items()}
         for name, system in evidence.systems.items()
     }
-    unit = 1 / baseline.work_rate
-    causes = [
-        cause for cause in baseline.where if any(abs(where[cause]) >= 0.001 * unit for where in for_the_work.values())
-    ]
-    rows = [
-        (name, [max(0.0, where[cause] / unit) for cause in causes], f"{sum(where.values()) / unit:.3f}")
-        for name, where in for_the_work.items()
-    ]
-    return stacked(
-        "where-chart",
-        "Seconds for the same work, by cause",
-        rows,
-        causes,
+    causes = [cause for cause in baseline.where if any(abs(where[cause]) >= 0.001 for where in for_the_work.values())]
+    return bars(
+        Caption(
+            "where-chart",
+            "Seconds for the same work, by cause",
+            "Simulated, mean over steps. Causes are added one after another to a job without imbalance; the sum is the "
+            "step, and 1 over the sum is the speed at equal work.",
+        ),
+        [
+            (name, [max(0.0, where[cause]) for cause in causes], f"{sum(where.values()):.3f}")
+            for name, where in for_the_work.items()
+        ],
         f"{BASELINE} = 1",
-        "Simulated, mean over steps. Causes are added one after another to a job without imbalance; the sum is the "
-        "step, and 1 over the sum is the speed at equal work.",
-        lambda value: f"{value:.1%} of {BASELINE}'s step",
+        parts=causes,
+        show=lambda value: f"{value:.1%} of {BASELINE}'s step",
     )
 
 
 def _ranks(evidence: Evidence) -> Markup:
-    return heat_map(
-        "ranks-chart",
-        "Compute of every GPU in one step",
-        [(name, _gpu_seconds(evidence.usual_steps[name])) for name in (BASELINE, evidence.winner)],
-        "Simulated seconds of compute, without collectives and idle time",
+    steps = {name: evidence.usual_steps[name] for name in (BASELINE, evidence.winner)}
+    note = (
         f"{_THE_STEP}. Rows are pipeline ranks, columns context-parallel ranks within data-parallel ones; "
-        "tensor-parallel ranks are alike. Red GPUs are the slowest; blue ones are idle until those have finished.",
+        "tensor-parallel ranks are alike. Red GPUs are the slowest; blue ones are idle until those have finished."
+    )
+    return heat_map(
+        Caption("ranks-chart", "Compute of every GPU in one step", note),
+        [(name, np.asarray(simulate_step(step.plan, step.job).gpu_seconds[0])) for name, step in steps.items()],
+        "Simulated seconds of compute, without collectives and idle time",
     )
 
 
-def _gpu_seconds(step: Timeline) -> NDArray[np.float64]:
-    return np.asarray(simulate_step(step.plan, step.job).gpu_seconds[0])
-
-
 def _pipeline(evidence: Evidence) -> Markup:
+    note = f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only."
     return pipeline_chart(
-        "pipeline-chart",
-        "One step, before and after",
+        Caption("pipeline-chart", "One step, before and after", note),
         [(name, evidence.usual_steps[name]) for name in (BASELINE, evidence.winner)],
-        f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only.",
     )
 
 
 def _sharding(evidence: Evidence) -> Markup:
     if not evidence.shards:
         return paragraph("Without context parallelism (cp = 1) nothing is sharded.")
-    return shard_chart(
-        "sharding-chart",
-        "Attention of every context-parallel rank",
-        evidence.shards,
+    note = (
         "One micro-batch, the heaviest of the step above; the line is the mean rank. hybrid (in best) gives ranks with "
-        "less attention more tokens, so its bars may differ while its seconds do not.",
+        "less attention more tokens, so its bars may differ while its seconds do not."
     )
+    return shard_chart(Caption("sharding-chart", "Attention of every context-parallel rank", note), evidence.shards)
 
 
-_TRIED = "Simulated. Speed is over the fastest; token delay in steps; memory of the worst step."
+def read_rivals(path: Path) -> dict[str, Any]:
+    """What ``wlb rivals --json`` printed. Raises ``UserError`` for a file that is none."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found["policies"][0]["speed_at_equal_work"]
+    except OSError as error:
+        raise UserError(f"rivals {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise UserError(f"rivals {path} is not what wlb rivals --json prints; write it anew") from None
+    return found
 
 
-def _reason(winner: str) -> str:
-    if winner == ELASTIC:
-        return (
+def _rivals(found: dict[str, Any]) -> list[Markup]:
+    policies = found["policies"]
+    speeds = [(p["policy"], [p["speed_at_equal_work"]], f"{p['speed_at_equal_work']:.2f}x") for p in policies]
+    columns = {
+        "policy": [p["policy"] for p in policies],
+        "speed": [speed for _, _, speed in speeds],
+        "token delay": [f"{p['token_delay']:.2f}" for p in policies],
+        "tokens/step CV": [f"{p['tokens_cv']:.3f}" for p in policies],
+        "exchange GB": [f"{p['exchanged_bytes'] / 1e9:.1f}" for p in policies],
+        "peak GiB": [f"{p['memory_bytes'] / 2**30:.0f}" for p in policies],
+        "planning s": [f"{p['planning_seconds']:.2f}" for p in policies],
+        "layout": [p["layout"] for p in policies],
+    }
+    note = (
+        f"Simulated, {policies[0]['steps']} steps of {found['model']} on {found['gpus']:,} {found['hardware']} GPUs "
+        f"with a window of {found['context_window']:,}; lengths {found['lengths']}."
+    )
+    return [
+        bars(
+            Caption("rivals-chart", "Speed at equal work of published policies", note),
+            speeds,
+            "times plain-4d, each policy in its best layout",
+            highlights=(BEST, ELASTIC),
+        ),
+        table(columns),
+        paragraph(
+            "Every policy is this project's reading of what was published; docs/rivals.md has sources and assumptions. "
+            "Planning seconds are measured on the machine that ran the comparison, all else is simulated.",
+            class_="muted",
+        ),
+    ]
+
+
+def _config(evidence: Evidence, model: str, source: str, store: str | None) -> list[Markup]:
+    config = code(recommended_config(evidence.job, model, source, store, preset=evidence.winner))
+    if evidence.winner == ELASTIC:
+        reason = (
             f"{ELASTIC} is at least about as fast as {BEST} here and delays no document. Pools and their micro-batches "
             "are chosen when the job starts; activation checkpointing is the least with which an L_max of "
             f"{BEST} would fit."
         )
-    return (
+        return [paragraph(reason), config]
+    tried, chosen = evidence.tried, evidence.recommended
+    columns = {
+        "L_max, windows": [f"{t.max_length_factor:g}{' (recommended)' if t is chosen else ''}" for t in tried],
+        "speed at equal work": [f"{t.speed:.3f}" for t in tried],
+        "token delay": [f"{t.token_delay:.2f}" for t in tried],
+        "GiB of a GPU": [gib(t.memory_bytes) for t in tried],
+    }
+    reason = (
         f"{BEST} leaves L_max to choose: of those that fit the memory model and are within {AS_FAST:.0%} of the "
         "fastest, the one with the least delay. Activation checkpointing is the least that makes room."
     )
+    caption = "Simulated. Speed is over the fastest; token delay in steps; memory of the worst step."
+    return [paragraph(reason), table(columns, caption), config]
 
 
-def _config(evidence: Evidence, model: str, source: str, store: str | None) -> list[Markup]:
-    headings = ("L_max, windows", "speed at equal work", "token delay", "GiB of a GPU")
-    rows = [
-        (
-            f"{one.max_length_factor:g}" + (" (recommended)" if one is evidence.recommended else ""),
-            f"{one.speed:.3f}",
-            f"{one.token_delay:.2f}",
-            gib(one.memory_bytes),
-        )
-        for one in evidence.tried
-    ]
-    return [
-        paragraph(_reason(evidence.winner)),
-        *([table(headings, rows, _TRIED)] if evidence.winner == BEST else []),
-        code(recommended_config(evidence.job, model, source, store, preset=evidence.winner)),
-    ]
+def recommended_config(
+    job: SimulatedJob, model: str, source: str, store: str | None = None, *, preset: str = "best"
+) -> str:
+    """The sections that ``job`` settles, under ``preset``; without ``store`` a placeholder stands for it."""
+    packing = job.packing
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"name" if model in MODEL_SHAPES or not Path(model).is_dir() else "pretrained": model},
+        "data": {"store": store or "data/corpus", "context_window": job.context_window},
+        "parallel": {"dp": job.layout.dp, "pp": job.layout.pp, "cp": job.layout.cp, "tp": job.layout.tp},
+        "packing": {"micro_batches": packing.micro_batches},
+    }
+    if preset == "best":
+        sections["packing"]["max_length_factor"] = float(packing.length_factor)
+    if job.layout.virtual_pp > 1 or job.layout.schedule != "1f1b":
+        sections["parallel"] |= {"virtual_pp": job.layout.virtual_pp, "schedule": job.layout.schedule}
+    if job.activation_checkpointing != "none":
+        sections["training"] = {"activation_checkpointing": job.activation_checkpointing}
+    remark = "" if store else "; name your token store in data.store (wlb prepare)"
+    lines = [f"# For documents as in {_one_line(source)}{remark}.", f'preset = "{preset}"']
+    for name, settings in sections.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """JSON's numbers, lists and strings are TOML's, but for one control character that TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _one_line(name: str) -> str:
+    """What may stand in a comment: TOML has no control characters there."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)

@@ -20,6 +20,7 @@ _DIAGNOSED = ("steps", "last_step", "step_seconds", "mean_compute_seconds", "slo
 _OF_RANK = ("rank", "process", "pp", "dp", "cp", "compute_seconds", "normalised", "data_wait_seconds")
 _DIMENSIONS = ("tp", "cp", "pp", "dp", "micro_batches")
 
+_LONGEST_LABEL = 22
 _COLUMNS = ("step", "tokens", "step_seconds", "data_wait_seconds", "imbalance_degree", "token_delay", "mfu")
 
 
@@ -37,6 +38,11 @@ class TrainingRun:
     columns: dict[str, NDArray[np.float64]]
     diagnosis: dict[str, Any] | None
     compute_seconds: NDArray[np.float64] | None
+
+    @property
+    def label(self) -> str:
+        """The name, as far as it fits beside a bar."""
+        return self.name if len(self.name) <= _LONGEST_LABEL else self.name[: _LONGEST_LABEL - 1] + "…"
 
     @property
     def steps(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wlb.errors import UserError
+from wlb.schedules.operations import stages_of_rank
 
 DIMENSIONS = ("tp", "cp", "pp", "dp", "virtual_pp")
 
@@ -33,8 +34,18 @@ class Layout:
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @property
+    def rank_stages(self) -> list[list[int]]:
+        """The stages of every pipeline rank."""
+        return [list(stages_of_rank(self.schedule, rank, self.pp, self.virtual_pp)) for rank in range(self.pp)]
+
+    @property
     def world_size(self) -> int:
         return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def replicas(self) -> int:
+        """dp x cp: the ranks that have the same weights to compute with."""
+        return self.dp * self.cp
 
     @property
     def stages(self) -> int:

@@ -11,9 +11,10 @@ before waits, and that of the weights, for which nobody does and which fills the
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import count
 from typing import Literal, NamedTuple
 
 from wlb.errors import UserError
@@ -158,20 +159,21 @@ def _zbv_zero_bubble(rank: int, pp: int, micro_batches: int) -> tuple[Operation,
     down, down_input, down_weight = _passes(rank)
     up, up_input, up_weight = _passes(2 * pp - 1 - rank)
     ahead = 2 * pp - 1 - rank  # forwards of the first stage before the steady phase, in which it runs the others
-    order = [down] * (2 * (pp - rank) - 1)
-    order += [up, down] * rank
-    order += [up, up_input, up_weight] * (pp - rank)
-    order += [down, down_input, down_weight, up, up_input, up_weight] * (wanted - ahead)
-    order += [down_input, down_weight, up, up_input, up_weight] * (ahead - pp)
-    order += [down_input, up_input] * rank
-    order += [down_input, down_weight] * (pp - rank)
-    order += [up_weight] * rank + [down_weight] * rank
-    done: Counter[Operation] = Counter()
-    operations = []
-    for operation in order:
-        operations.append(operation._replace(micro_batch=done[operation]))
-        done[operation] += 1
-    return tuple(operation for operation in operations if operation.micro_batch < micro_batches)
+    phases = (  # what runs, and how often in a row
+        ([down], 2 * (pp - rank) - 1),
+        ([up, down], rank),
+        ([up, up_input, up_weight], pp - rank),
+        ([down, down_input, down_weight, up, up_input, up_weight], wanted - ahead),
+        ([down_input, down_weight, up, up_input, up_weight], ahead - pp),
+        ([down_input, up_input], rank),
+        ([down_input, down_weight], pp - rank),
+        ([up_weight], rank),
+        ([down_weight], rank),
+    )
+    next_of: dict[Operation, Iterator[int]] = defaultdict(count)
+    order = (operation for operations, times in phases for operation in operations * times)
+    numbered = (operation._replace(micro_batch=next(next_of[operation])) for operation in order)
+    return tuple(operation for operation in numbered if operation.micro_batch < micro_batches)
 
 
 def _passes(stage: int) -> tuple[Operation, Operation, Operation]:

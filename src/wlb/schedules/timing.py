@@ -173,7 +173,6 @@ def _checked_times(forward: ArrayLike, backward: ArrayLike, virtual_stages: int)
 
 
 def _split_backward(backward: NDArray[np.float64], weight: ArrayLike | None) -> tuple[NDArray[np.float64], ...]:
-    """Seconds of the input parts and of the weight parts."""
     weights = _WEIGHT_SHARE * backward if weight is None else np.asarray(weight, dtype=np.float64)
     if weights.shape != backward.shape:
         raise UserError(f"weight seconds have shape {weights.shape}, backward seconds {backward.shape}")

@@ -12,7 +12,7 @@ equal tokens. Without, ``workload`` puts prompts of similar length into the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -98,8 +98,8 @@ class PrefillPlanner:
 
         Without chunked prefill raises ``UserError`` for a prompt over the budget.
         """
-        if not self.chunked and (longest := max(waiting, key=lambda p: p.tokens, default=None)) is not None:
-            self.check(longest)
+        if waiting:
+            self.check(max(waiting, key=lambda prompt: prompt.tokens))
         order = self._shortest_first(waiting) if self.method == "workload:shortest" else list(waiting)
         batches = [_OpenBatch() for _ in range(ranks)]
         if self._by_seconds and not self.chunked:
@@ -147,18 +147,14 @@ class PrefillPlanner:
 
     def _fill(self, order: Sequence[Prompt], batches: list[_OpenBatch]) -> None:
         """Each prompt in turn to the lightest rank, until one fits nowhere; chunks go where their prompt began."""
-        lightest = self._load
         for prompt in order:
-            if prompt.rank is not None:
-                batch = batches[prompt.rank]
-                tokens = self._fitting(prompt, batch)
-            else:
-                fits = [(batch, tokens) for batch in batches if (tokens := self._fitting(prompt, batch))]
-                if not fits:
-                    return  # nobody overtakes
-                batch, tokens = min(fits, key=lambda fit: lightest(fit[0]))
-            if tokens:
+            places = batches if prompt.rank is None else [batches[prompt.rank]]
+            fits = [(batch, tokens) for batch in places if (tokens := self._fitting(prompt, batch))]
+            if fits:
+                batch, tokens = min(fits, key=lambda fit: self._load(fit[0]))
                 self._add(prompt, tokens, batch)
+            elif prompt.rank is None:
+                return  # nobody overtakes
 
     def _place_whole(self, order: Sequence[Prompt], batches: list[_OpenBatch]) -> None:
         """The first prompt and those most like it, as many as fit all ranks; longest first to the lightest rank."""
@@ -174,13 +170,12 @@ class PrefillPlanner:
             if fits:
                 self._add(prompt, prompt.tokens, min(fits, key=self._load))
 
-    @property
-    def _load(self) -> Callable[[_OpenBatch], float]:
+    def _load(self, batch: _OpenBatch) -> float:
         if self.method == "count":
-            return lambda batch: len(batch.chunks)
+            return len(batch.chunks)
         if self.method == "tokens":
-            return lambda batch: batch.tokens
-        return lambda batch: batch.attention_seconds + self._token_seconds * batch.tokens
+            return batch.tokens
+        return batch.attention_seconds + self._token_seconds * batch.tokens
 
     def _fitting(self, prompt: Prompt, batch: _OpenBatch) -> int:
         """How many tokens of ``prompt`` the batch still takes."""

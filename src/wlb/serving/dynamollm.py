@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, combinations, pairwise, product
 from typing import NamedTuple
@@ -32,7 +32,6 @@ from wlb.errors import UserError
 from wlb.serving.batching import PrefillPlanner, Prompt
 from wlb.serving.job import PrefillJob
 from wlb.serving.prefill import GpuGroup, PrefillRun, simulate_prefill
-from wlb.serving.queueing import waiting_seconds
 from wlb.workload import Hardware, ModelShape, Workload
 from wlb.workload.power import POWER, GpuPower
 from wlb.workload.weights import parameters
@@ -78,15 +77,10 @@ def dynamollm(job: PrefillJob, on_progress: Callable[[int], None] = lambda promp
     passes, engines = [], 0
     for pool, numbers in choose_pools(job):
         lengths, one = job.lengths[numbers], pool.instance
-        run = simulate_prefill(
-            lengths,
-            job.arrivals[numbers],
-            PrefillPlanner(one.workload, job.token_budget, "tokens", job.chunked),
-            dp=pool.count,
-            lock_step=False,
-            group=GpuGroup(one.tp, 1, one.clock, pool.count, f"{lengths.min():,} to {lengths.max():,} tokens"),
-            on_progress=on_progress,
-        )
+        of_pool = replace(job, lengths=lengths, arrivals=job.arrivals[numbers], dp=pool.count, pp=1, lock_step=False)
+        planner = PrefillPlanner(one.workload, job.token_budget, "tokens", job.chunked)
+        group = GpuGroup(one.tp, 1, one.clock, pool.count, f"{lengths.min():,} to {lengths.max():,} tokens")
+        run = simulate_prefill(of_pool, planner, group, on_progress)
         for each in run.passes:
             batches = [[chunk._replace(prompt=int(numbers[chunk.prompt])) for chunk in batch] for batch in each.batches]
             passes.append(each._replace(engine=engines + each.engine, batches=batches))
@@ -160,7 +154,14 @@ class _Choice:
 
     def soonest_done(self) -> list[InstancePool]:
         """The pools at the full clock whose last one is done first with all prompts; the fewest of those."""
-        ways = [pools for runs in _runs(len(self.bins)) if (pools := self._soonest_done(runs))]
+        full = [(one, n) for one in self.instances if one.clock == 1.0 for n in range(1, self.job.gpus // one.tp + 1)]
+        ways = []
+        for runs in _runs(len(self.bins)):
+            pools = [[self._pool(bins, one, count) for one, count in full] for bins in runs]
+            ends = sorted({pool.seconds for of_run in pools for pool in of_run})
+            first = bisect_left(ends, True, key=lambda end: _gpus(_smallest(pools, end)) <= self.job.gpus)
+            if first < len(ends) and (smallest := _smallest(pools, ends[first])):
+                ways.append(smallest)
         return min(ways, key=lambda pools: (max(pool.seconds for pool in pools), len(pools)))
 
     def _in_time(self, bins: tuple[int, ...], slack: float) -> list[InstancePool]:
@@ -178,14 +179,6 @@ class _Choice:
         counts = range(1, self.job.gpus // one.tp + 1)
         enough = bisect_left(counts, True, key=lambda count: waiting_seconds(*load, count, _LATE) <= left)
         return self._pool(bins, one, counts[enough]) if enough < len(counts) else None
-
-    def _soonest_done(self, runs: list[tuple[int, ...]]) -> list[InstancePool] | None:
-        """A pool for every run of bins, the last one done as early as can be; None if the GPUs are too few."""
-        full = [(one, n) for one in self.instances if one.clock == 1.0 for n in range(1, self.job.gpus // one.tp + 1)]
-        ways = [[self._pool(bins, one, count) for one, count in full] for bins in runs]
-        ends = sorted({pool.seconds for of_run in ways for pool in of_run})
-        first = bisect_left(ends, True, key=lambda end: _gpus(_smallest(ways, end)) <= self.job.gpus)
-        return _smallest(ways, ends[first]) if first < len(ends) else None
 
     def _pool(self, bins: tuple[int, ...], one: Instance, count: int) -> InstancePool:
         seconds = self._seconds(self.prompts(bins), one)
@@ -223,3 +216,23 @@ def _beats(one: InstancePool, other: InstancePool) -> bool:
     """Whether ``one`` needs no more GPUs and energy, and less of one of them."""
     costs, of_other = (one.gpus, one.joules), (other.gpus, other.joules)
     return costs != of_other and costs[0] <= of_other[0] and costs[1] <= of_other[1]
+
+
+def waiting_seconds(rate: float, mean: float, square: float, servers: int, share: float) -> float:
+    """What only a ``share`` of arrivals waits longer than, for ``servers`` that take from one queue; inf if overloaded.
+
+    ``rate`` arrivals a second (Poisson) take ``mean`` seconds, ``square`` on average when squared. The mean wait is
+    that of M/M/c times (1 + CV^2) / 2 (Lee and Longton 1959; exact for one server), and those who wait do so for an
+    exponential time (exact for M/M/c).
+    """
+    load = rate * mean
+    if load >= servers:
+        return math.inf
+    blocked = 1.0  # Erlang B, by its recursion over the number of servers; then Erlang C
+    for n in range(1, servers + 1):
+        blocked = load * blocked / (n + load * blocked)
+    waiting = blocked / (1 - load / servers * (1 - blocked))
+    if waiting <= share:
+        return 0.0
+    mean_of_waiting = square / mean / 2 / (servers - load)
+    return mean_of_waiting * math.log(waiting / share)

@@ -21,6 +21,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -94,15 +95,11 @@ def divide(lengths: Integers, prices: SequencePrices, instances: int) -> list[tu
             better = np.flatnonzero(value < best[n, degree:])
             best[n, degree + better] = value[better]
             last[n, degree + better] = np.stack([n - before[better], np.full(len(better), degree)], axis=1)
-    return _groups(last, count, int(best[count].argmin()))
-
-
-def _groups(last: Integers, prompts: int, instances: int) -> list[tuple[int, int]]:
-    groups = []
-    while prompts:
-        of_group, degree = last[prompts, instances].tolist()
+    groups, instances = [], int(best[count].argmin())
+    while count:
+        of_group, degree = last[count, instances].tolist()
         groups.append((of_group, degree))
-        prompts, instances = prompts - of_group, instances - degree
+        count, instances = count - of_group, instances - degree
     return groups[::-1]
 
 
@@ -134,12 +131,9 @@ class _Server:
 
     def dispatch(self, instances: int) -> list[int]:
         """The oldest prompts, as many as fit the budgets of all instances; longest first."""
-        room = instances * self.job.token_budget
-        taken = [self.queue.popleft()]
-        room -= int(self.lengths[taken[0]])
-        while self.queue and self.lengths[self.queue[0]] <= room and len(taken) < _MOST_PROMPTS:
-            taken.append(self.queue.popleft())
-            room -= int(self.lengths[taken[-1]])
+        waiting = [*islice(self.queue, _MOST_PROMPTS)]
+        fitting = np.searchsorted(np.cumsum(self.lengths[waiting]), instances * self.job.token_budget, side="right")
+        taken = [self.queue.popleft() for _ in range(max(1, int(fitting)))]
         return sorted(taken, key=lambda prompt: -self.lengths[prompt])
 
     def fitting(self, seconds: float, degree: int) -> list[int]:

@@ -29,19 +29,8 @@ class PrefillPolicy(NamedTuple):
 
 def batched(method: Method, job: PrefillJob, on_progress: OnProgress = lambda prompts: None) -> PrefillRun:
     """Prefill on ranks that all have the job's layout, with passes that ``PrefillPlanner`` plans by ``method``."""
-    planner = PrefillPlanner(
-        job.workload, job.token_budget, method, job.chunked, prompts_per_batch=job.prompts_per_batch
-    )
-    return simulate_prefill(
-        job.lengths,
-        job.arrivals,
-        planner,
-        dp=job.dp,
-        pp=job.pp,
-        lock_step=job.lock_step,
-        group=GpuGroup(job.tp, job.cp, count=job.dp),
-        on_progress=on_progress,
-    )
+    planner = PrefillPlanner(job.workload, job.token_budget, method, job.chunked, job.prompts_per_batch)
+    return simulate_prefill(job, planner, GpuGroup(job.tp, job.cp, count=job.dp), on_progress)
 
 
 POLICIES: dict[str, PrefillPolicy] = {

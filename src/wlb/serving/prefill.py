@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.serving.batching import ChunkBatch, PrefillPlanner, Prompt
+from wlb.serving.job import PrefillJob
 
 LOOK_AHEAD = 1024  # prompts, from the oldest on, that are shown to the planner
 
@@ -88,25 +89,21 @@ class _Engine:
 
 
 def simulate_prefill(
-    lengths: NDArray[np.int64],
-    arrivals: NDArray[np.float64],
+    job: PrefillJob,
     planner: PrefillPlanner,
-    *,
-    dp: int = 1,
-    pp: int = 1,
-    lock_step: bool = True,
     group: GpuGroup = GpuGroup(),
     on_progress: Callable[[int], None] = lambda prompts: None,
 ) -> PrefillRun:
-    """Serve prompts of ``lengths`` tokens that arrive at ``arrivals`` seconds (ascending) with ``dp`` ranks.
+    """Serve the job's prompts with its ``dp`` ranks, each a ``group`` in each of its ``pp`` stages.
 
-    Every rank is a ``group`` in each of ``pp`` stages. ``on_progress`` is called with the number of prompts just
-    finished.
-    Raises ``UserError`` for no prompts, and as ``planner.plan`` does.
+    ``on_progress`` is called with the number of prompts just finished. Raises ``UserError`` for no prompts, and as
+    ``planner.plan`` does.
     """
+    lengths, arrivals = job.lengths, job.arrivals
     if not len(lengths):
         raise UserError("there are no prompts to prefill; give at least one length")
-    engines = [_Engine(0, dp, pp)] if lock_step else [_Engine(number, 1, pp) for number in range(dp)]
+    together = (job.dp,) if job.lock_step else (1,) * job.dp
+    engines = [_Engine(number, ranks, job.pp) for number, ranks in enumerate(together)]
     queue: dict[int, _Waiting] = {}
     first_token = np.zeros(len(lengths))
     passes: list[Pass] = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from wlb.serving.job import PrefillJob
-from wlb.serving.prefill import GpuGroup, PrefillRun
+from wlb.serving.prefill import GpuGroup, Pass, PrefillRun
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class PrefillResult:
 def prefill_result(method: str, run: PrefillRun, job: PrefillJob) -> PrefillResult:
     """``run`` of ``job`` in figures."""
     p50, p95, p99 = np.percentile(run.first_token_seconds, (50, 95, 99)).tolist()
-    held = sum(float(each.seconds.max()) * len(each.seconds) * each.group.gpus for each in run.passes)
+    slowest = [float(each.seconds.max()) for each in run.passes]
+    gpus = [len(each.seconds) * each.group.gpus for each in run.passes]
     return PrefillResult(
         method=method,
         p50_seconds=p50,
@@ -64,10 +66,9 @@ def prefill_result(method: str, run: PrefillRun, job: PrefillJob) -> PrefillResu
         longest_seconds=float(run.first_token_seconds.max()),
         tokens_per_second=float(job.lengths.sum() / run.seconds),
         passes=len(run.passes),
-        longest_pass_seconds=max(float(each.seconds.max()) for each in run.passes),
-        busy=sum(float(each.seconds.mean()) for each in run.passes)
-        / sum(float(each.seconds.max()) for each in run.passes),
-        gpu_seconds=held,
+        longest_pass_seconds=max(slowest),
+        busy=sum(float(each.seconds.mean()) for each in run.passes) / sum(slowest),
+        gpu_seconds=sum(seconds * held for seconds, held in zip(slowest, gpus, strict=True)),
         energy_joules=_joules(run, job),
         groups=_groups(run),
     )
@@ -83,14 +84,15 @@ def _joules(run: PrefillRun, job: PrefillJob) -> float | None:
 
 
 def _groups(run: PrefillRun) -> tuple[GroupResult, ...]:
-    passes: dict[GpuGroup, int] = defaultdict(int)
-    tokens: dict[GpuGroup, int] = defaultdict(int)
-    first_engine: dict[GpuGroup, int] = {}
+    by_group: dict[GpuGroup, list[Pass]] = defaultdict(list)
     for each in run.passes:
-        first_engine[each.group] = min(each.engine, first_engine.get(each.group, each.engine))
-        passes[each.group] += 1
-        tokens[each.group] += sum(chunk.stop - chunk.start for batch in each.batches for chunk in batch)
+        by_group[each.group].append(each)
+    in_order = sorted(by_group.items(), key=lambda item: (item[0].cp, min(each.engine for each in item[1])))
     return tuple(
-        GroupResult(group.prompts, group.tp, group.cp, group.clock, group.count, passes[group], tokens[group])
-        for group in sorted(passes, key=lambda group: (group.cp, first_engine[group]))
+        GroupResult(group.prompts, group.tp, group.cp, group.clock, group.count, len(passes), _tokens(passes))
+        for group, passes in in_order
     )
+
+
+def _tokens(passes: Sequence[Pass]) -> int:
+    return sum(chunk.stop - chunk.start for each in passes for batch in each.batches for chunk in batch)

@@ -28,7 +28,7 @@ import numpy as np
 
 from wlb.sharding.adaptive import Candidates, joined, pieces_of_plans, price
 from wlb.sharding.hybrid import EVEN_TOKENS, TOLERANCE, levelled_candidates
-from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged, pieces_of_rows
 from wlb.workload.base import Seconds, Workload
 
 # Cuts lie at multiples of the kernel's tile of queries, where that leaves enough places to cut in an even share.
@@ -58,9 +58,7 @@ def uneven_slices(micro_batches: MicroBatches, cp_size: int, workload: Workload)
         ranks, table = _Slicing(lengths, cp_size, workload).rows()
         lanes.append(ranks + index * cp_size)
         tables.append(table + np.array([micro_batches.first[index], 0, 0]))
-    lane, (segment, start, stop) = np.concatenate(lanes), np.concatenate(tables).T
-    order = np.lexsort((start, segment))
-    return merged(lane[order], segment[order], start[order], stop[order])
+    return merged(*pieces_of_rows(lanes, tables))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 
 from wlb.sharding.adaptive import Candidates, Priced, faster_static, joined, pieces_of_plans, price, static_candidates
-from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged
+from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged, pieces_of_rows
 from wlb.sharding.plan import Table
 from wlb.workload.base import Seconds, Workload
 
@@ -82,11 +82,8 @@ def levelled_candidates(
             of_plans.append(index)
             segments += len(lengths)
     if not of_plans:
-        nothing = np.empty(0, np.int64)
-        return Candidates(nothing, Pieces(nothing, nothing, nothing, nothing))
-    lane, (segment, start, stop) = np.concatenate(lanes), np.concatenate(tables).T
-    order = np.lexsort((start, segment))
-    return Candidates(np.array(of_plans), merged(lane[order], segment[order], start[order], stop[order]))
+        return Candidates(np.empty(0, np.int64), Pieces(*np.empty((4, 0), np.int64)))
+    return Candidates(np.array(of_plans), merged(*pieces_of_rows(lanes, tables)))
 
 
 def _levelled(

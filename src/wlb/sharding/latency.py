@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.sharding.pieces import Locality, Pieces, last_keys, locality, pieces_of
-from wlb.sharding.plan import ShardPlan
+from wlb.sharding.pieces import Locality, Pieces, last_keys, locality, pieces_of_rows
+from wlb.sharding.plan import ShardPlan, owners
 from wlb.workload.base import EXCHANGES, Phase, Workload
 
 _PHASES: tuple[Phase, Phase] = ("forward", "backward")
@@ -104,7 +104,7 @@ class ShardLatency:
 def shard_latency(plan: ShardPlan, workload: Workload) -> ShardLatency:
     """Price ``plan`` with the ``workload`` of one GPU without context parallelism (``cp`` = 1)."""
     segments, cp_size = len(plan.segment_lengths), plan.cp_size
-    pieces = pieces_of(plan)
+    pieces = pieces_of_rows([owners(plan.pieces)], plan.pieces)
     where = locality(pieces, segments, 1, cp_size)
     forward, backward = (_attention(pieces, where, workload, phase)[0] for phase in _PHASES)
     return ShardLatency(

@@ -6,13 +6,14 @@ operations however many they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.sharding.plan import ShardPlan, Table, exchange_parts, keeps_received, owners
+from wlb.sharding.plan import Table, exchange_parts, keeps_received
 from wlb.workload.flops import attended_pairs
 
 Integers = NDArray[np.int64]
@@ -75,11 +76,11 @@ def merged(lane: Integers, segment: Integers, start: Integers, stop: Integers) -
     return Pieces(lane[first], segment[first], start[first], stop[last])
 
 
-def pieces_of(plan: ShardPlan) -> Pieces:
-    """The pieces of one plan."""
-    segment, start, stop = np.concatenate(plan.pieces).T
+def pieces_of_rows(lanes: Sequence[Integers], tables: Sequence[Table]) -> Pieces:
+    """Pieces from lanes and rows (segment, start, stop) in any order."""
+    lane, (segment, start, stop) = np.concatenate(lanes), np.concatenate(tables).T
     order = np.lexsort((start, segment))
-    return Pieces(owners(plan.pieces)[order], segment[order], start[order], stop[order])
+    return Pieces(lane[order], segment[order], start[order], stop[order])
 
 
 def rank_tables(pieces: Pieces, cp_size: int) -> tuple[Table, ...]:

@@ -61,12 +61,6 @@ class ShardPlan:
         return np.array([int(of_rank.sum()) for of_rank in pairs])
 
     @cached_property
-    def gathered_segments(self) -> NDArray[np.int64]:
-        """Segments that lie on more than one rank, ascending; their keys and values travel."""
-        holders = np.bincount(np.concatenate([np.unique(table[:, 0]) for table in self.pieces]))
-        return np.flatnonzero(holders > 1)
-
-    @cached_property
     def kv_traffic(self) -> NDArray[np.int64]:
         """Tokens whose keys and values rank i sends to rank j, at [i, j]; shape (cp_size, cp_size)."""
         table = np.concatenate(self.pieces)

@@ -219,8 +219,10 @@ class _Simulated:
     def __init__(self, job: SimulatedJob) -> None:
         self.as_packed, self.arranged = _Sums(Rate(job.work_prices)), _Sums(Rate(job.work_prices))
         self._costs = JobCosts(job)
-        self._dealt = partial(arrange, dp=job.dp, assignment="arrival", order="arrival")
-        self._arranged = partial(arrange, dp=job.dp, assignment="balanced", order="makespan", pipeline=job.pipeline)
+        self._dealt = partial(arrange, dp=job.layout.dp, assignment="arrival", order="arrival")
+        self._arranged = partial(
+            arrange, dp=job.layout.dp, assignment="balanced", order="makespan", pipeline=job.pipeline
+        )
 
     def add(self, plans: Sequence[StepPlan], *, tail: bool = False) -> None:
         if not plans:

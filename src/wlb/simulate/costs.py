@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.schedules.layer_split import split_layers
-from wlb.schedules.operations import stages_of_rank
 from wlb.simulate.job import SimulatedJob
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import EXCHANGES, Seconds
@@ -46,12 +45,12 @@ class JobCosts:
     """Prices of one job; arrays in, arrays of the same shape out."""
 
     def __init__(self, job: SimulatedJob) -> None:
-        self.job = job
-        self._parallel = make_workload(job.shape, job.hardware, tp=job.tp)
-        self._alone = make_workload(job.shape, job.hardware.unlinked, tp=job.tp)
+        self.job, self.layout = job, job.layout
+        self._parallel = make_workload(job.shape, job.hardware, tp=self.layout.tp)
+        self._alone = make_workload(job.shape, job.hardware.unlinked, tp=self.layout.tp)
         profile = job.pricing.profile
         self._compute: Workload = profile.workload() if profile else self._alone
-        self._share = profile.tp / job.tp if profile else 1.0
+        self._share = profile.tp / self.layout.tp if profile else 1.0
 
     def attention(self, starts: ArrayLike, stops: ArrayLike, direction: Direction) -> Seconds:
         """Of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops``."""
@@ -92,7 +91,7 @@ class JobCosts:
         layers = sum(count for kind, count in job.shape.blocks.items() if kind.routed)
         nodes = -(-ranks // job.hardware.node_size)
         link = group_link(job.hardware, "all_to_all", min(ranks, job.hardware.node_size), stride=1)
-        copy = np.asarray(tokens) * job.shape.hidden * job.hardware.bytes_per_value / job.tp
+        copy = np.asarray(tokens) * job.shape.hidden * job.hardware.bytes_per_value / self.layout.tp
         seconds = link.seconds(shard_bytes(experts.active, ranks) * copy)
         if nodes > 1:
             reached = (nodes - 1) * (
@@ -104,7 +103,7 @@ class JobCosts:
 
     def exchange(self, tokens: ArrayLike) -> Seconds:
         """Keys and values, or their gradients, between ranks of which the busiest moves ``tokens`` tokens."""
-        return self._parallel.kv_gather_seconds(tokens, self.job.cp) / EXCHANGES
+        return self._parallel.kv_gather_seconds(tokens, self.layout.cp) / EXCHANGES
 
     def copies(self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, direction: Direction) -> Seconds:
         """What a rank spends in its memory on what it exchanges, and on merging the results of ``merged`` queries."""
@@ -113,9 +112,9 @@ class JobCosts:
     def transfer(self, tokens: ArrayLike) -> Seconds:
         """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""
         job = self.job
-        stride = job.tp * job.cp * job.dp
-        link = group_link(job.hardware, "point_to_point", job.pp, stride)
-        token_bytes = job.shape.hidden * job.hardware.bytes_per_value / job.tp
+        stride = self.layout.tp * self.layout.replicas
+        link = group_link(job.hardware, "point_to_point", self.layout.pp, stride)
+        token_bytes = job.shape.hidden * job.hardware.bytes_per_value / self.layout.tp
         return link.seconds(np.asarray(tokens) * token_bytes)
 
     @cached_property
@@ -125,7 +124,7 @@ class JobCosts:
 
     @cached_property
     def stage_blocks(self) -> NDArray[np.int64]:
-        return np.array([len(layers) for layers in split_layers(self.job.shape, self.job.stages)])
+        return np.array([len(layers) for layers in split_layers(self.job.shape, self.layout.stages)])
 
     @cached_property
     def block_gather(self) -> float:
@@ -135,7 +134,7 @@ class JobCosts:
     @cached_property
     def block_copy(self) -> float:
         """Copying one block's weights out of what was gathered: reading and writing them."""
-        sharing, hardware = self.job.dp * self.job.cp > 1, self.job.hardware
+        sharing, hardware = self.layout.replicas > 1, self.job.hardware
         return sharing * 2 * self._own_block_weights * hardware.bytes_per_value / hardware.memory_bandwidth
 
     @cached_property
@@ -161,8 +160,9 @@ class JobCosts:
     def optimizer(self) -> NDArray[np.float64]:
         """Clipping and AdamW on each pipeline rank's shards; shape (pp,)."""
         job = self.job
-        weights = self._by_rank(self.stage_blocks * self._block_weights + self._root_weights) / (job.dp * job.cp)
-        norm = 0.0 if job.gpus == 1 else group_link(job.hardware, "point_to_point", job.gpus, 1).latency
+        weights = self._by_rank(self.stage_blocks * self._block_weights + self._root_weights) / (self.layout.replicas)
+        gpus = self.layout.world_size
+        norm = 0.0 if gpus == 1 else group_link(job.hardware, "point_to_point", gpus, 1).latency
         hardware = job.hardware
         return weights * _OPTIMIZER_VALUES * _MASTER_BYTES / hardware.memory_bandwidth + norm
 
@@ -176,7 +176,7 @@ class JobCosts:
     @cached_property
     def _headless(self) -> Workload:
         return make_workload(
-            replace(self.job.shape, vocab_size=self.job.tp), self.job.hardware.unlinked, tp=self.job.tp
+            replace(self.job.shape, vocab_size=self.layout.tp), self.job.hardware.unlinked, tp=self.layout.tp
         )
 
     def _profiled(self, tokens: ArrayLike, direction: Direction) -> Seconds:
@@ -188,7 +188,7 @@ class JobCosts:
         A backward adds its gradient to that of earlier micro-batches, which reads and writes it in float32.
         """
         hardware = self.job.hardware
-        second_bytes = hardware.memory_bandwidth * self.job.tp
+        second_bytes = hardware.memory_bandwidth * self.layout.tp
         reading = weights * hardware.bytes_per_value / second_bytes
         adding = weights * _GRADIENT_PASSES[direction] * _MASTER_BYTES / second_bytes
         return np.where(np.asarray(tokens) > 0, np.maximum(seconds, reading) + adding, 0.0)
@@ -203,7 +203,7 @@ class JobCosts:
         converting = 0 if value_bytes == _MASTER_BYTES else value_bytes + _MASTER_BYTES
         score_bytes = _LOSS_BYTES_PER_SCORE[direction] + converting
         loss = self.job.shape.vocab_size * score_bytes / hardware.memory_bandwidth
-        return with_head - without + loss / self.job.tp
+        return with_head - without + loss / self.layout.tp
 
     def _head_share(self, direction: Direction) -> float:
         """Output head and loss, of everything outside attention: a profile is divided in the hardware's proportion."""
@@ -213,29 +213,27 @@ class JobCosts:
     @property
     def _own_block_weights(self) -> float:
         """Weights of a block on one tensor-parallel rank, of the experts only its own; the mean of blocks."""
-        return self._own_weights / self.job.shape.layers / self.job.tp
+        return self._own_weights / self.job.shape.layers / self.layout.tp
 
     @cached_property
     def _block_weights(self) -> float:
         """Weights of a block on one tensor-parallel rank, all experts included; the mean of blocks that differ."""
-        return mean_block_weights(self.job.shape) / self.job.tp
+        return mean_block_weights(self.job.shape) / self.layout.tp
 
     @cached_property
     def _root_weights(self) -> NDArray[np.float64]:
         """Embedding and output head, on one tensor-parallel rank of each stage; shape (stages,)."""
-        weights = np.zeros(self.job.stages)
-        matrix = self.job.shape.vocab_size * self.job.shape.hidden / self.job.tp
+        weights = np.zeros(self.layout.stages)
+        matrix = self.job.shape.vocab_size * self.job.shape.hidden / self.layout.tp
         weights[0] += matrix
         weights[-1] += matrix
         return weights
 
     def _over_shards(self, whole_bytes: float) -> float:
         job = self.job
-        ranks = job.dp * job.cp
-        link = group_link(job.hardware, "all_gather", ranks, stride=job.tp)
+        ranks = self.layout.replicas
+        link = group_link(job.hardware, "all_gather", ranks, stride=self.layout.tp)
         return float(link.seconds(shard_bytes(whole_bytes, ranks)))
 
     def _by_rank(self, of_stage: NDArray[np.float64]) -> NDArray[np.float64]:
-        job = self.job
-        stages = [stages_of_rank(job.schedule, rank, job.pp, job.virtual_pp) for rank in range(job.pp)]
-        return np.array([of_stage[list(mine)].sum() for mine in stages])
+        return np.array([of_stage[mine].sum() for mine in self.layout.rank_stages])

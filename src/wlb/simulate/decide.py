@@ -63,13 +63,12 @@ def _with_length(job: JobSpec) -> JobSpec:
 
 
 def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths) -> Pools:
-    """``pools`` with what is "auto" in them chosen."""
     if pools.size != "auto" and pools.micro_batches != "auto":
         return pools
     parts = -(-pools.global_batch // _WINDOWS)
     part = replace(pools, global_batch=pools.global_batch // parts)
     if parts > 1 and pools.micro_batches != "auto":
-        part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.pp)) * job.pp)
+        part = replace(part, micro_batches=max(1, pools.micro_batches // (parts * job.layout.pp)) * job.layout.pp)
     own = replace(job, pricing=Pricing(job.hardware))  # the trainer's prices, whatever a simulation prices steps by
     search = _PoolChoices(own, part, parts)
     fastest: _PricedPools | None = None
@@ -82,14 +81,14 @@ def _fastest(job: JobSpec, pools: Pools, lengths: DocumentLengths) -> Pools:
         if pools.micro_batches != "auto":
             job.with_pools(replace(pools, size=next(search.sizes())))  # says why, where it is refused for its size
         raise UserError(
-            f"no pool of dp x cp = {job.dp * job.cp} ranks can run a global batch of {pools.global_batch} "
+            f"no pool of dp x cp = {job.layout.replicas} ranks can run a global batch of {pools.global_batch} "
             "context windows in this pipeline; give pool and pool_micro_batches to learn why"
         )
     micro_batches = pools.micro_batches
     if micro_batches == "auto":
         micro_batches = fastest.micro_batches * parts
-        if micro_batches % round_size(job.pp, micro_batches):  # a pipeline that runs in rounds
-            micro_batches = -(-micro_batches // job.pp) * job.pp
+        if micro_batches % round_size(job.layout.pp, micro_batches):  # a pipeline that runs in rounds
+            micro_batches = -(-micro_batches // job.layout.pp) * job.layout.pp
     return replace(pools, size=fastest.size, micro_batches=micro_batches, grouping=fastest.grouping)
 
 
@@ -106,9 +105,10 @@ class _PoolChoices:
         if self.pools.size != "auto":
             yield self.pools.size
             return
-        for number in range(1, self.job.dp + 1):
-            if self.job.dp % number == 0:
-                yield self.job.dp // number * self.job.cp
+        layout = self.job.layout
+        for number in range(1, layout.dp + 1):
+            if layout.dp % number == 0:
+                yield layout.dp // number * layout.cp
 
     def choices(self, size: int) -> Iterator[JobSpec]:
         """The job with pools of this size, every number of micro-batches that they could run, and every grouping."""
@@ -122,7 +122,7 @@ class _PoolChoices:
         """With pools of this size and numbers of micro-batches; more where the GPUs hold none of the usual ones."""
         if self.pools.micro_batches != "auto":
             return self._that_run(size, [self.pools.micro_batches])
-        pp, share = self.job.pp, size / (self.job.dp * self.job.cp)
+        pp, share = self.job.layout.pp, size / (self.job.layout.replicas)
         most = int(share * min(self.pools.global_batch / _LEAST_WINDOWS, MOST_MICRO_BATCHES / self.parts))
         counts = [round(filling * pp) for filling in _FILLINGS]
         counts = [count for count in counts if count <= most] or counts[:1]
@@ -146,7 +146,7 @@ class _PoolChoices:
 
 
 class _PricedPools(NamedTuple):
-    """What pools come to; the least is the best."""
+    """The least is the best."""
 
     too_large: bool  # for the memory
     no_room: bool  # for some document, which has to wait though none should
@@ -168,4 +168,4 @@ def _priced(job: JobSpec, lengths: DocumentLengths, prices: DocumentPrices) -> _
     no_room = not waits and sum(rated.step_tokens) < steps * job.global_batch * job.context_window
     grouping: Grouping = "alike" if job.pools is not None and job.pools.grouping == "alike" else "even"
     seconds = 1 / rated.work_rate * (1 + _CLEARLY if grouping == "alike" else 1.0)
-    return _PricedPools(not fits(job), no_room, seconds, job.cp, job.micro_batches_per_rank, grouping)
+    return _PricedPools(not fits(job), no_room, seconds, job.layout.cp, job.micro_batches_per_rank, grouping)

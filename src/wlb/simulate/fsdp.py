@@ -36,7 +36,7 @@ def with_gathers(
                 [forward[..., :1], later + _gathered_a_block_ahead(costs, later - moved[..., 1:])], -1
             )
         backward = backward + _gathered_a_block_ahead(costs, backward - moved)
-    if costs.job.pricing.software.reduces_always and costs.job.pp == 1:
+    if costs.job.pricing.software.reduces_always and costs.layout.pp == 1:
         backward = backward.copy()
         backward[..., 0, :-1] += _reduced_a_block_behind(costs, backward[..., 0, :-1], kept=weights_kept(costs, kept))
     return np.concatenate([forward[..., :1] + first, forward[..., 1:]], axis=-1), backward
@@ -47,7 +47,7 @@ def weights_kept(costs: JobCosts, kept: bool | None = None) -> bool:
     if kept is not None:
         return kept
     weights = costs.job.pricing.software.weights
-    return costs.job.pp > 1 if weights is None else weights == "kept"
+    return costs.layout.pp > 1 if weights is None else weights == "kept"
 
 
 def late_reduction(costs: JobCosts, backward: Array, *, kept: bool | None = None) -> Array:
@@ -55,8 +55,8 @@ def late_reduction(costs: JobCosts, backward: Array, *, kept: bool | None = None
 
     ``backward`` are the seconds of stages in micro-batches, shape (steps, dp, stages, micro-batches).
     """
-    if costs.job.pp > 1:
-        return np.broadcast_to(costs.rank_reduction[:, None], (costs.job.pp, len(backward)))
+    if costs.layout.pp > 1:
+        return np.broadcast_to(costs.rank_reduction[:, None], (costs.layout.pp, len(backward)))
     last = backward[:, :, 0, -1].max(axis=1)  # (steps,)
     return _reduced_a_block_behind(costs, last, kept=weights_kept(costs, kept))[None]
 
@@ -93,8 +93,8 @@ def _waiting_for_weights(costs: JobCosts, forward: Array) -> Array:
 
     A rank gathers its stages one after another, block by block; the micro-batch comes from stage to stage.
     """
-    begins = np.zeros(costs.job.stages)  # of a stage's gathers
-    for mine in costs.job.rank_stages:
+    begins = np.zeros(costs.layout.stages)  # of a stage's gathers
+    for mine in costs.layout.rank_stages:
         gathers = costs.root_gather[mine] + costs.stage_blocks[mine] * costs.block_gather
         begins[mine] = np.cumsum(gathers) - gathers
     first_block = begins + costs.root_gather + costs.block_gather  # when a stage's first block is there, and its last

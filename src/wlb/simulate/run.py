@@ -72,7 +72,7 @@ class SimulationResult:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "gpus": self.job.gpus,
+            "gpus": self.job.layout.world_size,
             "layout": self.job.sizes,
             "steps": self.steps,
             "tokens": self.tokens,
@@ -117,13 +117,11 @@ def simulate(
 
 
 class _Totals:
-    """Sums over steps."""
-
     def __init__(self, job: SimulatedJob, rate: Rate) -> None:
         self.rate = rate
         self._job = job
         self._where = dict.fromkeys(CAUSES, 0.0)
-        self._gpu_seconds = np.zeros((job.pp, job.dp, job.cp))
+        self._gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
         self._imbalance = dict.fromkeys(("gpus", "cp", "micro_batches", "dp", "pp"), 0.0)
         self._pairs = self._whole_pairs = 0.0
         self._delay_token_steps = 0

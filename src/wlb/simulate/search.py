@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,9 @@ from wlb.errors import UserError
 from wlb.job.memory.fit import fits, predicted_memory
 from wlb.job.memory.layers import Checkpointing
 from wlb.job.memory.step import gib
+from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES
-from wlb.simulate.job import SimulatedJob, preset_sections, replicate_kv_heads, simulated_job
+from wlb.simulate.job import SimulatedJob, preset_sections, simulated_job
 from wlb.simulate.rate import rate
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.workload import Hardware, ModelShape, hardware_preset, make_workload, model_shape
@@ -151,8 +152,9 @@ def search(
 
 def layout_of(job: SimulatedJob) -> str:
     """A layout in one line."""
-    interleaved = f" x {job.virtual_pp} stages" if job.virtual_pp > 1 else ""
-    return f"tp {job.tp} cp {job.cp} pp {job.pp}{interleaved} dp {job.dp}"
+    layout = job.layout
+    interleaved = f" x {layout.virtual_pp} stages" if layout.virtual_pp > 1 else ""
+    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}"
 
 
 def packing_of(job: SimulatedJob) -> str:
@@ -177,11 +179,11 @@ def layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
     """Jobs that fit the memory, one a layout, and the bytes that the others would need."""
     fitting: list[SimulatedJob] = []
     too_large: list[int] = []
-    for sizes in meshes(space):
-        micro_batches, rest = divmod(space.micro_batches, sizes["dp"])
-        if rest or micro_batches < sizes["pp"]:
+    for layout in meshes(space):
+        micro_batches, rest = divmod(space.micro_batches, layout.dp)
+        if rest or micro_batches < layout.pp:
             continue
-        job = job_on(space, "best", micro_batches=micro_batches, **sizes)
+        job = job_on(space, "best", layout, micro_batches)
         if job is None:
             continue
         fits_so = fitted(job) or fitted(job.with_length_factor(_SHORTEST))
@@ -193,7 +195,7 @@ def layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
     return fitting, too_large
 
 
-def meshes(space: SearchSpace, largest_cp: int = _LARGEST_CP) -> Iterator[dict[str, Any]]:
+def meshes(space: SearchSpace, largest_cp: int = _LARGEST_CP) -> Iterator[Layout]:
     """All tp inside a node, cp and pp that are powers of two and divide the GPUs, dp being the rest of them.
 
     A pipeline comes with one stage a rank, and with two. Whether a model, or a global batch, can be cut that way is not
@@ -207,17 +209,17 @@ def meshes(space: SearchSpace, largest_cp: int = _LARGEST_CP) -> Iterator[dict[s
         dp, rest = divmod(space.gpus, tp * cp * pp)
         if rest or not dp:
             continue
-        sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
-        yield sizes
+        yield Layout(tp, cp, pp, dp)
         if pp > 1:
-            yield sizes | {"virtual_pp": 2, "schedule": "interleaved_1f1b"}
+            yield Layout(tp, cp, pp, dp, virtual_pp=2, schedule="interleaved_1f1b")
 
 
-def job_on(space: SearchSpace, system: str, *, tp: int, **sizes: Any) -> SimulatedJob | None:
-    """The job of ``system`` on one of ``meshes``; None where it cannot be cut or split that way."""
+def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int) -> SimulatedJob | None:
+    """The job of ``system`` on one of ``meshes``, with so many micro-batches a rank; None where it cannot be so."""
+    hardware, sizes = space.hardware, vars(layout)
     try:
         return simulated_job(
-            replicate_kv_heads(space.shape, tp), space.context_window, system, hardware=space.hardware, tp=tp, **sizes
+            space.shape, space.context_window, system, hardware=hardware, micro_batches=micro_batches, **sizes
         )
     except UserError:
         return None

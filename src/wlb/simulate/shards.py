@@ -55,7 +55,7 @@ def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
 
     A micro-batch may be without segments; it costs nothing.
     """
-    cp = costs.job.cp
+    cp = costs.layout.cp
     counts = np.array([len(of_one) for of_one in lengths], np.int64)
     sizes = np.fromiter((length for of_one in lengths for length in of_one), np.int64, int(counts.sum()))
     full = np.flatnonzero(counts)
@@ -87,7 +87,7 @@ def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
 
 def _pieces(micro_batches: MicroBatches, job: SimulatedJob) -> Pieces:
     sizes, counts = micro_batches
-    if job.cp > 1:
-        return shard_many(micro_batches, job.cp, job.sharding.strategy, job.sharding_workload)
+    if job.layout.cp > 1:
+        return shard_many(micro_batches, job.layout.cp, job.sharding.strategy, job.sharding_workload)
     micro_batch = np.repeat(np.arange(len(counts)), counts)
     return Pieces(micro_batch, np.arange(len(sizes)), np.zeros_like(sizes), sizes)

@@ -51,7 +51,9 @@ EVERYTHING = frozenset(CAUSES)
 
 def simulate_steps(plans: Sequence[StepPlan], job: SimulatedJob | JobCosts) -> Steps:
     """What each of ``plans`` takes, dealt to the job's data-parallel ranks already."""
-    return Steps.of(plans, job if isinstance(job, JobCosts) else JobCosts(job))
+    costs = job if isinstance(job, JobCosts) else JobCosts(job)
+    shards = price_shards([micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches], costs)
+    return Steps.of_shards(shards.reshaped(len(plans), costs.layout.dp, costs.job.micro_batches_per_rank), costs)
 
 
 def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> Steps:
@@ -81,13 +83,6 @@ class Steps:
     blocks: Phases
     head: Phases
     modelled: frozenset[str] = EVERYTHING
-
-    @classmethod
-    def of(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
-        """The steps of ``plans``, dealt to data-parallel ranks already."""
-        lengths = [micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches]
-        shards = price_shards(lengths, costs)
-        return cls.of_shards(shards.reshaped(len(plans), costs.job.dp, costs.job.micro_batches_per_rank), costs)
 
     @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
@@ -171,7 +166,7 @@ class Steps:
 
     @property
     def pipelines(self) -> PipelineTimes:
-        job = self.costs.job
+        layout = self.costs.layout
         forward, backward, weight = self.stages
         if "weight gathers" in self.modelled:
             forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
@@ -179,9 +174,9 @@ class Steps:
             # FSDP gathers weights in every micro-batch, so data-parallel ranks wait for each other.
             slowest = (seconds.max(axis=1, keepdims=True) for seconds in (forward, backward))
             forward, backward = (np.broadcast_to(seconds, weight.shape) for seconds in slowest)
-        sent = job.pp > 1 and "stage transfers" in self.modelled
+        sent = layout.pp > 1 and "stage transfers" in self.modelled
         transfer = self.costs.transfer(self.shards.tokens.max(axis=3)) if sent else 0.0
-        return pipeline_times(job.schedule, forward, backward, job.virtual_pp, weight=weight, transfer=transfer)
+        return pipeline_times(layout.schedule, forward, backward, layout.virtual_pp, weight=weight, transfer=transfer)
 
     @property
     def late_reduction(self) -> Array:
@@ -193,7 +188,7 @@ class Steps:
         """What the steps take; shape (steps,)."""
         if "bubbles" not in self.modelled:
             busy = self.stages.forward[:, 0] + self.stages.backward[:, 0]  # of one pipeline, as all are alike
-            return np.asarray(busy.sum(axis=(1, 2)) / self.costs.job.pp)
+            return np.asarray(busy.sum(axis=(1, 2)) / self.costs.layout.pp)
         ends = self.pipelines.rank_ends  # (pp, steps, dp)
         of_rank = ends.max(axis=2) if "dp ranks" in self.modelled else ends.mean(axis=2)
         if "gradient reduction" in self.modelled:
@@ -227,7 +222,7 @@ class Steps:
         Tensor-parallel ranks are alike.
         """
         of_stage = self._computed.sum(axis=3)
-        return np.stack([of_stage[:, :, mine].sum(axis=2) for mine in self.costs.job.rank_stages], axis=1)
+        return np.stack([of_stage[:, :, mine].sum(axis=2) for mine in self.costs.layout.rank_stages], axis=1)
 
     @property
     def micro_batch_seconds(self) -> Array:
@@ -245,7 +240,7 @@ class Steps:
 
     def _over_stages(self, blocks: Phases, head: Phases) -> Phases:
         """Seconds of stages from those of whole models; the axis of stages comes before that of micro-batches."""
-        stages = self.costs.job.stages
+        stages = self.costs.layout.stages
         share, head_share = self.costs.stage_shares, np.eye(stages)[-1]
         if "stages" not in self.modelled:
             share = head_share = np.full(stages, 1 / stages)

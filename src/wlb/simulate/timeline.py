@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import Operation
-from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.step import Steps
+from wlb.simulate.step import Steps, simulate_step
 
 Array = NDArray[np.float64]
 
@@ -40,9 +39,9 @@ class Timeline:
 
 def timeline(plan: StepPlan, job: SimulatedJob) -> Timeline:
     """The timeline of one step, dealt to the job's data-parallel ranks already."""
-    steps = Steps.of([plan], JobCosts(job))
+    steps = simulate_step(plan, job)
     times = steps.pipelines
-    home = {stage: rank for rank, stages in enumerate(job.rank_stages) for stage in stages}
+    home = {stage: rank for rank, stages in enumerate(job.layout.rank_stages) for stage in stages}
     reduction = steps.late_reduction[:, 0]
     rank_ends = times.rank_ends[:, 0]
     return Timeline(

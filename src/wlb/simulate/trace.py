@@ -31,13 +31,13 @@ def write_trace(
     many, its first context-parallel ranks. Raises ``UserError`` for ranks that do not exist and a file that cannot be
     written.
     """
-    job = line.job
+    layout = line.job.layout
     slowest = int(line.rank_ends.max(axis=0).argmax())
     if dp_ranks is None:
-        dp_ranks = range(job.dp) if job.dp * job.cp * job.pp <= MOST_TRACKS else [slowest]
+        dp_ranks = range(layout.dp) if layout.pp * layout.replicas <= MOST_TRACKS else [slowest]
     if cp_ranks is None:
-        cp_ranks = range(min(job.cp, max(1, MOST_TRACKS // (job.pp * len(dp_ranks)))))
-    for name, ranks, size in (("dp", dp_ranks, job.dp), ("cp", cp_ranks, job.cp)):
+        cp_ranks = range(min(layout.cp, max(1, MOST_TRACKS // (layout.pp * len(dp_ranks)))))
+    for name, ranks, size in (("dp", dp_ranks, layout.dp), ("cp", cp_ranks, layout.cp)):
         if missing := [rank for rank in ranks if not 0 <= rank < size]:
             raise UserError(f"the job has no {name} rank {missing[0]}; there are {size}, from 0")
     trace = {
@@ -49,17 +49,17 @@ def write_trace(
         path.write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
     except OSError as error:
         raise UserError(f"trace {path} cannot be written: {error.strerror}") from None
-    return len(dp_ranks) * len(cp_ranks) * job.pp
+    return len(dp_ranks) * len(cp_ranks) * layout.pp
 
 
 def _events(line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    job = line.job
+    layout = line.job.layout
     for dp in dp_ranks:
         yield {"ph": "M", "name": "process_name", "pid": dp, "args": {"name": f"dp {dp}"}}
-        for pp in range(job.pp):
+        for pp in range(layout.pp):
             for cp in cp_ranks:
-                thread = pp * job.cp + cp
-                name = f"pp {pp} cp {cp}" if job.cp > 1 else f"pp {pp}"
+                thread = pp * layout.cp + cp
+                name = f"pp {pp} cp {cp}" if layout.cp > 1 else f"pp {pp}"
                 yield {"ph": "M", "name": "thread_name", "pid": dp, "tid": thread, "args": {"name": name}}
                 yield {"ph": "M", "name": "thread_sort_index", "pid": dp, "tid": thread, "args": {"sort_index": thread}}
                 yield from _after_the_last(line, dp, pp, thread)
@@ -69,7 +69,7 @@ def _events(line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) ->
 
 
 def _of_operation(line: Timeline, index: int, operation: Operation, dp: int, cp: int) -> Iterator[dict[str, Any]]:
-    thread = line.pipeline_ranks[index] * line.job.cp + cp
+    thread = line.pipeline_ranks[index] * line.job.layout.cp + cp
     start, end = float(line.starts[index, dp]), float(line.ends[index, dp])
     compute = float(line.compute[index, dp, cp])
     phase = _phase(operation)

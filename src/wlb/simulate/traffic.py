@@ -45,49 +45,49 @@ def received_bytes(
     micro-batch, the tokens whose keys it receives in the forward, receives again in the backward, and sends, whose
     gradients come back; shape (micro-batches, 3).
     """
-    stages = job.rank_stages[pipeline_rank]
-    blocks = sum(len(split_layers(job.shape, job.stages)[stage]) for stage in stages)
+    stages = job.layout.rank_stages[pipeline_rank]
+    blocks = sum(len(split_layers(job.shape, job.layout.stages)[stage]) for stage in stages)
     units = [unit for stage in stages for unit in _units(job, model, stage)]
     tokens = sum(rows)
     width = job.shape.hidden * job.hardware.bytes_per_value
-    key_bytes = 2 * job.shape.kv_heads * job.shape.head_dim // job.tp * job.hardware.bytes_per_value
+    key_bytes = 2 * job.shape.kv_heads * job.shape.head_dim // job.layout.tp * job.hardware.bytes_per_value
     return {
         WEIGHTS: _weight_passes(job) * sum(_over_shards(unit, job, job.hardware.bytes_per_value) for unit in units),
         GRADIENTS: sum(_over_shards(unit, job, max(_MASTER_BYTES, job.hardware.bytes_per_value)) for unit in units),
-        TENSOR_PARALLEL: _collectives(job, stages, blocks) * tokens * width * (job.tp - 1) // job.tp,
+        TENSOR_PARALLEL: _collectives(job, stages, blocks) * tokens * width * (job.layout.tp - 1) // job.layout.tp,
         KEYS_AND_VALUES: blocks * int(keys.sum()) * key_bytes,
-        STAGES: _messages(job, stages) * tokens // job.tp * width,
+        STAGES: _messages(job, stages) * tokens // job.layout.tp * width,
     }
 
 
 def _weight_passes(job: JobSpec) -> int:
     """How often weights are gathered: once, or in the first forward and in every backward."""
-    return 1 if job.pp > 1 else 1 + job.micro_batches_per_rank
+    return 1 if job.layout.pp > 1 else 1 + job.micro_batches_per_rank
 
 
 def _collectives(job: JobSpec, stages: Sequence[int], blocks: int) -> int:
     """Over tensor-parallel ranks, of each micro-batch: forward, backward, and forward again to save memory."""
     again = 0 if job.activation_checkpointing == "none" else _COMPUTED_AGAIN
-    ends = (0 in stages) + (job.stages - 1 in stages)  # embedding and head: one forward, one backward each
+    ends = (0 in stages) + (job.layout.stages - 1 in stages)  # embedding and head: one forward, one backward each
     return blocks * (2 * _COLLECTIVES + again) + 2 * ends
 
 
 def _messages(job: JobSpec, stages: Sequence[int]) -> int:
     """Received from other pipeline ranks, of each micro-batch: activations and gradients."""
-    if job.pp == 1:
+    if job.layout.pp == 1:
         return 0
-    return sum((stage > 0) + (stage < job.stages - 1) for stage in stages)
+    return sum((stage > 0) + (stage < job.layout.stages - 1) for stage in stages)
 
 
 def _over_shards(unit: Sequence[_Matrix], job: JobSpec, value_bytes: int) -> int:
     """What a rank receives when the ranks that share a unit's weights gather them: rows are padded to equal parts."""
-    ranks = job.dp * job.cp
+    ranks = job.layout.replicas
     return sum(-(-rows // ranks) * columns * value_bytes * (ranks - 1) for rows, columns in unit)
 
 
 def _units(job: JobSpec, model: TransformerConfig, stage: int) -> list[list[_Matrix]]:
     """The weights of each unit that FSDP gathers at once, on one tensor-parallel rank."""
-    shape, tp = job.shape, job.tp
+    shape, tp = job.shape, job.layout.tp
     query, key = shape.heads * shape.head_dim // tp, shape.kv_heads * shape.head_dim // tp
     columns = shape.ffn_hidden // tp
     projections = [(query, shape.hidden), (key, shape.hidden), (key, shape.hidden)]
@@ -98,7 +98,7 @@ def _units(job: JobSpec, model: TransformerConfig, stage: int) -> list[list[_Mat
     if model.qk_norm:
         block += [(shape.head_dim, 1)] * 2
     vocabulary = (shape.vocab_size // tp, shape.hidden)
-    first, last = stage == 0, stage == job.stages - 1
+    first, last = stage == 0, stage == job.layout.stages - 1
     matrices = [vocabulary] * (first or (last and model.tied_embeddings))
     root = matrices + ([(shape.hidden, 1)] if last else []) + [vocabulary] * (last and not model.tied_embeddings)
-    return [root, *[block] * len(split_layers(shape, job.stages)[stage])]
+    return [root, *[block] * len(split_layers(shape, job.layout.stages)[stage])]

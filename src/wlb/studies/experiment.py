@@ -1,14 +1,15 @@
 """What every experiment takes and gives: ``Settings`` in, a ``Report`` of tables, findings and one picture out.
 
-Most pictures are of two kinds: ``grouped_bars``, side by side, and ``lines_over_tokens``.
+Most pictures are of two kinds: ``grouped_bars``, often of a table's columns, and ``lines_over_tokens``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -117,6 +118,18 @@ def grouped_bars(
     save(figure, path)
 
 
+def bars_of(table: Table, series: Mapping[str, int], *, title: str, label: str) -> Callable[[Path], None]:
+    """Draws columns of ``table``, which ``series`` names by their place: a group of bars for each row."""
+    groups = [str(row[0]).replace(" (", "\n(").replace(", ", "\n").replace(" = ", "\n= ") for row in table.rows]
+    values = {name: column_of(table, place) for name, place in series.items()}
+    return partial(grouped_bars, title=title, groups=groups, series=values, label=label)
+
+
+def column_of(table: Table, place: int) -> list[float | None]:
+    """The numbers of a column."""
+    return [cast("float | None", row[place]) for row in table.rows]
+
+
 def lines_over_tokens(
     path: Path,
     title: str,
@@ -139,9 +152,14 @@ def lines_over_tokens(
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}")
         axis.set(xlabel=label, title=name, yscale="log" if name in log else "linear")
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     if len(panels) > 1:
         figure.suptitle(title, fontsize=11)
     save(figure, path)
+
+
+def tidy(axis: Any) -> None:
+    """A grid, a legend, and no frame."""
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)

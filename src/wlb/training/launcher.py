@@ -1,10 +1,9 @@
 """Starts one process per rank on this machine, supervises and restarts them.
 
-The processes run ``python -m wlb.training CONFIG`` in the environment that ``torchrun`` would give them, forked from a
-``ForkServer`` where there can be one, and meet in a store that the launcher holds. When one fails, the others have a
-moment to end by themselves, and are killed then.
-Whatever can be checked without them is checked before they start. Where a rank was killed or the job hung, all of them
-start again from the newest checkpoint.
+The processes run ``python -m wlb.training CONFIG`` in the environment that ``torchrun`` would give them, forked from
+this one where that is safe, and meet in a store that the launcher holds. When one fails, the others have a moment to
+end by themselves, and are killed then. Whatever can be checked without them is checked before they start. Where a rank
+was killed or the job hung, all of them start again from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +24,7 @@ from wlb.errors import UserError, require
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 from wlb.training.checkpoint.files import step_of
-from wlb.training.fork_server import ForkedRank, ForkServer
+from wlb.training.forks import ForkedRank, Forks
 from wlb.training.runtime.console import meanwhile, say, show_meanwhile
 from wlb.training.runtime.failures import (
     HUNG_STATUS,
@@ -36,13 +36,14 @@ from wlb.training.runtime.failures import (
     leave,
     recorded_failure,
 )
-from wlb.training.runtime.termination import signals_to_end
+from wlb.training.runtime.termination import held_back, signals_to_end
 
 _BEYOND_GRACE_SECONDS = 5.0  # ranks leave by themselves when training.grace_seconds are over; then they are killed
 _LAST_WORDS_SECONDS = 2.0  # for the other ranks to end by themselves when it is known what has ended the job
 _LOST_PEER_SECONDS = 30.0  # the same after any other error: a peer may have been killed and still be about to end
 _KILL_SECONDS = 30.0  # a process that waits for a disk or a device dies only when that answers
 _POLL_SECONDS = 0.1
+_THIS_MACHINE = "127.0.0.1"
 
 _Rank = ForkedRank | subprocess.Popen[bytes]
 
@@ -53,14 +54,13 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     With ``summary``, rank 0 prints one JSON object on stdout at the end. Raises ``UserError`` for mistakes that show
     before the processes start, and ``KeyboardInterrupt`` on Ctrl-C once they have ended.
     """
-    with _EndRequest() as request, ForkServer() as server:
+    forks = Forks()
+    with _EndRequest() as request:
         with meanwhile("checking the job"):
-            config = load_config(config_path, overrides, auto_dp=partial(_dp_of_this_machine, server))
-            server.start()
+            config = load_config(config_path, overrides, auto_dp=partial(_dp_of_this_machine, forks))
+            forks.prepare()
             require("torch", "train")
-            from wlb.training.preflight import check_job
-
-            check_job(config, local_processes=config.parallel.world_size)
+            forks.call(partial(_check, config))
         arguments = [str(config_path)]
         for override in overrides:
             arguments += ["--set", override]
@@ -68,7 +68,7 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
             arguments.append("--json")
         restarts = Restarts(config)
         request.ranks_answer = True
-        while ending := _run_ranks(config, arguments, request, server):
+        while ending := _run_ranks(config, arguments, request, forks):
             request.ranks_answer = False  # there are none: verifying a checkpoint may take longer than a grace time
             origin = restarts.take() if ending.restart and not request.received else None
             request.ranks_answer = True
@@ -79,11 +79,17 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
     return 0
 
 
-def _dp_of_this_machine(server: ForkServer, of_one_rank: int) -> int:
+def _dp_of_this_machine(forks: Forks, of_one_rank: int) -> int:
     """As many data-parallel ranks as there are GPUs for; one on a machine without GPUs."""
-    server.start()  # before anything asks for a GPU
-    gpus: int = require("torch", "train").cuda.device_count()
+    forks.prepare()
+    gpus: int = forks.call(require("torch", "train").cuda.device_count)
     return max(1, gpus // of_one_rank)
+
+
+def _check(config: JobConfig) -> None:
+    from wlb.training.preflight import check_job
+
+    check_job(config, local_processes=config.parallel.world_size)
 
 
 class _EndRequest:
@@ -150,19 +156,25 @@ class Restarts:
         return f"checkpoint {newest.name}" if newest else "the first step, as there is no checkpoint yet"
 
 
-def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest, server: ForkServer) -> Ending | None:
+def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest, forks: Forks) -> Ending | None:
     """Start all ranks and wait until they have ended; returns how, unless they have trained to the end."""
     from torch.distributed import TCPStore
 
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    environment = _environment(config, store.port)
+    listening = socket.create_server((_THIS_MACHINE, 0))
+    port = listening.getsockname()[1]
+    environment = _environment(config, port)
     with tempfile.TemporaryDirectory(prefix="wlb-") as folder:
         error_files = [Path(folder, f"rank-{rank}.json") for rank in range(config.parallel.world_size)]
         ranks: list[_Rank] = []
         try:
             show_meanwhile(f"starting {len(error_files)} processes")
-            for rank, error_file in enumerate(error_files):
-                ranks.append(_start(server, arguments, environment, rank=rank, error_file=error_file))
+            with held_back({signal.SIGINT}):  # or Ctrl-C could come between the start of a rank and the list of them
+                for rank, error_file in enumerate(error_files):
+                    ranks.append(_start(forks, arguments, environment, rank=rank, error_file=error_file))
+            # Only now, as it has threads, beside which nothing is forked. It ends with this function.
+            store = TCPStore(  # noqa: F841
+                _THIS_MACHINE, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
             unfinished = _wait(ranks, request, config.training.grace_seconds)
         finally:
             _kill(ranks)
@@ -190,7 +202,7 @@ def _environment(config: JobConfig, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
+        "MASTER_ADDR": _THIS_MACHINE,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": f"wlb-{os.getpid()}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -201,21 +213,18 @@ def _environment(config: JobConfig, port: int) -> dict[str, str]:
 
 
 def _start(
-    server: ForkServer, arguments: Sequence[str], environment: Mapping[str, str], *, rank: int, error_file: Path
+    forks: Forks, arguments: Sequence[str], environment: Mapping[str, str], *, rank: int, error_file: Path
 ) -> _Rank:
     """Start a rank in a session of its own: what is meant for this process by a terminal does not reach it.
 
     SIGTERM is blocked until it listens for it, so that none is too early.
     """
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
-    if forked := server.fork(arguments, {**environment, **own}):
+    if forked := forks.fork(arguments, {**environment, **own}):
         return forked
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
-    try:
+    with held_back(signals_to_end()):
         program = [sys.executable, "-m", "wlb.training", *arguments]
         return subprocess.Popen(program, env={**environment, **own}, start_new_session=True)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _wait(ranks: Sequence[_Rank], request: _EndRequest, grace_seconds: float) -> list[_Rank]:

@@ -1,4 +1,4 @@
-"""The phases of building a trainer: mesh, model, restored state, data, reporter.
+"""The phases of building a trainer: model, restored state, data, reporter.
 
 Every rank goes through each phase, as each talks to the other ranks. A phase takes what those before it have returned.
 """
@@ -12,11 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from wlb.documents.store.mixture import TrainedStore
-from wlb.job.config import JobConfig
-from wlb.job.job import JobSpec
 from wlb.models.huggingface.weights import PretrainedWeights
-from wlb.models.transformer import Transformer, TransformerConfig
+from wlb.models.transformer import Transformer
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.checkpoint.resuming import agreed_checkpoint
 from wlb.training.data.loader import RankShare, StepLoader
@@ -27,120 +24,98 @@ from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh, seed_this_rank
 from wlb.training.parallel.parallelize import Allocating, Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.training.runtime.environment import compute_dtype, hardware_name, trained_model
+from wlb.training.preflight import CheckedJob
+from wlb.training.runtime.environment import compute_dtype
 
 
 @dataclass(frozen=True)
-class RankPlace:
-    """A rank's place among those that train the model ``config`` in ``job``, and how it computes.
+class RankModel:
+    """What a rank holds of the model of ``checked``, its place among the ranks, and how it computes.
 
-    The ranks continue from ``checkpoint``, or begin anew.
+    The ranks continue from ``checkpoint``, or begin anew. Weights have their initial values, unless they are yet to
+    come from ``checkpoint`` or from a pretrained model.
     """
 
-    job: JobSpec
-    config: TransformerConfig
+    checked: CheckedJob
     mesh: JobMesh
+    share: RankShare
     execution: Execution
     checkpoint: Path | None
-
-
-@dataclass(frozen=True)
-class RankModel(RankPlace):
-    """What a rank holds of the model.
-
-    Weights have their initial values, unless they are yet to come from ``checkpoint`` or from a pretrained model.
-    """
-
     stages: list[Transformer]
     optimizers: list[torch.optim.AdamW]
 
 
-@dataclass(frozen=True)
-class RankData:
-    """The steps of the job, and this rank's share of each."""
+def build_model(checked: CheckedJob, device: torch.device, allocating: Allocating = nullcontext) -> RankModel:
+    """Arrange the ranks, agree on where the job starts from, and build this rank's stages and their optimizers.
 
-    loader: StepLoader
-    share: RankShare
-
-
-def take_place(
-    config: JobConfig,
-    store: TrainedStore,
-    device: torch.device,
-    hardware: str | None = None,
-    allocating: Allocating = nullcontext,
-) -> RankPlace:
-    """Arrange the ranks, and agree on where the job starts from.
-
-    ``hardware`` is a preset's name in place of that of ``device``; ``allocating`` as in ``Execution``.
+    ``allocating`` as in ``Execution``.
     """
-    model = trained_model(config, store)
-    job = JobSpec.from_config(config, hardware or hardware_name(device), model=model)
-    execution = Execution(device, compute_dtype(config.training, torch.device(job.hardware.device_type)), allocating)
-    mesh = build_mesh(config.parallel, device.type)
-    seed_this_rank(config.training.seed, mesh)
-    return RankPlace(job, model, mesh, execution, agreed_checkpoint(config.checkpoint))
-
-
-def build_model(config: JobConfig, place: RankPlace) -> RankModel:
-    """Build this rank's stages and their optimizers."""
-    training = config.training
-    initialise = place.checkpoint is None and config.model.pretrained is None
+    config, job, training = checked.config, checked.job, checked.config.training
+    execution = Execution(device, compute_dtype(training, torch.device(job.hardware.device_type)), allocating)
+    mesh = build_mesh(job.layout, device.type)
+    seed_this_rank(training.seed, mesh)
+    checkpoint = agreed_checkpoint(config.checkpoint)
+    initialise = checkpoint is None and config.model.pretrained is None
     stages = build_stage_modules(
-        place.config,
-        config.parallel,
-        place.mesh,
-        place.execution,
+        checked.model,
+        job.layout,
+        mesh,
+        execution,
         seed=training.seed if initialise else None,
-        activation_checkpointing=training.activation_checkpointing,
+        activation_checkpointing=job.activation_checkpointing,
         compiled=training.compile,
     )
     optimizers = [build_optimizer(stage, training) for stage in stages]
-    return RankModel(**vars(place), stages=stages, optimizers=optimizers)
+    share = RankShare.in_job(job, mesh.rank("dp"), mesh.rank("cp"))
+    return RankModel(checked, mesh, share, execution, checkpoint, stages, optimizers)
 
 
-def build_pipeline(config: JobConfig, model: RankModel) -> tuple[PipelineRunner, Monitor]:
+def build_pipeline(model: RankModel) -> tuple[PipelineRunner, Monitor]:
     """What runs a step through the stages, and what measures it."""
-    monitor = Monitor(config, model.config.shape, model.mesh, model.execution.device)
-    micro_batches = model.job.micro_batches_per_rank
+    job = model.checked.job
+    monitor = Monitor(model.checked.config.metrics, job, model.mesh, model.execution.device)
     runner = PipelineRunner(
-        model.stages, config.parallel, model.mesh, micro_batches, model.execution, clock=monitor.clock
+        model.stages, job.layout, model.mesh, job.micro_batches_per_rank, model.execution, clock=monitor.clock
     )
     return runner, monitor
 
 
-def restore(config: JobConfig, model: RankModel) -> tuple[Checkpointer, Progress | None]:
+def restore(model: RankModel) -> tuple[Checkpointer, Progress | None]:
     """Load the weights that are yet to come; where the job stands, None at its beginning."""
-    checkpointer = Checkpointer(config.checkpoint, model.config, model.stages, model.optimizers, model.mesh.place)
+    checked = model.checked
+    checkpointer = Checkpointer(
+        checked.config.checkpoint, checked.model, model.stages, model.optimizers, model.mesh.place
+    )
     if model.checkpoint is not None:
         return checkpointer, checkpointer.load(model.checkpoint)
-    if config.model.pretrained is not None:
-        PretrainedWeights.open(config.model.pretrained).load(*model.stages)
+    if (pretrained := checked.config.model.pretrained) is not None:
+        PretrainedWeights.open(pretrained).load(*model.stages)
     return checkpointer, None
 
 
-def build_data(config: JobConfig, store: TrainedStore, model: RankModel, progress: Progress | None) -> RankData:
+def build_loader(model: RankModel, progress: Progress | None) -> StepLoader:
     """Begin to plan and read the steps after ``progress``; raises ``UserError`` if it was made on other data."""
-    state = progress.loader if progress else None
-    share = RankShare.in_job(model.job, model.mesh.rank("dp"), model.mesh.rank("cp"))
-    return RankData(StepLoader(store, config, model.job, share=share, state=state), share)
+    checked, state = model.checked, progress.loader if progress else None
+    allowed = checked.config.checkpoint.allow_changed_data
+    return StepLoader(
+        checked.store, checked.job, checked.config.training, share=model.share, state=state, allow_changes=allowed
+    )
 
 
-def build_reporter(
-    config: JobConfig, store: TrainedStore, model: RankModel, data: RankData, step: int
-) -> Reporter | None:
+def build_reporter(model: RankModel, loader: StepLoader, step: int) -> Reporter | None:
     """Rank 0's account of the job that continues after ``step``; says where it starts."""
     names = rank_names(model.execution.device)
     if dist.get_rank() != 0:
         return None
-    reporter = Reporter(config, store, model.config.shape, names, model.execution, step)
-    reporter.begin(data.loader)
+    reporter = Reporter(model.checked, names, model.execution, step)
+    reporter.begin(loader)
     return reporter
 
 
-def build_evaluator(config: JobConfig, model: RankModel, data: RankData, reporter: Reporter | None) -> Evaluator | None:
+def build_evaluator(model: RankModel, reporter: Reporter | None) -> Evaluator | None:
     """What scores held-out documents, if there are any."""
-    if config.evaluation.store is None:
+    evaluation = model.checked.config.evaluation
+    if evaluation.store is None:
         return None
     recorded = reporter.evaluated if reporter else 0
-    return Evaluator(config, model.job, model.stages, model.mesh, data.share, model.execution, recorded)
+    return Evaluator(evaluation, model.checked.job, model.stages, model.mesh, model.share, model.execution, recorded)

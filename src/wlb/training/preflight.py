@@ -1,4 +1,4 @@
-"""What is checked before a job starts, so that a mistake costs a second and not a queue slot."""
+"""What is decided and checked before a job starts, so that a mistake costs a second and not a queue slot."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from wlb.errors import UserError, require
 from wlb.job.config import JobConfig
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import too_large
-from wlb.job.memory.step import MemoryLimit
+from wlb.job.memory.step import USABLE_SHARE, MemoryLimit, limit_of_gpu
 from wlb.job.model import TransformerConfig
 from wlb.models.huggingface.weights import PretrainedWeights
+from wlb.os_limits import usable_memory
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
-from wlb.training.checkpoint.resuming import newest_checkpoint
-from wlb.training.checkpoint.same_model import check_model
+from wlb.training.checkpoint.resuming import check_model, newest_checkpoint
 from wlb.training.data.loader import check_identity, data_identity
 from wlb.training.evaluation.held_out import check_evaluation
-from wlb.training.memory_budget import memory_limit
-from wlb.training.parallel.parallelize import check_layout
+from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
+from wlb.training.runtime.failures import TrainingError
 
 Check = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """A job in which nothing is left to decide, its configuration, and its token store, which takes a pass to open.
+    """``job``, in which nothing is left to decide, and what its ranks train: ``model`` on the documents of ``store``.
 
-    It continues from the loader's state ``saved``, or begins anew.
+    ``config`` is as it was given. What its [parallel] and [packing] come to is said by ``job``, and nothing reads these
+    sections from here on. The job continues from the loader's state ``saved``, or begins anew.
     """
 
     config: JobConfig
     job: JobSpec
+    model: TransformerConfig
     store: TrainedStore
     saved: dict[str, Any] | None
 
@@ -49,7 +51,33 @@ class CheckedJob:
         """Raise ``UserError`` where the job continues on other documents, or in another order, than it was saved on."""
         if self.saved is not None:
             allowed = self.config.checkpoint.allow_changed_data
-            check_identity(self.saved, data_identity(self.store, self.config), allow_changes=allowed)
+            check_identity(self.saved, data_identity(self.store, self.job), allow_changes=allowed)
+
+
+def memory_limit(device_type: str, local_processes: int) -> MemoryLimit:
+    """What one of ``local_processes`` on this machine may hold, where ``training.memory_gib`` does not say.
+
+    A number that does not change from start to start.
+    """
+    if device_type == "cuda":
+        return limit_of_gpu(min(torch.cuda.get_device_properties(i).total_memory for i in range(local_processes)))
+    share = usable_memory() / local_processes
+    return MemoryLimit(USABLE_SHARE * share, f"{USABLE_SHARE:.0%} of this machine's memory by {local_processes}")
+
+
+def least_limit(device_type: str, local_processes: int) -> MemoryLimit:
+    """The least ``memory_limit`` of any rank, by which all decide alike; called on every rank."""
+    limits = gathered(memory_limit(device_type, local_processes))
+    return min(limits, key=lambda limit: limit.number_of_bytes)
+
+
+def check_agreed(job: JobSpec) -> None:
+    """Raise ``TrainingError`` where ranks decided on different jobs; called on every rank."""
+    if len(set(gathered(f"{job.layout} {job.packing.in_use()}"))) > 1:
+        raise TrainingError(
+            "ranks decided on different jobs; the token store and the version of wlb-llm must be the same on all "
+            "machines, or give packing.max_length_factor, or parallel.pool and packing.pool_micro_batches"
+        )
 
 
 def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None = None) -> CheckedJob:
@@ -58,7 +86,7 @@ def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None
     Each may hold ``limit``, by default what this machine lets it.
     """
     device = torch.device(device_type(config.training, local_processes))
-    limit = limit or memory_limit(config.training, device.type, local_processes)
+    limit = limit or memory_limit(device.type, local_processes)
     store = open_stores(config.data.stores)
     job = checked(config, store, hardware_name(device), limit, _check_writable, lambda check: check())
     job.check_data()
@@ -78,29 +106,27 @@ def checked(
     ``tried`` makes each check: it returns what the check does, or None where it keeps its ``UserError`` for later.
     """
     model = trained_model(config, store)
+    job = JobSpec.from_config(config, hardware, model=model, limit=limit)
     for check in _settings_checks(config, store, model):
         tried(check)
     for name, directory in (("metrics.dir", config.metrics.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if directory is not None:
             tried(partial(check_writable, name, directory))
     saved = tried(lambda: _saved_loader_state(config, model))
-    job = JobSpec.from_config(config, hardware, model=model, limit=limit)
     if saved is not None:
         job = _as_saved(job, saved["identity"])
     lengths = document_lengths(store)
     job = tried(lambda: decide(job, lengths)) or decide(job.with_length_factor(job.least_length_factor), lengths)
     tried(lambda: _check_memory(job, resumes=saved is not None))
-    parallel = config.parallel.changed(dp=job.dp, cp=job.cp, pool=job.pool)
-    return CheckedJob(config.changed(parallel=parallel, packing=job.packing), job, store, saved)
+    return CheckedJob(config, job, model, store, saved)
 
 
 def _settings_checks(config: JobConfig, store: TrainedStore, model: TransformerConfig) -> list[Check]:
     """What can be said of settings and data before anything is decided; each raises ``UserError``."""
     checks: list[Check] = [
-        lambda: check_layout(model.shape, config.parallel),
         lambda: document_stream(document_lengths(store), config.data),  # refuses what leaves nothing to train on
         store.check_labels,
-        lambda: check_evaluation(config, store, model.shape.vocab_size),
+        lambda: check_evaluation(config.evaluation, config.data, store, model.shape.vocab_size),
     ]
     if config.packing.method == "fixed_solver":
         checks.append(lambda: require("scipy.optimize", "solver"))

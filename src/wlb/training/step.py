@@ -6,51 +6,53 @@ The trainer runs it with what it has built, and so does a dry run (``wlb.trainin
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from wlb.attention.profiler_regions import region
-from wlb.job.config import TrainingConfig
 from wlb.training.data.loader import LoadedStep
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observe.imbalance import RankSteps
 from wlb.training.observe.monitor import Monitor
 from wlb.training.observe.reporter import StepOutcome
 from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
-from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.phases import RankModel
 from wlb.training.runtime.collectives import gathered_rows
 from wlb.training.runtime.failures import TrainingError
 
 
-def any_asked_to_end(step: int, loaded: LoadedStep, mesh: JobMesh, device: torch.device, requested: bool) -> bool:
-    """Whether any rank was asked to end (``requested`` of this one), before it trains ``loaded`` as step ``step``.
+def agree_to_train(step: int, loaded: LoadedStep, model: RankModel, asked_to_end: bool) -> bool:
+    """Whether the ranks train ``loaded`` as step ``step``: not where any of them was ``asked_to_end``.
 
-    Raises ``TrainingError`` unless all ranks are about to train the same.
+    Raises ``TrainingError`` where they planned different steps, or shards of them.
     """
-    row = (loaded.fingerprint, loaded.shard_fingerprint, requested)
+    row = (loaded.fingerprint, loaded.shard_fingerprint, asked_to_end)
     with region("plan agreement"):
-        rows = gathered_rows(row, torch.int64, device)
-    same_plan = bool((rows[:, 0] == rows[0, 0]).all())
-    by_dp = rows[mesh.work.mesh.movedim(1, 0).flatten(1), 1]  # (dp, the other ranks)
-    same_shards = bool((by_dp == by_dp[:, :1]).all())
-    if not (same_plan and same_shards):
+        plans, shards, ending = gathered_rows(row, torch.int64, model.execution.device).T
+    by_dp = shards[model.mesh.work.mesh.movedim(1, 0).flatten(1)]  # (dp, the other ranks)
+    same_plans = _alike(plans)
+    if not (same_plans and all(map(_alike, by_dp))):
         raise TrainingError(
-            f"step {step}: ranks planned different {'shards' if same_plan else 'steps'}; the token store, "
+            f"step {step}: ranks planned different {'shards' if same_plans else 'steps'}; the token store, "
             "the configuration and the version of wlb-llm must be the same on all machines"
         )
-    return bool(rows[:, 2].any())
+    return not ending.any()
+
+
+def _alike(values: Tensor) -> bool:
+    return bool((values == values[0]).all())
 
 
 def train_step(
     step: int,
     loaded: LoadedStep,
-    training: TrainingConfig,
     model: RankModel,
     runner: PipelineRunner,
     monitor: Monitor,
     non_finite: NonFiniteSteps,
 ) -> tuple[StepOutcome, RankSteps]:
     """Train ``loaded`` as step ``step``; what came of it, and the rows of all ranks. Its seconds are not known here."""
+    training = model.checked.config.training
     rate = learning_rate(step, training)
     set_learning_rate(model.optimizers, rate)
     for optimizer in model.optimizers:

@@ -19,29 +19,26 @@ import torch
 import torch.distributed as dist
 
 from wlb.attention.profiler_regions import region
-from wlb.documents.store.mixture import TrainedStore, open_stores
 from wlb.job.config import JobConfig
 from wlb.training.checkpoint.checkpointer import Progress
 from wlb.training.data.loader import LoadedStep
-from wlb.training.memory_budget import check_agreed, least_limit
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.phases import (
-    build_data,
     build_evaluator,
+    build_loader,
     build_model,
     build_pipeline,
     build_reporter,
     restore,
-    take_place,
 )
-from wlb.training.preflight import check_job
+from wlb.training.preflight import CheckedJob, check_agreed, check_job, least_limit
 from wlb.training.runtime.collectives import on_every_rank
 from wlb.training.runtime.directory_lock import check_shared, directories_of
 from wlb.training.runtime.environment import joined_job
 from wlb.training.runtime.failures import Terminated
 from wlb.training.runtime.termination import Termination
 from wlb.training.runtime.watchdog import Pulse, time_outs_are_hangs, watched
-from wlb.training.step import any_asked_to_end, train_step
+from wlb.training.step import agree_to_train, train_step
 
 
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
@@ -55,13 +52,12 @@ def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     limit = config.training.timeout_seconds
     with time_outs_are_hangs(limit, pulse), joined_job(config) as device, ExitStack() as held:
         held.enter_context(watched(limit, pulse))
-        memory = least_limit(config.training, device.type, local_processes)
+        memory = least_limit(device.type, local_processes)
         checked = on_every_rank(lambda: check_job(config, local_processes, memory))
         check_agreed(checked.job)
-        config = checked.config
         on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)
         on_every_rank(lambda: check_shared(config))
-        return Trainer(config, device, checked.store, termination, pulse).run()
+        return Trainer(checked, device, termination, pulse).run()
 
 
 class Trainer:
@@ -69,30 +65,27 @@ class Trainer:
 
     def __init__(
         self,
-        config: JobConfig,
+        checked: CheckedJob,
         device: torch.device,
-        store: TrainedStore | None = None,
         termination: Termination | None = None,
         pulse: Pulse | None = None,
     ) -> None:
-        self.config = config
+        self.config = checked.config
         self.termination = termination or Termination()
         self.pulse = pulse or Pulse()
-        store = store if store is not None else open_stores(config.data.stores)
 
-        self.model = build_model(config, take_place(config, store, device))
-        self.runner, self.monitor = build_pipeline(config, self.model)
-        self.checkpointer, progress = restore(config, self.model)
+        self.model = build_model(checked, device)
+        self.runner, self.monitor = build_pipeline(self.model)
+        self.checkpointer, progress = restore(self.model)
         self.step = progress.step if progress else 0
-        data = build_data(config, store, self.model, progress)
+        self.loader = build_loader(self.model, progress)
         self.checkpointer.delete_outdated()  # when nothing can refuse the job any more, and before it writes
-        self.reporter = build_reporter(config, store, self.model, data, self.step)
-        self.evaluator = build_evaluator(config, self.model, data, self.reporter)
+        self.reporter = build_reporter(self.model, self.loader, self.step)
+        self.evaluator = build_evaluator(self.model, self.reporter)
 
-        self.loader = data.loader
-        self.non_finite = NonFiniteSteps(config.training, self.model.mesh.rank("dp"))
+        self.non_finite = NonFiniteSteps(self.config.training, self.model.mesh.rank("dp"))
         self._trained = self.loader.state_dict()
-        self._last_step = config.training.steps or math.inf
+        self._last_step = self.config.training.steps or math.inf
         for stage in self.model.stages:
             stage.register_forward_pre_hook(self.pulse.beat)  # every micro-batch
 
@@ -114,7 +107,7 @@ class Trainer:
             self._evaluate()  # what the job before this one was asked to end in
             while loaded := self._next_step():
                 self.pulse.begin(self.step + 1)
-                if terminated := self._terminated(loaded):
+                if terminated := not agree_to_train(self.step + 1, loaded, self.model, self.termination.requested):
                     break  # what was loaded is not trained, so it is not in self._trained
                 self.step += 1
                 self._train_step(loaded)
@@ -138,17 +131,10 @@ class Trainer:
 
     def _train_step(self, loaded: LoadedStep) -> None:
         started = time.perf_counter()
-        outcome, rows = train_step(
-            self.step, loaded, self.config.training, self.model, self.runner, self.monitor, self.non_finite
-        )
+        outcome, rows = train_step(self.step, loaded, self.model, self.runner, self.monitor, self.non_finite)
         if self.reporter:
             seconds = loaded.wait_seconds + time.perf_counter() - started
             self.reporter.record(self.step, loaded, outcome._replace(seconds=seconds), rows)
-
-    def _terminated(self, loaded: LoadedStep) -> bool:
-        """Whether any rank was asked to end; raises ``TrainingError`` unless all ranks are about to train the same."""
-        requested = self.termination.requested
-        return any_asked_to_end(self.step + 1, loaded, self.model.mesh, self.model.execution.device, requested)
 
     def _evaluate(self, *, last: bool = False) -> bool:
         """Evaluate where that is due; whether it was broken off, as a rank was asked to end."""

@@ -13,7 +13,8 @@ and evaluates them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -62,68 +63,25 @@ class PhaseCost:
     window_drain_seconds: float = 0.0  # for each of these inside the window, of blocks that have one
 
     def __add__(self, other: PhaseCost) -> PhaseCost:
-        return PhaseCost(
-            self.pair_seconds + other.pair_seconds,
-            self.padding_seconds + other.padding_seconds,
-            self.fixed_seconds + other.fixed_seconds,
-            self.token_seconds + other.token_seconds,
-            self.window_pair_seconds + other.window_pair_seconds,
-            self.drain_seconds + other.drain_seconds,
-            self.window_drain_seconds + other.window_drain_seconds,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class KvGather:
-    """What moving keys and values between context-parallel ranks costs one GPU of a tensor-parallel group of ``tp``.
-
-    In every layer the forward brings a rank the K and V that it attends and other ranks hold, and the backward returns
-    their gradients the same way. A document that lies whole on one rank moves nothing. Links carry them while a rank
-    attends; but what travels is also brought together and taken apart in the rank's memory, and attention waits for it.
-    """
-
-    shape: ModelShape
-    hardware: Hardware
-    tp: int
-
-    @property
-    def _token_bytes(self) -> float:
-        """Of the K and V of a token in one layer."""
-        return _exchanged_values(self.shape, self.tp) * self.hardware.bytes_per_value
-
-    def seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
-        """Forward and backward, all layers, of receiving (or sending) ``tokens`` tokens in a group of ``cp_size``."""
-        link = group_link(self.hardware, "all_to_all", cp_size, stride=self.tp)
-        layers = self.shape.layers_of("full", "sliding")
-        seconds: Seconds = EXCHANGES * layers * link.seconds(np.asarray(tokens) * self._token_bytes)
-        if linear := self.shape.layers_of("linear"):
-            states = np.where(np.asarray(tokens) > 0, _state_bytes(self.shape, self.tp, cp_size), 0.0)
-            seconds = seconds + EXCHANGES * linear * link.seconds(states)
-        return seconds
-
-    def copy_seconds(self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both") -> Seconds:
-        """All layers, of ranks that send and receive so many tokens, and ``merged`` of which attend part by part."""
-        moved = _SENT[phase] * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
-        query_bytes = self.shape.heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
-        touched = self._token_bytes * moved + query_bytes * _MERGED[phase] * np.asarray(merged)
-        layers = self.shape.layers_of("full", "sliding")
-        seconds: Seconds = layers / self.hardware.memory_bandwidth * touched
-        if expansion := latent_expansion(self.shape):
-            factor = {"forward": 1.0, "backward": LINEAR_BACKWARD_FACTOR, "both": 1.0 + LINEAR_BACKWARD_FACTOR}[phase]
-            rate = self.hardware.peak_flops * self.hardware.gemm_efficiency * self.tp
-            seconds = seconds + layers * factor * 2.0 * expansion / rate * np.asarray(received)
-        return seconds
+        return PhaseCost(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
 class AnalyticWorkload:
-    """A ``Workload`` whose prices are polynomials of length and token count."""
+    """A ``Workload`` whose prices are polynomials of length and token count.
+
+    Moving keys and values between context-parallel ranks is priced for one GPU of a tensor-parallel group of ``tp``. In
+    every layer the forward brings a rank the K and V that it attends and other ranks hold, and the backward returns
+    their gradients the same way. A document that lies whole on one rank moves nothing. Links carry them while a rank
+    attends; but what travels is also brought together and taken apart in the rank's memory, and attention waits for it.
+    """
 
     forward: PhaseCost
     backward: PhaseCost
     both: PhaseCost
-    kv_gather: KvGather
-    window: int | None = None  # of blocks that have one, in tokens
+    shape: ModelShape
+    hardware: Hardware
+    tp: int
 
     def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_a of each document alone; shape of ``lengths`` (tokens)."""
@@ -146,8 +104,8 @@ class AnalyticWorkload:
         """What a micro-batch's attention takes beside its documents, as ``Workload`` says; shape of ``stops``."""
         cost, keys = self._cost(phase), np.asarray(stops, dtype=np.float64)
         seconds: Seconds = cost.drain_seconds * keys
-        if self.window is not None:
-            seconds = seconds + cost.window_drain_seconds * np.minimum(keys, self.window)
+        if self.shape.sliding_window is not None:
+            seconds = seconds + cost.window_drain_seconds * np.minimum(keys, self.shape.sliding_window)
         return seconds
 
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
@@ -163,20 +121,40 @@ class AnalyticWorkload:
 
     def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
         """Receiving K and V of ``tokens`` tokens from other ranks, returning their gradients; shape of ``tokens``."""
-        return self.kv_gather.seconds(tokens, cp_size)
+        link = group_link(self.hardware, "all_to_all", cp_size, stride=self.tp)
+        layers = self.shape.layers_of("full", "sliding")
+        seconds: Seconds = EXCHANGES * layers * link.seconds(np.asarray(tokens) * self._token_bytes)
+        if linear := self.shape.layers_of("linear"):
+            states = np.where(np.asarray(tokens) > 0, _state_bytes(self.shape, self.tp, cp_size), 0.0)
+            seconds = seconds + EXCHANGES * linear * link.seconds(states)
+        return seconds
 
     def kv_copy_seconds(
         self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both"
     ) -> Seconds:
         """What a rank spends in memory on its part of an exchange, as ``Workload`` says."""
-        return self.kv_gather.copy_seconds(sent, received, merged, phase)
+        moved = _SENT[phase] * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
+        query_bytes = self.shape.heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
+        touched = self._token_bytes * moved + query_bytes * _MERGED[phase] * np.asarray(merged)
+        layers = self.shape.layers_of("full", "sliding")
+        seconds: Seconds = layers / self.hardware.memory_bandwidth * touched
+        if expansion := latent_expansion(self.shape):
+            factor = {"forward": 1.0, "backward": LINEAR_BACKWARD_FACTOR, "both": 1.0 + LINEAR_BACKWARD_FACTOR}[phase]
+            rate = self.hardware.peak_flops * self.hardware.gemm_efficiency * self.tp
+            seconds = seconds + layers * factor * 2.0 * expansion / rate * np.asarray(received)
+        return seconds
+
+    @property
+    def _token_bytes(self) -> float:
+        """Of the K and V of a token in one layer."""
+        return _exchanged_values(self.shape, self.tp) * self.hardware.bytes_per_value
 
     def _over_documents(self, lengths: ArrayLike, cost: PhaseCost, linear: float) -> Seconds:
         """Attention of full blocks, with ``linear`` seconds a token, and that of blocks with a window."""
         d = np.asarray(lengths, dtype=np.float64)
         seconds: Seconds = d * (cost.pair_seconds / 2 * d + linear)
-        if self.window is not None:
-            seconds = seconds + cost.window_pair_seconds * windowed_pairs(d, self.window)
+        if self.shape.sliding_window is not None:
+            seconds = seconds + cost.window_pair_seconds * windowed_pairs(d, self.shape.sliding_window)
         return seconds
 
     def _cost(self, phase: Phase) -> PhaseCost:
@@ -188,11 +166,17 @@ def analytic_workload(shape: ModelShape, hardware: Hardware, tp: int = 1, cp: in
 
     Raises ``UserError`` if ``tp`` or ``cp`` is below 1 or ``tp`` does not divide the heads.
     """
-    _check(shape, tp, cp)
+    for name, value in (("tp", tp), ("cp", cp)):
+        if value < 1:
+            raise UserError(f"{name} = {value} is not a group size; it must be at least 1")
+    if shape.heads % tp or shape.kv_heads % tp:
+        raise UserError(
+            f"tp = {tp} does not divide {shape.heads} query heads and {shape.kv_heads} key/value heads; "
+            "choose a tp that divides both"
+        )
     forward = _phase_cost(shape, hardware, tp, cp, backward=False)
     backward = _phase_cost(shape, hardware, tp, cp, backward=True)
-    gather = KvGather(shape, hardware, tp)
-    return AnalyticWorkload(forward, backward, forward + backward, gather, shape.sliding_window)
+    return AnalyticWorkload(forward, backward, forward + backward, shape, hardware, tp)
 
 
 def _phase_cost(shape: ModelShape, hardware: Hardware, tp: int, cp: int, *, backward: bool) -> PhaseCost:
@@ -249,14 +233,12 @@ def _collectives(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> tup
     tp_values, cp_values = 4.0 * shape.hidden / cp, _exchanged_values(shape, tp)
     exchanging = shape.layers_of("full", "sliding")
     per_token = fixed = 0.0
-    for values, layers, calls, size, link in (
-        (tp_values, shape.layers + _ENDS, 4, tp, tp_link),
-        (cp_values, exchanging, 1, cp, cp_link),
-    ):
-        if size == 1:
-            continue
-        per_token += shard_bytes(layers * values * hardware.bytes_per_value, size) / link.bandwidth
-        fixed += layers * calls * link.latency
+    if tp > 1:
+        per_token += shard_bytes((shape.layers + _ENDS) * tp_values * hardware.bytes_per_value, tp) / tp_link.bandwidth
+        fixed += (shape.layers + _ENDS) * 4 * tp_link.latency
+    if cp > 1:
+        per_token += shard_bytes(exchanging * cp_values * hardware.bytes_per_value, cp) / cp_link.bandwidth
+        fixed += exchanging * cp_link.latency
     if cp > 1 and exchanging < shape.layers:
         fixed += (shape.layers - exchanging) * float(cp_link.seconds(_state_bytes(shape, tp, cp)))
     return per_token, fixed
@@ -279,14 +261,3 @@ def _state_bytes(shape: ModelShape, tp: int, cp: int) -> float:
     assert net is not None
     one = net.value_heads * net.key_dim * (net.value_dim + net.key_dim) / tp
     return (cp - 1) * _PIECES * one * _STATE_BYTES
-
-
-def _check(shape: ModelShape, tp: int, cp: int) -> None:
-    for name, value in (("tp", tp), ("cp", cp)):
-        if value < 1:
-            raise UserError(f"{name} = {value} is not a group size; it must be at least 1")
-    if shape.heads % tp or shape.kv_heads % tp:
-        raise UserError(
-            f"tp = {tp} does not divide {shape.heads} query heads and {shape.kv_heads} key/value heads; "
-            "choose a tp that divides both"
-        )

@@ -17,7 +17,6 @@ class DocumentPrices(Protocol):
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
         """Forward and backward of each document, over 0; shape of ``lengths`` (tokens)."""
-        ...
 
 
 class Workload(DocumentPrices, Protocol):
@@ -30,11 +29,9 @@ class Workload(DocumentPrices, Protocol):
 
     def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_a of each whole document (or segment) alone; shape of ``lengths`` (tokens)."""
-        ...
 
     def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """Attention of pieces of documents alone: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens)."""
-        ...
 
     def drain_seconds(self, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """Attention of a micro-batch on one GPU, beside its pieces, of which the longest reaches to key ``stops``.
@@ -42,15 +39,12 @@ class Workload(DocumentPrices, Protocol):
         While the last tiles of a forward finish, most of the GPU idles. It does not shrink with tp or cp. Over all
         layers; shape of ``stops`` (tokens); 0 where it was not measured apart.
         """
-        ...
 
     def linear_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """W_l of micro-batches of ``tokens`` tokens; shape of ``tokens``."""
-        ...
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
         """The additive price of each document: W_a plus its share of W_l, forward and backward."""
-        ...
 
     def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
         """What a rank of a group of ``cp_size`` pays to receive (or send) K and V of ``tokens`` tokens.
@@ -58,7 +52,6 @@ class Workload(DocumentPrices, Protocol):
         Over all layers: in the forward, and in the backward their gradients the other way. Shape of ``tokens``; 0 where
         links were not measured.
         """
-        ...
 
     def kv_copy_seconds(
         self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both"
@@ -68,4 +61,3 @@ class Workload(DocumentPrices, Protocol):
         It sends and receives the keys of so many tokens, and ``merged`` queries attend what it receives, counted once
         for every part in which that arrives. Over all layers; 0 where it was not measured.
         """
-        ...

@@ -128,6 +128,9 @@ class ModelShape:
                 f"model shape has heads = {self.heads}, not a multiple of kv_heads = {self.kv_heads}; "
                 "every key/value head serves the same number of query heads"
             )
+        self._check_variants()
+
+    def _check_variants(self) -> None:
         if self.latent is not None and (self.kv_heads != self.heads or self.latent.rope_dim > self.head_dim):
             raise UserError(
                 f"model shape has latent attention with kv_heads = {self.kv_heads} for heads = {self.heads} and "

@@ -120,7 +120,7 @@ def test_what_cannot_be_labelled_is_counted(tmp_path, line, template, reason):
 
 def test_a_broken_template_is_one_line(tmp_path):
     with pytest.raises(UserError, match="chat template of the tokenizer is not valid"):
-        ChatFormat("{% for %}").render(CHAT)
+        ChatFormat("{% for %}").encode(CHAT, BytesTokenizer())
 
 
 def test_characters_of_several_bytes_do_not_shift_the_mask():

@@ -430,7 +430,7 @@ def test_a_mask_belongs_to_its_store(tmp_path):
     assert store.sidecar["labelled_tokens"] == 3
     assert write([True, True, False]).identity != store.identity
     (tmp_path / "s.mask").write_bytes(b"\1" * 4)
-    with pytest.raises(UserError, match=r"s\.mask has 4 bytes for 5 tokens"):
+    with pytest.raises(UserError, match=r"s\.mask has 4 bytes where its index asks for 5"):
         TokenStore.open(tmp_path / "s")
     (tmp_path / "s.mask").unlink()
     with pytest.raises(UserError, match=r"s\.mask does not exist, and the store was written with one"):

@@ -31,7 +31,7 @@ def test_every_document_is_trained_once_an_epoch_and_no_batch_is_empty(preset: s
     assert len(planned) == len(batches)
     assert all(batches)
     assert Counter(chain(*batches)) == dict.fromkeys(range(len(LENGTHS)), epochs)
-    assert len(batches) % planned.job.dp == 0
+    assert len(batches) % planned.job.layout.dp == 0
 
 
 @given(st.lists(st.integers(1, 48), min_size=4, max_size=40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 2))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
+from wlb.job.config import ParallelConfig
 from wlb.job.memory.layers import LayerMemory, MemorySettings
 from wlb.job.memory.step import predict_even_step, predict_memory
 from wlb.schedules.layout import Layout
@@ -154,3 +156,10 @@ def test_weights_that_are_kept_are_there_when_a_forward_has_left_its_activations
     assert 5 * block < kept - freed < 8 * block
     pipeline = job(Layout(dp=4, pp=2))
     assert total(pipeline, 8) == total(replace(pipeline, keeps_weights=True), 8)  # which keeps them anyhow
+
+
+def test_a_section_of_a_configuration_gives_the_same():
+    """``parallel`` was documented as a ``ParallelConfig``; programs that pass one go on."""
+    section: Any = ParallelConfig(pp=2, cp=2, tp=2)
+    of_section, of_layout = (MemorySettings(SHAPE, (4, 4), parallel, 2, 4) for parallel in (section, section.layout))
+    assert predict_memory(of_section, [64, 64]) == predict_memory(of_layout, [64, 64])

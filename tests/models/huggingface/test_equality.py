@@ -20,11 +20,10 @@ from tests.models.huggingface.models import (
     two_documents,
 )
 from wlb.job.config_json import read_config, read_config_json
-from wlb.models.huggingface.export import Companions, export_model
+from wlb.models.huggingface.export import export_model
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
 
-NOTHING = Companions({}, {}, {})
 # Written with YaRN's defaults, with the length that follows from mscale, and as Llama, which computes the same.
 SAID_OTHERWISE = ("llama-yarn", "qwen2-window", "mistral-v0.3")
 
@@ -46,7 +45,8 @@ def _export(module: Transformer, out: Path, dtype: torch.dtype, largest_file: in
         out,
         dtype=dtype,
         longest=512,
-        companions=NOTHING,
+        companions={},
+        more_config={},
         largest_file=largest_file,
     )
 
@@ -127,8 +127,9 @@ def test_a_directory_is_never_overwritten_nor_left_unfinished(tmp_path: Path) ->
     def fail(names):
         raise KeyboardInterrupt
 
+    out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        export_model(module.config, fail, tmp_path / "out", dtype=torch.float32, longest=1, companions=NOTHING)
+        export_model(module.config, fail, out, dtype=torch.float32, longest=1, companions={}, more_config={})
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 

@@ -15,20 +15,20 @@ from torch.distributed.tensor import DTensor
 
 from tests.models.huggingface.models import load_model, save_random_model, their_scores
 from tests.training.distributed import run_ranks
-from tests.training.jobs import job, read_steps, write_store
+from tests.training.jobs import job, read_steps, trainer_of, write_store
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
-from wlb.job.config import JobConfig, ParallelConfig
+from wlb.job.config import JobConfig
 from wlb.job.config_json import read_config
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
+from wlb.schedules.layout import Layout
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import trained_model
-from wlb.training.trainer import Trainer
 
-LAYOUTS = {"llama-3.2": {"pp": 2, "tp": 2}, "qwen3": {"dp": 2, "tp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {"llama-3.2": {"pp": 2, "tp": 2}, "qwen3": {"dp": 2, "tp": 2}}
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def _job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
     return JobConfig.model_validate(sections | {"model": changes["model"]})
 
 
-def _weights_in(directories: list[Path], layouts: list[ParallelConfig]) -> list[dict[str, Tensor]]:
+def _weights_in(directories: list[Path], layouts: list[Layout]) -> list[dict[str, Tensor]]:
     found, device = [], torch.device("cpu")
     for directory, parallel in zip(directories, layouts, strict=True):
         config, mesh = read_config(directory), build_mesh(parallel, "cpu")
@@ -62,7 +62,7 @@ def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
     for name in LAYOUTS:
         save_random_model(name, tmp_path / name, torch.bfloat16, max_shard_size="10KB")
     directories = [tmp_path / name for name in LAYOUTS]
-    by_rank = run_ranks(4, _weights_in, directories, [ParallelConfig(**layout) for layout in LAYOUTS.values()])
+    by_rank = run_ranks(4, _weights_in, directories, [Layout(**layout) for layout in LAYOUTS.values()])
     for directory, ranks in zip(directories, zip(*by_rank, strict=True), strict=True):
         whole = Transformer(read_config(directory))
         PretrainedWeights.open(directory).load(whole)
@@ -73,7 +73,7 @@ def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
 
 
 def _train(config: JobConfig) -> None:
-    Trainer(config, torch.device("cpu")).run()
+    trainer_of(config).run()
 
 
 def test_the_first_loss_is_that_of_transformers(tmp_path: Path, store: TokenStore) -> None:

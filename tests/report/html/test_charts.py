@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 
 from tests.limits import examples
 from wlb.report.gain import Gain
-from wlb.report.html.charts import bars, intervals, length_histogram, series, stacked
-from wlb.report.html.diagrams import attended_areas, heat_map, shard_chart
-from wlb.report.html.markup import NARROW, WIDE, Scale
+from wlb.report.html.charts import bars, intervals, length_histogram, series
+from wlb.report.html.diagrams import areas_by_document, heat_map, shard_chart
+from wlb.report.html.markup import WIDTH, Caption, Scale
 from wlb.sharding import STRATEGIES, make_shard_plan
+
+CAPTION = Caption("chart", "A title", "and a note")
 
 
 def parse(figure: str) -> ElementTree.Element:
-    """The wide chart as XML; checks what every chart must have, also the narrow one."""
-    charts = ElementTree.fromstring(figure).findall("svg")
-    assert [svg.get("class") for svg in charts] == ["chart wide-chart", "chart narrow-chart"]
-    for svg, width in zip(charts, (WIDE, NARROW), strict=True):
-        assert svg.get("role") == "img"
-        labels = [svg.find(f"*[@id='{name}']") for name in (svg.get("aria-labelledby") or "").split()]
-        assert [label.tag for label in labels if label is not None and label.text] == ["title", "desc"]
-        ends = [float(rect.get("x", 0)) + float(rect.get("width", 0)) for rect in svg.iter("rect")]
-        assert all(end <= width + 1 for end in ends)
+    """The chart as XML; checks what every chart must have."""
+    (svg,) = ElementTree.fromstring(figure).findall("div/svg")
+    assert svg.get("role") == "img"
+    labels = [svg.find(f"*[@id='{name}']") for name in (svg.get("aria-labelledby") or "").split()]
+    assert [label.tag for label in labels if label is not None and label.text] == ["title", "desc"]
+    ends = [float(rect.get("x", 0)) + float(rect.get("width", 0)) for rect in svg.iter("rect")]
+    assert all(end <= WIDTH + 1 for end in ends)
     assert "nan" not in figure.lower().replace("</span>", "")
-    return charts[0]
+    return svg
 
 
 def boxes(svg: ElementTree.Element, class_: str) -> list[float]:
@@ -47,28 +47,28 @@ def test_histogram_of_any_lengths(lengths):
 
 
 def test_bars_are_as_long_as_their_values():
-    svg = parse(bars("b", "title", [("a", 2.0, "2"), ("b", 1.5, "1.5")], "label", "note", origin=1.0, highlights=["b"]))
+    svg = parse(bars(CAPTION, [("a", [1.0], "2"), ("b", [0.5], "1.5")], "label", origin=1.0, highlights=["b"]))
     (long,), (short,) = boxes(svg, "fill-before"), boxes(svg, "fill-after")
     assert long == pytest.approx(2 * short, abs=0.02)
 
 
 def test_stacked_parts_are_as_long_as_their_values():
-    svg = parse(stacked("s", "title", [("row", [1.0, 3.0], "4 s")], ["a", "b"], "seconds", "note", str))
+    svg = parse(bars(CAPTION, [("row", [1.0, 3.0], "4 s")], "seconds", parts=["a", "b"]))
     assert boxes(svg, "part-1")[0] == pytest.approx(3 * boxes(svg, "part-0")[0], abs=0.05)
 
 
 def test_intervals_and_series_are_drawn():
-    svg = parse(intervals("i", "t", [("x", Gain(1.2, 1.1, 1.3, 9)), ("y", Gain(0.9, 0.8, 1.0, 9))], "times", "note"))
+    svg = parse(intervals(CAPTION, [("x", Gain(1.2, 1.1, 1.3, 9)), ("y", Gain(0.9, 0.8, 1.0, 9))], "times"))
     assert len(list(svg.iter("circle"))) == 2
     steps = np.arange(5.0)
-    svg = parse(series("l", "t", [("run", "after", steps, steps**2)], "tokens", "note"))
+    svg = parse(series(CAPTION, [("run", "after", steps, steps**2)], "tokens"))
     (line,) = svg.iter("polyline")
     assert len((line.get("points") or "").split()) == 5
 
 
 def test_a_line_of_many_steps_stays_short():
     steps = np.arange(1_000_003.0)
-    figure = series("l", "t", [("run", "after", steps, np.ones(len(steps)))], "tokens", "note")
+    figure = series(CAPTION, [("run", "after", steps, np.ones(len(steps)))], "tokens")
     parse(figure)
     assert len(figure) < 40_000
 
@@ -77,7 +77,7 @@ def test_a_line_of_many_steps_stays_short():
 @given(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4)), st.integers(0, 100))
 def test_the_heat_map_has_a_cell_for_every_gpu(shape, seed):
     panels = [("before", np.random.default_rng(seed).uniform(0.5, 2, shape)), ("after", np.ones(shape))]
-    svg = parse(heat_map("h", "title", panels, "seconds", "note"))
+    svg = parse(heat_map(CAPTION, panels, "seconds"))
     cells = sum((path.get("d") or "").count("M") for path in svg.iter("path"))
     assert cells == 2 * np.prod(shape)
     description = svg.find("desc")
@@ -88,17 +88,19 @@ def test_the_heat_map_has_a_cell_for_every_gpu(shape, seed):
 
 def test_a_heat_map_of_a_hundred_thousand_gpus_stays_small():
     seconds = np.random.default_rng(0).uniform(0.9, 1.1, (16, 50, 16))  # x tp 8
-    assert len(heat_map("h", "title", [("before", seconds), ("after", seconds)], "seconds", "note")) < 1.5e6
+    assert len(heat_map(CAPTION, [("before", seconds), ("after", seconds)], "seconds")) < 1.5e6
 
 
 @pytest.mark.parametrize("cp", [2, 16])
 def test_shards_show_every_strategy(cp):
     plans = [make_shard_plan([5000, 300, 800, 200, 90, 4000, 77], cp, strategy) for strategy in STRATEGIES]
-    svg = parse(shard_chart("s", "title", plans, "note"))
+    svg = parse(shard_chart(CAPTION, plans))
     shown = {element.text for element in svg.iter("text")}
     assert set(STRATEGIES) <= shown
-    for plan in plans:
-        np.testing.assert_allclose(attended_areas(plan).sum(axis=1) * plan.attended_pairs.mean(), plan.attended_pairs)
+    documents, areas = areas_by_document(plans)
+    assert documents == ["5,000 tokens", "4,000 tokens", "800 tokens", "300 tokens", "200 tokens", "2 shorter"]
+    for plan, area in zip(plans, areas, strict=True):
+        np.testing.assert_allclose(area.sum(axis=1) * plan.attended_pairs.mean(), plan.attended_pairs)
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))

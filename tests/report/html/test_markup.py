@@ -56,5 +56,5 @@ def test_names_numbers_and_void_elements():
 
 
 def test_cells_of_tables_are_escaped():
-    reader = read(table(["<i>"], [("<b>", "<u>")], caption="<s>"))
+    reader = read(table({"<i>": ["<b>"], "<a>": ["<u>"]}, caption="<s>"))
     assert {name for name, _ in reader.elements} == {"p", "div", "table", "thead", "tbody", "tr", "th", "td"}

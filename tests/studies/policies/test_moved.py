@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from tests.limits import examples
 from tests.studies.policies.ranks import DOCUMENTS, lengths_of, ranks
 from wlb.studies.policies import fcp, libra, magi
-from wlb.studies.policies.distca import TILE, TOLERANCE, _Items, _level, attention_servers, serve
+from wlb.studies.policies.distca import TILE, TOLERANCE, Items, attention_servers, serve
 from wlb.studies.policies.exchange import kv_bytes, moved_bytes, query_bytes
 from wlb.studies.policies.plan import MovedPlan, Tasks, tasks_of
-from wlb.studies.policies.pricing import moved_rank_seconds, step_seconds
+from wlb.studies.policies.pricing import moved_seconds, step_seconds
 from wlb.workload.flops import attended_pairs
 from wlb.workload.links import group_link
 
@@ -144,27 +144,28 @@ def test_magi_keeps_tokens_where_they_are_attended_and_gives_ranks_as_many(lengt
             of_pool = tokens[plan.pools[:, slot] == pool, slot]
             assert len(of_pool) == 4  # as many ranks as a window needs
             assert of_pool.max() - of_pool.min() <= magi.CHUNKS  # chunks differ by a token
-    moved = moved_bytes(plan, of.job, resent=False)["forward"]
+    moved = moved_bytes(plan, of.job)["forward"]
     np.testing.assert_allclose(np.maximum(moved.received, moved.sent), moved.keys)  # keys and values only
 
 
-def moved_plan(*, reshuffled: bool) -> MovedPlan:
+def moved_plan(*, reshuffled: bool = False, resent: bool = False) -> MovedPlan:
     """A document of 4 tokens at rank 0, whose last two queries rank 1 attends."""
     home = tasks_of([(0, 0, 0, 4, 1.0)])
     work = tasks_of([(0, 0, 0, 2, 1.0), (1, 0, 2, 4, 1.0)])
-    return MovedPlan(lengths_of(4), np.zeros((2, 1), np.int64), home, work, reshuffled=reshuffled)
+    pools = np.zeros((2, 1), np.int64)
+    return MovedPlan(lengths_of(4), pools, home, work, hidden_by="attention", reshuffled=reshuffled, resent=resent)
 
 
 def test_bytes_of_moved_attention_by_hand():
     """Two queries and all four keys go to rank 1, two outputs back; gradients the other way, all again if asked."""
     job = ranks(2).job
     query, key = query_bytes(job), kv_bytes(job)
-    moved = moved_bytes(moved_plan(reshuffled=False), job, resent=True)
+    moved = moved_bytes(moved_plan(resent=True), job)
     there, back = 2 * query + 4 * key, 2 * query
     assert moved["forward"].received.ravel().tolist() == [back, there]
     assert moved["forward"].sent.ravel().tolist() == [there, back]
     assert moved["backward"].received.ravel().tolist() == [there + back, back + there]
-    once = moved_bytes(moved_plan(reshuffled=False), job, resent=False)
+    once = moved_bytes(moved_plan(), job)
     assert once["backward"].received.ravel().tolist() == [there, back]
 
 
@@ -172,14 +173,14 @@ def test_bytes_of_reshuffled_blocks_by_hand():
     """Queries, keys and values of two tokens go to rank 1, outputs back; then rank 1 gets the other two's keys."""
     job = ranks(2).job
     query, key = query_bytes(job), kv_bytes(job)
-    forward = moved_bytes(moved_plan(reshuffled=True), job, resent=False)["forward"]
+    forward = moved_bytes(moved_plan(reshuffled=True), job)["forward"]
     assert forward.received.ravel().tolist() == [2 * query, 2 * (query + key) + 2 * key]
     assert forward.keys.ravel().tolist() == [2 * key, 2 * key]
 
 
 def test_links_carry_what_is_moved_and_no_weights_meanwhile():
     of = ranks(2)
-    seconds, _ = moved_rank_seconds(moved_plan(reshuffled=False), of, hidden_by="attention", resent=False)
+    seconds, _ = moved_seconds(moved_plan(), of)
     most = 2 * query_bytes(of.job) + 4 * kv_bytes(of.job)  # rank 1 receives them and rank 0 sends them
     wire = of.job.shape.layers * float(group_link(of.job.hardware, "all_to_all", 2, stride=1).seconds(most))
     np.testing.assert_allclose(np.ravel(seconds.moving), [wire, wire])
@@ -221,10 +222,11 @@ def test_distca_gives_nothing_to_servers_short_of_less_than_the_tolerance():
     length, shares = 16_384, [0.95] * 7 + [1.35]
     lengths = lengths_of(*(4 * int(length * share**0.5) // 4 for share in shares))
     home = tasks_of([(rank, rank, 0, int(size), 1.0) for rank, size in enumerate(lengths)])
-    items = _Items(np.stack([home.lane, home.document, home.start, home.stop // 2, home.stop // 2, home.stop]), lengths)
-    _level(items, np.arange(8), ranks(8), TOLERANCE)
+    middle = home.stop // 2
+    items = Items(np.stack([home.lane, home.document, home.start, middle, middle, home.stop]), lengths, ranks(8))
+    items.level(np.arange(8), TOLERANCE)
     assert pieces(items.tasks()) == pieces(home)
-    _level(items, np.arange(8), ranks(8), 0.01)
+    items.level(np.arange(8), 0.01)
     load = np.bincount(items.lane, items.pairs)
     assert load.max() <= (1 + 7 * 0.01) * load.mean()
 
@@ -240,9 +242,9 @@ def test_distca_moves_what_has_the_most_attention_for_its_queries_and_its_docume
             queries = 2 * min(need // (length + 1) // 64 * 64, length // 2)
             bytes_moved = queries * query_bytes(job) + length * kv_bytes(job)
             moved[document] = min(queries / 2 * (length + 1), need) / bytes_moved
-        items = _Items(np.array(home).T, lengths)
+        items = Items(np.array(home).T, lengths, ranks(2))
         surplus = np.array([2e9, -need])
-        gift = items.give(1, need, surplus, np.arange(2), query_bytes(job), kv_bytes(job))
+        gift = items.give(1, need, surplus, np.arange(2))
         assert gift is not None
         giver, pairs = gift
         taken = {document for lane, document, *_ in pieces(items.tasks()) if lane == 1}

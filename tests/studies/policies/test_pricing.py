@@ -22,7 +22,7 @@ from wlb.studies.policies.hotspa import HotSwitching, switched_bytes
 from wlb.studies.policies.hydraulis import Heterogeneous, Pipelines, _columns, _deals, greedy, packed
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
 from wlb.studies.policies.policy import LayoutTrial, RankPolicy, RankTrial, best_of, first_batches
-from wlb.studies.policies.pricing import peak_memory, price_groups
+from wlb.studies.policies.pricing import peak_memory, price
 from wlb.workload import hardware_preset, make_workload
 from wlb.workload.flops import gemm_flops_per_token
 from wlb.workload.weights import parameters
@@ -45,13 +45,13 @@ def test_groups_of_one_size_take_what_the_simulator_says(layout):
         for slot, micro_batch in enumerate(of_rank):
             first = len(lengths)
             lengths += micro_batch.lengths
-            members = tuple(range(d * simulated.cp, (d + 1) * simulated.cp))
+            members = tuple(range(d * simulated.layout.cp, (d + 1) * simulated.layout.cp))
             groups.append(Group(slot, members, tuple(range(first, len(lengths)))))
-    of_stage = simulated.dp * simulated.cp
+    of_stage = simulated.layout.dp * simulated.layout.cp
     settings = {name: value for name, value in layout.items() if name in ("pp", "virtual_pp", "schedule")}
-    as_ranks = Ranks(job("fixed-4d", dp=of_stage, micro_batches=simulated.pp, **settings), 8192)
-    price = price_groups(GroupPlan(np.array(lengths), tuple(groups)), as_ranks)
-    assert price.seconds == pytest.approx(float(simulate_step(plan, simulated).seconds[0]), rel=1e-5)
+    as_ranks = Ranks(job("fixed-4d", dp=of_stage, micro_batches=simulated.layout.pp, **settings), 8192)
+    priced = price(GroupPlan(np.array(lengths), tuple(groups)), as_ranks)
+    assert priced.seconds == pytest.approx(float(simulate_step(plan, simulated).seconds[0]), rel=1e-5)
 
 
 def test_pipelines_that_run_a_micro_batch_together_begin_it_together():
@@ -67,8 +67,8 @@ def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
     lengths = lengths_of(4096, 512, 512, 4096)
     groups = (Group(0, (0,), (0,)), Group(0, (1,), (1,)), Group(1, (0,), (2,)), Group(1, (1,), (3,)))
     keeping = Ranks(ranks(2).job, 4096, keeps_weights=True)
-    apart = price_groups(GroupPlan(lengths, groups), keeping).seconds
-    barrier = price_groups(GroupPlan(lengths, groups, frozenset([1])), keeping).seconds
+    apart = price(GroupPlan(lengths, groups), keeping).seconds
+    barrier = price(GroupPlan(lengths, groups, frozenset([1])), keeping).seconds
     assert barrier > 1.2 * apart
 
 
@@ -170,11 +170,11 @@ def test_what_is_trained_is_credited_once_however_many_stages_run_it(pp):
     of = ranks(4, pp=pp, micro_batches=pp)
     policies = {name: policy for name, policy in POLICIES.items() if isinstance(policy, RankPolicy)}
     trials: dict[str, LayoutTrial] = {
-        name: RankTrial(of, policy.plan, policy.price) for name, policy in policies.items() if policy.pipelines
+        name: RankTrial(of, policy.plan) for name, policy in policies.items() if policy.pipelines
     }
     trials |= {"hotspa": HotSwitching((1024, 16_384), (of, of)), "hydraulis": Heterogeneous((Pipelines(of, 4, 1),))}
     for name, trial in trials.items():
-        outcome = best_of(name, [trial], batches, space(), prices)
+        outcome = best_of(name, [trial], batches, space())
         assert outcome.tokens == sum(int(batch.sum()) for batch in batches), name
         assert outcome.work_seconds == pytest.approx(sum(prices.document_seconds(b).sum() for b in batches)), name
         assert outcome.tokens_per_second == outcome.tokens / outcome.seconds
@@ -189,7 +189,7 @@ def test_what_is_trained_is_credited_once_however_many_stages_run_it(pp):
 
 def test_rows_of_ours_are_those_of_the_simulator():
     lengths = documents()
-    outcome = POLICIES["fixed-4d"].best("fixed-4d", space(), lengths, make_workload(SHAPE, "h100"))
+    outcome = POLICIES["fixed-4d"].best("fixed-4d", space(), lengths)
     sizes = dict(zip(outcome.layout.split()[::2], outcome.layout.replace(",", "").split()[1::2], strict=False))
     layout = {name: int(sizes[name]) for name in ("tp", "cp", "pp", "dp")}
     if "stages" in outcome.layout:

@@ -9,9 +9,8 @@ import pytest
 from tests.studies.paper.test_reports import check_report
 from wlb.studies.experiment import Settings
 from wlb.studies.published import experiment
-from wlb.studies.published.prediction import Prediction
+from wlb.studies.published.prediction import Prediction, summaries
 from wlb.studies.published.reading import read_measurements
-from wlb.studies.published.summary import summaries
 
 KEYS = {"table", "run", "row", "source", "measured_seconds", "predicted_seconds", "reason", "assumed"}
 SUMMARY = {"by", "name", "rows", "count", "median_error", "median_absolute_error", "worst_error", "bias"}

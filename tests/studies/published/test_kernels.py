@@ -9,9 +9,8 @@ import pytest
 
 from wlb.studies.published.distributed_attention import SYSTEMS, TOKENS_OF_A_GPU, packs
 from wlb.studies.published.kernels import CALL, kernel_rows
-from wlb.studies.published.prediction import Prediction
+from wlb.studies.published.prediction import Prediction, compared
 from wlb.studies.published.reading import read_measurements
-from wlb.studies.published.summary import compared
 from wlb.workload import hardware_preset
 
 SOURCE = {"repo": "someone/something", "commit": "1234", "path": "a.psv"}

@@ -111,7 +111,7 @@ def test_names_are_read_as_tables_write_them():
 def test_a_row_is_the_step_that_its_documents_make():
     step = published_step({**ROW, "global_batch": 32, "note": "FSDP"})
     job = step.job
-    assert (job.tp, job.dp, job.micro_batches_per_rank, step.lengths) == (2, 8, 2, (8192, 8192))
+    assert (job.layout.tp, job.layout.dp, job.micro_batches_per_rank, step.lengths) == (2, 8, 2, (8192, 8192))
     documents = MicroBatch((Segment(0, 0, 8192), Segment(1, 0, 8192)), 0.0)
     plan = StepPlan(0, ((documents,) * 2,) * 8)
     assert step.seconds == pytest.approx(float(simulate_steps([plan], job).seconds[0]))
@@ -120,10 +120,14 @@ def test_a_row_is_the_step_that_its_documents_make():
 def test_pipelines_are_those_of_the_row():
     row = {**ROW, "repo": "NVIDIA-NeMo/Megatron-Bridge", "model": "LLAMA3_70B", "gpus": 64, "global_batch": 128}
     step = published_step({**row, "tp": 4, "pp": 4, "cp": 2, "vp": 5, "micro_batch": 1, "recompute": "none"})
-    assert (step.job.virtual_pp, step.job.schedule, step.job.micro_batches_per_rank) == (5, "interleaved_1f1b", 64)
+    assert (step.job.layout.virtual_pp, step.job.layout.schedule, step.job.micro_batches_per_rank) == (
+        5,
+        "interleaved_1f1b",
+        64,
+    )
     local = {"model": "llama3.1-405b", "gpus": 512, "tp": 8, "pp": 8, "micro_batch": 32, "global_batch": 256}
     step = published_step({**ROW, **local, "note": "Interleaved 1F1B, AsyncTP"})
-    assert (step.job.micro_batches_per_rank, len(step.lengths), step.job.virtual_pp) == (8, 4, 2)
+    assert (step.job.micro_batches_per_rank, len(step.lengths), step.job.layout.virtual_pp) == (8, 4, 2)
     assert "micro-batches of 4 sequences, and 2 stages a rank" in step.assumed
 
 

@@ -14,12 +14,11 @@ from transformers import AutoTokenizer
 
 from tests.models.huggingface.models import load_model, save_random_model, their_scores
 from tests.training.distributed import run_ranks
-from tests.training.jobs import write_config
+from tests.training.jobs import trainer_of, write_config
 from wlb.cli import app
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
-from wlb.training.trainer import Trainer
 
 VOCABULARY = 60
 
@@ -33,7 +32,7 @@ def _store(prefix: Path, seed: int) -> TokenStore:
 
 
 def _train(config: JobConfig) -> None:
-    Trainer(config, torch.device("cpu")).run()
+    trainer_of(config).run()
 
 
 def _job(folder: Path, **changes: Any) -> Path:

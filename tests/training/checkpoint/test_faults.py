@@ -17,12 +17,11 @@ import torch.distributed as dist
 from tests.limits import HUNG_SECONDS
 from tests.programs import forked
 from tests.training.distributed import RankFailure, run_ranks
-from tests.training.jobs import job, read_steps, write_config, write_store
+from tests.training.jobs import job, read_steps, trainer_of, write_config, write_store
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.training.checkpoint.files import HIDDEN, complete_checkpoints
-from wlb.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 _LARGEST_FILE = 20_000  # bytes, less than a rank's share of a checkpoint
@@ -103,7 +102,7 @@ def test_a_read_only_directory_is_named_before_anything_starts(folder, mounts):
 def _train_with_small_files(config: JobConfig, steps: range, said: Path) -> None:
     """Rank 1 alone cannot write large files during ``steps``."""
     sys.stderr = said.open("a", encoding="utf-8", buffering=1)
-    trainer = Trainer(config, CPU)
+    trainer = trainer_of(config)
     for step in trainer.steps():
         if dist.get_rank() == 1:
             largest = _LARGEST_FILE if step + 1 in steps else resource.RLIM_INFINITY
@@ -132,13 +131,13 @@ def test_the_last_checkpoint_must_be_written(folder, first):
 
 
 def _train_and_die_while_writing(config: JobConfig) -> None:
-    for step in Trainer(config, CPU).steps():
+    for step in trainer_of(config).steps():
         if step == 4 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _train(config: JobConfig) -> None:
-    Trainer(config, CPU).run()
+    trainer_of(config).run()
 
 
 def test_a_rank_killed_while_checkpoints_are_written_costs_nothing(folder, tmp_path_factory):
@@ -168,7 +167,7 @@ def test_a_store_that_may_not_be_read_is_named(folder):
 
 
 def _train_without_store(config: JobConfig) -> None:
-    for step in Trainer(config, CPU).steps():
+    for step in trainer_of(config).steps():
         if step == 2:
             for suffix in (".bin", ".idx"):
                 config.data.stores[0].with_suffix(suffix).unlink()

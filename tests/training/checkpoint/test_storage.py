@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from wlb.errors import UserError
-from wlb.training.checkpoint.files import Manifest, Progress, find_damage, write_manifest
+from wlb.training.checkpoint.files import Progress, find_damage
 from wlb.training.checkpoint.storage import ChecksummedWriter, ConfinedReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -41,9 +41,7 @@ class Executes:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "step-00000003"
-    writer = ChecksummedWriter(path)
-    dcp.save(dict(STATE), storage_writer=writer, no_dist=True)
-    write_manifest(path, Manifest(Progress(3, {}), {}, writer.files))
+    dcp.save(dict(STATE), storage_writer=ChecksummedWriter(path, Progress(3, {}), {}), no_dist=True)
     return path
 
 

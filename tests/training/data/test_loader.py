@@ -40,7 +40,8 @@ def open_loader(
     config = job(folder, **(changes or {}))
     store = open_stores(config.data.stores)
     spec = JobSpec.from_config(config, "h100", vocab_size=config.model.vocab_size or VOCABULARY)
-    return StepLoader(store, config, spec, share=share, state=state)
+    allowed = config.checkpoint.allow_changed_data
+    return StepLoader(store, spec, config.training, share=share, state=state, allow_changes=allowed)
 
 
 def same_step(left: LoadedStep, right: LoadedStep) -> bool:

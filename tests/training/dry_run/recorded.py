@@ -22,7 +22,7 @@ def small_job(folder: Any, preset: str = "best", **changes: dict[str, Any]) -> J
 def recorded_calls(config: JobConfig, hardware: str = "cpu") -> dict[int, list[Call]]:
     """Two steps of every rank, played as one after the other."""
     found = find_problems(config, hardware)
-    runs = run_ranks(found.config, range(config.parallel.world_size), hardware, steps=STEPS)
+    runs = run_ranks(found, range(config.parallel.world_size), STEPS)
     return {run.rank: joined(run.calls) for run in runs}
 
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.training.distributed import run_ranks
-from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, write_store
+from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, trainer_of, write_store
 from wlb.attention import segment_attention
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
-from wlb.job.config import JobConfig
+from wlb.job.config import EvaluationConfig, JobConfig
 from wlb.job.configured_model import configured_model
 from wlb.job.job import JobSpec
 from wlb.models.initialise import initialise_weights
@@ -31,7 +31,6 @@ from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import trained_model
 from wlb.training.runtime.failures import Terminated
-from wlb.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 BUCKETS = [2, 16, 64, 129]
@@ -71,13 +70,13 @@ def _in_layout(folder: Path, layout: dict[str, Any]) -> JobConfig:
 def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
     results = []
     for config in configs:
-        parallel = config.parallel
-        mesh, model = build_mesh(parallel, "cpu"), configured_model(config.model, 68)
+        model = configured_model(config.model, 68)
         job = JobSpec.from_config(config, "cpu", model=model)
+        mesh = build_mesh(job.layout, "cpu")
         execution = Execution(CPU, torch.float64)
-        stages = build_stage_modules(model, parallel, mesh, execution, seed=0)
+        stages = build_stage_modules(model, job.layout, mesh, execution, seed=0)
         share = RankShare.in_job(job, mesh.rank("dp"), mesh.rank("cp"))
-        found = Evaluator(config, job, stages, mesh, share, execution).run()
+        found = Evaluator(config.evaluation, job, stages, mesh, share, execution).run()
         assert found is not None
         results.append(found)
     return results
@@ -123,7 +122,7 @@ def test_every_layout_finds_the_loss_of_the_documents_alone(world_size: int, fol
 
 
 def _train(config: JobConfig) -> None:
-    Trainer(config, CPU).run()
+    trainer_of(config).run()
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
@@ -168,7 +167,7 @@ def test_a_continued_job_has_every_step_once(folder: Path, tmp_path: Path) -> No
 
 def _end_while_evaluating(config: JobConfig, step: int) -> None:
     """Train until the evaluation after ``step``, then be asked to end on the last rank."""
-    trainer = Trainer(config, CPU)
+    trainer = trainer_of(config)
 
     def request() -> bool:
         trainer.termination.requested |= trainer.step == step and dist.get_rank() == 1
@@ -199,17 +198,14 @@ def test_an_evaluation_that_was_broken_off_is_made_up_for(
 
 
 def test_by_default_buckets_grow_fourfold_up_to_the_window(folder: Path) -> None:
-    boundaries = {
-        window: bucket_boundaries(_job(folder, data={"context_window": window}, evaluation={"length_buckets": "auto"}))
-        for window in (128, 4096, 5000)
-    }
+    boundaries = {window: bucket_boundaries(EvaluationConfig(), window) for window in (128, 4096, 5000)}
     assert boundaries == {128: [256], 4096: [256, 1024, 4096], 5000: [256, 1024, 4096]}
 
 
 def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder: Path) -> None:
     def scored(data: dict[str, Any], **evaluation: Any) -> list[tuple[int, int]]:
         config = _job(folder, data=data, evaluation=evaluation)
-        held_out = HeldOut(config, JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY))
+        held_out = HeldOut(config.evaluation, JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY))
         segments = [segment for plan in held_out.plans for segment in plan.segments]
         assert len(set(segments)) == len(segments)
         return sorted((segment.document, segment.length) for segment in segments)
@@ -224,7 +220,7 @@ def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder:
 def test_micro_batches_are_even_by_the_prices_of_the_job(folder: Path) -> None:
     config = _job(folder)
     job = JobSpec.from_config(config, "cpu", vocab_size=VOCABULARY)
-    for plan in HeldOut(config, job).plans:
+    for plan in HeldOut(config.evaluation, job).plans:
         for micro_batch in plan.micro_batches:
             assert micro_batch.workload == pytest.approx(job.packing_prices.document_seconds(micro_batch.lengths).sum())
 

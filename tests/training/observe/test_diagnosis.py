@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tests.training.observe.test_imbalance import rows_of
-from wlb.training.observe.diagnosis import diagnose, render
+from wlb.training.observe.diagnosis import RankName, diagnose, render
 from wlb.training.observe.imbalance import RankSteps
-from wlb.training.observe.stragglers import RankName
 
 SHAPE = (2, 2, 2, 1)
 MICRO_BATCHES = 4

@@ -9,24 +9,22 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.training.distributed import run_ranks
-from tests.training.jobs import job, read_steps, write_store
+from tests.training.jobs import job, read_steps, trainer_of, write_store
 from wlb.job.config import JobConfig
-from wlb.training.observe import compute_clock, observer
-from wlb.training.trainer import Trainer
+from wlb.training.observe import compute_clock, reporter
 
 DIMENSIONS = {"tp", "cp", "pp", "dp", "micro_batches"}
 
 
 def _train(config: JobConfig) -> list[str]:
-    """Train; returns what the observer said."""
+    """Train; returns what its reporter said."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observer, "say", said.append)
-        Trainer(config, torch.device("cpu")).run()
+        patch.setattr(reporter, "say", said.append)
+        trainer_of(config).run()
     return said
 
 

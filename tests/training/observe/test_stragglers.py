@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from wlb.training.observe.diagnosis import RankName, StragglerWatch, expected_seconds
 from wlb.training.observe.imbalance import RankStep, RankSteps, rank_steps
-from wlb.training.observe.stragglers import RankName, StragglerWatch, expected_seconds
 
 NAMES = [RankName(f"host{rank // 2}", 100 + rank, f"cuda:{rank % 2}") for rank in range(4)]
 WORK = np.array([1.0, 2.0, 1.0, 4.0])

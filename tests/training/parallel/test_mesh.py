@@ -7,18 +7,18 @@ import itertools
 import torch
 
 from tests.training.distributed import run_ranks
-from wlb.job.config import ParallelConfig
+from wlb.schedules.layout import Layout
 from wlb.training.parallel.mesh import build_mesh, rank_seed, seed_this_rank
 
 
-def _numbers(parallel: ParallelConfig) -> tuple[tuple[int, ...], list[float]]:
+def _numbers(parallel: Layout) -> tuple[tuple[int, ...], list[float]]:
     mesh = build_mesh(parallel, "cpu")
     seed_this_rank(7, mesh)
     return tuple(map(mesh.rank, ("pp", "dp", "cp"))), torch.rand(3).tolist()
 
 
 def test_tensor_parallel_ranks_alone_draw_the_same():
-    found = run_ranks(4, _numbers, ParallelConfig(dp=2, tp=2))
+    found = run_ranks(4, _numbers, Layout(dp=2, tp=2))
     assert len({place for place, _ in found}) == 2
     for (place, numbers), (other_place, other) in itertools.combinations(found, 2):
         assert (numbers == other) == (place == other_place)
@@ -31,7 +31,7 @@ def test_every_place_and_seed_has_its_own():
 
 
 def _coordinates() -> tuple[int, ...]:
-    mesh = build_mesh(ParallelConfig(cp=2, pp=2, tp=2), "cpu")
+    mesh = build_mesh(Layout(cp=2, pp=2, tp=2), "cpu")
     return tuple(mesh.rank(name) for name in ("pp", "dp", "cp", "tp"))
 
 

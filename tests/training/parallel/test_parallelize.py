@@ -6,9 +6,7 @@ all lengths, and compute what they compute uncompiled.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,17 +20,16 @@ from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention
 from wlb.attention.backends import cpu
 from wlb.attention.exchange import send_keys
-from wlb.errors import UserError
-from wlb.job.config import Checkpointing, ParallelConfig
+from wlb.job.config import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
+from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import (
     Execution,
     apply_activation_checkpointing,
     build_stage_modules,
-    check_layout,
     compile_blocks,
 )
 from wlb.workload import ModelShape
@@ -45,21 +42,7 @@ SEGMENTS = (5, 9, 1, 13)
 EXCHANGES = {"none": 1, "selective": 1, "full": 2}  # of keys and values, a layer; what is received is kept
 GRAPHS = 4  # attention's norm; projections and rotation; output projection; residual and feed-forward layer
 LENGTHS = (41, 7, 23, 64, 41, 10, 3, 2, 57, 35)
-LAYOUT = ParallelConfig(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"heads": 6, "kv_heads": 3}, "kv_heads = 3 cannot be split over tp = 2"),
-        ({"ffn_hidden": 21}, "ffn_hidden = 21 cannot be split over tp = 2"),
-        ({"vocab_size": 13}, r"vocab_size = 13 .* or a vocab_size of 14"),
-        ({"layers": 3}, "model has 3 layers, fewer than the 4 pipeline stages"),
-    ],
-)
-def test_a_model_that_cannot_be_divided_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_layout(replace(CONFIG.shape, **changes), LAYOUT)
+LAYOUT = Layout(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
 
 
 def _weights(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.dtype, int]]:

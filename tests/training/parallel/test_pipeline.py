@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
 from wlb.documents.segments import Segment
-from wlb.job.config import ParallelConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.packing.plan import MicroBatch
+from wlb.schedules.layout import Layout
 from wlb.training.data.batch import make_batch
 from wlb.training.data.loader import RankShare
 from wlb.training.data.sharded_batch import ShardedBatch
@@ -42,7 +42,7 @@ def _batches(micro_batches: list[tuple[int, ...]]) -> list[ShardedBatch]:
     ]
 
 
-def _run(parallel: ParallelConfig, dtype: torch.dtype, steps: int = 1) -> dict[str, Any]:
+def _run(parallel: Layout, dtype: torch.dtype, steps: int = 1) -> dict[str, Any]:
     """Train nothing for some steps; the share of the loss and the gradients of every step added up."""
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, dtype), seed=0)
@@ -68,7 +68,7 @@ def _merged(results: list[dict[str, Any]]) -> tuple[float, dict[str, torch.Tenso
 
 @pytest.fixture(scope="module")
 def exact() -> tuple[float, dict[str, torch.Tensor]]:
-    return _merged(run_ranks(1, _run, ParallelConfig(), torch.float64))
+    return _merged(run_ranks(1, _run, Layout(), torch.float64))
 
 
 def test_a_fresh_model_guesses_about_uniformly(exact: tuple[float, dict[str, torch.Tensor]]) -> None:
@@ -76,15 +76,15 @@ def test_a_fresh_model_guesses_about_uniformly(exact: tuple[float, dict[str, tor
 
 
 def test_only_the_last_stage_knows_the_loss(exact: tuple[float, dict[str, torch.Tensor]]) -> None:
-    results = run_ranks(2, _run, ParallelConfig(pp=2), torch.float64)
+    results = run_ranks(2, _run, Layout(pp=2), torch.float64)
     assert float(results[0]["loss"]) == 0.0
     assert float(results[1]["loss"]) == pytest.approx(exact[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(pp=2)], ids=["dp2", "pp2"])
+@pytest.mark.parametrize("parallel", [Layout(dp=2), Layout(pp=2)], ids=["dp2", "pp2"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str)
 def test_lower_precision_stays_close_to_float64(
-    parallel: ParallelConfig,
+    parallel: Layout,
     dtype: torch.dtype,
     tolerance: float,
     exact: tuple[float, dict[str, torch.Tensor]],
@@ -96,16 +96,14 @@ def test_lower_precision_stays_close_to_float64(
         assert float((gradients[name] - gradient).norm() / gradient.norm()) < tolerance, name
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(pp=2)], ids=["dp2", "pp2"])
-def test_gradients_of_several_steps_add_up(
-    parallel: ParallelConfig, exact: tuple[float, dict[str, torch.Tensor]]
-) -> None:
+@pytest.mark.parametrize("parallel", [Layout(dp=2), Layout(pp=2)], ids=["dp2", "pp2"])
+def test_gradients_of_several_steps_add_up(parallel: Layout, exact: tuple[float, dict[str, torch.Tensor]]) -> None:
     _, gradients = _merged(run_ranks(2, _run, parallel, torch.float64, 3))
     for name, gradient in exact[1].items():
         torch.testing.assert_close(gradients[name], 3 * gradient, rtol=1e-9, atol=1e-14)
 
 
-def _reductions_of_a_step(parallel: ParallelConfig) -> int:
+def _reductions_of_a_step(parallel: Layout) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         _run(parallel, torch.float32)
     return sum(event.name == "c10d::_reduce_scatter_base_" for event in profiler.events() or ())
@@ -113,12 +111,12 @@ def _reductions_of_a_step(parallel: ParallelConfig) -> int:
 
 @pytest.mark.parametrize(("pp", "units"), [(1, 5), (2, 3)])  # FSDP units per rank: blocks and the rest
 def test_gradients_are_reduced_once_per_step_not_per_micro_batch(pp: int, units: int) -> None:
-    assert run_ranks(2 * pp, _reductions_of_a_step, ParallelConfig(dp=2, pp=pp)) == [units] * 2 * pp
+    assert run_ranks(2 * pp, _reductions_of_a_step, Layout(dp=2, pp=pp)) == [units] * 2 * pp
 
 
 def _debug_run() -> float:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    return float(_run(ParallelConfig(pp=2), torch.float32)["loss"])
+    return float(_run(Layout(pp=2), torch.float32)["loss"])
 
 
 def test_torch_debugging_does_not_mistake_lengths_for_errors() -> None:
@@ -127,7 +125,7 @@ def test_torch_debugging_does_not_mistake_lengths_for_errors() -> None:
 
 def _gathers_before_embedding() -> tuple[int, int]:
     """Of the second step on this rank: gathers that start before the first embedding, and all."""
-    parallel = ParallelConfig(pp=2, dp=2)
+    parallel = Layout(pp=2, dp=2)
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, torch.float32), seed=0)
     runner = PipelineRunner(stages, parallel, mesh, 2, Execution(device, torch.float32))

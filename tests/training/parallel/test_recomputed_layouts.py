@@ -12,8 +12,9 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from tests.training.distributed import run_ranks
-from wlb.job.config import Checkpointing, ParallelConfig
+from wlb.job.config import Checkpointing
 from wlb.models.transformer import TransformerConfig
+from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch
 from wlb.training.data.sharded_batch import shard_batch
@@ -27,17 +28,17 @@ CONFIG = TransformerConfig(
 )
 STEPS = ([(9, 4), (12,), (7, 7, 3), (5,)], [(11,), (2, 9), (21,), (6, 6)])  # segment lengths of micro-batches
 LAYOUTS = [
-    ParallelConfig(dp=2),
-    ParallelConfig(cp=2),
-    ParallelConfig(tp=2),
-    ParallelConfig(pp=2),
-    ParallelConfig(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
+    Layout(dp=2),
+    Layout(cp=2),
+    Layout(tp=2),
+    Layout(pp=2),
+    Layout(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
 ]
-COMPILED_LAYOUTS = [ParallelConfig(pp=2), ParallelConfig(tp=2)]  # with FSDP inside; each takes seconds to compile
+COMPILED_LAYOUTS = [Layout(pp=2), Layout(tp=2)]  # with FSDP inside; each takes seconds to compile
 GRAPHS = 5  # those of test_parallelize.py, and one more under tp
 
 
-def _gradients(parallel: ParallelConfig, strategy: Checkpointing = "none", compiled: bool = False) -> dict[str, Tensor]:
+def _gradients(parallel: Layout, strategy: Checkpointing = "none", compiled: bool = False) -> dict[str, Tensor]:
     """Loss and gradients of this rank after two steps of four micro-batches, by name."""
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(
@@ -72,7 +73,7 @@ def _largest_difference(found: dict[str, Tensor], exact: dict[str, Tensor]) -> f
     return max(float((found[name] - exact[name]).abs().max()) if exact[name].numel() else 0.0 for name in exact)
 
 
-def _recomputed(layouts: list[ParallelConfig]) -> list[float]:
+def _recomputed(layouts: list[Layout]) -> list[float]:
     differences: list[float] = []
     for parallel in layouts:
         exact = _gradients(parallel)
@@ -86,7 +87,7 @@ def test_recomputation_changes_no_bit_in_any_layout():
         assert differences == [0.0] * 2 * len(LAYOUTS)
 
 
-def _compiled(layouts: list[ParallelConfig]) -> list[tuple[float, int]]:
+def _compiled(layouts: list[Layout]) -> list[tuple[float, int]]:
     """Compiled against plain, and graphs compiled over two steps of lengths that are all different."""
     results = []
     with pytest.MonkeyPatch.context() as patch:

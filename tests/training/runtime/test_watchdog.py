@@ -21,13 +21,13 @@ from tests.training.jobs import write_config, write_store
 from tests.training.processes import ranks
 from wlb.training.runtime.failures import HungError, TrainingError
 from wlb.training.runtime.watchdog import (
+    Activity,
     Pulse,
-    RankActivity,
+    activity_of,
     backend_timeout,
     describe_hang,
     stack_of,
     time_outs_are_hangs,
-    whereabouts_of,
 )
 
 LIMIT = 3.0
@@ -68,8 +68,8 @@ def test_the_rank_that_others_wait_for_is_named(folder, fault, verdict):
 
 
 def test_the_verdict_puts_those_who_are_missing_first():
-    here, there = RankActivity(True, "all_reduce (a.py:1)", 7), RankActivity(True, "all_gather (b.py:2)", 8)
-    busy = RankActivity(False, "read (c.py:3)", 7)
+    here, there = Activity(True, "all_reduce (a.py:1)", 7), Activity(True, "all_gather (b.py:2)", 8)
+    busy = Activity(False, "read (c.py:3)", 7)
     assert describe_hang({0: here, 1: here, 2: busy, 4: there}, 6, 5.0) == (
         "no progress for 5 s (training.timeout_seconds): ranks 3, 5 do not answer (stopped, or its machine is gone); "
         "rank 2 is in no collective but in read (c.py:3), step 7; ranks 0, 1 wait in all_reduce (a.py:1), step 7; "
@@ -172,10 +172,10 @@ def standing_in(*files: str) -> Iterator[int]:
 )
 def test_a_place_is_told_by_the_directories_of_the_packages(files, waiting, place):
     with standing_in(*files) as thread:
-        whereabouts = whereabouts_of(thread)
-    assert whereabouts.waiting == waiting
-    assert whereabouts.place.startswith(place)
-    assert ("called from" in whereabouts.place) == ("called from" in place)
+        activity = activity_of(thread)
+    assert activity.waiting == waiting
+    assert activity.place.startswith(place)
+    assert ("called from" in activity.place) == ("called from" in place)
 
 
 def test_a_thread_that_stands_still_is_told_from_one_that_moves():
@@ -185,8 +185,8 @@ def test_a_thread_that_stands_still_is_told_from_one_that_moves():
     assert thread.ident is not None
     first = stack_of(thread.ident)
     assert first == stack_of(thread.ident)
-    assert not whereabouts_of(thread.ident).waiting
-    assert whereabouts_of(thread.ident).place.startswith("wait (")
+    assert not activity_of(thread.ident).waiting
+    assert activity_of(thread.ident).place.startswith("wait (")
     release.set()
     thread.join()
     assert stack_of(thread.ident) == ()

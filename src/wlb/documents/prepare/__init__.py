@@ -8,15 +8,22 @@ the corpus. Documents that cannot be taken are counted by reason; in = out + rej
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wlb.documents.prepare.batches import Reject, documents_of, map_in_order, tokenize_batch
-from wlb.documents.prepare.chat import ChatFormat, tokenize_chats
+from wlb.documents.prepare.batches import (
+    Reject,
+    TokenizedBatch,
+    documents_of,
+    encode_text,
+    map_in_order,
+    tokenize_batch,
+)
+from wlb.documents.prepare.chat import ChatFormat
 from wlb.documents.prepare.sources import Corpus
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
 from wlb.documents.store.writer import TokenStoreWriter, check_target, store_files, token_type
@@ -82,31 +89,17 @@ def prepare_store(
         raise UserError(f"--workers must be at least 1, got {workers}")
     check_target(prefix, overwrite)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
+    encode = partial(encode_text if chat is None else chat.encode, tokenizer=tokenizer)
     dtype = token_type(tokenizer.vocab_size)
-    tokenize = partial(tokenize_batch, tokenizer=tokenizer, dtype=dtype)
-    if chat is not None:
-        tokenize = partial(tokenize_chats, tokenizer=tokenizer, chat=chat, dtype=dtype)
-    rejects: Counter[str] = Counter()
-    text_bytes = 0
+    tokenize = partial(tokenize_batch, encode=encode, end_token=tokenizer.end_token, dtype=dtype)
+    size, masked = tokenizer.vocab_size, chat is not None
     with (
         TokenStoreWriter(
-            prefix,
-            vocab_size=tokenizer.vocab_size,
-            tokenizer_json=definition,
-            masked=chat is not None,
-            overwrite=overwrite,
+            prefix, vocab_size=size, tokenizer_json=definition, masked=masked, overwrite=overwrite
         ) as writer,
         closing(map_in_order(tokenize, corpus.batches(), workers)) as batches,
     ):
-        for batch in batches:
-            writer.add_documents(batch.tokens, batch.lengths, batch.mask)
-            rejects.update(batch.rejects)
-            text_bytes += batch.text_bytes
-            on_progress(batch.progress)
-        if not writer.documents:
-            if not rejects:
-                raise UserError("the sources contain no documents")
-            raise UserError(f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}")
+        rejects, text_bytes = _write(batches, writer, on_progress)
         report = PrepareReport(
             documents_in=writer.documents + rejects.total(),
             documents_out=writer.documents,
@@ -114,14 +107,32 @@ def prepare_store(
             skipped_files=corpus.skipped_files,
             tokens=writer.tokens,
             text_bytes=text_bytes,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=size,
             end_token=tokenizer.end_token,
-            files=[str(path) for path in store_files(prefix, definition is not None, chat is not None)],
-            labelled_tokens=None if chat is None else writer.labelled_tokens,
+            files=[str(path) for path in store_files(prefix, definition is not None, masked)],
+            labelled_tokens=writer.labelled_tokens if masked else None,
         )
         counts = {key: value for key, value in report.to_json().items() if key != "files"}
         writer.details = counts | {"tokenizer": tokenizer.identity, "source": corpus.description}
     return report
+
+
+def _write(
+    batches: Iterable[TokenizedBatch], writer: TokenStoreWriter, on_progress: OnProgress
+) -> tuple[Counter[str], int]:
+    """Rejects by reason, and the bytes of text that were written. Raises ``UserError`` where none are."""
+    rejects: Counter[str] = Counter()
+    text_bytes = 0
+    for batch in batches:
+        writer.add_documents(batch.tokens, batch.lengths, batch.mask)
+        rejects.update(batch.rejects)
+        text_bytes += batch.text_bytes
+        on_progress(batch.progress)
+    if not writer.documents and not rejects:
+        raise UserError("the sources contain no documents")
+    if not writer.documents:
+        raise UserError(f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}")
+    return rejects, text_bytes
 
 
 def describe_rejects(rejects: dict[str, int]) -> str:

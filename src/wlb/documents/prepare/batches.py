@@ -18,7 +18,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,40 +77,61 @@ class TokenizedBatch:
     mask: NDArray[np.bool_] | None = None
 
 
+class Encoded(NamedTuple):
+    """A document, its tokens without the one that ends it, and which of them are labels; None where all are."""
+
+    text: str
+    tokens: NDArray[np.int64]
+    mask: NDArray[np.bool_] | None = None
+
+
 def documents_of(batch: Batch) -> Iterator[str | Reject]:
-    """The documents of a batch, in order: their text, or why there is none."""
-    for item in batch.items:
-        for text in batch.texts(item):
-            if isinstance(text, Reject):
-                yield text
-            elif not text:
-                yield Reject.EMPTY
-            elif not is_unicode(text):
-                yield Reject.UNDECODABLE
-            else:
-                yield text
+    """The texts of a batch, in order, or why there is none."""
+    return (checked_text(text) for item in batch.items for text in batch.texts(item))
 
 
-def tokenize_batch(batch: Batch, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> TokenizedBatch:
-    """Tokenise a batch; documents that give no tokens are rejected too."""
+def checked_text(text: str) -> str | Reject:
+    """``text``, or why it is no document. JSON may escape half of a surrogate pair, which no encoding can write."""
+    if not text:
+        return Reject.EMPTY
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Reject.UNDECODABLE
+    return text
+
+
+def encode_text(text: str, tokenizer: Tokenizer) -> Encoded | Reject:
+    """Tokenise a text, in which no token is special."""
+    if isinstance(checked := checked_text(text), Reject):
+        return checked
+    tokens = tokenizer.encode(text)
+    return Encoded(text, tokens) if tokens.size else Reject.NO_TOKENS
+
+
+def tokenize_batch(
+    batch: Batch, encode: Callable[[Any], Encoded | Reject], end_token: int, dtype: np.dtype[Any]
+) -> TokenizedBatch:
+    """Tokenise the documents of a batch by ``encode``. An end token is no label of a document that has a mask."""
     rejects: Counter[str] = Counter()
-    pieces: list[NDArray[Any]] = []
+    end, no_label = np.array([end_token], dtype), np.zeros(1, np.bool_)
+    tokens: list[NDArray[Any]] = [np.empty(0, dtype)]
+    masks: list[NDArray[np.bool_]] = []
     lengths: list[int] = []
     text_bytes = 0
-    end = np.array([tokenizer.end_token], dtype)
-    for text in documents_of(batch):
-        if isinstance(text, Reject):
-            rejects[text.value] += 1
+    for document in chain.from_iterable(map(batch.texts, batch.items)):
+        encoded = document if isinstance(document, Reject) else encode(document)
+        if isinstance(encoded, Reject):
+            rejects[encoded.value] += 1
             continue
-        tokens = tokenizer.encode(text)
-        if not tokens.size:
-            rejects[Reject.NO_TOKENS.value] += 1
-            continue
-        pieces += (tokens.astype(dtype), end)
-        lengths.append(tokens.size + 1)
-        text_bytes += len(text.encode())
-    joined = np.concatenate(pieces) if pieces else np.empty(0, dtype)
-    return TokenizedBatch(joined, np.array(lengths, np.int64), rejects, text_bytes, batch.progress)
+        tokens += (encoded.tokens.astype(dtype), end)
+        lengths.append(encoded.tokens.size + 1)
+        text_bytes += len(encoded.text.encode())
+        if encoded.mask is not None:
+            masks += (encoded.mask, no_label)
+    mask = np.concatenate(masks) if masks else None
+    counts = np.array(lengths, np.int64)
+    return TokenizedBatch(np.concatenate(tokens), counts, rejects, text_bytes, batch.progress, mask)
 
 
 def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Generator[R, None, None]:
@@ -159,13 +181,3 @@ def _leave_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def is_unicode(text: str) -> bool:
-    """Whether ``text`` can be written in UTF-8."""
-    # JSON may escape half of a surrogate pair, which no encoding can write.
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

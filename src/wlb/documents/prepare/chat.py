@@ -10,19 +10,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
-from wlb.documents.prepare.batches import Batch, Reject, TokenizedBatch, is_unicode
-from wlb.documents.prepare.tokenization import Tokenizer
+from wlb.documents.prepare.batches import Encoded, Reject, checked_text
+from wlb.documents.prepare.raw_files import json_field
+from wlb.documents.prepare.tokenization import Tokenizer, named_tokens, tokenizer_config
 from wlb.errors import UserError, require
 
 ChatMessage = Mapping[str, Any]
@@ -33,14 +30,6 @@ CHATML = (
 _CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
 # Marks that some templates put around what the assistant says, for transformers; here they mean nothing.
 _GENERATION_MARKS = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
-
-
-@dataclass(frozen=True)
-class RenderedChat:
-    """A conversation as text, and where in it the assistant speaks: characters from ``start`` to ``stop``, in order."""
-
-    text: str
-    spans: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -57,42 +46,53 @@ class ChatFormat:
 
         ``marks`` are the tokenizer's special tokens.
         """
-        directory = Path(source) if source is not None else Path()
-        directory = directory if directory.is_dir() else directory.parent
-        settings = _settings(directory / "tokenizer_config.json") if source not in (None, "bytes") else {}
-        template = settings.get("chat_template")
+        chatml = cls(marks=(*_CHATML_MARKS, *marks))
+        if source is None or source == "bytes":
+            return chatml
+        directory = Path(source) if Path(source).is_dir() else Path(source).parent
+        config = tokenizer_config(directory)
+        template = config.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
         beside = directory / "chat_template.jinja"
-        if source not in (None, "bytes") and beside.is_file():
+        if beside.is_file():
             template = beside.read_text(encoding="utf-8")
         if template is None:
-            return cls(marks=(*_CHATML_MARKS, *marks))
-        return cls(template, tuple(sorted(_special_tokens(settings).items())), tuple(marks))
+            return chatml
+        return cls(template, tuple(sorted(named_tokens(config).items())), tuple(marks))
 
     @property
     def is_chatml(self) -> bool:
         return self.template == CHATML
 
-    def render(self, messages: Sequence[ChatMessage]) -> RenderedChat | Reject:
-        """The text of a conversation, or why it cannot be trained."""
+    def encode(self, messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> Encoded | Reject:
+        """Tokenise a conversation, with a mask of what the assistant says, or say why it cannot be trained."""
         if any(mark in message[part] for message in messages for part in ("role", "content") for mark in self.marks):
             return Reject.SPECIAL_TOKEN  # it would end the turn in which it is quoted
         if not any(message["role"] == "assistant" for message in messages):
             return Reject.NO_ASSISTANT
         try:
             text = self._text(messages)
-            spans = []
-            for number, message in enumerate(messages):
-                if message["role"] == "assistant":
-                    prompt = self._text(messages[:number], add_generation_prompt=True)
-                    said = self._text(messages[: number + 1])
-                    if not (text.startswith(said) and said.startswith(prompt)):
-                        return Reject.REWRITTEN
-                    spans.append((len(prompt), len(said)))
+            spans = self._spans(text, messages)
         except self._template_errors:
             return Reject.TEMPLATE
-        return RenderedChat(text, tuple(spans))
+        if spans is None:
+            return Reject.REWRITTEN
+        if isinstance(checked := checked_text(text), Reject):
+            return checked
+        return Encoded(text, *tokenizer.encode_spans(text, spans))
+
+    def _spans(self, text: str, messages: Sequence[ChatMessage]) -> list[tuple[int, int]] | None:
+        """Characters between which the assistant speaks; None where the template rewrites what was said."""
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                prompt = self._text(messages[:number], add_generation_prompt=True)
+                said = self._text(messages[: number + 1])
+                if not (text.startswith(said) and said.startswith(prompt)):
+                    return None
+                spans.append((len(prompt), len(said)))
+        return spans
 
     def _text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
         text: str = self._compiled.render(
@@ -121,48 +121,10 @@ class ChatFormat:
         return ChatFormat, (self.template, self.special_tokens, self.marks)
 
 
-def json_line_chat(line: bytes, field: str) -> Iterator[list[ChatMessage] | Reject]:
+def json_line_chat(line: bytes, field: str) -> list[list[ChatMessage] | Reject]:
     """The conversation in ``field`` of one JSON object."""
-    if not line.strip():
-        yield Reject.BLANK_LINE
-        return
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        yield Reject.UNDECODABLE
-        return
-    except (ValueError, RecursionError):
-        yield Reject.BAD_JSON
-        return
-    if not isinstance(record, dict) or field not in record:
-        yield Reject.NO_FIELD
-        return
-    messages = record[field]
-    yield messages if _are_messages(messages) else Reject.NOT_MESSAGES
-
-
-def tokenize_chats(batch: Batch, tokenizer: Tokenizer, chat: ChatFormat, dtype: np.dtype[Any]) -> TokenizedBatch:
-    """Tokenise a batch of conversations, with masks. The end token is no label, as a template ends its turns itself."""
-    rejects: Counter[str] = Counter()
-    pieces: list[NDArray[Any]] = []
-    masks: list[NDArray[np.bool_]] = []
-    text_bytes = 0
-    for item in batch.items:
-        for messages in batch.texts(item):
-            rendered = messages if isinstance(messages, Reject) else chat.render(messages)
-            if not isinstance(rendered, Reject) and not is_unicode(rendered.text):
-                rendered = Reject.UNDECODABLE
-            if isinstance(rendered, Reject):
-                rejects[rendered.value] += 1
-                continue
-            tokens, mask = tokenizer.encode_spans(rendered.text, rendered.spans)
-            pieces.append(np.append(tokens, tokenizer.end_token).astype(dtype))
-            masks.append(np.append(mask, False))
-            text_bytes += len(rendered.text.encode())
-    lengths = np.array([len(piece) for piece in pieces], np.int64)
-    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype)
-    mask = np.concatenate(masks) if masks else np.empty(0, np.bool_)
-    return TokenizedBatch(tokens, lengths, rejects, text_bytes, batch.progress, mask)
+    messages = json_field(line, field)
+    return [messages if isinstance(messages, Reject) or _are_messages(messages) else Reject.NOT_MESSAGES]
 
 
 def _are_messages(messages: object) -> bool:
@@ -178,23 +140,6 @@ def _are_messages(messages: object) -> bool:
     )
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError):
-        raise UserError(f"{path} cannot be read as JSON; mend it or remove it") from None
-    return settings if isinstance(settings, dict) else {}
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its like; older files describe a token by an object with its properties."""
-    tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    plain = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    return {name: token for name, token in plain.items() if isinstance(token, str)}
-
-
 def _to_json(value: object, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
@@ -204,6 +149,5 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _fixed_day(pattern: str) -> str:
-    return datetime(2024, 7, 26).strftime(
-        pattern
-    )  # the default of Llama 3.1's template; today's would change the store
+    # The default of Llama 3.1's template; today's would change the store.
+    return datetime(2024, 7, 26).strftime(pattern)

@@ -77,19 +77,22 @@ def json_lines(path: Path) -> Iterator[Item]:
             position = now
 
 
-def json_line_text(line: bytes, field: str) -> list[str | Reject]:
-    """The text in ``field`` of one JSON object."""
+def json_field(line: bytes, field: str) -> Any:
+    """What one JSON object has in ``field``, or a ``Reject``."""
     if not line.strip():
-        return [Reject.BLANK_LINE]
+        return Reject.BLANK_LINE
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        return [Reject.UNDECODABLE]
+        return Reject.UNDECODABLE
     except (ValueError, RecursionError):
-        return [Reject.BAD_JSON]
-    if not isinstance(record, dict) or field not in record:
-        return [Reject.NO_FIELD]
-    text = record[field]
+        return Reject.BAD_JSON
+    return record[field] if isinstance(record, dict) and field in record else Reject.NO_FIELD
+
+
+def json_line_text(line: bytes, field: str) -> list[str | Reject]:
+    """The text in ``field`` of one JSON object."""
+    text = json_field(line, field)
     return [text if isinstance(text, str) else Reject.NOT_TEXT]
 
 

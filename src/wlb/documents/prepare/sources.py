@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 from wlb.documents.prepare.batches import Batch
 from wlb.documents.prepare.chat import json_line_chat
@@ -51,18 +51,6 @@ _TOPICS = Path("pydoc_data", "topics.py")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-class Corpus(Protocol):
-    """What ``prepare`` reads."""
-
-    total_bytes: int
-    skipped_files: int
-    description: dict[str, Any]
-
-    def batches(self) -> Iterator[Batch]:
-        """All documents, in an order that does not change, in batches of about a megabyte."""
-        ...
-
-
 class StdlibCorpus:
     """The source code and prose of the running Python's own standard library: a corpus that is always there.
 
@@ -80,6 +68,7 @@ class StdlibCorpus:
         self.description = {"kind": "stdlib", "python": platform.python_version(), "unit": unit}
 
     def batches(self) -> Iterator[Batch]:
+        """All documents, in an order that does not change, in batches of about a megabyte."""
         return _batches(_sized(stdlib_files(self._root)), partial(stdlib_documents, unit=self._unit))
 
 
@@ -134,6 +123,7 @@ class FileCorpus:
                 self.skipped_files += count_skipped
 
     def batches(self) -> Iterator[Batch]:
+        """All documents, in an order that does not change, in batches of about a megabyte."""
         for kind, paths in groupby(self.files(), file_kind):
             if kind == "text":
                 yield from _batches(_sized(paths), read_text)
@@ -143,6 +133,9 @@ class FileCorpus:
                     yield from _batches(json_lines(path), partial(self._read_line, field=self._field))
                 else:
                     yield from _batches(parquet_cells(path, self._field), utf8_text)
+
+
+Corpus: TypeAlias = StdlibCorpus | FileCorpus
 
 
 def _is_searched_for(path: Path) -> bool:

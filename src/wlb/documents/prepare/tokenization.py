@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,56 +36,27 @@ SMALLEST_BPE = 257
 LARGEST_BPE = 2**20  # several times the largest in use
 
 
-class Tokenizer(Protocol):
-    """What ``prepare`` asks of a tokenizer."""
+class BytesTokenizer:
+    """UTF-8 bytes as tokens 0 to 255; 256 ends a document. Needs no vocabulary file."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Every id is below this."""
-        ...
-
-    @property
-    def end_token(self) -> int:
-        """The id that ends a document; it is not part of what ``encode`` returns."""
-        ...
+    vocab_size = 257  # every id is below this
+    end_token = 256  # ends a document; it is not part of what ``encode`` returns
+    special_tokens: tuple[str, ...] = ()  # the tokens that are no text, by their names
 
     @property
     def identity(self) -> dict[str, Any]:
         """What tells this tokenizer from others: its kind, name and the sha256 of its definition."""
-        ...
+        return {"kind": "bytes", "name": "bytes", "end_token": "256"}
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Token ids of ``text``, shape (tokens,). Raises ``UnicodeEncodeError`` for text that is no Unicode."""
-        ...
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        """The tokens that are no text, by their names."""
-        ...
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Token ids of ``text``, in which special tokens are tokens, and which of them begin inside ``spans``.
 
         ``spans`` are characters, from the first up to the second, in ascending order. Both results: shape (tokens,).
         """
-        ...
-
-
-class BytesTokenizer:
-    """UTF-8 bytes as tokens 0 to 255; 256 ends a document. Needs no vocabulary file."""
-
-    vocab_size = 257
-    end_token = 256
-    special_tokens: tuple[str, ...] = ()
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"kind": "bytes", "name": "bytes", "end_token": "256"}
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-
-    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         tokens = self.encode(text)
         starts_character = (tokens & 0xC0) != 0x80  # bytes 10xxxxxx go on with a character of UTF-8
         return tokens, _inside(np.cumsum(starts_character) - 1, spans)
@@ -108,9 +79,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _backend(self) -> Any:
-        backend = _parse(self.definition, self.name)
-        backend.no_truncation()
-        backend.no_padding()
+        backend = self._parsed()
         backend.encode_special_tokens = True
         return backend
 
@@ -143,6 +112,9 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _with_special_tokens(self) -> Any:
+        return self._parsed()
+
+    def _parsed(self) -> Any:
         backend = _parse(self.definition, self.name)
         backend.no_truncation()
         backend.no_padding()
@@ -155,6 +127,9 @@ class HuggingFaceTokenizer:
             raise UserError(f"tokenizer {self.name} cannot encode a document: {error}") from None
         starts = np.array([start for start, _ in encoding.offsets], np.int64)
         return np.array(encoding.ids, np.int64), _inside(starts, spans)
+
+
+Tokenizer: TypeAlias = BytesTokenizer | HuggingFaceTokenizer
 
 
 def _inside(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
@@ -227,17 +202,29 @@ def _find_end_token(definition: str, path: Path, wanted: str | None) -> str:
 
 
 def _configured_end_token(path: Path) -> list[str]:
-    config_path = path.with_name("tokenizer_config.json")
-    if path.name != "tokenizer.json" or not config_path.is_file():
+    if path.name != "tokenizer.json":
         return []
+    tokens = named_tokens(tokenizer_config(path.parent))
+    return [tokens["eos_token"]] if "eos_token" in tokens else []
+
+
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    """What ``tokenizer_config.json`` says; nothing where there is none. Raises ``UserError`` where it is not JSON."""
+    path = directory / "tokenizer_config.json"
     try:
-        config = json.loads(config_path.read_bytes())
-    except (ValueError, RecursionError):
-        raise UserError(f"{config_path} is not valid JSON; mend it or name the end token with --end-token") from None
-    token = config.get("eos_token") if isinstance(config, dict) else None
-    # Older files describe the token by an object with its properties.
-    token = token.get("content") if isinstance(token, dict) else token
-    return [token] if isinstance(token, str) else []
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        raise UserError(f"{path} is not valid JSON; mend it or remove it") from None
+    return config if isinstance(config, dict) else {}
+
+
+def named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like; older files describe a token by an object with its properties."""
+    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    plain = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: token for name, token in plain.items() if isinstance(token, str)}
 
 
 def _parse(definition: str, name: str) -> Any:

@@ -57,7 +57,7 @@ class TokenStore:
         sidecar = _read_sidecar(prefix, index)
         return cls(prefix, index, _map_tokens(bin_path(prefix), index), sidecar, _map_mask(prefix, index, sidecar))
 
-    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return TokenStore.open, (self.prefix,)
 
     def __len__(self) -> int:
@@ -179,33 +179,34 @@ class TokenStore:
 
 
 def _map_tokens(path: Path, index: TokenIndex) -> NDArray[Any]:
-    expected = index.tokens * index.dtype.itemsize
     try:
-        size = path.stat().st_size
-        if size == expected:
-            # An empty file cannot be mapped.
-            return np.memmap(path, index.dtype, mode="r") if size else np.empty(0, index.dtype)
+        return _mapped(path, index.dtype, index)
     except FileNotFoundError:
         raise UserError(f"token file {path} does not exist, only its index") from None
-    except OSError as error:
-        raise UserError(f"token file {path} cannot be read: {error.strerror}") from error
-    raise UserError(f"{path} has {size} bytes where its index asks for {expected}: truncated or of another store")
 
 
 def _map_mask(prefix: Path, index: TokenIndex, sidecar: dict[str, Any]) -> NDArray[np.uint8] | None:
     path = mask_path(prefix)
     try:
-        size = path.stat().st_size
-        mask = np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)
+        return _mapped(path, np.dtype(np.uint8), index)
     except FileNotFoundError:
         if "mask_sha256" in sidecar:
             raise UserError(f"{path} does not exist, and the store was written with one; prepare it again") from None
         return None
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], index: TokenIndex) -> NDArray[Any]:
+    """A file of one value for each token of the store. Raises ``UserError`` where it has more or fewer."""
+    expected = index.tokens * dtype.itemsize
+    try:
+        size = path.stat().st_size
+        if size == expected:  # an empty file cannot be mapped
+            return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    if size != index.tokens:
-        raise UserError(f"{path} has {size} bytes for {index.tokens} tokens; it needs one for each")
-    return mask
+    raise UserError(f"{path} has {size} bytes where its index asks for {expected}: truncated or of another store")
 
 
 def stored_vocab_size(prefix: Path) -> int | None:

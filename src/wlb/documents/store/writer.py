@@ -150,18 +150,7 @@ class TokenStoreWriter:
         ``mask`` has the shape of ``tokens`` and is True for labels; without it, all tokens of these documents are
         labels.
         """
-        if lengths.sum() != tokens.size or (lengths < 0).any():
-            raise ValueError(f"lengths sum to {lengths.sum()}, tokens are {tokens.size}")
-        if mask is not None and (mask.shape != tokens.shape or not self._masked):
-            raise ValueError(f"a mask of shape {mask.shape} for {tokens.size} tokens, masked = {self._masked}")
-        if lengths.size and lengths.max() > MAX_DOCUMENT_TOKENS:
-            raise UserError(
-                f"document {self.documents + int(lengths.argmax())} has {lengths.max()} tokens; "
-                f"the format holds at most {MAX_DOCUMENT_TOKENS}"
-            )
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
-            bad = tokens.min() if tokens.min() < 0 else tokens.max()
-            raise UserError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
+        self._check(tokens, lengths, mask)
         stored = np.ascontiguousarray(tokens, self._dtype).data
         with _disk_errors(self.prefix):
             self._bin.write(stored)
@@ -174,6 +163,20 @@ class TokenStoreWriter:
         self._content.update(stored)
         self.documents += lengths.size
         self.tokens += tokens.size
+
+    def _check(self, tokens: NDArray[Any], lengths: NDArray[np.int64], mask: NDArray[np.bool_] | None) -> None:
+        if lengths.sum() != tokens.size or (lengths < 0).any():
+            raise ValueError(f"lengths sum to {lengths.sum()}, tokens are {tokens.size}")
+        if mask is not None and (mask.shape != tokens.shape or not self._masked):
+            raise ValueError(f"a mask of shape {mask.shape} for {tokens.size} tokens, masked = {self._masked}")
+        if lengths.size and lengths.max() > MAX_DOCUMENT_TOKENS:
+            raise UserError(
+                f"document {self.documents + int(lengths.argmax())} has {lengths.max()} tokens; "
+                f"the format holds at most {MAX_DOCUMENT_TOKENS}"
+            )
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
+            bad = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise UserError(f"token {bad} is outside the vocabulary of {self.vocab_size}")
 
     def _commit(self) -> None:
         data, mask, sidecar, tokenizer, index = self._targets

@@ -5,6 +5,6 @@
 """
 
 from wlb.integrations.batches.sampler import PlannedBatchSampler
-from wlb.integrations.batches.steps import WholeSteps, balanced_job
+from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job
 
-__all__ = ["PlannedBatchSampler", "WholeSteps", "balanced_job"]
+__all__ = ["ItemsOfSteps", "PlannedBatchSampler", "WholeSteps", "balanced_job"]

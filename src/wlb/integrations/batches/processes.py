@@ -32,10 +32,7 @@ class Processes:
         if dp is None and self._distributed() is None:
             dp = 1
         elif dp is None:
-            world = self._world()
-            if cp < 1 or world % cp:
-                raise UserError(f"{world} processes cannot be divided into context-parallel groups of cp = {cp}")
-            dp = world // cp
+            dp = data_parallel_ranks(self._world(), cp)
         self.dp, self.ranks = dp, dp * cp
         if rank is not None and not 0 <= rank < self.ranks:
             raise UserError(f"rank = {rank} is none of dp x cp = {self.ranks} processes")
@@ -84,14 +81,22 @@ class Processes:
         return distributed if distributed and distributed.is_available() and distributed.is_initialized() else None
 
 
+def data_parallel_ranks(processes: int, cp: int) -> int:
+    """Context-parallel groups of ``cp`` that the processes make. Raises ``UserError`` where some would be left."""
+    if cp < 1 or processes % cp:
+        raise UserError(
+            f"{processes} processes cannot be divided into context-parallel groups of cp = {cp}; give a divisor"
+        )
+    return processes // cp
+
+
 def _check_same(plans: list[dict[str, Any]]) -> None:
     differences = []
     for name in {name: None for plan in plans for name in plan}:
-        for process, plan in enumerate(plans):
-            if plan.get(name) != plans[0].get(name):
-                values = f"{plans[0].get(name)!r} on process 0, {plan.get(name)!r} on process {process}"
-                differences.append(f"{name} ({values})")
-                break
+        ours, *others = (plan.get(name) for plan in plans)
+        process = next((number for number, theirs in enumerate(others, 1) if theirs != ours), None)
+        if process is not None:
+            differences.append(f"{name} ({ours!r} on process 0, {others[process - 1]!r} on process {process})")
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UserError(

@@ -7,7 +7,6 @@ which is how Accelerate's ``BatchSamplerShard`` deals batches to processes and w
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import Processes, digest
-from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths, documents_of
+from wlb.integrations.batches.steps import ItemsOfSteps, WholeSteps, balanced_job, checked_lengths
 from wlb.packing.plan import StepPlan
 from wlb.simulate.job import SimulatedJob
 from wlb.workload.base import DocumentPrices
@@ -153,40 +152,27 @@ class PlannedBatchSampler:
 
     def _processes(self) -> list[int]:
         """The data-parallel rank of each process whose micro-batches are yielded in turn."""
-        ranks = [process // self.job.cp for process in range(self.job.dp * self.job.cp)]
+        ranks = [process // self.job.layout.cp for process in range(self.job.layout.dp * self.job.layout.cp)]
         return ranks if self._rank is None else [ranks[self._rank]]
 
 
-class PlannedBatches(Iterator[list[int]]):
+class PlannedBatches(ItemsOfSteps[list[int]]):
     """One pass over a ``PlannedBatchSampler``; it has the state, so that a loader with workers can keep several."""
 
     def __init__(
         self, steps_of: Callable[[int], WholeSteps], number: int, processes: Sequence[int], epochs: int | None
     ) -> None:
-        self.number, self.finished = number, False
-        self.steps = steps_of(number)
+        super().__init__(steps_of(number), self._documents)
+        self.number = number
         self._steps_of, self._processes, self._epochs = steps_of, processes, epochs
-        self._before = self.steps.state_dict()  # the step that is being yielded
-        self._batches: list[list[int]] = []
-        self._taken = 0
 
     def __next__(self) -> list[int]:
-        if self._taken == len(self._batches):
-            self._next_step()
-        self._taken += 1
-        return list(self._batches[self._taken - 1])
-
-    @property
-    def of_step(self) -> int:
-        """Batches of the step that is being yielded."""
-        return len(self._batches)
+        return list(super().__next__())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue after the last batch, as JSON-serialisable data of the caller's own."""
         state = {"pass": self.number, "epochs": self._epochs, "processes": len(self._processes)}
-        if self._taken < len(self._batches):
-            return {**state, "planner": copy.deepcopy(self._before), "taken": self._taken}
-        return {**state, "planner": self.steps.state_dict(), "taken": 0}
+        return state | super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, as ``PlannedBatchSampler.load_state_dict`` does."""
@@ -200,26 +186,13 @@ class PlannedBatches(Iterator[list[int]]):
                     f"the state was saved {where} with {name} = {state[name]}, this sampler has {now}; continue with "
                     "what it was saved with"
                 )
-        self.steps = self._steps_of(state["pass"])
-        self.steps.load_state_dict(state["planner"], inside_step=inside_step)
-        self.number, self.finished = state["pass"], False
-        self._before = self.steps.state_dict()
-        self._batches, self._taken = [], 0
-        if state["taken"]:
-            self._next_step()
-            self._taken = state["taken"]
+        self.number, self.steps = state["pass"], self._steps_of(state["pass"])
+        super().load_state_dict(state)
 
-    def _next_step(self) -> None:
-        before = self.steps.state_dict()
-        try:
-            plan = next(self.steps)
-        except StopIteration:
-            self.finished = True
-            raise
-        self._before = before
-        self._batches = [
-            documents_of(plan.ranks[rank][index].segments, self.steps.settings["documents"])
+    def _documents(self, plan: StepPlan) -> list[list[int]]:
+        documents = self.steps.settings["documents"]
+        return [
+            [segment.document % documents for segment in plan.ranks[rank][index].segments]
             for index in range(len(plan.ranks[0]))
             for rank in self._processes
         ]
-        self._taken = 0

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.arriving import ArrivingDocuments
-from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import fits
@@ -34,6 +33,7 @@ from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.workload import Hardware, ModelShape
 from wlb.workload.base import DocumentPrices
 
+Item = TypeVar("Item")
 Lengths = NDArray[np.int64]
 
 _ORDER = ("documents", "digest of lengths", "seed", "shuffle")  # settings that a state is bound to
@@ -145,7 +145,8 @@ class WholeSteps(Iterator[StepPlan]):
         if whole is None:
             raise UserError(
                 f"{len(list(step.plan.segments))} documents cannot be divided into micro-batches of up to "
-                f"{self._capacity} tokens, one at least for each of {self._job.dp} data-parallel ranks; give more"
+                f"{self._capacity} tokens, one at least for each of {self._job.layout.dp} data-parallel ranks; "
+                "give more"
             )
         self._before = step.state
         return whole
@@ -196,19 +197,17 @@ class WholeSteps(Iterator[StepPlan]):
         return set(changed)
 
     def _planned(self) -> PlannedStep | None:
-        if not self._ended:
-            step = next(self._planner, None)
-            self._ended = step is None
-            return step
-        return None
+        step = None if self._ended else next(self._planner, None)
+        self._ended = step is None
+        return step
 
     def _whole(self, plan: StepPlan) -> StepPlan | None:
         """``plan`` without empty micro-batches; None where its documents do not suffice for every rank."""
-        if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == self._job.dp:
+        if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == self._job.layout.dp:
             return plan
         segments = list(plan.segments)
         lengths = [segment.length for segment in segments]
-        dp = self._job.dp
+        dp = self._job.layout.dp
         for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
             try:
                 divided = balance(lengths, parts, self._capacity, multiple_of=dp, workload=self._job.packing_prices)
@@ -236,8 +235,8 @@ def _settings(job: JobSpec, documents: Lengths | ArrivingDocuments[Any]) -> dict
         "context_window": job.context_window,
         "overlong": data.overlong,
         "micro_batches": job.micro_batches_per_rank,
-        "dp": job.dp,
-        "cp": job.cp,
+        "dp": job.layout.dp,
+        "cp": job.layout.cp,
         "prices": [f"{seconds:.6g}" for seconds in prices],
     }
 
@@ -253,6 +252,48 @@ def _joined(first: StepPlan, second: StepPlan) -> StepPlan:
     )
 
 
-def documents_of(segments: Sequence[Segment], documents: int) -> list[int]:
-    """The indices of ``segments``' documents among ``documents``, in packed order."""
-    return [segment.document % documents for segment in segments]
+class ItemsOfSteps(Iterator[Item]):
+    """The items of one step after another, and the state between any two of them: what a loader yields.
+
+    ``items`` says what those of a step are, one rank's micro-batches for example.
+    """
+
+    def __init__(self, steps: WholeSteps, items: Callable[[StepPlan], Sequence[Item]]) -> None:
+        self.steps, self.finished = steps, False
+        self._items = items
+        self._before = steps.state_dict()  # the step whose items are being taken
+        self._of_step: Sequence[Item] = ()
+        self._taken = 0
+
+    def __next__(self) -> Item:
+        if self._taken == len(self._of_step):
+            self._next_step()
+        self._taken += 1
+        return self._of_step[self._taken - 1]
+
+    @property
+    def of_step(self) -> int:
+        """Items of the step that is being yielded."""
+        return len(self._of_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue after the last item, as JSON-serialisable data of the caller's own."""
+        if self._taken < len(self._of_step):
+            return {"planner": copy.deepcopy(self._before), "taken": self._taken}
+        return {"planner": self.steps.state_dict(), "taken": 0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; raises ``UserError`` as ``WholeSteps.load_state_dict`` does."""
+        self.steps.load_state_dict(state["planner"], inside_step=state["taken"] > 0)
+        self._of_step, self._taken, self.finished = (), 0, False
+        if state["taken"]:
+            self._next_step()
+            self._taken = state["taken"]
+
+    def _next_step(self) -> None:
+        before = self.steps.state_dict()
+        plan = next(self.steps, None)
+        if plan is None:
+            self.finished = True
+            raise StopIteration
+        self._before, self._of_step, self._taken = before, self._items(plan), 0

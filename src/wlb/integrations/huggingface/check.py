@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
 from wlb.integrations.huggingface.attention import is_packed_attention
+from wlb.integrations.packed import extents_of
 from wlb.training.data.batch import IGNORE_LABEL
 
 _DOCUMENTS = 4  # of the micro-batch that a Trainer checks
@@ -69,7 +70,7 @@ def check_trainer(
         return loss * (weight * scale)
 
     scale = _SCALE if trainer.accelerator.mixed_precision == "fp16" else 1.0
-    whole = 1 / sampler.job.cp  # each document alone is trained by all ranks that share the packed ones
+    whole = 1 / sampler.job.layout.cp  # each document alone is trained by all ranks that share the packed ones
     alone = (partial(loss_of, _learning_all(trainer.data_collator([document])), whole) for document in documents)
     with _undisturbed(model):
         packed = _learning_all(trainer.data_collator(documents))
@@ -160,12 +161,5 @@ def _by_own_attention(model: Any, losses: Iterable[Callable[[], Tensor]]) -> Ite
 def _singles(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The documents of ``batch``, each as a micro-batch of its own."""
     for start, stop in pairwise(batch["cu_seq_lens_q"].tolist()):
-        one = torch.tensor([0, stop - start], dtype=torch.int32)
-        yield {
-            **{name: batch[name][:, start:stop] for name in ("input_ids", "position_ids", "labels")},
-            "cu_seq_lens_q": one,
-            "cu_seq_lens_k": one,
-            "max_length_q": stop - start,
-            "max_length_k": stop - start,
-            "use_cache": False,
-        }
+        own = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids", "labels")}
+        yield own | extents_of([stop - start])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from wlb.errors import UserError
+from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import IGNORE_LABEL
 from wlb.workload.base import Workload
@@ -21,14 +21,10 @@ def context_parallel_group(cp: int) -> dist.ProcessGroup | None:
 
     Raises ``UserError`` where the processes cannot be divided so.
     """
-    world = dist.get_world_size()
-    if world % cp:
-        raise UserError(
-            f"{world} processes cannot be divided into context-parallel groups of cp = {cp}; give a divisor"
-        )
-    if world == cp:
+    dp = data_parallel_ranks(dist.get_world_size(), cp)
+    if dp == 1:
         return None
-    groups: list[dist.ProcessGroup] = [dist.new_group(list(range(first, first + cp))) for first in range(0, world, cp)]
+    groups: list[dist.ProcessGroup] = [dist.new_group([*range(n * cp, (n + 1) * cp)]) for n in range(dp)]
     return groups[dist.get_rank() // cp]
 
 

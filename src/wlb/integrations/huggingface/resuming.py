@@ -18,7 +18,7 @@ from wlb.errors import UserError, require
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.packing.plan import StepPlan
 
-_NAME = "BalancedState"  # of the callback, in trainer_state.json
+STATE = "BalancedState"  # of the callback, in trainer_state.json
 _PLANNED = 64  # steps of an endless stream that are looked at before training; planning all would take minutes
 
 
@@ -92,34 +92,11 @@ class TrainedBatches:
 
     @property
     def _processes(self) -> int:
-        return self._sampler.job.dp * self._sampler.job.cp
+        return self._sampler.job.layout.dp * self._sampler.job.layout.cp
 
     @property
     def _passed_over(self) -> int:
         return self._done * self._sampler.job.micro_batches_per_rank * self._processes
-
-
-def state_callback(batches: Callable[[], TrainedBatches]) -> Any:
-    """A callback through which Trainer saves the state after its last step."""
-    callbacks = require("transformers.trainer_callback", "hf")
-    base: type[Any] = callbacks.TrainerCallback
-    exportable: type[Any] = callbacks.ExportableState
-
-    class BalancedState(base, exportable):
-        _step = 0
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            state.stateful_callbacks.setdefault(_NAME, {})
-            self._step = state.global_step
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            self._step = state.global_step
-            batches().state_after(self._step)
-
-        def state(self) -> dict[str, Any]:
-            return {"args": {}, "attributes": {"saved": json.dumps(batches().state_after(self._step))}}
-
-    return BalancedState()
 
 
 def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple[int, dict[str, Any]] | None:
@@ -135,7 +112,7 @@ def trained_state(args: Any, resume_from_checkpoint: str | bool | None) -> tuple
         return None  # which Trainer refuses
     path = Path(folder) / "trainer_state.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    exported = (saved.get("stateful_callbacks") or {}).get(_NAME) or {}
+    exported = (saved.get("stateful_callbacks") or {}).get(STATE) or {}
     state = json.loads(exported.get("attributes", {}).get("saved", "null"))
     if state is None:
         raise UserError(

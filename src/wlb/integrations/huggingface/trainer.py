@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
@@ -17,14 +18,14 @@ from torch.utils.data import DataLoader
 
 from wlb.errors import UserError, require
 from wlb.integrations.batches import PlannedBatchSampler
+from wlb.integrations.batches.processes import data_parallel_ranks
 from wlb.integrations.checks import BalanceMonitor
 from wlb.integrations.document_fields import FIELDS, token_count
 from wlb.integrations.huggingface.attention import check_model, register_attention
 from wlb.integrations.huggingface.check import check_trainer
 from wlb.integrations.huggingface.context_parallel import context_parallel_group, context_parallel_share
-from wlb.integrations.huggingface.resuming import TrainedBatches, state_callback, trained_state
+from wlb.integrations.huggingface.resuming import STATE, TrainedBatches, trained_state
 from wlb.integrations.packed import FlatteningCollator, warn_of_no_labels
-from wlb.packing.plan import StepPlan
 from wlb.training.runtime.collectives import on_every_rank
 from wlb.workload import ModelShape
 from wlb.workload.model_json import FAMILIES, dense, language_model
@@ -86,7 +87,7 @@ def balanced(
 class _BalancedTrainer:
     """What ``balanced`` adds to a Trainer."""
 
-    _wlb_planning: Mapping[str, Any]
+    _wlb_planning: dict[str, Any]
     _wlb_sharding: str
     _wlb_monitors: bool
     _wlb_checks: bool
@@ -99,9 +100,11 @@ class _BalancedTrainer:
         trainer: Any = self
         trainer.args = copy.copy(trainer.args)  # it is changed below, and may be used for another Trainer
         check_model(trainer.model)
-        _check_trainer_is_exact(trainer)
-        _check_masks_are_read(trainer)
-        self._wlb_epochs = _checked_epochs(trainer)
+        for reason in _refusals(trainer):
+            raise UserError(reason)
+        whole = max(1, math.ceil(trainer.args.num_train_epochs))
+        self._wlb_epochs = None if trainer.args.max_steps > 0 else whole  # those of the stream; max_steps ends it
+        trainer.args.num_train_epochs = 1
         self.train_sampler = self._wlb_sampler(trainer)
         self._wlb_share: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         job = self.train_sampler.job
@@ -109,17 +112,15 @@ class _BalancedTrainer:
         trainer.args.gradient_accumulation_steps = job.micro_batches_per_rank
         self._wlb_planned = {name: getattr(trainer.args, name) for name in _PLANNED}
         self._wlb_batches = TrainedBatches(self.train_sampler, trainer.args.max_steps)
-        trainer.add_callback(state_callback(lambda: self._wlb_batches))
-        if job.cp > 1:
-            register_attention(trainer.model, group=context_parallel_group(job.cp))
-            rank, prices = dist.get_rank() % job.cp, job.sharding_workload
+        trainer.add_callback(_callback(trainer))
+        if job.layout.cp > 1:
+            register_attention(trainer.model, group=context_parallel_group(job.layout.cp))
+            rank, prices = dist.get_rank() % job.layout.cp, job.sharding_workload
             strategy = "elastic" if job.packing.method == "elastic" else self._wlb_sharding
-            self._wlb_share = partial(context_parallel_share, cp=job.cp, rank=rank, sharding=strategy, workload=prices)
+            self._wlb_share = partial(
+                context_parallel_share, cp=job.layout.cp, rank=rank, sharding=strategy, workload=prices
+            )
         self.balance_monitor = BalanceMonitor(device=trainer.args.device.type) if self._wlb_monitors else None
-        if self.balance_monitor is not None:
-            trainer.add_callback(_monitor_callback(self.balance_monitor, lambda: self._wlb_batches.plans()))
-        if self._wlb_checks:
-            trainer.add_callback(_check_callback(self))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **arguments: Any) -> Any:
         """As Trainer's, on the documents that come next in the checkpoint. Raises ``UserError`` where none can."""
@@ -179,21 +180,16 @@ class _BalancedTrainer:
             trainer._signature_columns = [*columns, *(field for field in FIELDS if field not in columns)]
 
     def _wlb_sampler(self, trainer: Any) -> PlannedBatchSampler:
-        planning = dict(self._wlb_planning)
-        cp = planning.pop("cp")
-        world = trainer.args.world_size
-        if world % cp:
-            raise UserError(f"{world} processes cannot be divided into context-parallel groups of cp = {cp}")
+        dp = data_parallel_ranks(trainer.args.world_size, self._wlb_planning["cp"])
         device = trainer.args.device.type
         usual = {"model": model_shape_of(trainer.model.config), "seed": trainer.args.seed}
         usual["hardware"] = "cpu" if device == "cpu" else "h100"
         return PlannedBatchSampler(
             _lengths_of(trainer.train_dataset),
             micro_batches=trainer.args.gradient_accumulation_steps,
-            dp=world // cp,
-            cp=cp,
+            dp=dp,
             epochs=self._wlb_epochs,
-            **usual | planning,
+            **usual | self._wlb_planning,
         )
 
 
@@ -208,83 +204,72 @@ class _Collation:
         return batch if self._share is None else self._share(batch)
 
 
-def _check_trainer_is_exact(trainer: Any) -> None:
-    """Raise ``UserError`` for a loss that is averaged by micro-batch, and for processes that share documents."""
+def _refusals(trainer: Any) -> Iterator[str]:
+    """Why micro-batches as planned would not be trained exactly: losses that are averaged, cuts, masks not read."""
     args = trainer.args
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-        raise UserError(
+        yield (
             f"the loss of {type(trainer.model).__name__} takes no num_items_in_batch, so each micro-batch would be "
             "averaged and documents of long ones would count less; give its forward **kwargs that reach its loss, or "
             "the Trainer a compute_loss_func that divides by num_items_in_batch"
         )
     if args.n_gpu > 1:
-        raise UserError(
+        yield (
             f"one process has {args.n_gpu} devices, among which torch.nn.DataParallel would cut packed micro-batches; "
             "start a process for each: torchrun --nproc-per-node ..."
         )
     for kind in ("tp", "cp", "sp"):
-        size = getattr(trainer, f"get_{kind}_size", lambda: 1)()
-        if size > 1:
-            raise UserError(
+        if (size := getattr(trainer, f"get_{kind}_size", lambda: 1)()) > 1:
+            yield (
                 f"{kind} = {size} processes of the Trainer would share documents, and the sampler gives each its own; "
                 "use data parallelism alone, or balanced(..., cp=...) for context parallelism"
             )
     strategy = "group_by_length" if getattr(args, "group_by_length", False) else None
     strategy = str(getattr(args, "train_sampling_strategy", None) or strategy or "random")
     if not strategy.endswith("random"):
-        raise UserError(f'train_sampling_strategy = "{strategy}" has no effect, as documents are planned; leave it out')
+        yield f'train_sampling_strategy = "{strategy}" has no effect, as documents are planned; leave it out'
+    yield from _masks_not_read(trainer.data_collator, trainer.train_dataset)
+    if not getattr(args, "average_tokens_across_devices", True) and args.world_size > 1:
+        yield (
+            "average_tokens_across_devices = False divides each rank's loss by its own tokens, so documents of long "
+            "micro-batches would count less; set it to True"
+        )
+    if getattr(args, "packing", False) or not getattr(args, "padding_free", True):
+        yield "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
+    if args.ignore_data_skip:
+        yield (
+            "ignore_data_skip = True would count steps of documents that were not trained; set it to False: resuming "
+            "reads no batch again"
+        )
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(getattr(args, "accelerator_config", None), name, None):
+            yield f"accelerator_config.{name} = True cuts planned micro-batches; set it to False"
+    yield from _cut_epochs(args)
 
 
-def _check_masks_are_read(trainer: Any) -> None:
-    """Raise ``UserError`` for padding and masks in the data set that a collator other than ours would pass over."""
-    collator, dataset = trainer.data_collator, trainer.train_dataset
+def _masks_not_read(collator: Any, dataset: Any) -> Iterator[str]:
+    """Padding and masks in the data set that a collator other than ours would pass over."""
     if isinstance(collator, FlatteningCollator) or not hasattr(dataset, "__len__") or not len(dataset):
         return
     named = f"the data collator {getattr(collator, '__name__', type(collator).__name__)}"
     remedy = "give data_collator=FlatteningCollator() or a subclass of it"
     columns = getattr(dataset, "column_names", None) or dataset[0]
     if "loss_mask" in columns:
-        raise UserError(f"{named} is not known to read loss_mask, so masked tokens might be learnt; {remedy}")
+        yield f"{named} is not known to read loss_mask, so masked tokens might be learnt; {remedy}"
     if "attention_mask" in columns:
         whole = hasattr(dataset, "column_names")
         masks = dataset["attention_mask"] if whole else (document["attention_mask"] for document in dataset)
         if not all(map(all, masks)):
-            raise UserError(f"{named} is not known to cut off padding, which would be learnt as text; {remedy}")
+            yield f"{named} is not known to cut off padding, which would be learnt as text; {remedy}"
 
 
-def _checked_epochs(trainer: Any) -> int | None:
-    """Epochs of the stream, None where max_steps ends it.
-
-    Raises ``UserError`` for arguments that break packing or cut epochs.
-    """
-    args = trainer.args
-    if not getattr(args, "average_tokens_across_devices", True) and args.world_size > 1:
-        raise UserError(
-            "average_tokens_across_devices = False divides each rank's loss by its own tokens, so documents of long "
-            "micro-batches would count less; set it to True"
-        )
-    if getattr(args, "packing", False) or not getattr(args, "padding_free", True):
-        raise UserError(
-            "SFTTrainer must leave packing to the sampler; set packing=False, padding_free=True, max_length=None"
-        )
-    if args.ignore_data_skip:
-        raise UserError(
-            "ignore_data_skip = True would count steps of documents that were not trained; set it to False: resuming "
-            "reads no batch again"
-        )
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(getattr(args, "accelerator_config", None), name, None):
-            raise UserError(f"accelerator_config.{name} = True cuts planned micro-batches; set it to False")
+def _cut_epochs(args: Any) -> Iterator[str]:
     epochs = args.num_train_epochs
     if epochs != int(epochs) and args.max_steps <= 0:
-        raise UserError(f"num_train_epochs = {epochs} ends inside an epoch; give a whole number, or max_steps")
-    whole: int = max(1, math.ceil(epochs))
-    strategies = ("save_strategy", "eval_strategy", "logging_strategy")
-    by_epoch = [name for name in strategies if getattr(args, name, None) == "epoch"]
-    if by_epoch and whole > 1:
-        raise UserError(f'{by_epoch[0]} = "epoch" has no meaning where {whole} epochs are one stream; use "steps"')
-    args.num_train_epochs = 1  # of the stream
-    return None if args.max_steps > 0 else whole
+        yield f"num_train_epochs = {epochs} ends inside an epoch; give a whole number, or max_steps"
+    for name in ("save_strategy", "eval_strategy", "logging_strategy"):
+        if getattr(args, name, None) == "epoch" and epochs > 1:
+            yield f'{name} = "epoch" has no meaning where {math.ceil(epochs)} epochs are one stream; use "steps"'
 
 
 def _lengths_of(dataset: Any) -> Sequence[int]:
@@ -304,29 +289,35 @@ def _lengths_of(dataset: Any) -> Sequence[int]:
     return [token_count(dataset[index], f"document {index}") for index in range(len(dataset))]
 
 
-def _monitor_callback(monitor: BalanceMonitor, plans: Callable[[], Iterator[StepPlan]]) -> Any:
-    """A ``TrainerCallback`` that closes a step of ``monitor`` after every optimizer step."""
-    callback_class: type[Any] = require("transformers", "hf").TrainerCallback
+def _callback(trainer: Any) -> Any:
+    """What a Trainer does beside its steps: checks packing first, closes the monitor's steps, saves the state.
 
-    class MonitorCallback(callback_class):
+    Training begins when the model is wrapped and loaded.
+    """
+    callbacks = require("transformers.trainer_callback", "hf")
+    base: type[Any] = callbacks.TrainerCallback
+    exportable: type[Any] = callbacks.ExportableState
+
+    class BalancedState(base, exportable):
+        _step = 0
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            self._plans = plans()
+            state.stateful_callbacks.setdefault(STATE, {})
+            self._step, self._plans = state.global_step, trainer._wlb_batches.plans()
+            if trainer._wlb_checks:
+                check_trainer(trainer, trainer.train_sampler, trainer._wlb_dataset(), trainer._wlb_share)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            monitor.end_step(next(self._plans, None))
+            self._step = state.global_step
+            trainer._wlb_batches.state_after(self._step)
+            if trainer.balance_monitor is not None:
+                trainer.balance_monitor.end_step(next(self._plans, None))
 
-    return MonitorCallback()
+        def state(self) -> dict[str, Any]:
+            saved = json.dumps(trainer._wlb_batches.state_after(self._step))
+            return {"args": {}, "attributes": {"saved": saved}}
 
-
-def _check_callback(trainer: Any) -> Any:
-    """A ``TrainerCallback`` that checks packing before the first step, when the model is wrapped and loaded."""
-    callback_class: type[Any] = require("transformers", "hf").TrainerCallback
-
-    class CheckCallback(callback_class):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **arguments: Any) -> None:
-            check_trainer(trainer, trainer.train_sampler, trainer._wlb_dataset(), trainer._wlb_share)
-
-    return CheckCallback()
+    return BalancedState()
 
 
 def model_shape_of(config: Any) -> ModelShape:

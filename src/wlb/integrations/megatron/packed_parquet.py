@@ -16,7 +16,8 @@ With ``max_train_samples`` Bridge shuffles rows; their prices stay alike, but no
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.packing.plan import StepPlan
+from wlb.packing.plan import MicroBatch, StepPlan
 
 if TYPE_CHECKING:
     from wlb.training.data.batch import TokenSource
@@ -79,7 +80,7 @@ def write_packed_parquet(
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with pq.ParquetWriter(part, _SCHEMA) as writer:
-            made = rows.of(plans)
+            made = (rows.row(plan.step, m) for plan in plans for slot in zip(*plan.ranks, strict=True) for m in slot)
             while group := list(islice(made, _ROWS_AT_ONCE)):
                 writer.write_table(pa.Table.from_pylist(group, _SCHEMA))
         os.replace(part, path)
@@ -88,52 +89,44 @@ def write_packed_parquet(
     return PackedRows(rows.rows, rows.positions, rows.single_tokens)
 
 
+@dataclass
 class _Rows:
     """Makes rows, and counts them."""
 
-    def __init__(
-        self,
-        documents: TokenSource,
-        trained: Callable[[int], ArrayLike] | None,
-        multiple_of: int,
-        end_token: int,
-    ) -> None:
-        self._documents, self._trained = documents, trained
-        self._multiple_of, self._end_token = multiple_of, end_token
-        self.rows = self.positions = self.single_tokens = 0
+    documents: TokenSource
+    trained: Callable[[int], ArrayLike] | None
+    multiple_of: int
+    end_token: int
+    rows: int = 0
+    positions: int = 0
+    single_tokens: int = 0
 
-    def of(self, plans: Iterable[StepPlan]) -> Iterator[dict[str, NDArray[Any]]]:
-        for plan in plans:
-            for of_ranks in zip(*plan.ranks, strict=True):
-                for micro_batch in of_ranks:
-                    yield self._row(plan.step, micro_batch.segments)
-
-    def _row(self, step: int, segments: tuple[Segment, ...]) -> dict[str, NDArray[Any]]:
-        sequences = [sequence for segment in segments if (sequence := self._sequence(segment)) is not None]
-        if not sequences:
+    def row(self, step: int, micro_batch: MicroBatch) -> dict[str, NDArray[Any]]:
+        made = [sequence for segment in micro_batch.segments if (sequence := self._sequence(segment)) is not None]
+        if not made:
             raise UserError(
                 f"a micro-batch of step {step} has nothing to predict, and Bridge cannot train an empty row; leave out "
                 "documents of a single token"
             )
-        tokens, masks = zip(*sequences, strict=True)
+        tokens, masks = zip(*made, strict=True)
         lengths = np.array([len(sequence) for sequence in tokens])
         self.rows += 1
         self.positions += int((lengths - 1).sum())
-        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        starts = np.cumsum(lengths) - lengths
         return {"input_ids": np.concatenate(tokens), "seq_start_id": starts, "loss_mask": np.concatenate(masks)}
 
     def _sequence(self, segment: Segment) -> tuple[NDArray[Any], NDArray[np.int8]] | None:
         """Tokens and loss mask of a segment, padded; None if it has but one token and no next."""
-        index = segment.document % len(self._documents.lengths)
-        stop = min(segment.start + segment.length + 1, int(self._documents.lengths[index]))
+        index = segment.document % len(self.documents.lengths)
+        stop = min(segment.start + segment.length + 1, int(self.documents.lengths[index]))
         positions = stop - segment.start - 1
         if positions == 0:
             self.single_tokens += 1
             return None
-        tokens = np.asarray(self._documents.read(index, segment.start, positions + 1))
+        tokens = np.asarray(self.documents.read(index, segment.start, positions + 1))
         mask = np.ones(positions, np.int8)
-        if self._trained is not None:
-            mask = np.asarray(self._trained(index)).astype(np.int8)[segment.start + 1 : stop]
-        padding = -positions % self._multiple_of
-        tokens = np.concatenate([tokens, np.full(padding, self._end_token, tokens.dtype)])
+        if self.trained is not None:
+            mask = np.asarray(self.trained(index)).astype(np.int8)[segment.start + 1 : stop]
+        padding = -positions % self.multiple_of
+        tokens = np.concatenate([tokens, np.full(padding, self.end_token, tokens.dtype)])
         return tokens, np.concatenate([mask, np.zeros(padding + 1, np.int8)])

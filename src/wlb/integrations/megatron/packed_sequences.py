@@ -12,10 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.sharding.plan import ShardPlan
+from wlb.sharding import ShardPlan, make_shard_plan
 
 
 def padded_lengths(lengths: Sequence[int], cp_size: int) -> list[int]:
@@ -57,25 +56,9 @@ def _check_layout(plan: ShardPlan) -> None:
                 f"sequence {index} has {length} tokens, Transformer Engine wants a multiple of {multiple} with "
                 f"cp = {plan.cp_size}; plan for padded_lengths(...)"
             )
-    for rank in range(plan.cp_size):
-        theirs = _transformer_engine_positions(plan.segment_lengths, plan.cp_size, rank)
-        if not np.array_equal(plan.positions(rank), theirs):
-            raise UserError(
-                f"the {plan.strategy} plan lays tokens out otherwise than Transformer Engine; make it with "
-                'make_shard_plan(padded_lengths(...), cp_size, "per_document"), or attend with wlb.attention'
-            )
-
-
-def _transformer_engine_positions(lengths: Sequence[int], cp_size: int, rank: int) -> NDArray[np.int64]:
-    """Positions in the micro-batch of the tokens that Transformer Engine gives ``rank``; shape (local tokens,).
-
-    The same as its ``thd_get_partitioned_indices``, on the CPU, for ``lengths`` that are padded.
-    """
-    if cp_size == 1:
-        return np.arange(sum(lengths))
-    positions, start = [], 0
-    for length in lengths:
-        chunk = length // (2 * cp_size)
-        positions += [start + first * chunk + np.arange(chunk) for first in (rank, 2 * cp_size - 1 - rank)]
-        start += length
-    return np.concatenate(positions)
+    theirs = make_shard_plan(plan.segment_lengths, plan.cp_size, "per_document")
+    if any(not np.array_equal(plan.positions(rank), theirs.positions(rank)) for rank in range(plan.cp_size)):
+        raise UserError(
+            f"the {plan.strategy} plan lays tokens out otherwise than Transformer Engine; make it with "
+            'make_shard_plan(padded_lengths(...), cp_size, "per_document"), or attend with wlb.attention'
+        )

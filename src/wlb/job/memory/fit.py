@@ -29,7 +29,7 @@ def predicted_memory(job: JobSpec) -> MemoryEstimate:
     longest, rest = job.longest_micro_batch, job.most_step_tokens
     if rest is None:
         return predict_even_step(job.memory_settings, longest)
-    walked = EVEN_ROUNDS * round_size(job.pp, job.micro_batches_per_rank)
+    walked = EVEN_ROUNDS * round_size(job.layout.pp, job.micro_batches_per_rank)
     if rest // longest >= walked:
         return predict_even_step(job.memory_settings, longest)  # as full as a step of the longest alone gets
     tokens = []

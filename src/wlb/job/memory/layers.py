@@ -24,10 +24,9 @@ Checkpointing = Literal["none", "selective", "full"]  # of activations, by risin
 class MemorySettings:
     """What memory depends on beside the lengths of micro-batches.
 
-    ``parallel`` may also be the section of that name of a configuration, which has the same sizes. ``stage_blocks``
-    counts the blocks of every pipeline stage, ``micro_batches`` those of one data-parallel rank's
-    step. Weights and their gradients take ``compute_bytes`` or 4 bytes, whichever is more. ``fused_norms`` says that
-    RMSNorm keeps its input only, as PyTorch's CUDA kernel does; on CPU it is made of several operations.
+    ``stage_blocks`` counts the blocks of every pipeline stage, ``micro_batches`` those of a data-parallel rank's step.
+    Weights and their gradients take ``compute_bytes`` or 4 bytes, whichever is more. ``fused_norms`` says that RMSNorm
+    keeps its input only, as PyTorch's CUDA kernel does; on CPU it is made of several operations.
     ``uneven_shards`` is the most tokens that a context-parallel rank holds over their mean. With ``checkpoint_copy`` a
     copy of weights and moments may be held while it is written. ``keeps_weights`` says that a job without a pipeline
     gathers weights once a step, as one with a pipeline does; the trainer gathers them in every micro-batch.

@@ -179,8 +179,9 @@ class _Walk:
             self._hold(unit, +1)
             if self.frees_weights and not unit.root:
                 self._free(stage, index, unit)
-        if self.frees_weights:
-            self._free_root(stage, units)
+        if self.frees_weights:  # those of the root too, now that the stage ends
+            for index, unit in enumerate(units):
+                self._free(stage, index, unit)
 
     def _backward(self, stage: int, micro_batch: int) -> None:
         ends, units = self._ends_and_units(stage, micro_batch)
@@ -211,11 +212,6 @@ class _Walk:
         for index, unit in enumerate(units):
             if unit.root:
                 self._gather(stage, index, unit)
-
-    def _free_root(self, stage: int, units: Sequence[Unit]) -> None:
-        for index, unit in enumerate(units):
-            if unit.root:
-                self._free(stage, index, unit)
 
     def _gather(self, stage: int, index: int, unit: Unit) -> None:
         if (stage, index) in self.gathered:

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,6 @@ _LARGEST_FILE = 5_000_000_000  # bytes; where transformers starts another file, 
 ReadTensors = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class Companions:
-    """What goes along: files to copy and texts to write, by their new names, and more keys of ``config.json``."""
-
-    copies: Mapping[str, Path]
-    texts: Mapping[str, str]
-    config: Mapping[str, Any]
-
-
 def export_model(
     config: TransformerConfig,
     read: ReadTensors,
@@ -47,23 +37,23 @@ def export_model(
     *,
     dtype: torch.dtype,
     longest: int,
-    companions: Companions,
+    companions: Mapping[str, bytes],
+    more_config: Mapping[str, Any],
     largest_file: int = _LARGEST_FILE,
 ) -> None:
     """Write the model into the new directory ``out``, its weights as ``dtype``.
 
     ``longest`` is the context in tokens, and ``largest_file`` bytes are what a file of weights holds unless one tensor
-    alone is larger. Keys of ``companions.config`` that describe the model give way to ours. Raises ``UserError`` where
-    ``out`` exists or cannot be written, and for a model that no Hugging Face family computes.
+    alone is larger. ``companions`` are other files by name, and ``more_config`` are keys of ``config.json``, of which
+    those that describe the model give way to ours. Raises ``UserError`` where ``out`` exists or cannot be written, and
+    for a model that no Hugging Face family computes.
     """
     document = to_config_json(config, longest=longest, dtype=str(dtype).removeprefix("torch."))
-    kept = {key: value for key, value in companions.config.items() if key not in ("rope_parameters", "dtype")}
+    kept = {key: value for key, value in more_config.items() if key not in ("rope_parameters", "dtype")}
     with _new_directory(out) as directory:
         _write_json(directory / "config.json", kept | document)
-        for name, path in companions.copies.items():
-            shutil.copyfile(path, directory / name)
-        for name, text in companions.texts.items():
-            (directory / name).write_text(text, encoding="utf-8")
+        for name, content in companions.items():
+            (directory / name).write_bytes(content)
         _write_weights(directory, plan_files(config, dtype.itemsize, largest_file), read, dtype)
 
 

@@ -8,16 +8,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.report.gain import Gain
-from wlb.report.html.markup import WIDE, Markup, Scale, bottom_axis, box, figure, left_axis, legend, line, tag, text
+from wlb.report.html.markup import (
+    WIDTH,
+    Caption,
+    Markup,
+    Scale,
+    bottom_axis,
+    box,
+    figure,
+    left_axis,
+    legend,
+    line,
+    tag,
+    text,
+)
 from wlb.workload.flops import attended_pairs
 
 _ROW = 30.0
 _MOST_POINTS = 500  # of a line; more than the eye tells apart
 
 
-def _names_and_values(width: float) -> tuple[float, float]:
-    """Where horizontal bars begin and end: names stand on the left, values on the right."""
-    return (160.0, width - 96.0) if width == WIDE else (148.0, width - 54.0)
+def _compact(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def length_histogram(lengths: NDArray[np.int64]) -> Markup:
@@ -29,26 +41,24 @@ def length_histogram(lengths: NDArray[np.int64]) -> Markup:
     shares = [np.bincount(octave - first, weight, count) / weight.sum() for weight in weights]
     series = (("count", "documents"), ("tokens", "tokens"), ("attention", "attention"))
 
-    def draw(width: float) -> tuple[float, list[Markup]]:
-        left, right = 44.0, width - 8
-        entries = [(f"fill-{class_}", f"share of {name}") for class_, name in series]
-        shapes, end = legend(entries, left, 14, right)
-        top, bottom = end + 14, end + 214
-        heights = Scale(0, max(float(share.max()) for share in shares), bottom, top)
-        slot = (right - left) / count
-        shapes += left_axis(heights, left, right, lambda share: f"{share:.0%}")
-        for index in range(count):
-            most = _short(2 ** (first + index))
-            if index % -(-42 // int(slot)) == 0:
-                shapes.append(text(left + slot * (index + 0.5), bottom + 15, f"≤ {most}", "middle", "tick"))
-            for place, ((class_, name), share) in enumerate(zip(series, shares, strict=True)):
-                x = left + slot * (index + 0.12 + 0.253 * place)
-                y = heights(float(share[index]))
-                hint = f"documents up to {most} tokens: {share[index]:.1%} of {name}"
-                shapes.append(box(x, y, 0.24 * slot, bottom - y, f"fill-{class_}", hint))
-        label = "tokens of a document (to the next power of two)"
-        return bottom + 42, [*shapes, text((left + right) / 2, bottom + 33, label, "middle", "tick")]
-
+    left, right = 44.0, WIDTH - 8
+    entries = [(f"fill-{class_}", f"share of {name}") for class_, name in series]
+    shapes, end = legend(entries, left, 14, right)
+    top, bottom = end + 14, end + 214
+    heights = Scale(0, max(float(share.max()) for share in shares), bottom, top)
+    slot = (right - left) / count
+    shapes += left_axis(heights, left, right, lambda share: f"{share:.0%}")
+    for index in range(count):
+        most = _short(2 ** (first + index))
+        if index % -(-42 // int(slot)) == 0:
+            shapes.append(text(left + slot * (index + 0.5), bottom + 15, f"≤ {most}", "middle", "tick"))
+        for place, ((class_, name), share) in enumerate(zip(series, shares, strict=True)):
+            x = left + slot * (index + 0.12 + 0.253 * place)
+            y = heights(float(share[index]))
+            hint = f"documents up to {most} tokens: {share[index]:.1%} of {name}"
+            shapes.append(box(x, y, 0.24 * slot, bottom - y, f"fill-{class_}", hint))
+    label = "tokens of a document (to the next power of two)"
+    shapes.append(text((left + right) / 2, bottom + 33, label, "middle", "tick"))
     longest = int(np.searchsorted(np.cumsum(np.sort(attended_pairs(lengths))), 0.5 * attended_pairs(lengths).sum()))
     half = len(lengths) - longest
     described = (
@@ -56,132 +66,107 @@ def length_histogram(lengths: NDArray[np.int64]) -> Markup:
         "are half of all attention."
     )
     note = f"{len(lengths):,} documents, {_short(int(lengths.sum()))} tokens. {described}"
-    return figure("lengths", "Document lengths", described, draw, note)
+    return figure(Caption("lengths", "Document lengths", note), described, bottom + 42, shapes)
 
 
 def bars(
-    identifier: str,
-    title: str,
-    rows: Sequence[tuple[str, float, str]],
+    caption: Caption,
+    rows: Sequence[tuple[str, Sequence[float], str]],
     label: str,
-    note: str,
     *,
     origin: float = 0.0,
     highlights: Collection[str] = (),
+    parts: Sequence[str] = (),
+    show: Callable[[float], str] = _compact,
 ) -> Markup:
-    """One bar a row (name, value, value as shown) from ``origin``; rows named in ``highlights`` stand out."""
+    """One bar a row (name, values, total as shown) from ``origin``, its values one after another.
 
-    def draw(width: float) -> tuple[float, list[Markup]]:
-        left, right = _names_and_values(width)
-        top, bottom = 8.0, 8.0 + _ROW * len(rows)
-        scale = Scale(origin, max(max(value for _, value, _ in rows), origin + 1e-3), left, right)
-        shapes, end = bottom_axis(scale, top, bottom, _compact, label, width)
-        for index, (name, value, shown) in enumerate(rows):
-            y = top + _ROW * index + 5
+    Values are ``parts``, which ``show`` writes out in tooltips; or there is one a row, and rows named in ``highlights``
+    stand out.
+    """
+
+    def draw_row(index: int, scale: Scale, middle: float) -> list[Markup]:
+        name, values, shown = rows[index]
+        shapes, start = [], origin
+        for number, value in enumerate(values):
             class_ = "fill-after" if name in highlights else "fill-before"
-            shapes += [
-                text(left - 8, y + 14, name, "end"),
-                box(left, y, scale(value) - left, _ROW - 10, class_, f"{name}: {shown}"),
-                text(scale(value) + 6, y + 14, shown),
-            ]
-        return end, shapes
+            hint = f"{name}: {shown}"
+            if parts:
+                class_, hint = f"part-{number}", f"{name}, {parts[number]}: {show(value)}"
+            x = scale(start)
+            start += value
+            shapes.append(box(x, middle - 10, scale(start) - x, _ROW - 10, class_, hint))
+        return [*shapes, text(scale(start) + 6, middle + 4, shown)]
 
-    described = "; ".join(f"{name}: {shown}" for name, _, shown in rows)
-    return figure(identifier, title, described, draw, note)
-
-
-def stacked(
-    identifier: str,
-    title: str,
-    rows: Sequence[tuple[str, Sequence[float], str]],
-    parts: Sequence[str],
-    label: str,
-    note: str,
-    show: Callable[[float], str],
-) -> Markup:
-    """One bar a row (name, value of each of ``parts``, total as shown), its parts one after another."""
-
-    def draw(width: float) -> tuple[float, list[Markup]]:
-        left, right = _names_and_values(width)
-        entries = [(f"part-{index}", part) for index, part in enumerate(parts)]
-        shapes, end = legend(entries, 10, 12, width - 10)
-        top, bottom = end + 8, end + 8 + _ROW * len(rows)
-        scale = Scale(0, max(sum(values) for _, values, _ in rows), left, right)
-        axis, end = bottom_axis(scale, top, bottom, _compact, label, width)
-        shapes += axis
-        for index, (name, values, total) in enumerate(rows):
-            y = top + _ROW * index + 5
-            shapes.append(text(left - 8, y + 14, name, "end"))
-            start = 0.0
-            for number, (part, value) in enumerate(zip(parts, values, strict=True)):
-                hint = f"{name}, {part}: {show(value)}"
-                x = scale(start)
-                shapes.append(box(x, y, scale(start + value) - x, _ROW - 10, f"part-{number}", hint))
-                start += value
-            shapes.append(text(scale(start) + 6, y + 14, total))
-        return end, shapes
-
-    described = "; ".join(f"{name}: {total}" for name, _, total in rows)
-    return figure(identifier, title, described, draw, note)
+    longest = max(sum(values) for _, values, _ in rows)
+    span = (origin, origin + max(longest, 1e-3))
+    return _rows(caption, [(name, shown) for name, _, shown in rows], span, label, draw_row, parts)
 
 
-def intervals(identifier: str, title: str, rows: Sequence[tuple[str, Gain]], label: str, note: str) -> Markup:
+def intervals(caption: Caption, rows: Sequence[tuple[str, Gain]], label: str) -> Markup:
     """A dot for each gain and a line over its interval."""
     low, high = min(1.0, *(g.low for _, g in rows)), max(1.0, *(g.high for _, g in rows))
     margin = 0.04 * (high - low) or 0.01
 
-    def draw(width: float) -> tuple[float, list[Markup]]:
-        left, right = _names_and_values(width)
-        if width == WIDE:
-            right -= 50  # the interval is written too
-        top, bottom = 8.0, 8.0 + _ROW * len(rows)
-        scale = Scale(low - margin, high + margin, left, right)
-        shapes, end = bottom_axis(scale, top, bottom, _compact, label, width)
-        shapes.append(line(scale(1.0), top, scale(1.0), bottom))
-        for index, (name, g) in enumerate(rows):
-            y = top + _ROW * (index + 0.5)
-            shapes += [
-                text(left - 8, y + 4, name, "end"),
-                line(scale(g.low), y, scale(g.high), y, "whisker"),
-                tag("circle", tag("title", f"{name}: {g}"), cx=scale(g.factor), cy=y, r=5, class_="fill-after"),
-                text(right + 8, y + 4, str(g) if width == WIDE else f"{g.factor:.2f}x"),
-            ]
-        return end, shapes
+    def draw_row(index: int, scale: Scale, middle: float) -> list[Markup]:
+        name, g = rows[index]
+        return [
+            line(scale(1.0), middle - _ROW / 2, scale(1.0), middle + _ROW / 2),
+            line(scale(g.low), middle, scale(g.high), middle, "whisker"),
+            tag("circle", tag("title", f"{name}: {g}"), cx=scale(g.factor), cy=middle, r=5, class_="fill-after"),
+            text(scale.stop + 8, middle + 4, str(g)),
+        ]
 
-    described = "; ".join(f"{name}: {g}" for name, g in rows)
-    return figure(identifier, title, described, draw, note)
+    shown = [(name, str(g)) for name, g in rows]
+    return _rows(caption, shown, (low - margin, high + margin), label, draw_row, room=50.0)
+
+
+def _rows(
+    caption: Caption,
+    rows: Sequence[tuple[str, str]],
+    span: tuple[float, float],
+    label: str,
+    draw_row: Callable[[int, Scale, float], list[Markup]],
+    parts: Sequence[str] = (),
+    room: float = 0.0,
+) -> Markup:
+    """Rows (name, value as shown) over one axis, with ``room`` on the right for long values.
+
+    ``draw_row`` gets the row's index, the axis and where the middle of the row is.
+    """
+
+    left, right = 160.0, WIDTH - 96 - room
+    shapes, end = legend([(f"part-{n}", part) for n, part in enumerate(parts)], 10, 12 if parts else -6, WIDTH - 10)
+    top, bottom = end + 8, end + 8 + _ROW * len(rows)
+    scale = Scale(*span, left, right)
+    axis, end = bottom_axis(scale, top, bottom, _compact, label)
+    shapes += axis
+    for index, (name, _) in enumerate(rows):
+        middle = top + _ROW * (index + 0.5)
+        shapes += [text(left - 8, middle + 4, name, "end"), *draw_row(index, scale, middle)]
+    return figure(caption, "; ".join(f"{name}: {shown}" for name, shown in rows), end, shapes)
 
 
 def series(
-    identifier: str,
-    title: str,
-    runs: Sequence[tuple[str, str, NDArray[np.float64], NDArray[np.float64]]],
-    label: str,
-    note: str,
+    caption: Caption, runs: Sequence[tuple[str, str, NDArray[np.float64], NDArray[np.float64]]], label: str
 ) -> Markup:
     """A line for each run (name, class, steps, values); many steps are averaged to a few hundred points."""
     runs = [(name, class_, _thinned(at), _thinned(of)) for name, class_, at, of in runs]
     values = np.concatenate([run[3] for run in runs])
     steps = np.concatenate([run[2] for run in runs])
 
-    def draw(width: float) -> tuple[float, list[Markup]]:
-        left, right = 52.0, width - 10
-        shapes, end = legend([(f"fill-{class_}", name) for name, class_, _, _ in runs], left, 14, right)
-        top, bottom = end + 10, end + 180
-        heights = Scale(0.0, float(values.max()) or 1.0, bottom, top)
-        across = Scale(float(steps.min()), float(steps.max()), left, right)
-        shapes += left_axis(heights, left, right, _compact)
-        axis, end = bottom_axis(across, bottom, bottom, _whole, f"step; upwards: {label}", width)
-        shapes += axis
-        for _, class_, at, of in runs:
-            points = " ".join(
-                f"{across(x):.1f},{heights(y):.1f}" for x, y in zip(at.tolist(), of.tolist(), strict=True)
-            )
-            shapes.append(tag("polyline", points=points, class_=f"stroke-{class_}"))
-        return end, shapes
-
+    left, right = 52.0, WIDTH - 10
+    shapes, end = legend([(f"fill-{class_}", name) for name, class_, _, _ in runs], left, 14, right)
+    top, bottom = end + 10, end + 180
+    heights = Scale(0.0, float(values.max()) or 1.0, bottom, top)
+    across = Scale(float(steps.min()), float(steps.max()), left, right)
+    axis, end = bottom_axis(across, bottom, bottom, _whole, f"step; upwards: {label}")
+    shapes += [*left_axis(heights, left, right, _compact), *axis]
+    for _, class_, at, of in runs:
+        points = " ".join(f"{across(x):.1f},{heights(y):.1f}" for x, y in zip(at.tolist(), of.tolist(), strict=True))
+        shapes.append(tag("polyline", points=points, class_=f"stroke-{class_}"))
     described = "; ".join(f"{name}: {_compact(of.min())} to {_compact(of.max())}" for name, _, _, of in runs)
-    return figure(identifier, title, described, draw, note)
+    return figure(caption, described, end, shapes)
 
 
 def _short(number: int) -> str:
@@ -201,7 +186,3 @@ def _thinned(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _whole(value: float) -> str:
     return f"{value:.0f}" if value == round(value) else ""
-
-
-def _compact(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -7,13 +7,28 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.report.html.markup import WIDE, Markup, Scale, bottom_axis, box, figure, left_axis, legend, line, tag, text
+from wlb.report.html.markup import (
+    WIDTH,
+    Caption,
+    Markup,
+    Scale,
+    bottom_axis,
+    box,
+    figure,
+    left_axis,
+    legend,
+    line,
+    tag,
+    text,
+)
 from wlb.sharding.plan import ShardPlan
 from wlb.simulate.timeline import Timeline
 from wlb.workload.flops import attended_pairs
 
 SHADES = 21  # odd: the middle one is the mean
 _MAP_LEFT = 44.0
+_MAP_NAMES = 16  # of pipeline ranks, and of data-parallel ones
+_SWATCH = 14.0  # of the colour scale
 _LEAST_REACH = 0.05  # of the mean, at the ends of the colour scale: less is not worth a colour
 _ROWS_LEFT = 68.0
 _NAMED_WIDTH = 13.0  # a box as wide as this has room for the number of its micro-batch
@@ -22,9 +37,7 @@ _KINDS = ("idle", "forward", "backward")
 _NAMED_DOCUMENTS = 5
 
 
-def heat_map(
-    identifier: str, title: str, panels: Sequence[tuple[str, NDArray[np.float64]]], unit: str, note: str
-) -> Markup:
+def heat_map(caption: Caption, panels: Sequence[tuple[str, NDArray[np.float64]]], unit: str) -> Markup:
     """Seconds of every GPU, side by side for several systems, as WLB-LLM's Figure 1 shows them.
 
     ``panels`` are (name, seconds of shape (pp, dp, cp)); ``unit`` says what the seconds are. Rows are pipeline ranks,
@@ -34,29 +47,28 @@ def heat_map(
     relative = [(name, seconds / seconds.mean()) for name, seconds in panels]
     reach = max(_LEAST_REACH, *(float(np.abs(values - 1).max()) for _, values in relative))
 
-    def draw(width: float) -> tuple[float, list[Markup]]:
-        shapes: list[Markup] = []
-        top = 20.0
-        for (name, values), (_, seconds) in zip(relative, panels, strict=True):
-            shapes.append(
-                text(_MAP_LEFT, top, f"{name}: slowest {values.max():.2f} of the mean {seconds.mean():.3g} s")
-            )
-            top = _heat_panel(shapes, values, reach, top + 8, width - 8) + 30
-        _colour_scale(shapes, reach, top, width)
-        return top + 26, shapes
-
+    shapes: list[Markup] = []
+    top = 20.0
+    for (name, values), (_, seconds) in zip(relative, panels, strict=True):
+        shapes.append(text(_MAP_LEFT, top, f"{name}: slowest {values.max():.2f} of the mean {seconds.mean():.3g} s"))
+        top = _heat_panel(shapes, values, reach, top + 8) + 30
+    left = _MAP_LEFT + 40
+    shapes.append(text(left - 8, top + 11, f"{1 - reach:.2f}", "end", "tick"))
+    shapes += [box(left + _SWATCH * n, top, _SWATCH + 0.3, _SWATCH, f"heat-{n}") for n in range(SHADES)]
+    shapes.append(text(left + _SWATCH * SHADES + 8, top + 11, f"{1 + reach:.2f} of the mean", "start", "tick"))
     described = "; ".join(
         f"{name}: slowest over mean {values.max():.3f}, {_heat_place(values, int(values.argmax()))}"
         for name, values in relative
     )
-    return figure(identifier, title, f"{unit}. {described}", draw, note)
+    return figure(caption, f"{unit}. {described}", top + 26, shapes)
 
 
-def _heat_panel(shapes: list[Markup], values: NDArray[np.float64], reach: float, top: float, right: float) -> float:
-    """Draw one panel from ``top`` up to ``right``; returns where it ends."""
+def _heat_panel(shapes: list[Markup], values: NDArray[np.float64], reach: float, top: float) -> float:
+    """Draw one panel from ``top``; returns where it ends."""
     pp, dp, cp = values.shape
-    gap = min(6.0, 0.2 * (right - _MAP_LEFT) / dp) if cp > 1 and dp > 1 else 0.0
-    width = (right - _MAP_LEFT - gap * (dp - 1)) / (dp * cp)
+    across = WIDTH - 8 - _MAP_LEFT
+    gap = min(6.0, 0.2 * across / dp) if cp > 1 and dp > 1 else 0.0
+    width = (across - gap * (dp - 1)) / (dp * cp)
     height = min(26.0, max(6.0, 240.0 / pp))
     shade = np.rint((values - 1) / reach * (SHADES // 2)).astype(int) + SHADES // 2
     outline = f"h{width:.2f}v{height:.1f}h-{width:.2f}z"
@@ -67,25 +79,15 @@ def _heat_panel(shapes: list[Markup], values: NDArray[np.float64], reach: float,
         )
         middle = 1 + (value - SHADES // 2) * reach / (SHADES // 2)
         shapes.append(tag("path", tag("title", f"about {middle:.2f} of the mean"), d=cells, class_=f"heat-{value}"))
-    every = max(1, -(-pp // 16))
     shapes += [
         text(_MAP_LEFT - 6, top + (stage + 0.5) * height + 4, f"pp {stage}", "end", "tick")
-        for stage in range(0, pp, every)
+        for stage in range(0, pp, -(-pp // _MAP_NAMES))
     ]
     bottom: float = top + pp * height
-    most = 16 if right > 500 else 6
-    for rank in range(0, dp, max(1, -(-dp // most))):
+    for rank in range(0, dp, -(-dp // _MAP_NAMES)):
         x = _MAP_LEFT + rank * (cp * width + gap) + cp * width / 2
         shapes.append(text(x, bottom + 14, f"dp {rank}", "middle", "tick"))
     return bottom + 16
-
-
-def _colour_scale(shapes: list[Markup], reach: float, top: float, width: float) -> None:
-    size = 14.0 if width == WIDE else 7.0
-    left = _MAP_LEFT + 40
-    shapes.append(text(left - 8, top + 11, f"{1 - reach:.2f}", "end", "tick"))
-    shapes += [box(left + size * shade, top, size + 0.3, size, f"heat-{shade}") for shade in range(SHADES)]
-    shapes.append(text(left + size * SHADES + 8, top + 11, f"{1 + reach:.2f} of the mean", "start", "tick"))
 
 
 def _heat_place(values: NDArray[np.float64], index: int) -> str:
@@ -93,30 +95,25 @@ def _heat_place(values: NDArray[np.float64], index: int) -> str:
     return f"at pp {pp}, dp {dp}, cp {cp}"
 
 
-def pipeline_chart(identifier: str, title: str, steps: Sequence[tuple[str, Timeline]], note: str) -> Markup:
+def pipeline_chart(caption: Caption, steps: Sequence[tuple[str, Timeline]]) -> Markup:
     """When every pipeline rank runs which forward and backward: rows for each (name, step), on one clock."""
-    names = ("idle", "forward", "backward")
     described = []
     for name, step in steps:
-        busy = float((step.ends - step.starts).sum() / (step.seconds * step.job.pp * step.job.dp))
+        busy = float((step.ends - step.starts).sum() / (step.seconds * step.job.layout.pp * step.job.layout.dp))
         described.append(f"{name}: {step.seconds:.3g} s, {step.plan.tokens:,} tokens, busy {busy:.0%}")
 
-    def draw(width: float) -> tuple[float, list[Markup]]:
-        scale = Scale(0, max(step.seconds for _, step in steps), _ROWS_LEFT, width - 10)
-        entries = [(f"fill-{kind}", name) for kind, name in zip(_KINDS, names, strict=True)]
-        shapes, end = legend(entries, _ROWS_LEFT, 14, width)
-        top = end + 32
-        for summary, (_, step) in zip(described, steps, strict=True):
-            shapes.append(text(4, top - 8, summary))
-            top = _pipelines(shapes, step, scale, top) + 32
-        axis, end = bottom_axis(scale, top - 30, top - 26, lambda seconds: f"{seconds:.3g}", "seconds", width)
-        return end, [*shapes, *axis]
-
-    return figure(identifier, title, "; ".join(described), draw, note)
+    scale = Scale(0, max(step.seconds for _, step in steps), _ROWS_LEFT, WIDTH - 10)
+    shapes, end = legend([(f"fill-{kind}", kind) for kind in _KINDS], _ROWS_LEFT, 14, WIDTH)
+    top = end + 32
+    for summary, (_, step) in zip(described, steps, strict=True):
+        shapes.append(text(4, top - 8, summary))
+        top = _pipelines(shapes, step, scale, top) + 32
+    axis, end = bottom_axis(scale, top - 30, top - 26, lambda seconds: f"{seconds:.3g}", "seconds")
+    return figure(caption, "; ".join(described), end, [*shapes, *axis])
 
 
 def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -> float:
-    pp, dp = step.job.pp, step.job.dp
+    pp, dp = step.job.layout.pp, step.job.layout.dp
     slowest = int(step.rank_ends.max(axis=0).argmax())
     height = 20.0 if pp <= 8 else 13.0
     for pipeline in range(dp) if dp * pp <= _ROWS_OF_ALL else [slowest]:
@@ -144,67 +141,62 @@ def _outline(left: float, top: float, right: float, height: float) -> str:
     return f"M{left:.1f} {top:.0f}H{right:.1f}v{height - 2:.0f}H{left:.1f}z"
 
 
-def shard_chart(identifier: str, title: str, plans: Sequence[ShardPlan], note: str) -> Markup:
+def shard_chart(caption: Caption, plans: Sequence[ShardPlan]) -> Markup:
     """What ranks attend under several plans of one micro-batch: attended area over the mean rank, by document."""
-    lengths = np.asarray(plans[0].segment_lengths)
-    longest = np.argsort(-lengths, kind="stable")[:_NAMED_DOCUMENTS]
-    areas = [attended_areas(plan) for plan in plans]
-    tallest = max(float(area.sum(axis=1).max()) for area in areas)
-    entries = [(f"part-{n}", f"{lengths[segment]:,} tokens") for n, segment in enumerate(longest)]
-    if len(lengths) > len(longest):
-        entries.append(("fill-before", f"{len(lengths) - len(longest)} shorter"))
-    summaries = [
-        (f"largest {area.sum(axis=1).max():.2f}", f"K/V sent {plan.kv_gather_fraction:.0%}")
-        for plan, area in zip(plans, areas, strict=True)
+    documents, areas = areas_by_document(plans)
+    classes = [*(f"part-{n}" for n in range(len(documents) - 1)), "fill-before"]
+    left, right = 34.0, WIDTH - 10
+    slot = (right - left) / len(plans)
+    shapes, end = legend([*zip(classes, documents, strict=True)], left, 14, right)
+    top, bottom = end + 60, end + 220
+    heights = Scale(0, max(float(area.sum(axis=1).max()) for area in areas), bottom, top)
+    shapes += left_axis(heights, left, right, lambda value: f"{value:.2g}")
+    described = []
+    for index, (plan, area) in enumerate(zip(plans, areas, strict=True)):
+        x, bar, cp = left + index * slot + 8, (slot - 16) / plan.cp_size, plan.cp_size
+        summary = (f"largest {area.sum(axis=1).max():.2f}", f"K/V sent {plan.kv_gather_fraction:.0%}")
+        described.append(f"{plan.strategy}: {', '.join(summary)}")
+        shapes += [text(x, top - 38, plan.strategy)]
+        shapes += [text(x, top - 23 + 14 * n, part, class_="tick") for n, part in enumerate(summary)]
+        for rank in range(cp):
+            shapes += _shard_bar(area[rank], classes, heights, x + rank * bar, 0.88 * bar)
+            if cp <= 8:
+                shapes.append(text(x + (rank + 0.5) * bar, bottom + 14, str(rank), "middle", "tick"))
+    shapes += [
+        line(left, heights(1), right, heights(1)),
+        text(WIDTH / 2, bottom + 32, "rank", "middle", "tick"),
     ]
-
-    def draw(width: float) -> tuple[float, list[Markup]]:
-        left, columns = 34.0, len(plans) if width == WIDE else 2
-        slot = (width - 10 - left) / columns
-        shapes, end = legend(entries, left, 14, width - 10)
-        for first in range(0, len(plans), columns):
-            top, bottom = end + 60, end + 220
-            heights = Scale(0, tallest, bottom, top)
-            shapes += left_axis(heights, left, width - 10, lambda value: f"{value:.2g}")
-            for index in range(first, min(first + columns, len(plans))):
-                x = left + (index - first) * slot + 8
-                shapes += [text(x, top - 38, plans[index].strategy)]
-                shapes += [text(x, top - 23 + 14 * n, part, class_="tick") for n, part in enumerate(summaries[index])]
-                bar = (slot - 16) / plans[index].cp_size
-                for rank in range(plans[index].cp_size):
-                    shapes += _shard_bar(areas[index][rank], longest, heights, x + rank * bar, bar)
-                    if plans[index].cp_size <= 8:
-                        shapes.append(text(x + (rank + 0.5) * bar, bottom + 14, str(rank), "middle", "tick"))
-            shapes.append(line(left, heights(1), width - 10, heights(1)))
-            end = bottom + 14
-        return end + 26, [*shapes, text(width / 2, end + 18, "rank", "middle", "tick")]
-
-    described = [f"{plan.strategy}: {', '.join(summary)}" for plan, summary in zip(plans, summaries, strict=True)]
-    return figure(identifier, title, "; ".join(described), draw, note)
-
-
-def attended_areas(plan: ShardPlan) -> NDArray[np.float64]:
-    """Query-key pairs of every rank in every document over those of the mean rank; shape (cp, documents)."""
-    area = np.zeros((plan.cp_size, len(plan.segment_lengths)))
-    for rank, table in enumerate(plan.pieces):
-        segment, start, stop = table.T
-        np.add.at(area[rank], segment, attended_pairs(stop) - attended_pairs(start))
-    relative: NDArray[np.float64] = area / (area.sum() / plan.cp_size)
-    return relative
+    return figure(caption, "; ".join(described), bottom + 40, shapes)
 
 
 def _shard_bar(
-    area: NDArray[np.float64], longest: NDArray[np.int64], heights: Scale, x: float, width: float
+    area: NDArray[np.float64], classes: Sequence[str], heights: Scale, x: float, width: float
 ) -> list[Markup]:
-    """One bar: the longest documents from below, then all others together."""
-    named = area[longest].tolist()
     shapes, base = [], 0.0
-    for class_, value in [
-        *((f"part-{n}", v) for n, v in enumerate(named)),
-        ("fill-before", float(area.sum()) - sum(named)),
-    ]:
+    for class_, value in zip(classes, area.tolist(), strict=True):
         if value > 0:
             y = heights(base + value)
-            shapes.append(box(x, y, 0.88 * width, heights(base) - y, class_, f"{value:.3f} of the mean rank"))
+            shapes.append(box(x, y, width, heights(base) - y, class_, f"{value:.3f} of the mean rank"))
         base += value
     return shapes
+
+
+def areas_by_document(plans: Sequence[ShardPlan]) -> tuple[list[str], list[NDArray[np.float64]]]:
+    """What ranks attend under several plans of one micro-batch, over what the mean rank does.
+
+    Names of the longest documents, the last of them being all others together; and for every plan an array of shape
+    (cp, names).
+    """
+    lengths = np.asarray(plans[0].segment_lengths)
+    longest = np.argsort(-lengths, kind="stable")[:_NAMED_DOCUMENTS]
+    names = [*(f"{lengths[segment]:,} tokens" for segment in longest), f"{len(lengths) - len(longest)} shorter"]
+    areas = []
+    for plan in plans:
+        area = np.zeros((plan.cp_size, len(lengths)))
+        for rank, table in enumerate(plan.pieces):
+            segment, start, stop = table.T
+            np.add.at(area[rank], segment, attended_pairs(stop) - attended_pairs(start))
+        area /= area.sum() / plan.cp_size
+        others = area.sum(axis=1) - area[:, longest].sum(axis=1)
+        areas.append(np.column_stack([area[:, longest], others]))
+    return names, areas

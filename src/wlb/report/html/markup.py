@@ -2,21 +2,19 @@
 
 ``tag`` escapes every child and attribute that is not ``Markup`` already, so a file name or a host cannot become an
 element of the page. ``figure`` is what all charts share: an accessible ``<svg>`` that scales with the page, with text,
-boxes, lines and axes in it, drawn once for wide and once for narrow screens. Colours are classes, not values; ``page``
-defines them once for light and once for dark.
+boxes, lines and axes in it. Colours are classes, not values; ``page`` defines them once for light and once for dark.
 """
 
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple
 
-WIDE, NARROW = 720.0, 360.0  # of every chart, in the units of its coordinates: about one pixel on each screen
+WIDTH = 720.0  # of every chart, in the units of its coordinates: about one pixel on a screen
 _LETTER = 6.4  # mean width of one in a chart
-LINE = 15.0  # from one line of text to the next
 _VOID = {"meta", "br"}
 
 
@@ -41,9 +39,10 @@ def join(parts: Iterable[str]) -> Markup:
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Markup:
-    """A table whose first column names the row."""
-    head = tag("tr", *(tag("th", heading, scope="col") for heading in headings))
+def table(columns: Mapping[str, Sequence[str]], caption: str = "") -> Markup:
+    """A table of ``columns``, by heading; the first one names the rows."""
+    head = tag("tr", *(tag("th", heading, scope="col") for heading in columns))
+    rows = zip(*columns.values(), strict=True)
     body = (tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows)
     shown = tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
     # Beside the table and not in it: a table may be wider than the screen, its caption is not.
@@ -63,43 +62,42 @@ class Scale:
         span = self.high - self.low
         return self.start + (value - self.low) * (self.stop - self.start) / (span or 1.0)
 
-    def ticks(self, wanted: int = 5) -> list[float]:
-        """About ``wanted`` round values in the range."""
+    def ticks(self) -> list[float]:
+        """About five round values in the range."""
         span = self.high - self.low
         if not span > 0:
             return [self.low]
-        raw = span / wanted
+        raw = span / 5
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * (1 - 1e-9))
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-Drawing = Callable[[float], tuple[float, Sequence[Markup]]]
+class Caption(NamedTuple):
+    """What stands below a chart; ``identifier`` is its place in the page."""
+
+    identifier: str
+    title: str
+    note: str
 
 
-def figure(identifier: str, title: str, description: str, draw: Drawing, note: str) -> Markup:
-    """A chart with its caption: ``title`` and ``description`` are what a screen reader says in its place.
-
-    ``draw`` gets a width, ``WIDE`` or ``NARROW``, and returns the height and the shapes of the chart at that width.
-    """
-    pictures = []
-    for class_, width in (("wide-chart", WIDE), ("narrow-chart", NARROW)):
-        height, shapes = draw(width)
-        name = identifier if width == WIDE else f"{identifier}-narrow"
-        picture = tag(
-            "svg",
-            tag("title", title, id=f"{name}-title"),
-            tag("desc", description, id=f"{name}-description"),
-            *shapes,
-            viewBox=f"0 0 {width:.0f} {height:.0f}",
-            role="img",
-            aria_labelledby=f"{name}-title {name}-description",
-            class_=f"chart {class_}",
-            id=name,
-        )
-        pictures.append(picture)
-    return tag("figure", *pictures, tag("figcaption", tag("b", title), ". ", note))
+def figure(caption: Caption, description: str, height: float, shapes: Iterable[Markup]) -> Markup:
+    """A chart with its caption: title and ``description`` are what a screen reader says in its place."""
+    name = caption.identifier
+    picture = tag(
+        "svg",
+        tag("title", caption.title, id=f"{name}-title"),
+        tag("desc", description, id=f"{name}-description"),
+        *shapes,
+        viewBox=f"0 0 {WIDTH:.0f} {height:.0f}",
+        role="img",
+        aria_labelledby=f"{name}-title {name}-description",
+        class_="chart",
+        id=name,
+    )
+    shown = tag("div", picture, class_="wide")
+    return tag("figure", shown, tag("figcaption", tag("b", caption.title), ". ", caption.note))
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", class_: str = "label") -> Markup:
@@ -116,21 +114,17 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str = "axis") -> Ma
 
 
 def bottom_axis(
-    scale: Scale, top: float, bottom: float, show: Callable[[float], str], label: str, width: float
+    scale: Scale, top: float, bottom: float, show: Callable[[float], str], label: str
 ) -> tuple[list[Markup], float]:
     """Grid lines from ``top`` to ``bottom``, their values and what they are; and where all that ends."""
     shapes: list[Markup] = []
-    for value in scale.ticks(5 if width == WIDE else 3):
+    for value in scale.ticks():
         shapes += [
             line(scale(value), top, scale(value), bottom, "grid"),
             text(scale(value), bottom + 15, show(value), "middle", "tick"),
         ]
-    lines = textwrap.wrap(label, int(width / _LETTER))
-    middle = (scale.start + scale.stop) / 2 if len(lines) == 1 and width == WIDE else width / 2
-    shapes += [
-        text(middle, bottom + 18 + LINE * number, line_, "middle", "tick") for number, line_ in enumerate(lines, 1)
-    ]
-    return shapes, bottom + 26 + LINE * len(lines)
+    middle = (scale.start + scale.stop) / 2
+    return [*shapes, text(middle, bottom + 33, label, "middle", "tick")], bottom + 41
 
 
 def left_axis(scale: Scale, left: float, right: float, show: Callable[[float], str]) -> list[Markup]:

@@ -5,7 +5,7 @@ A content security policy forbids the page to load or run anything, should somet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wlb.errors import UserError
@@ -30,6 +30,9 @@ _COLOURS = {
     "forward": ("#7fb0ea", "#3f76b8"),
     "backward": ("#f0b184", "#b5683a"),
     "idle": ("#eceff2", "#262c33"),
+    "cold": ("#2f6fc4", "#6aa9ff"),  # of the heat map, as are the next two
+    "mean": ("#f2efe9", "#2a2f36"),
+    "hot": ("#c23b12", "#ff7a45"),
 }
 _PARTS = (
     ("#1b7f5c", "#3fb68b"),
@@ -46,7 +49,6 @@ _PARTS = (
     ("#a5a58d", "#c7c7ae"),
     ("#6d4c41", "#b08d80"),
 )
-_COLD, _MEAN, _HOT = ("#2f6fc4", "#6aa9ff"), ("#f2efe9", "#2a2f36"), ("#c23b12", "#ff7a45")
 
 _STYLE = """
 *{box-sizing:border-box}
@@ -66,8 +68,7 @@ font-size:.8rem;color:var(--after)}
 .facts span{color:var(--muted);font-size:.85rem}
 figure{margin:14px 0 22px}
 .wide{overflow-x:auto}
-.chart{display:block;width:100%;height:auto;font-size:12px}
-.narrow-chart{display:none}
+.chart{display:block;width:100%;min-width:600px;height:auto;font-size:12px}
 .chart text{fill:var(--ink)}.chart .tick{fill:var(--muted);font-size:11px}
 .chart .inside{font-size:10px;fill:var(--ink)}
 .grid{stroke:var(--grid)}.axis{stroke:var(--ink)}.whisker{stroke:var(--after);stroke-width:3;stroke-linecap:round}
@@ -79,8 +80,7 @@ th:first-child{text-align:left;font-weight:500;white-space:nowrap}
 thead th{color:var(--muted);font-weight:500}
 pre{background:var(--panel);border-radius:8px;padding:14px 16px;overflow-x:auto;font-size:.88rem;user-select:all}
 .warning{border-left:4px solid var(--attention);padding-left:12px}
-@media screen and (max-width:600px){main{padding:20px 14px 48px}.wide-chart{display:none}.narrow-chart{display:block}
-.verdict{font-size:1.3rem}th,td{padding:4px 6px}}
+@media screen and (max-width:600px){main{padding:20px 14px 48px}.verdict{font-size:1.3rem}th,td{padding:4px 6px}}
 @media screen and (min-width:1300px){main{max-width:1720px;display:grid;grid-template-columns:1fr 1fr;column-gap:56px}
 table{font-size:.82rem}th,td{padding:5px 7px}
 main>:not(section),#rivals,#config{grid-column:1/-1}#rivals figure{max-width:860px}
@@ -122,9 +122,11 @@ def verdict(sentence: str) -> Markup:
     return paragraph(sentence, class_="verdict")
 
 
-def facts(values: Sequence[tuple[str, str]]) -> Markup:
-    """Large figures with what they are."""
-    return tag("div", *(tag("div", tag("b", value), tag("span", name)) for value, name in values), class_="facts")
+def facts(values: Mapping[str, str]) -> Markup:
+    """Large figures, by what they are."""
+    return tag(
+        "div", *(tag("div", tag("b", value), tag("span", name)) for name, value in values.items()), class_="facts"
+    )
 
 
 def code(text: str) -> Markup:
@@ -143,24 +145,16 @@ def write_page(path: Path, text: str) -> None:
 def _colour_rules() -> str:
     variables = dict(_COLOURS)
     variables |= {f"part-{n}": pair for n, pair in enumerate(_PARTS)}
-    variables |= {f"heat-{n}": (_shade(n, 0), _shade(n, 1)) for n in range(SHADES)}
     light, dark = ("".join(f"--{name}:{pair[scheme]};" for name, pair in variables.items()) for scheme in (0, 1))
     fills = join(
-        Markup(f".{'' if name.startswith(('part-', 'heat-')) else 'fill-'}{name}{{fill:var(--{name})}}")
-        for name in variables
+        Markup(f".{'' if name.startswith('part-') else 'fill-'}{name}{{fill:var(--{name})}}") for name in variables
     )
     strokes = "".join(f".stroke-{name}{{stroke:var(--{name})}}" for name in ("before", "after"))
+    heat = "".join(f".heat-{n}{{fill:{_shade(n / (SHADES // 2) - 1)}}}" for n in range(SHADES))
     # Paper is white whatever the screen is.
-    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}{fills}{strokes}"
+    return f":root{{{light}}}@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}{fills}{strokes}{heat}"
 
 
-def _shade(number: int, scheme: int) -> str:
-    """Colour ``number`` of the heat map: cold below the mean, hot above it."""
-    place = number / (SHADES // 2) - 1
-    end = _rgb((_HOT if place > 0 else _COLD)[scheme])
-    mean = _rgb(_MEAN[scheme])
-    return "#" + "".join(f"{round(m + (e - m) * abs(place)):02x}" for m, e in zip(mean, end, strict=True))
-
-
-def _rgb(colour: str) -> tuple[int, ...]:
-    return tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
+def _shade(place: float) -> str:
+    """A colour of the heat map: cold below the mean, from -1, and hot above it, to 1."""
+    return f"color-mix(in srgb,var(--{'hot' if place > 0 else 'cold'}) {abs(place):.0%},var(--mean))"

@@ -11,8 +11,8 @@ cut by then, for all systems alike. ``cut_by_loader`` does the same, so that eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -53,13 +53,8 @@ def corpus(settings: Settings, longest: int = _128K) -> Documents:
     """The lengths in the user's file, or synthetic ones of up to ``longest`` tokens."""
     if settings.lengths is not None:
         return Documents(read_lengths(settings.lengths), settings.lengths)
-    lengths = sample_lengths(
-        _DOCUMENTS,
-        longest,
-        settings.seed,
-        median_fraction=_MEDIAN_TOKENS / longest,
-        tail_start_fraction=_TAIL_START_TOKENS / longest,
-    )
+    fractions = {"median_fraction": _MEDIAN_TOKENS / longest, "tail_start_fraction": _TAIL_START_TOKENS / longest}
+    lengths = sample_lengths(_DOCUMENTS, longest, settings.seed, **fractions)
     return Documents(lengths, f"synthetic, {_DOCUMENTS:,} documents of up to {longest:,} tokens, seed {settings.seed}")
 
 
@@ -104,27 +99,19 @@ class Bench:
         """Simulate the job under ``preset``; ``settings`` are those of ``simulated_job``."""
         return self.simulate(self.job(preset, **settings))
 
+    def speedup(self, result: SimulationResult) -> float:
+        """Over Plain-4D, in tokens/s."""
+        return result.tokens_per_second / self.plain.tokens_per_second
+
+    @cached_property
+    def plain(self) -> SimulationResult:
+        return self.run("plain-4d")
+
     def simulate(self, job: SimulatedJob) -> SimulationResult:
         return simulate(job, self.lengths, self.steps)
-
-    def fastest(self, preset: str, shardings: Iterable[str]) -> SimulationResult:
-        """Under the best of several sharding strategies."""
-        return max((self.run(preset, sharding=name) for name in shardings), key=tokens_per_second)
 
     def job(self, preset: str, **settings: Any) -> SimulatedJob:
         job = self._job
         simulated = simulated_job(job.model, job.context_window, preset, **(job.settings | SCHEDULE | settings))
         order = {"shuffle": False} if self._cut else {"seed": self._seed}
         return replace(simulated, data=simulated.data.changed(**order))
-
-    def fixed_4d(self) -> SimulationResult:
-        """Fixed-4D with the better of both static shardings, as the paper compares it (section 7.1)."""
-        return self.fastest("fixed-4d", ("per_sequence", "per_document"))
-
-
-def tokens_per_second(result: SimulationResult) -> float:
-    return result.tokens_per_second
-
-
-def speedup(result: SimulationResult, over: SimulationResult) -> float:
-    return result.tokens_per_second / over.tokens_per_second

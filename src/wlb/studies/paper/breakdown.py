@@ -7,14 +7,13 @@ so the same job is shown once more with four data-parallel ranks and four times 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from wlb.simulate import SimulatedJob
 from wlb.simulate.job import PAPER_JOBS
-from wlb.studies.experiment import Column, Finding, Report, Settings, Table, grouped_bars
+from wlb.studies.experiment import Column, Finding, Report, Settings, Table, bars_of
 from wlb.studies.paper import paper
-from wlb.studies.paper.bench import ASSUMED, Bench, corpus, speedup
+from wlb.studies.paper.bench import ASSUMED, Bench, corpus
 
 _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]
@@ -76,40 +75,30 @@ LEFT_OUT = {
 def run(settings: Settings) -> Report:
     documents = corpus(settings)
     steps = settings.steps or _STEPS
-    quoted = [paper.BREAKDOWN.get(name) for name in ONE_BY_ONE]
     narrow = _speedups(Bench(_JOB, documents, steps, settings), settings)
     wide = _speedups(Bench(_WIDE, documents, max(1, steps // _WIDE_SHARE), settings), settings)
-    names = [*ONE_BY_ONE]
-    wide_name = f"dp {_WIDE.layout.dp}, {_WIDE.micro_batches} micro-batches a rank"
+    on_64, on_256 = (
+        Column("64 GPUs", "simulated"),
+        Column(f"dp {_WIDE.layout.dp}, {_WIDE.micro_batches} micro-batches a rank", "simulated"),
+    )
+    table = Table(
+        "speedup over Plain-4D",
+        (Column("remedy"), Column("64 GPUs", "quoted", ".2f"), on_64, on_256),
+        [(name, paper.BREAKDOWN.get(name), narrow[name], wide[name]) for name in ONE_BY_ONE],
+    )
+    left_out = Table(
+        "best without one of its ingredients: speed over best's",
+        (Column("left out"), on_64, on_256),
+        [(name, _over_best(narrow, name), _over_best(wide, name)) for name in LEFT_OUT],
+    )
     return Report(
         title="What each remedy gives, 7B-128K (paper: Figure 13)",
         documents=documents.source,
-        tables=[
-            Table(
-                "speedup over Plain-4D",
-                (
-                    Column("remedy"),
-                    Column("64 GPUs", "quoted", ".2f"),
-                    Column("64 GPUs", "simulated"),
-                    Column(wide_name, "simulated"),
-                ),
-                [(name, told, narrow[name], wide[name]) for name, told in zip(names, quoted, strict=True)],
-            ),
-            Table(
-                "best without one of its ingredients: speed over best's",
-                (Column("left out"), Column("64 GPUs", "simulated"), Column(wide_name, "simulated")),
-                [(name, *(_over_best(gains, name) for gains in (narrow, wide))) for name in LEFT_OUT],
-            ),
-        ],
-        draw=partial(
-            grouped_bars,
+        tables=[table, left_out],
+        draw=bars_of(
+            table,
+            {"quoted": 1, on_64.name: 2, on_256.name: 3},
             title="7B-128K: speedup over Plain-4D, simulated",
-            groups=[name.replace(" (ours)", "\n(ours)").replace(" = ", "\n= ") for name in names],
-            series={
-                "quoted": quoted,
-                "64 GPUs": [narrow[name] for name in names],
-                wide_name: [wide[name] for name in names],
-            },
             label="speedup over Plain-4D",
         ),
         findings=_findings(narrow, wide),
@@ -122,13 +111,12 @@ def run(settings: Settings) -> Report:
 
 
 def _speedups(bench: Bench, settings: Settings) -> dict[str, float]:
-    results = {}
+    gains = {}
     for name, variant in (ONE_BY_ONE | LEFT_OUT).items():
         job = variant.job(bench)
-        settings.on_progress(f"{name}, dp {job.dp}")
-        results[name] = bench.simulate(job)
-    plain = results["Plain-4D"]
-    return {name: speedup(result, plain) for name, result in results.items()}
+        settings.on_progress(f"{name}, dp {job.layout.dp}")
+        gains[name] = bench.speedup(bench.simulate(job))
+    return gains
 
 
 def _over_best(gains: dict[str, float], name: str) -> float:
@@ -136,28 +124,20 @@ def _over_best(gains: dict[str, float], name: str) -> float:
 
 
 def _findings(gains: dict[str, float], wide: dict[str, float]) -> list[Finding]:
-    left_out = [*LEFT_OUT][1:]
-    pays = [name for name in left_out if min(_over_best(gains, name), _over_best(wide, name)) < 1]
-    idle = [name for name in left_out if name not in pays]
+    _, *left_out = LEFT_OUT
+    idle = [name for name in left_out if min(_over_best(gains, name), _over_best(wide, name)) >= 1]
+    packing, adaptive, per_document = (gains[name] for name in ("pp: packing", "cp: adaptive", "cp: per-document"))
     return [
         Finding(
             "adaptive sharding gains more than per-document sharding alone",
-            gains["cp: adaptive"] >= gains["cp: per-document"],
-            f"{gains['cp: adaptive']:.3f}, {gains['cp: per-document']:.3f}",
+            adaptive >= per_document,
+            f"{adaptive:.3f}, {per_document:.3f}",
         ),
-        Finding(
-            "packing gains more than sharding",
-            gains["pp: packing"] > gains["cp: adaptive"],
-            f"{gains['pp: packing']:.3f}, {gains['cp: adaptive']:.3f}",
-        ),
-        Finding(
-            "both together gain most",
-            gains["WLB-LLM"] > max(gains["pp: packing"], gains["cp: adaptive"]),
-            f"{gains['WLB-LLM']:.3f}",
-        ),
+        Finding("packing gains more than sharding", packing > adaptive, f"{packing:.3f}, {adaptive:.3f}"),
+        Finding("both together gain most", gains["WLB-LLM"] > max(packing, adaptive), f"{gains['WLB-LLM']:.3f}"),
         Finding(
             "ours: best loses, on one of the two jobs or both, whatever is left out",
             not idle,
-            f"nothing lost without: {', '.join(idle)}" if idle else f"{len(pays)} ingredients",
+            f"nothing lost without: {', '.join(idle)}" if idle else f"{len(left_out)} ingredients",
         ),
     ]

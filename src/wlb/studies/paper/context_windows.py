@@ -16,7 +16,7 @@ from typing import NamedTuple
 from wlb.simulate.job import PAPER_JOBS
 from wlb.studies.experiment import Column, Finding, Report, Settings, Table, lines_over_tokens
 from wlb.studies.paper import paper
-from wlb.studies.paper.bench import ASSUMED, Bench, corpus, grown_corpus, speedup
+from wlb.studies.paper.bench import ASSUMED, Bench, Documents, corpus, grown_corpus
 
 _1K = 1024
 WINDOWS = tuple(thousands * _1K for thousands in (32, 64, 96, 128, 160, 256, 512, 1024))
@@ -47,55 +47,34 @@ class _OfWindow(NamedTuple):
 
 def run(settings: Settings) -> Report:
     same = corpus(settings, longest=max(WINDOWS))
-    rows: list[_OfWindow] = []
-    for window in WINDOWS:
-        settings.on_progress(f"{window // _1K}K")
-        job = PAPER_JOBS["7b-128k"]._replace(context_window=window)
-        job = job._replace(layout=replace(job.layout, cp=max(job.layout.cp, window // _TOKENS_OF_A_RANK)))
-        steps = settings.steps or max(_LEAST_STEPS, _TOKENS // (job.layout.pp * window))
-        grown: tuple[float | None, float | None] = (None, None)
-        if settings.lengths is None:
-            grown = _speedups(Bench(job, grown_corpus(settings, window), steps, settings))
-        quoted = paper.CONTEXT_WINDOWS.get(window)
-        gains = _speedups(Bench(job, same, steps, settings))
-        rows.append(_OfWindow(f"{window // _1K}K", job.layout.world_size, job.sizes, quoted, *gains, *grown))
+    rows = [_row(window, same, settings) for window in WINDOWS]
     ratios = [ratio for row in rows for ratio in row.ratios]
     slower = [row.window for row in rows if min(row.ratios) <= 1]
     of_paper = rows[:_PAPER_WINDOWS]
+    columns = (
+        Column("window"),
+        Column("GPUs", format=",.0f"),
+        Column("tp,cp,pp,dp"),
+        Column("WLB-LLM", "quoted", ".2f"),
+        Column("same documents: WLB-LLM", "simulated"),
+        Column("best", "simulated"),
+        Column("documents grow: WLB-LLM", "simulated"),
+        Column("best", "simulated"),
+    )
     return Report(
         title="Speedup over the context window, 7B (paper: Figure 14)",
         documents=same.source,
-        tables=[
-            Table(
-                "speedup over Plain-4D",
-                (
-                    Column("window"),
-                    Column("GPUs", format=",.0f"),
-                    Column("tp,cp,pp,dp"),
-                    Column("WLB-LLM", "quoted", ".2f"),
-                    Column("same documents: WLB-LLM", "simulated"),
-                    Column("best", "simulated"),
-                    Column("documents grow: WLB-LLM", "simulated"),
-                    Column("best", "simulated"),
-                ),
-                [*rows],
-            )
-        ],
+        tables=[Table("speedup over Plain-4D", columns, [*rows])],
         draw=partial(
             lines_over_tokens,
             title="7B: speedup over Plain-4D",
-            panels={
-                "7B: speedup over Plain-4D, simulated": {
-                    "quoted: WLB-LLM": ([*paper.CONTEXT_WINDOWS], [*paper.CONTEXT_WINDOWS.values()]),
-                    **_lines(rows),
-                }
-            },
+            panels={"7B: speedup over Plain-4D, simulated": _lines(rows)},
             label="context window, tokens",
         ),
         findings=[
             Finding(
                 "the speedup grows with the window, 32K to 160K (the same documents)",
-                all(longer > shorter for shorter, longer in pairwise([row.wlb for row in of_paper])),
+                all(longer.wlb > shorter.wlb for shorter, longer in pairwise(of_paper)),
                 ", ".join(f"{row.window} {row.wlb:.3f}" for row in of_paper),
             ),
             Finding(
@@ -112,17 +91,32 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _speedups(bench: Bench) -> tuple[float, float]:
-    """Of WLB-LLM and of ours."""
-    plain = bench.run("plain-4d")
-    return speedup(bench.run("wlb-llm"), plain), speedup(bench.run("best"), plain)
+def _row(window: int, same: Documents, settings: Settings) -> _OfWindow:
+    settings.on_progress(f"{window // _1K}K")
+    job = PAPER_JOBS["7b-128k"]
+    layout = replace(job.layout, cp=max(job.layout.cp, window // _TOKENS_OF_A_RANK))
+    job = job._replace(context_window=window, layout=layout)
+    steps = settings.steps or max(_LEAST_STEPS, _TOKENS // (layout.pp * window))
+
+    def speedups(documents: Documents) -> tuple[float, float]:
+        bench = Bench(job, documents, steps, settings)
+        return bench.speedup(bench.run("wlb-llm")), bench.speedup(bench.run("best"))
+
+    grown = speedups(grown_corpus(settings, window)) if settings.lengths is None else (None, None)
+    quoted = paper.CONTEXT_WINDOWS.get(window)
+    return _OfWindow(f"{window // _1K}K", layout.world_size, job.sizes, quoted, *speedups(same), *grown)
 
 
 def _lines(rows: list[_OfWindow]) -> dict[str, tuple[list[int], list[float]]]:
-    columns = {
+    columns: dict[str, list[float | None]] = {
+        "quoted: WLB-LLM": [row.quoted for row in rows],
         "same documents: WLB-LLM": [row.wlb for row in rows],
         "same documents: best": [row.best for row in rows],
-        "documents grow: WLB-LLM": [row.grown_wlb for row in rows if row.grown_wlb],
-        "documents grow: best": [row.grown_best for row in rows if row.grown_best],
+        "documents grow: WLB-LLM": [row.grown_wlb for row in rows],
+        "documents grow: best": [row.grown_best for row in rows],
     }
-    return {name: ([*WINDOWS], column) for name, column in columns.items() if column}
+    points = {
+        name: [(window, value) for window, value in zip(WINDOWS, column, strict=True) if value is not None]
+        for name, column in columns.items()
+    }
+    return {name: ([x for x, _ in line], [y for _, y in line]) for name, line in points.items() if line}

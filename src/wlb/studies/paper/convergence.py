@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from wlb.documents.order import shuffled
 from wlb.documents.store.reader import TokenStore
 from wlb.report.plots import pyplot_without_display, save
-from wlb.studies.experiment import COLOURS, Column, Finding, Report, Settings, Table
+from wlb.studies.experiment import COLOURS, Column, Finding, Report, Settings, Table, tidy
 from wlb.studies.paper import paper
 from wlb.studies.paper.training_runs import MICRO_BATCHES, WINDOW, SeedRun, prepare_data, runs_of, train_all
 
@@ -114,12 +114,13 @@ def displacement(
 
 
 def report(methods: dict[str, list[Trained]], steps: int, seeds: list[int]) -> Report:
+    losses = [_Loss.of(methods, what) for what in ("training", "held_out")]
     return Report(
         title="Convergence of a small model under each packing method (paper: Figure 16)",
         documents="source and prose of this Python's standard library, bytes; one document in 20 is held out",
-        tables=[_losses(methods), _orders(methods), *_curves(methods)],
-        draw=partial(_draw, methods),
-        findings=_findings(methods),
+        tables=[_ends(losses), _orders(methods), *map(_curve_table, losses)],
+        draw=partial(_draw, losses),
+        findings=_findings(losses),
         notes=[
             f"model tiny (hidden 128), window {WINDOW:,}, {MICRO_BATCHES} windows a step, {steps} steps, seeds "
             f"{', '.join(map(str, seeds))}: of the weights and of the order of documents",
@@ -144,36 +145,41 @@ def outside_noise(differences: dict[str, list[float]]) -> dict[str, bool | None]
     }
 
 
-def _differences(methods: dict[str, list[Trained]], what: str) -> dict[str, list[float]]:
-    """Of every seed, relative to unpacked training with it."""
-    base = [getattr(trained, what) for trained in methods[_BASE]]
-    return {
-        name: [getattr(trained, what) / of_base - 1 for trained, of_base in zip(of_method, base, strict=True)]
-        for name, of_method in methods.items()
-        if name != _BASE
-    }
+class _Loss(NamedTuple):
+    """Training loss, or held-out loss: of every method, by seed."""
+
+    name: str
+    steps: list[float]
+    curves: dict[str, NDArray[np.float64]]  # (seeds, steps)
+    final: dict[str, NDArray[np.float64]]
+    differences: dict[str, list[float]]  # of the final ones, relative to unpacked training with the same seed
+    outside: dict[str, bool | None]  # seed noise
+
+    @classmethod
+    def of(cls, methods: dict[str, list[Trained]], what: str) -> _Loss:
+        curves = {name: np.array([getattr(run, what)[1] for run in runs]) for name, runs in methods.items()}
+        final = {name: np.array([getattr(run, f"final_{what}") for run in runs]) for name, runs in methods.items()}
+        differences = {name: (loss / final[_BASE] - 1).tolist() for name, loss in final.items() if name != _BASE}
+        steps = getattr(methods[_BASE][0], what)[0]
+        return cls(f"{what.replace('_', '-')} loss", steps, curves, final, differences, outside_noise(differences))
 
 
-def _losses(methods: dict[str, list[Trained]]) -> Table:
-    rows: list[tuple[Any, ...]] = []
+def _ends(losses: list[_Loss]) -> Table:
     columns = [Column("method"), Column("loss against 1 global batch", "quoted", "+.1%")]
-    verdicts = {}
-    for what in ("training", "held_out"):
-        shown = what.replace("_", "-")
+    for loss in losses:
         columns += [
-            Column(f"{shown} loss", "measured", ".4f"),
+            Column(loss.name, "measured", ".4f"),
             Column("±", "measured", ".4f"),
             Column("over unpacked", "measured", "+.2%"),
             Column("outside seed noise"),
         ]
-        differences = _differences(methods, f"final_{what}")
-        verdicts[what] = (differences, outside_noise(differences))
-    for name, of_method in methods.items():
+    rows: list[tuple[Any, ...]] = []
+    for name in losses[0].final:
         row: list[Any] = [name, paper.CONVERGENCE_LOSS_INCREASE if name == "fixed_greedy:8" else None]
-        for what, (differences, outside) in verdicts.items():
-            values = [getattr(trained, f"final_{what}") for trained in of_method]
-            row += [float(np.mean(values)), (max(values) - min(values)) / 2 if len(values) > 1 else None]
-            row += [None, ""] if name == _BASE else [float(np.mean(differences[name])), _SAID[outside[name]]]
+        for loss in losses:
+            values = loss.final[name]
+            row += [float(np.mean(values)), float(np.ptp(values)) / 2 if len(values) > 1 else None]
+            row += [None, ""] if name == _BASE else [float(np.mean(loss.differences[name])), _SAID[loss.outside[name]]]
         rows.append(tuple(row))
     return Table("loss at the end", tuple(columns), rows)
 
@@ -202,60 +208,53 @@ def _orders(methods: dict[str, list[Trained]]) -> Table:
     return Table("order of documents: steps from their place in arrival order", columns, rows)
 
 
-def _curves(methods: dict[str, list[Trained]]) -> list[Table]:
+def _curve_table(loss: _Loss) -> Table:
     """Means over seeds, a column for each method."""
-    tables = []
-    for what in ("training", "held_out"):
-        curves = {name: [getattr(trained, what) for trained in of_method] for name, of_method in methods.items()}
-        steps = curves[_BASE][0][0]
-        means = [np.mean([losses for _, losses in of_method], axis=0).tolist() for of_method in curves.values()]
-        columns = (Column("step", format=",.0f"), *(Column(name, "measured", ".4f") for name in curves))
-        shown = what.replace("_", "-")
-        tables.append(Table(f"{shown} loss, mean over seeds", columns, [*zip(steps, *means, strict=True)]))
-    return tables
+    columns = (Column("step", format=",.0f"), *(Column(name, "measured", ".4f") for name in loss.curves))
+    means = [curve.mean(axis=0).tolist() for curve in loss.curves.values()]
+    return Table(f"{loss.name}, mean over seeds", columns, [*zip(loss.steps, *means, strict=True)])
 
 
-def _findings(methods: dict[str, list[Trained]]) -> list[Finding]:
-    found = []
-    for what in ("training", "held_out"):
-        differences = _differences(methods, f"final_{what}")
-        outside = outside_noise(differences)
-        shown = what.replace("_", "-")
-        for name, of_method in differences.items():
-            said = f"{np.mean(of_method):+.2%} against unpacked, seeds {', '.join(f'{d:+.2%}' for d in of_method)}"
-            within = None if outside[name] is None else not outside[name]
-            found.append(Finding(f"{name}: {shown} loss is within seed noise", within, said))
-    eight, one = (
-        np.array([trained.final_training for trained in methods[name]]) for name in ("fixed_greedy:8", "fixed_greedy:1")
-    )
-    increase = eight / one - 1
-    outside_one = outside_noise({"8 over 1": increase.tolist()})["8 over 1"]
+def _findings(losses: list[_Loss]) -> list[Finding]:
+    found = [
+        Finding(
+            f"{name}: {loss.name} is within seed noise",
+            None if loss.outside[name] is None else not loss.outside[name],
+            f"{np.mean(of_seeds):+.2%} against unpacked, {_by_seed(of_seeds)}",
+        )
+        for loss in losses
+        for name, of_seeds in loss.differences.items()
+    ]
+    training = losses[0].final
+    increase = (training["fixed_greedy:8"] / training["fixed_greedy:1"] - 1).tolist()
+    outside = outside_noise({"8 over 1": increase})["8 over 1"]
+    mean = float(np.mean(increase))
     found.append(
         Finding(
             "packing over 8 global batches raises the training loss over 1 (paper: 1.6%)",
-            None if outside_one is None else outside_one and float(increase.mean()) > 0,
-            f"{increase.mean():+.2%}, seeds {', '.join(f'{value:+.2%}' for value in increase)}",
+            None if outside is None else outside and mean > 0,
+            f"{mean:+.2%}, {_by_seed(increase)}",
         )
     )
     return found
 
 
-def _draw(methods: dict[str, list[Trained]], path: Path) -> None:
+def _by_seed(differences: list[float]) -> str:
+    return f"seeds {', '.join(f'{difference:+.2%}' for difference in differences)}"
+
+
+def _draw(losses: list[_Loss], path: Path) -> None:
     """Both curves with their range over seeds, and what is left of them after taking unpacked training away."""
     figure, axes = pyplot_without_display().subplots(2, 2, figsize=(13, 7.5), constrained_layout=True)
-    for column, what in enumerate(("training", "held_out")):
-        curves = {name: [getattr(trained, what) for trained in of_method] for name, of_method in methods.items()}
-        base = np.array([losses for _, losses in curves[_BASE]])
-        for (name, of_method), colour in zip(curves.items(), ("black", *COLOURS), strict=False):
-            steps, losses = of_method[0][0], np.array([losses for _, losses in of_method])
-            for axis, values in ((axes[0][column], losses), (axes[1][column], 100 * (losses / base - 1))):
-                axis.plot(steps, values.mean(axis=0), color=colour, label=name, lw=1.5)
-                axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, lw=0)
-        axes[0][column].set_title(f"{what.replace('_', '-')} loss, measured; band: range over seeds", fontsize=10)
-        axes[1][column].set_title("over unpacked with the same seed, %", fontsize=10)
-        axes[1][column].set_xlabel("step")
-    axes[0][0].legend(frameon=False, fontsize=8)
+    for loss, (top, bottom) in zip(losses, axes.T, strict=True):
+        base = loss.curves[_BASE]
+        for (name, curve), colour in zip(loss.curves.items(), ("black", *COLOURS), strict=False):
+            for axis, values in ((top, curve), (bottom, 100 * (curve / base - 1))):
+                axis.plot(loss.steps, values.mean(axis=0), color=colour, label=name, lw=1.5)
+                axis.fill_between(loss.steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, lw=0)
+        top.set_title(f"{loss.name}, measured; band: range over seeds", fontsize=10)
+        bottom.set_title("over unpacked with the same seed, %", fontsize=10)
+        bottom.set_xlabel("step")
     for axis in axes.ravel():
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     save(figure, path)

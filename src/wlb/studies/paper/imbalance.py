@@ -8,7 +8,6 @@ tensor-parallel ranks are alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
 from wlb.simulate import SimulatedJob
 from wlb.simulate.job import NAMED_JOBS
 from wlb.simulate.rate import first_steps
-from wlb.simulate.step import Steps
-from wlb.studies.experiment import COLOURS, Column, Finding, Report, Settings, Table
+from wlb.studies.experiment import COLOURS, Column, Finding, Report, Settings, Table, tidy
 from wlb.studies.paper import paper
 from wlb.studies.paper.bench import Bench, corpus
 
@@ -29,6 +27,9 @@ _STEPS = 64  # over fewer, tokens/s favour systems in which many long documents 
 _JOB = NAMED_JOBS["405b-128k"]
 _SCHEDULE = {"schedule": "1f1b", "virtual_pp": 1}  # 126 layers; what a GPU computes hardly depends on it
 SYSTEMS = ("plain-4d", "fixed-4d", "wlb-llm", "best")
+# What is compared, by its axes in (steps, pp, dp, cp); and the axes inside a pp, dp or cp rank.
+_TOGETHER = {"all GPUs": (1, 2, 3), "dp ranks": (2,), "pp ranks": (1,), "cp ranks of a group": (3,)}
+_INSIDE = {1: (2, 3), 2: (3,), 3: ()}
 Array = NDArray[np.float64]
 
 
@@ -69,30 +70,22 @@ def run(settings: Settings) -> Report:
 
 
 def _latency(job: SimulatedJob, bench: Bench) -> Latency:
-    parts = [_of_steps(steps) for _, steps in first_steps(job, bench.lengths, bench.steps)]
+    parts = []
+    for _, steps in first_steps(job, bench.lengths, bench.steps):
+        attention = (steps.shards.attention_forward + steps.shards.attention_backward).sum(axis=2)  # (steps, dp, cp)
+        by_rank = steps.costs.stage_shares[:, None, None] * attention[:, None]
+        parts.append((steps.gpu_seconds, by_rank, steps.seconds, steps.tokens))
     everything, attention, seconds, tokens = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Latency(everything, attention, seconds, int(tokens.sum()))
 
 
-def _of_steps(steps: Steps) -> tuple[Array, Array, Array, NDArray[np.int64]]:
-    attention = (steps.shards.attention_forward + steps.shards.attention_backward).sum(axis=2)  # (steps, dp, cp)
-    by_rank = steps.costs.stage_shares[:, None, None] * attention[:, None]
-    return steps.gpu_seconds, by_rank, steps.seconds, steps.tokens
-
-
-def slowest_over_mean(latency: Array, together: Sequence[int]) -> float:
-    """Mean over everything else of the largest over the mean along the axes ``together``."""
-    axes = tuple(together)
-    return float((latency.max(axis=axes) / latency.mean(axis=axes)).mean())
-
-
 def _table(found: dict[str, Latency], rates: dict[str, float]) -> Table:
     rows: list[tuple[Any, ...]] = []
-    for name, axes in (("all GPUs", (1, 2, 3)), ("dp ranks", (2,)), ("pp ranks", (1,)), ("cp ranks of a group", (3,))):
-        for part in ("all", "attention"):
+    for name, axes in _TOGETHER.items():
+        for part, said in (("all", "computing"), ("attention", "attention alone")):
             quoted = paper.IMBALANCE_SLOWEST_GPU if name == "all GPUs" and part == "all" else None
-            values = [_grouped(getattr(latency, part), axes) for latency in found.values()]
-            rows.append((f"{name}, {'computing' if part == 'all' else 'attention alone'}", quoted, *values))
+            values = [slowest_over_mean(getattr(latency, part), axes) for latency in found.values()]
+            rows.append((f"{name}, {said}", quoted, *values))
     rows.append(("speedup over plain-4d", None, *(rate / rates["plain-4d"] for rate in rates.values())))
     columns = (
         Column("slowest over mean"),
@@ -102,18 +95,19 @@ def _table(found: dict[str, Latency], rates: dict[str, float]) -> Table:
     return Table(f"{_JOB.layout.world_size:,} GPUs, {len(found['plain-4d'].seconds)} steps", columns, rows)
 
 
-def _grouped(latency: Array, axes: tuple[int, ...]) -> float:
-    """Of dp ranks and pp ranks the sums over what is inside them are compared, not single GPUs."""
-    if axes == (2,):
-        latency = latency.sum(axis=3, keepdims=True)
-    if axes == (1,):
-        latency = latency.sum(axis=(2, 3), keepdims=True)
-    return slowest_over_mean(latency, axes)
+def slowest_over_mean(latency: Array, axes: tuple[int, ...]) -> float:
+    """The largest over the mean along ``axes``, and of these the mean.
+
+    Of pp ranks and dp ranks the sums over what is inside them are compared, not single GPUs.
+    """
+    if len(axes) == 1:
+        latency = latency.sum(axis=_INSIDE[axes[0]], keepdims=True)
+    return float((latency.max(axis=axes) / latency.mean(axis=axes)).mean())
 
 
 def _findings(plain: Latency, rates: dict[str, float]) -> list[Finding]:
     attention = plain.attention
-    dp, pp, cp = (_grouped(attention, axes) for axes in ((2,), (1,), (3,)))
+    dp, pp, cp = (slowest_over_mean(attention, axes) for axes in ((2,), (1,), (3,)))
     return [
         Finding(
             "pipeline ranks of one data-parallel rank are alike, data-parallel ranks differ (attention alone)",
@@ -131,33 +125,30 @@ def _findings(plain: Latency, rates: dict[str, float]) -> list[Finding]:
 
 def _draw(found: dict[str, Latency], path: Path) -> None:
     """All GPUs by rank, the same grouped by dp and pp, and one context-parallel group; of the median step."""
+    layout = _JOB.layout
+    colours = dict(zip(found, (BASELINE, *COLOURS[:2], BALANCED), strict=True))
     figure, (sorted_axis, group_axis, cp_axis) = pyplot_without_display().subplots(
         1, 3, figsize=(16, 4.2), constrained_layout=True
     )
-    for (name, latency), colour in zip(found.items(), (BASELINE, *COLOURS[:2], BALANCED), strict=True):
+    for name, latency in found.items():
         values = np.sort(_median_step(latency.all).ravel())[::-1]
-        sorted_axis.plot(
-            np.arange(values.size) * _JOB.layout.tp, values / values.mean(), color=colour, label=name, lw=2
-        )
+        gpus = np.arange(values.size) * layout.tp
+        sorted_axis.plot(gpus, values / values.mean(), color=colours[name], label=name, lw=2)
     sorted_axis.set(xlabel="GPUs, slowest first", ylabel="computing, over the mean", title="all GPUs")
-    sorted_axis.legend(frameon=False)
     plain = _median_step(found["plain-4d"].attention)
     plain = plain / plain.mean()  # (pp, dp, cp)
-    for dp in range(_JOB.layout.dp):
-        places = np.repeat(dp * _JOB.layout.pp + np.arange(_JOB.layout.pp), _JOB.layout.cp)
+    for dp in range(layout.dp):
+        places = np.repeat(dp * layout.pp + np.arange(layout.pp), layout.cp)
         group_axis.scatter(places, plain[:, dp].ravel(), s=5, color=COLOURS[dp], label=f"dp {dp}")
     group_axis.set(xlabel="dp and pp rank", title="plain-4d: attention alone, over the mean")
-    group_axis.legend(frameon=False, fontsize=8)
     slowest = int(plain.max(axis=(0, 2)).argmax())
-    for name, colour in (("plain-4d", BASELINE), ("wlb-llm", COLOURS[1]), ("best", BALANCED)):
+    for name in ("plain-4d", "wlb-llm", "best"):
         group = _median_step(found[name].attention)[0, slowest]
-        cp_axis.plot(np.arange(_JOB.layout.cp), group / group.mean(), "o-", color=colour, label=name)
+        cp_axis.plot(np.arange(layout.cp), group / group.mean(), "o-", color=colours[name], label=name)
     cp_axis.set(xlabel="cp rank", title=f"inside the cp group of dp {slowest}, pp 0: attention alone, over the mean")
-    cp_axis.legend(frameon=False)
     for axis in (sorted_axis, group_axis, cp_axis):
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{_JOB.layout.world_size:,} GPUs, one step, simulated", fontsize=11)
+        tidy(axis)
+    figure.suptitle(f"{layout.world_size:,} GPUs, one step, simulated", fontsize=11)
     save(figure, path)
 
 

@@ -23,15 +23,15 @@ LENGTHS = tuple(2**power for power in range(8, 18))
 QUERIES = (16, 32, 64, 128, 192, 256, 384, 512, 1024)
 KEYS = 16_384
 _MODEL = "7b"
-_LINES = dict[str, tuple[list[float], list[float]]]
+_Point = tuple[int, float, float]  # tokens, milliseconds of one layer, TFLOP/s
 
 
 def run(settings: Settings) -> Report:
     shape = model_shape(_MODEL)
     workload = make_workload(shape, "h100")
     profile = read_profile(settings.profile) if settings.profile else None
-    queries = [(q, *_queries(workload, shape, q, KEYS)) for q in QUERIES]
-    documents = [(d, *_document(workload, shape, d)) for d in LENGTHS]
+    queries = [_queries(workload, shape, q, KEYS) for q in QUERIES]
+    documents = [_document(workload, shape, d) for d in LENGTHS]
     tables = [
         _table(f"queries over {KEYS:,} keys, one layer of 7B, H100 preset", "queries", "simulated", queries),
         _table("documents, one layer of 7B, H100 preset", "tokens", "simulated", documents),
@@ -53,45 +53,45 @@ def run(settings: Settings) -> Report:
     )
 
 
-def _queries(workload: Workload, shape: ModelShape, queries: int, keys: int) -> tuple[float, float]:
-    """Milliseconds and TFLOP/s of the last ``queries`` tokens of a document of ``keys`` tokens, one layer."""
+def _queries(workload: Workload, shape: ModelShape, queries: int, keys: int) -> _Point:
+    """Of the last ``queries`` tokens of a document of ``keys`` tokens, one layer."""
     seconds = float(workload.piece_seconds([keys - queries], [keys], "forward")[0])
     before, whole = attention_flops(shape, [keys - queries, keys], "forward").tolist()
-    return 1e3 * seconds / shape.layers, (whole - before) / seconds / 1e12
+    return _point(queries, seconds, whole - before, shape)
 
 
-def _document(workload: Workload, shape: ModelShape, tokens: int) -> tuple[float, float]:
+def _document(workload: Workload, shape: ModelShape, tokens: int) -> _Point:
     seconds = float(workload.attention_seconds([tokens], "forward")[0])
-    return 1e3 * seconds / shape.layers, float(attention_flops(shape, [tokens], "forward")[0]) / seconds / 1e12
+    return _point(tokens, seconds, float(attention_flops(shape, [tokens], "forward")[0]), shape)
 
 
-def _measured(profile: WorkloadProfile) -> dict[str, list[tuple[int, float, float]]]:
+def _measured(profile: WorkloadProfile) -> dict[str, list[_Point]]:
     """Of one layer, by what was measured."""
     shape, table = profile.model, profile.prefix_attention
     flops = attention_flops(shape, profile.attention.tokens, "forward") / profile.tp
     rows = zip(profile.attention.tokens, profile.attention.forward_seconds, flops, strict=True)
-    found = {
-        f"documents, one layer, {profile.machine}": [
-            (int(d), 1e3 * float(s) / shape.layers, float(f) / float(s) / 1e12) for d, s, f in rows
-        ]
-    }
+    found = {f"documents, one layer, {profile.machine}": [_point(d, s, float(f), shape) for d, s, f in rows]}
     if table is not None:
         per_pair = 4.0 * shape.layers * shape.heads * shape.head_dim / profile.tp
         keys = int(table.keys[-1])
         seconds = np.asarray(table.forward_seconds)[:, -1].tolist()
         found[f"queries over {keys:,} keys, one layer, {profile.machine}"] = [
-            (int(q), 1e3 * s / shape.layers, per_pair * int(q) * keys / s / 1e12)
-            for q, s in zip(table.queries, seconds, strict=True)
+            _point(q, s, per_pair * int(q) * keys, shape) for q, s in zip(table.queries, seconds, strict=True)
         ]
     return found
 
 
-def _table(title: str, counted: str, kind: Any, rows: list[tuple[int, float, float]]) -> Table:
+def _point(tokens: int, seconds: float, flops: float, shape: ModelShape) -> _Point:
+    """What all layers take in ``seconds``, told of one."""
+    return int(tokens), 1e3 * float(seconds) / shape.layers, flops / float(seconds) / 1e12
+
+
+def _table(title: str, counted: str, kind: Any, rows: list[_Point]) -> Table:
     columns = (Column(counted, format=",.0f"), Column("latency, ms", kind, ".4g"), Column("TFLOP/s", kind, ".4g"))
     return Table(title, columns, [*rows])
 
 
-def _findings(queries: list[tuple[int, float, float]]) -> list[Finding]:
+def _findings(queries: list[_Point]) -> list[Finding]:
     latency = {tokens: milliseconds for tokens, milliseconds, _ in queries}
     rate = {tokens: flops for tokens, _, flops in queries}
     flat = latency[paper.KERNEL_FLAT_UNTIL] / latency[QUERIES[0]]
@@ -110,17 +110,14 @@ def _findings(queries: list[tuple[int, float, float]]) -> list[Finding]:
     ]
 
 
-def _draw(
-    curves: dict[str, list[tuple[int, float, float]]], measured: dict[str, list[tuple[int, float, float]]], path: Path
-) -> None:
-    def lines(rows: dict[str, list[tuple[int, float, float]]], column: int) -> _LINES:
-        return {
-            name.partition(", one layer")[0]: ([float(row[0]) for row in points], [row[column] for row in points])
-            for name, points in rows.items()
-        }
-
-    panels = {"latency of one layer, ms (simulated)": lines(curves, 1), "TFLOP/s (simulated)": lines(curves, 2)}
-    if measured:
-        panels |= {"latency of one layer, ms (measured)": lines(measured, 1), "TFLOP/s (measured)": lines(measured, 2)}
+def _draw(curves: dict[str, list[_Point]], measured: dict[str, list[_Point]], path: Path) -> None:
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for kind, rows in (("simulated", curves), ("measured", measured)):
+        for column, what in ((1, "latency of one layer, ms"), (2, "TFLOP/s")):
+            lines = {
+                name.partition(", one layer")[0]: ([float(p[0]) for p in points], [p[column] for p in points])
+                for name, points in rows.items()
+            }
+            panels |= {f"{what} ({kind})": lines} if lines else {}
     log = [name for name in panels if name.startswith("latency")]
     lines_over_tokens(path, "attention forward", panels, label="tokens of the document, or queries", log=log)

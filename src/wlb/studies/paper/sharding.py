@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.sharding.compare import sample_micro_batches
-from wlb.studies.experiment import Column, Finding, Report, Settings, Table, grouped_bars
+from wlb.studies.experiment import Column, Finding, Report, Settings, Table, column_of, grouped_bars
 from wlb.studies.paper import paper
 from wlb.studies.paper.bench import Documents, corpus
 from wlb.workload import make_workload, model_shape
@@ -33,7 +33,7 @@ class Strategy(NamedTuple):
 
     gathering_all: float
     gathering_attended: float
-    attention_imbalance: float
+    imbalance: float  # of attention
     gathered: float  # share of tokens whose keys and values another rank attends
 
 
@@ -45,16 +45,16 @@ def run(settings: Settings) -> Report:
         settings.on_progress(f"{window // 1024}K")
         found[window] = _strategies(window, documents, workload, settings)
     gains = {window: _gains(strategies) for window, strategies in found.items()}
-    series: dict[str, list[float | None]] = {}
-    for window in WINDOWS:
-        label = f"{window // 1024}K"
-        series[f"quoted, {label}"] = [_quoted(window).get(name) for name in gains[window]]
-        series[f"all gathered, {label}"] = [gain[0] for gain in gains[window].values()]
-        series[f"attended gathered, {label}"] = [gain[1] for gain in gains[window].values()]
+    tables = [_table(window, found[window], gains[window]) for window in WINDOWS]
+    series = {
+        f"{name}, {window // 1024}K": column_of(table, column)
+        for window, table in zip(WINDOWS, tables, strict=True)
+        for name, column in (("quoted", 1), ("all gathered", 2), ("attended gathered", 3))
+    }
     return Report(
         title=f"Sharding strategies, one layer of 7B, cp {CP} (paper: Figure 15)",
         documents=documents.source,
-        tables=[_table(window, found[window], gains[window]) for window in WINDOWS],
+        tables=tables,
         draw=partial(
             grouped_bars,
             title=f"one layer of 7B, cp {CP}: speedup over per-sequence sharding, simulated",
@@ -81,7 +81,8 @@ def _strategies(window: int, documents: Documents, workload: Workload, settings:
         # The paper's selection gathers everything either way, so it compares what is left.
         whole = min(rows[name][-1].gathering_all for name in _STATIC)
         rows["adaptive"][-1] = rows["adaptive"][-1]._replace(gathering_all=whole)
-        ideal = _ideal_seconds(lengths, workload)
+        linear = float(workload.linear_seconds(int(lengths.sum()) / CP))
+        ideal = float(workload.attention_seconds(lengths).sum()) / CP + linear
         rows["ideal"].append(Strategy(ideal, ideal, 1.0, 0.0))
     return {name: Strategy(*np.mean(of_one, axis=0).tolist()) for name, of_one in rows.items()}
 
@@ -92,44 +93,25 @@ def _strategy(name: str, lengths: NDArray[np.int64], workload: Workload) -> Stra
     busy = float((latency.attention + latency.linear).max())
     everything = float(workload.kv_gather_seconds(int(lengths.sum()) * (CP - 1) // CP, CP))
     pairs = plan.attended_pairs
-    return Strategy(
-        busy + everything, busy + latency.gather, float(pairs.max() / pairs.mean()), plan.kv_gather_fraction
-    )
-
-
-def _ideal_seconds(lengths: NDArray[np.int64], workload: Workload) -> float:
-    attention = float(workload.attention_seconds(lengths).sum()) / CP
-    return attention + float(workload.linear_seconds(int(lengths.sum()) / CP))
+    imbalance = float(pairs.max() / pairs.mean())
+    return Strategy(busy + everything, busy + latency.gather, imbalance, plan.kv_gather_fraction)
 
 
 def _gains(strategies: dict[str, Strategy]) -> dict[str, tuple[float, float]]:
     """Speedups over per-sequence sharding, all keys and values gathered or those attended."""
     base = strategies["per_sequence"]
     return {
-        name: (
-            base.gathering_all / strategy.gathering_all,
-            base.gathering_attended / strategy.gathering_attended,
-        )
-        for name, strategy in strategies.items()
+        name: (base.gathering_all / one.gathering_all, base.gathering_attended / one.gathering_attended)
+        for name, one in strategies.items()
     }
-
-
-def _quoted(window: int) -> dict[str, float]:
-    return {"per_sequence": 1.0, "per_document": paper.SHARDING_PER_DOCUMENT[window]}
 
 
 def _table(window: int, strategies: dict[str, Strategy], gains: dict[str, tuple[float, float]]) -> Table:
     milliseconds = 1e3 / model_shape(_MODEL).layers
+    quoted = {"per_sequence": 1.0, "per_document": paper.SHARDING_PER_DOCUMENT[window]}
     rows: list[tuple[Any, ...]] = [
-        (
-            name,
-            _quoted(window).get(name),
-            *gains[name],
-            milliseconds * strategy.gathering_attended,
-            strategy.attention_imbalance,
-            strategy.gathered,
-        )
-        for name, strategy in strategies.items()
+        (name, quoted.get(name), *gains[name], milliseconds * one.gathering_attended, one.imbalance, one.gathered)
+        for name, one in strategies.items()
     ]
     columns = (
         Column("strategy"),

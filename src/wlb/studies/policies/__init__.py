@@ -8,7 +8,6 @@ layout. docs/rivals.md has every policy's source and what was assumed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,113 +16,35 @@ from numpy.typing import NDArray
 from wlb.documents.filling import check_filling
 from wlb.errors import UserError
 from wlb.simulate.search import SearchSpace
-from wlb.studies.policies import bytescale, distca, fcp, flexsp, hotspa, hydraulis, libra, magi, megatron, verl, wlb_llm
-from wlb.studies.policies.elastic import ElasticPolicy
-from wlb.studies.policies.ours import LONGER, SystemPolicy
+from wlb.studies.policies import bytescale, distca, fcp, flexsp, libra, magi, megatron, verl, wlb_llm
+from wlb.studies.policies.hotspa import HotSpaPolicy
+from wlb.studies.policies.hydraulis import HydraulisPolicy
+from wlb.studies.policies.ours import LONGER, ElasticPolicy, SystemPolicy
 from wlb.studies.policies.policy import Outcome, Policy, RankPolicy
-from wlb.studies.policies.pricing import price_groups, price_moved
-from wlb.workload import make_workload
-from wlb.workload.base import DocumentPrices
-
-
-@dataclass(frozen=True)
-class OwnSearch:
-    """A policy whose layouts are more than ranks of a stage: ``search`` finds its best."""
-
-    source: str
-    assumed: str
-    search: Callable[[str, SearchSpace, NDArray[np.int64], DocumentPrices], Outcome]
-
-    def best(self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> Outcome:
-        return self.search(name, space, lengths, work_prices)
-
-
-_MEGATRON = "NVIDIA/Megatron-LM"
-_RING = "keys and values travel as ours do, overlapped"
 
 BASE = "plain-4d"
 POLICIES: dict[str, Policy] = {
-    BASE: SystemPolicy("plain-4d", "WLB-LLM, arXiv 2503.17924, section 2.1"),
-    "fixed-4d": SystemPolicy("fixed-4d", "WLB-LLM, section 2.3"),
-    "wlb-llm": SystemPolicy("wlb-llm", "WLB-LLM, sections 4 and 5", delays=True),
-    "wlb-no-delay": RankPolicy(
-        "WLB-LLM as DistCA's paper runs it, arXiv 2510.18121", _RING, wlb_llm.without_delay, price_groups
-    ),
-    "megatron-balanced": RankPolicy(f"{_MEGATRON}, dp_balanced", _RING, megatron.dp_balanced, price_groups),
-    "megatron-dynamic": RankPolicy(
-        f"{_MEGATRON}, hybrid_cp_schedule.py",
-        f"weights gathered once a step; {_RING}",
-        megatron.dynamic,
-        price_groups,
-        pipelines=False,
-        keeps_weights=True,
-    ),
-    "megatron-packing": RankPolicy(
-        f"{_MEGATRON}, next_hdp_group_packing_aware",
-        _RING,
-        megatron.packing_aware,
-        price_groups,
-        keeps_weights=True,
-    ),
-    "hotspa": OwnSearch("HotSPa, SOSP '24", "three buckets; switching is not overlapped", hotspa.best),
-    "hydraulis": OwnSearch(
-        "Hydraulis, arXiv 2412.07894", "two strategies at once; the packing program bounded by nodes", hydraulis.best
-    ),
-    "flexsp": RankPolicy(
-        "FlexSP, arXiv 2412.01523",
-        "the program solved for all groups of a size together, at a bisected bound",
-        flexsp.heterogeneous_groups,
-        price_groups,
-        pipelines=False,
-        layouts=1,
-    ),
-    "bytescale": RankPolicy(
-        "ByteScale, arXiv 2502.21231",
-        f"weights gathered once a step; {_RING}; nothing offloaded",
-        bytescale.hybrid_data_parallel,
-        price_groups,
-        pipelines=False,
-        keeps_weights=True,
-    ),
-    "bytescale-pipeline": RankPolicy(
-        "ByteScale, arXiv 2502.21231", _RING, bytescale.hybrid_data_parallel, price_groups, keeps_weights=True
-    ),
-    "distca": RankPolicy(
-        "DistCA, arXiv 2510.18121",
-        "idle pipeline stages serve; activations of 1F1B",
-        partial(distca.attention_servers, idle_stages_serve=True),
-        distca.price_attention_servers,
-        interleaves=False,
-    ),
-    "distca-busy": RankPolicy(
-        "DistCA, arXiv 2510.18121",
-        "idle pipeline stages do not serve; activations of 1F1B",
-        partial(distca.attention_servers, idle_stages_serve=False),
-        distca.price_attention_servers,
-        interleaves=False,
-    ),
-    "libra": RankPolicy(
-        "Libra, arXiv 2607.23250",
-        "soft cap 2%; tokens even in a pool; four chunks of heads",
-        libra.pools,
-        partial(price_moved, hidden_by="heads"),
-    ),
-    "fcp": RankPolicy(
-        "FCP, arXiv 2605.08524",
-        "reshuffling shows; keys and values travel in four parts",
-        fcp.blocks,
-        partial(price_moved, hidden_by="attention"),
-    ),
-    "magi": RankPolicy(
-        "SandAI-org/MagiAttention, dispatch_solver.py",
-        "fixed groups, micro-batches even in attention; keys and values travel in four parts",
-        magi.dispatched,
-        partial(price_moved, hidden_by="attention"),
-    ),
-    "verl": RankPolicy("verl, utils/seqlen_balancing.py", _RING, verl.karmarkar_karp_twice, price_groups),
-    "slime": RankPolicy("THUDM/slime, utils/dp_schedule.py", _RING, verl.packed_then_dealt, price_groups),
-    "best": SystemPolicy("best", "this project, docs/planner.md", delays=True),
-    "elastic": ElasticPolicy("this project, docs/elastic.md"),
+    BASE: SystemPolicy("plain-4d"),
+    "fixed-4d": SystemPolicy("fixed-4d"),
+    "wlb-llm": SystemPolicy("wlb-llm", delays=True),
+    "wlb-no-delay": RankPolicy(wlb_llm.without_delay),
+    "megatron-balanced": RankPolicy(megatron.dp_balanced),
+    "megatron-dynamic": RankPolicy(megatron.dynamic, pipelines=False, keeps_weights=True),
+    "megatron-packing": RankPolicy(megatron.packing_aware, keeps_weights=True),
+    "hotspa": HotSpaPolicy(),
+    "hydraulis": HydraulisPolicy(),
+    "flexsp": RankPolicy(flexsp.heterogeneous_groups, pipelines=False, layouts=1),
+    "bytescale": RankPolicy(bytescale.hybrid_data_parallel, pipelines=False, keeps_weights=True),
+    "bytescale-pipeline": RankPolicy(bytescale.hybrid_data_parallel, keeps_weights=True),
+    "distca": RankPolicy(partial(distca.attention_servers, idle_stages_serve=True), interleaves=False),
+    "distca-busy": RankPolicy(partial(distca.attention_servers, idle_stages_serve=False), interleaves=False),
+    "libra": RankPolicy(libra.pools),
+    "fcp": RankPolicy(fcp.blocks),
+    "magi": RankPolicy(magi.dispatched),
+    "verl": RankPolicy(verl.karmarkar_karp_twice),
+    "slime": RankPolicy(verl.packed_then_dealt),
+    "best": SystemPolicy("best", delays=True),
+    "elastic": ElasticPolicy(),
 }
 
 
@@ -147,17 +68,16 @@ def compare(
 ) -> tuple[list[Outcome], dict[str, str]]:
     """Every policy in its best layout, on the same documents and global batch, and why others have none.
 
-    Work is priced by a single GPU's W_a + W_l, for all alike. ``on_progress`` gets the policy that comes next. Raises
-    ``UserError`` where the base has no layout, and where the documents do not fill one step.
+    ``on_progress`` gets the policy that comes next. Raises ``UserError`` where the base has no layout, and where the
+    documents do not fill one step.
     """
     check_filling(lengths, space.micro_batches * space.context_window, space.context_window, steps=space.steps)
-    work_prices = make_workload(space.shape, space.hardware)
     outcomes: list[Outcome] = []
     without: dict[str, str] = {}
     for name in names:
         on_progress(name)
         try:
-            outcomes.append(POLICIES[name].best(name, space, lengths, work_prices))
+            outcomes.append(POLICIES[name].best(name, space, lengths))
         except UserError as error:
             if name == BASE:
                 raise
@@ -167,7 +87,7 @@ def compare(
 
 def epochs(names: Sequence[str], space: SearchSpace, lengths: NDArray[np.int64]) -> int:
     """Passes over the documents that the steps of ``names`` begin; from 2 on documents are repeated."""
-    longer = max(LONGER if getattr(POLICIES[name], "delays", False) else 1 for name in names)
+    longer = LONGER if any(POLICIES[name].delays for name in names) else 1
     return -(-longer * space.steps * space.micro_batches * space.context_window // int(lengths.sum()))
 
 

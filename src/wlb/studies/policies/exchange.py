@@ -21,7 +21,7 @@ from wlb.workload.links import Link, group_link
 
 Array = NDArray[np.float64]
 
-HEAD_CHUNKS = 4  # in which Libra's heads travel while others are attended; assumed
+PARTS = 4  # in which Libra's heads, or keys and values, travel while others are attended; assumed
 
 
 class Moved(NamedTuple):
@@ -37,12 +37,12 @@ class Moved(NamedTuple):
 
 def query_bytes(job: SimulatedJob) -> float:
     """Of one token's query, or output, in one layer on one tensor-parallel rank."""
-    return job.shape.heads * job.shape.head_dim / job.tp * job.hardware.bytes_per_value
+    return job.shape.heads * job.shape.head_dim / job.layout.tp * job.hardware.bytes_per_value
 
 
 def kv_bytes(job: SimulatedJob) -> float:
     """Of one token's key and value."""
-    return 2 * job.shape.kv_heads * job.shape.head_dim / job.tp * job.hardware.bytes_per_value
+    return 2 * job.shape.kv_heads * job.shape.head_dim / job.layout.tp * job.hardware.bytes_per_value
 
 
 def all_to_all_of_heads(job: SimulatedJob, tokens: ArrayLike, size: int) -> tuple[Array, Array]:
@@ -53,83 +53,74 @@ def all_to_all_of_heads(job: SimulatedJob, tokens: ArrayLike, size: int) -> tupl
     same.
     """
     count = np.asarray(tokens, np.float64)
-    heads = job.shape.heads / job.tp
-    kv_heads = max(job.shape.kv_heads / job.tp, float(size))
+    heads = job.shape.heads / job.layout.tp
+    kv_heads = max(job.shape.kv_heads / job.layout.tp, float(size))
     values = (2 * heads + 2 * kv_heads) * job.shape.head_dim * job.hardware.bytes_per_value
     received = count / size * values * (size - 1) / size
-    link = group_link(job.hardware, "all_to_all", size, stride=job.tp)
+    link = group_link(job.hardware, "all_to_all", size, stride=job.layout.tp)
     there_and_back = received / link.bandwidth + 2 * link.latency
     seconds: Array = job.shape.layers * there_and_back
     return seconds, received
 
 
-def moved_bytes(plan: MovedPlan, job: SimulatedJob, *, resent: bool) -> dict[Direction, Moved]:
-    """What each direction exchanges. ``resent``: servers keep nothing, so the backward brings everything once more."""
+def moved_bytes(plan: MovedPlan, job: SimulatedJob) -> dict[Direction, Moved]:
+    """What each direction exchanges."""
     keys_received, keys_sent = _keys_served_at_work(plan) if plan.reshuffled else _keys_from_home(plan)
     queries_received, queries_sent = _queries(plan)
     of_query, of_key = query_bytes(job), kv_bytes(job)
-    if plan.reshuffled:  # queries, keys and values in, outputs back; keys then travel between those who attend
-        received = queries_received * (of_query + of_key) + queries_sent * of_query + keys_received * of_key
-        sent = queries_sent * (of_query + of_key) + queries_received * of_query + keys_sent * of_key
-    else:
-        received = (queries_received + queries_sent) * of_query + keys_received * of_key
-        sent = (queries_received + queries_sent) * of_query + keys_sent * of_key
+    of_entry = of_query + of_key if plan.reshuffled else of_query  # queries, or also keys and values; outputs back
+    received = queries_received * of_entry + queries_sent * of_query + keys_received * of_key
+    sent = queries_sent * of_entry + queries_received * of_query + keys_sent * of_key
     keys = np.maximum(keys_received, keys_sent) * of_key
-    forward = Moved(received, sent, keys)
     # Gradients of outputs in, of queries, keys and values back: as much as the forward, the other way.
-    backward = Moved(sent + received * resent, received + sent * resent, keys)
-    return {"forward": forward, "backward": backward}
+    backward = Moved(sent + received * plan.resent, received + sent * plan.resent, keys)
+    return {"forward": Moved(received, sent, keys), "backward": backward}
 
 
-def moved_seconds(moved: Moved, attention: Array, rest: Array, pool: int, job: SimulatedJob, hidden_by: str) -> Array:
-    """What an exchange adds to ranks that attend and compute the ``rest`` for so many seconds of all layers.
-
-    ``hidden_by`` everything: two half-batches alternate, so all that one computes hides what the other sends, but for
-    the first half's (DistCA). By heads: chunks of heads are attended while others travel (Libra). By attention: what is
-    moved before and after attention shows, keys and values travel beside it (FCP).
-    """
-    wire = moving_seconds(moved, pool, job)
-    if hidden_by == "everything":
+def shown_seconds(moved: Moved, attention: Array, rest: Array, plan: MovedPlan, job: SimulatedJob) -> Array:
+    """What an exchange adds to ranks that attend and compute the ``rest`` for so many seconds of all layers."""
+    wire = moving_seconds(moved, plan, job)
+    if plan.hidden_by == "everything":
         busy = attention + rest
         return np.maximum(0.0, wire - busy) + np.minimum(wire, busy) / (2 * job.shape.layers)
-    if hidden_by == "heads":
-        return _beside(attention, wire, HEAD_CHUNKS)
-    keys = job.shape.layers * _pool_link(pool, job).seconds(moved.keys)
-    entry_and_exit = job.shape.layers * _pool_link(pool, job).seconds(
-        np.maximum(moved.received, moved.sent) - moved.keys
+    if plan.hidden_by == "heads":
+        return _beside(attention, wire)
+    link = _pool_link(plan, job)
+    keys, entry_and_exit = (
+        job.shape.layers * link.seconds(of_one)
+        for of_one in (moved.keys, np.maximum(moved.received, moved.sent) - moved.keys)
     )
-    return entry_and_exit + _beside(attention, keys, HEAD_CHUNKS)
+    return entry_and_exit + _beside(attention, keys)
 
 
-def moving_seconds(moved: Moved, pool: int, job: SimulatedJob) -> Array:
-    """For how long the links of ranks in pools of ``pool`` carry what is moved, in all layers; shape (ranks, slots)."""
-    return job.shape.layers * _pool_link(pool, job).seconds(np.maximum(moved.received, moved.sent))
+def moving_seconds(moved: Moved, plan: MovedPlan, job: SimulatedJob) -> Array:
+    """For how long the links of ranks carry what is moved, in all layers; shape (ranks, slots)."""
+    return job.shape.layers * _pool_link(plan, job).seconds(np.maximum(moved.received, moved.sent))
 
 
-def _pool_link(pool: int, job: SimulatedJob) -> Link:
-    return group_link(job.hardware, "all_to_all", pool, stride=job.tp)
+def _pool_link(plan: MovedPlan, job: SimulatedJob) -> Link:
+    return group_link(job.hardware, "all_to_all", plan.pool_size, stride=job.layout.tp)
 
 
-def _beside(attention: Array, wire: Array, parts: int) -> Array:
+def _beside(attention: Array, wire: Array) -> Array:
     ranks = RankSeconds(np.zeros_like(attention), attention, np.zeros_like(attention))
-    count = np.full(attention.shape[:-1], parts)
-    return attending_seconds(ranks, wire, count) - attention
+    return attending_seconds(ranks, wire, np.full(attention.shape[:-1], PARTS)) - attention
 
 
 def _queries(plan: MovedPlan) -> tuple[Array, Array]:
     """Tokens whose queries each rank receives, and sends; shape (ranks, slots)."""
-    received, sent = np.zeros(plan.pools.size), np.zeros(plan.pools.size)
+    received, sent = np.zeros((2, plan.pools.size))
     for home, work in _moved_documents(plan):
         overlap = np.minimum(home.stop[:, None], work.stop) - np.maximum(home.start[:, None], work.start)
         moved = np.where(home.lane[:, None] != work.lane, overlap.clip(min=0), 0) * work.share
         np.add.at(sent, home.lane, moved.sum(axis=1))
         np.add.at(received, work.lane, moved.sum(axis=0))
-    return _of_ranks(plan, received), _of_ranks(plan, sent)
+    return plan.of_ranks(received), plan.of_ranks(sent)
 
 
 def _keys_from_home(plan: MovedPlan) -> tuple[Array, Array]:
     """Tokens whose keys each rank receives, and sends: of every document up to its last query there, for its heads."""
-    received, sent = np.zeros(plan.pools.size), np.zeros(plan.pools.size)
+    received, sent = np.zeros((2, plan.pools.size))
     for home, work in _moved_documents(plan):
         lanes, place = np.unique(work.lane, return_inverse=True)
         last = np.zeros(len(lanes), np.int64)
@@ -139,23 +130,20 @@ def _keys_from_home(plan: MovedPlan) -> tuple[Array, Array]:
         moved = np.where(home.lane[:, None] != lanes, needed.clip(min=0), 0) * heads
         np.add.at(sent, home.lane, moved.sum(axis=1))
         np.add.at(received, lanes, moved.sum(axis=0))
-    return _of_ranks(plan, received), _of_ranks(plan, sent)
+    return plan.of_ranks(received), plan.of_ranks(sent)
 
 
 def _largest_share(work: Tasks, place: NDArray[np.int64], lanes: int) -> Array:
     """The heads of a document that each lane attends: the most that it attends of any query."""
     heads = np.zeros(lanes)
-    rows = np.stack([place, work.start], axis=1)
-    queries, index = np.unique(rows, axis=0, return_inverse=True)
+    queries, index = np.unique(np.stack([place, work.start], axis=1), axis=0, return_inverse=True)
     np.maximum.at(heads, queries[:, 0], np.bincount(index.ravel(), work.share))
     return heads
 
 
 def _keys_served_at_work(plan: MovedPlan) -> tuple[Array, Array]:
     """As ``_keys_from_home``, where keys lie with the queries of their tokens."""
-    work = plan.work
-    order = np.lexsort((work.start, work.document))
-    pieces = Pieces(*(column[order] for column in work[:4]))
+    pieces = Pieces(*plan.work.at(np.lexsort((plan.work.start, plan.work.document)))[:4])
     where = locality(pieces, len(plan.lengths), plan.slots, plan.ranks)
     return where.received.T.astype(np.float64), where.sent.T.astype(np.float64)
 
@@ -171,17 +159,6 @@ def _moved_documents(plan: MovedPlan) -> list[tuple[Tasks, Tasks]]:
 
 
 def _by_document(tasks: Tasks, documents: int) -> list[Tasks]:
-    order = np.argsort(tasks.document, kind="stable")
-    bounds = np.searchsorted(tasks.document[order], np.arange(documents + 1))
-    lane, document, start, stop, share = tasks
-    ordered = Tasks(lane[order], document[order], start[order], stop[order], share[order])
-    return [_between(ordered, first, last) for first, last in pairwise(bounds.tolist())]
-
-
-def _between(tasks: Tasks, start: int, stop: int) -> Tasks:
-    lane, document, begin, end, share = tasks
-    return Tasks(lane[start:stop], document[start:stop], begin[start:stop], end[start:stop], share[start:stop])
-
-
-def _of_ranks(plan: MovedPlan, lanes: Array) -> Array:
-    return lanes.reshape(plan.slots, plan.ranks).T
+    ordered = tasks.at(np.argsort(tasks.document, kind="stable"))
+    bounds = np.searchsorted(ordered.document, np.arange(documents + 1))
+    return [ordered.at(slice(first, stop)) for first, stop in pairwise(bounds.tolist())]

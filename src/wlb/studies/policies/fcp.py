@@ -31,6 +31,7 @@ def blocks(lengths: Integers, ranks: Ranks) -> MovedPlan:
         np.zeros((ranks.count, len(micro_batches)), np.int64),
         joined(homes),
         tasks_of(rows),
+        hidden_by="attention",
         reshuffled=True,
     )
 

@@ -64,7 +64,7 @@ def heterogeneous_groups(lengths: Integers, ranks: Ranks) -> GroupPlan:
 
 def group_sizes(ranks: Ranks) -> list[int]:
     """Powers of two up to the query heads that a rank has, and to all ranks."""
-    most = min(ranks.count, ranks.job.shape.heads // ranks.job.tp)
+    most = min(ranks.count, ranks.job.shape.heads // ranks.job.layout.tp)
     return [2**exponent for exponent in range(most.bit_length())]
 
 
@@ -112,16 +112,16 @@ class _Program:
         found = self._one_each()
         if found is not None and found.seconds <= (1 + _GAP) * low:
             return found  # no program does better by more than its own gap
-        high = 2 * low if found is None else found.seconds
+        high = low if found is None else found.seconds
         for _ in range(_BISECTIONS):
-            bound = high if found is None else (low + high) / 2
+            bound = 2 * high if found is None else (low + high) / 2
             solvable, groups = self._within(bound)
             if groups is not None and (found is None or groups.seconds < found.seconds):
                 found, high = groups, min(bound, groups.seconds)
             elif found is not None:
                 low = bound
             elif solvable or bound <= _HOPELESS * low:
-                high = 2 * bound
+                high = bound
             else:
                 return None  # memory, not seconds, stands against it
             if found is not None and high <= (1 + 2 * _GAP) * low:
@@ -136,27 +136,92 @@ class _Program:
 
     def _one_each(self) -> _Grouped | None:
         """Every document on one rank, if that is possible."""
-        documents, lengths, ranks = self.documents, self.lengths, self.ranks
-        if lengths[documents].max() > ranks.capacity:
+        if self.lengths[self.documents].max() > self.ranks.capacity:
             return None
-        cost = np.zeros(len(lengths))
-        cost[documents] = _seconds(lengths[documents], np.array([1]), ranks)[:, 0]
-        members, left_over = lightest(documents, cost, ranks.count, lengths, ranks.capacity)
-        if left_over:
-            return None
-        groups = [Group(0, (rank,), tuple(of_rank)) for rank, of_rank in enumerate(members) if of_rank]
-        return _Grouped(max(float(cost[list(group.documents)].sum()) for group in groups), groups)
+        groups, left_over = self._filled(self.documents, 1, self.ranks.count, 0)
+        return None if left_over else self._slowest(groups)
 
     def _within(self, bound: float) -> tuple[bool, _Grouped | None]:
         """Whether the program has a solution in ``bound`` seconds, and the groups that documents could be dealt to."""
         for shares in self.shares:
-            solution = _solve(self, shares, bound)
+            solution = self._solution(shares, bound)
             if solution is None:
                 return False, None
-            groups = _dealt(self, *solution)
+            groups = self._dealt(*solution)
             if groups is not None:
                 return True, groups
         return True, None
+
+    def _solution(self, shares: NDArray[np.float64], bound: float) -> tuple[Integers, Integers] | None:
+        """Documents of each bucket in groups of each size, (buckets, sizes), and the number of groups of each size.
+
+        None if impossible. A document takes ``shares`` of a group's memory; infinite ones are not allowed. Columns:
+        documents by bucket and size, bucket-major, then groups of each size. Fewest ranks, of what is possible.
+        """
+        optimize = require("scipy.optimize", "solver")
+        buckets, kinds = shares.shape
+        allowed = np.isfinite(shares)
+        upper = np.concatenate([(allowed * self.counts[:, None]).ravel(), self.ranks.count // self.sizes])
+        each = np.hstack([np.kron(np.eye(buckets), np.ones(kinds)), np.zeros((buckets, kinds))])
+        time, memory = (
+            np.hstack([*map(np.diag, of_document), -np.eye(kinds)])
+            for of_document in (self.seconds / bound, np.where(allowed, shares, 0.0))
+        )
+        used = np.concatenate([np.zeros(buckets * kinds), self.sizes])
+        result = optimize.milp(
+            used,
+            integrality=np.ones(len(used)),
+            bounds=optimize.Bounds(0, upper),
+            constraints=[
+                optimize.LinearConstraint(each, self.counts, self.counts),
+                optimize.LinearConstraint(np.concatenate([time, memory]), -np.inf, 0),
+                optimize.LinearConstraint(used[None], 0, self.ranks.count),
+            ],
+            options={"node_limit": NODES, "mip_rel_gap": _GAP},
+        )
+        if result.x is None:
+            return None
+        whole = np.rint(result.x).astype(np.int64)
+        return whole[:-kinds].reshape(buckets, kinds), whole[-kinds:]
+
+    def _dealt(self, shares: Integers, of_size: Integers) -> _Grouped | None:
+        """The groups of a solution; None where documents that were counted do not fit one by one."""
+        groups: list[Group] = []
+        left_over: list[int] = []  # of smaller groups, which larger ones may have room for
+        stops = np.cumsum(shares, axis=1)
+        for kind, (size, count) in enumerate(zip(self.sizes.tolist(), of_size.tolist(), strict=True)):
+            for bucket, taken, stop in zip(self.buckets, shares[:, kind], stops[:, kind], strict=True):
+                left_over += bucket[stop - taken : stop]
+            if left_over and count:
+                filled, left_over = self._filled(left_over, size, count, sum(len(group.ranks) for group in groups))
+                groups += filled
+        fits = all(self._fits_in_one(document, groups) for document in left_over)
+        return self._slowest(groups) if fits else None
+
+    def _filled(self, documents: list[int], size: int, count: int, first: int) -> tuple[list[Group], list[int]]:
+        """Up to ``count`` groups of ``size`` ranks from rank ``first`` on, even in seconds; and what fits none."""
+        cost = np.zeros(len(self.lengths))
+        cost[documents] = _seconds(self.lengths[documents], np.array([size]), self.ranks)[:, 0]
+        members, left_over = lightest(documents, cost, count, self.lengths, size * self.ranks.capacity)
+        firsts = range(first, first + count * size, size)
+        return [
+            Group(0, tuple(range(first, first + size)), tuple(of_group))
+            for first, of_group in zip(firsts, filter(None, members), strict=False)
+        ], left_over
+
+    def _fits_in_one(self, document: int, groups: list[Group]) -> bool:
+        """Add the document to the group that it leaves least room in, if one has room."""
+        rooms = [len(g.ranks) * self.ranks.capacity - int(self.lengths[list(g.documents)].sum()) for g in groups]
+        length = int(self.lengths[document])
+        room, index = min((room, index) for index, room in enumerate([*rooms, math.inf]) if room >= length)
+        if room == math.inf:
+            return False
+        groups[index] = groups[index]._replace(documents=(*groups[index].documents, document))
+        return True
+
+    def _slowest(self, groups: list[Group]) -> _Grouped:
+        sizes = ((self.lengths[list(g.documents)], np.array([len(g.ranks)])) for g in groups)
+        return _Grouped(max(float(_seconds(*of_group, self.ranks).sum()) for of_group in sizes), groups)
 
 
 def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArray[np.float64]:
@@ -168,76 +233,3 @@ def _seconds(lengths: Integers, sizes: NDArray[np.int64], ranks: Ranks) -> NDArr
     ]
     seconds: NDArray[np.float64] = compute + np.stack(wire, axis=1)
     return seconds
-
-
-def _solve(task: _Program, shares: NDArray[np.float64], bound: float) -> tuple[Integers, Integers] | None:
-    """Documents of each bucket in groups of each size, (buckets, sizes), and the number of groups; None if impossible.
-
-    A document takes ``shares`` of a group's memory; infinite ones are not allowed. Columns: documents by bucket and
-    size, bucket-major, then groups of each size. Fewest ranks, of what is possible.
-    """
-    optimize = require("scipy.optimize", "solver")
-    buckets, kinds = shares.shape
-    count = buckets * kinds
-    allowed = np.isfinite(shares)
-    upper = np.concatenate([(allowed * task.counts[:, None]).ravel(), task.ranks.count // task.sizes])
-    each = np.zeros((buckets, count + kinds))
-    time, memory = np.zeros((kinds, count + kinds)), np.zeros((kinds, count + kinds))
-    for bucket in range(buckets):
-        each[bucket, bucket * kinds : (bucket + 1) * kinds] = 1
-    for kind in range(kinds):
-        time[kind, kind:count:kinds] = task.seconds[:, kind] / bound
-        memory[kind, kind:count:kinds] = np.where(allowed[:, kind], shares[:, kind], 0.0)
-        time[kind, count + kind] = memory[kind, count + kind] = -1
-    used = np.concatenate([np.zeros(count), task.sizes])
-    constraints = [
-        optimize.LinearConstraint(each, task.counts, task.counts),
-        optimize.LinearConstraint(np.concatenate([time, memory]), -np.inf, 0),
-        optimize.LinearConstraint(used[None], 0, task.ranks.count),
-    ]
-    result = optimize.milp(
-        used,
-        integrality=np.ones(count + kinds),
-        bounds=optimize.Bounds(0, upper),
-        constraints=constraints,
-        options={"node_limit": NODES, "mip_rel_gap": _GAP},
-    )
-    if result.x is None:
-        return None
-    whole = np.rint(result.x).astype(np.int64)
-    return whole[:count].reshape(buckets, kinds), whole[count:]
-
-
-def _dealt(task: _Program, shares: Integers, of_size: Integers) -> _Grouped | None:
-    """The groups of a solution; None where documents that were counted do not fit one by one."""
-    lengths, ranks = task.lengths, task.ranks
-    groups: list[Group] = []
-    first = 0
-    left_over: list[int] = []  # of smaller groups, which larger ones may have room for
-    stops = np.cumsum(shares, axis=1)
-    for kind, (size, count) in enumerate(zip(task.sizes.tolist(), of_size.tolist(), strict=True)):
-        for bucket, taken, stop in zip(task.buckets, shares[:, kind], stops[:, kind], strict=True):
-            left_over += bucket[stop - taken : stop]
-        if not left_over or not count:
-            continue
-        by_cost = np.zeros(len(lengths))
-        by_cost[left_over] = _seconds(lengths[left_over], np.array([size]), ranks)[:, 0]
-        members, left_over = lightest(left_over, by_cost, count, lengths, size * ranks.capacity)
-        for documents in filter(None, members):
-            groups.append(Group(0, tuple(range(first, first + size)), tuple(documents)))
-            first += size
-    if not all(_fits_in_one(document, groups, task) for document in left_over):
-        return None
-    seconds = (float(_seconds(lengths[list(g.documents)], np.array([len(g.ranks)]), ranks).sum()) for g in groups)
-    return _Grouped(max(seconds), groups)
-
-
-def _fits_in_one(document: int, groups: list[Group], task: _Program) -> bool:
-    """Add the document to the group that it leaves least room in, if one has room."""
-    rooms = [len(g.ranks) * task.ranks.capacity - int(task.lengths[list(g.documents)].sum()) for g in groups]
-    length = int(task.lengths[document])
-    room, index = min((room, index) for index, room in enumerate([*rooms, math.inf]) if room >= length)
-    if room == math.inf:
-        return False
-    groups[index] = groups[index]._replace(documents=(*groups[index].documents, document))
-    return True

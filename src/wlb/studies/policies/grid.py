@@ -79,24 +79,33 @@ class _Done:
         rates = {outcome.policy: outcome.work_rate for outcome in self.outcomes}
         return rates[policy] / rates[BASE] if policy in rates else None
 
+    @property
+    def ranking(self) -> list[Outcome]:
+        """Fastest first."""
+        return sorted(self.outcomes, key=lambda outcome: -outcome.work_rate)
+
 
 def run(settings: Settings) -> Report:
     steps = settings.steps or _STEPS
     done = _all_jobs(settings, steps)
     found = {job: done[job] for job in JOBS if done[job].outcomes}
     too_large = [job.name for job in JOBS if not done[job].outcomes]
-    pictured = {(job.model, job.context_window): job for job in reversed(found)}  # on the fewest GPUs
+    on_fewest = {(job.model, job.context_window): job for job in reversed(found)}
+    pictured = [*reversed(on_fewest.values())]
     return Report(
         title="Rivals: speed at equal work over plain-4D, each policy in its best layout",
         documents=settings.lengths or f"synthetic, {_DOCUMENTS:,} documents that grow with the window",
-        tables=[*_speeds(found), *_details(found)],
+        tables=[
+            *(_speeds(model, found) for model in MODELS),
+            *(_details(job, of_job) for job, of_job in found.items()),
+        ],
         draw=partial(
             grouped_bars,
             title="speed at equal work over plain-4D, simulated",
-            groups=[job.name for job in reversed(pictured.values())],
+            groups=[job.name for job in pictured],
             series={
-                name: [found[job].speed(name) for job in reversed(pictured.values())]
-                for name in _shown([found[job] for job in pictured.values()])
+                name: [found[job].speed(name) for job in pictured]
+                for name in _shown([found[job] for job in on_fewest.values()])
             },
             label="speed over plain-4D",
         ),
@@ -129,7 +138,6 @@ def _workers() -> Executor:
 
 
 def _computed(job: RivalJob, settings: Settings, steps: int) -> _Done:
-    """The outcomes of a job, written to its file."""
     space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS, steps=steps)
     if settings.lengths is not None:
         lengths = read_lengths(settings.lengths)
@@ -165,37 +173,33 @@ def _read(path: Path, asked: dict[str, object]) -> _Done | None:
     return _Done([Outcome(**outcome) for outcome in document["outcomes"]], document["without"])
 
 
-def _speeds(found: dict[RivalJob, _Done]) -> list[Table]:
-    """A table for each model."""
-    tables = []
-    for model in MODELS:
-        of_model = {job: of_job for job, of_job in found.items() if job.model == model}
-        columns = (
-            Column("policy"),
-            *(Column(job.name.removeprefix(f"{model}-"), "simulated", ".2f") for job in of_model),
-            Column("its own claim", ""),
-        )
-        rows: list[tuple[Value, ...]] = [
-            (policy, *(of_job.speed(policy) for of_job in of_model.values()), CLAIMS.get(policy)) for policy in POLICIES
-        ]
-        tables.append(Table(f"{model}: speed at equal work over plain-4D; claims are quoted", columns, rows))
-    return tables
+def _speeds(model: str, found: dict[RivalJob, _Done]) -> Table:
+    of_model = {job: of_job for job, of_job in found.items() if job.model == model}
+    columns = (
+        Column("policy"),
+        *(Column(job.name.removeprefix(f"{model}-"), "simulated", ".2f") for job in of_model),
+        Column("its own claim", ""),
+    )
+    rows: list[tuple[Value, ...]] = [
+        (policy, *(of_job.speed(policy) for of_job in of_model.values()), CLAIMS.get(policy)) for policy in POLICIES
+    ]
+    return Table(f"{model}: speed at equal work over plain-4D; claims are quoted", columns, rows)
 
 
 def _shown(found: list[_Done]) -> list[str]:
     """The policies of the picture: ours, and the rivals that are most often among the three fastest."""
-    often = Counter(o.policy for of_job in found for o in sorted(of_job.outcomes, key=lambda o: -o.work_rate)[:3])
+    often = Counter(outcome.policy for of_job in found for outcome in of_job.ranking[:3])
     rivals = [policy for policy, _ in often.most_common() if policy not in _OURS]
     return [*_OURS, *rivals[: _PICTURED - len(_OURS)]]
 
 
 def _finding(job: str, of_job: _Done) -> Finding:
-    ranking = sorted(of_job.outcomes, key=lambda outcome: -outcome.work_rate)
+    ranking = of_job.ranking
     told = ", ".join(f"{outcome.policy} {of_job.speed(outcome.policy):.2f}" for outcome in ranking[:3])
     return Finding(f"{job}: ours is the fastest", ranking[0].policy in _OURS, told)
 
 
-def _details(found: dict[RivalJob, _Done]) -> list[Table]:
+def _details(job: RivalJob, of_job: _Done) -> Table:
     columns = (
         Column("policy"),
         Column("speed at equal work", "simulated", ".2f"),
@@ -207,27 +211,13 @@ def _details(found: dict[RivalJob, _Done]) -> list[Table]:
         Column("planning, s/step", "measured", ".2f"),
         Column("layout"),
     )
-    return [
-        Table(
-            job.name,
-            columns,
-            [
-                (
-                    outcome.policy,
-                    of_job.speed(outcome.policy),
-                    outcome.steps,
-                    outcome.token_delay,
-                    outcome.tokens_cv,
-                    outcome.exchanged_bytes / 1e9,
-                    outcome.memory_bytes / 2**30,
-                    outcome.planning_seconds,
-                    outcome.layout,
-                )
-                for outcome in sorted(of_job.outcomes, key=lambda outcome: -outcome.work_rate)
-            ],
-        )
-        for job, of_job in found.items()
-    ]
+    rows: list[tuple[Value, ...]] = []
+    for one in of_job.ranking:
+        exchanged, peak = one.exchanged_bytes / 1e9, one.memory_bytes / 2**30
+        speed = of_job.speed(one.policy)
+        steps = (one.steps, one.token_delay, one.tokens_cv)
+        rows.append((one.policy, speed, *steps, exchanged, peak, one.planning_seconds, one.layout))
+    return Table(job.name, columns, rows)
 
 
 def draw_speeds(path: Path, outcomes: Sequence[Outcome], title: str) -> None:

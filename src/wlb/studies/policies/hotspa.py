@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -18,9 +19,8 @@ from wlb.simulate.search import SearchSpace
 from wlb.studies.policies.filling import Integers, best_fit, longest_first, power_of_two
 from wlb.studies.policies.layouts import candidate_ranks, layout_text
 from wlb.studies.policies.plan import GroupPlan, Ranks
-from wlb.studies.policies.policy import Outcome, PricedStep, best_of, first_batches
-from wlb.studies.policies.pricing import StepPrice, begun_together, group_seconds, price_groups, step_seconds
-from wlb.workload.base import DocumentPrices
+from wlb.studies.policies.policy import Outcome, Policy, PricedStep, best_of, first_batches
+from wlb.studies.policies.pricing import StepPrice, begun_together, group_seconds, price, step_seconds
 from wlb.workload.links import group_link
 from wlb.workload.weights import parameters
 
@@ -58,18 +58,15 @@ class HotSwitching:
             if len(documents)
         ]
         planning = time.perf_counter() - began
-        seconds = exchanged = memory = 0.0
-        for index, (ranks, plan) in enumerate(used):
-            price = price_groups(plan, ranks)
-            last = index == len(used) - 1
-            seconds += price.seconds if last else _without_update(plan, ranks)
-            exchanged += price.exchanged_bytes
-            memory = max(memory, price.memory_bytes)
+        prices = [price(plan, ranks) for ranks, plan in used]
         moved = switched_bytes([ranks for ranks, _ in used])
         job = used[0][0].job
-        seconds += float(group_link(job.hardware, "point_to_point", job.gpus, 1).seconds(moved))
-        trained = np.concatenate([plan.trained for _, plan in used])
-        return PricedStep(StepPrice(seconds, exchanged + moved, memory), trained, planning)
+        # Reducing gradients and updating weights come once, after the last bucket.
+        seconds = sum(_without_update(plan, ranks) for ranks, plan in used[:-1]) + prices[-1].seconds
+        seconds += float(group_link(job.hardware, "point_to_point", job.layout.world_size, 1).seconds(moved))
+        exchanged = sum(one.exchanged_bytes for one in prices) + moved
+        step = StepPrice(seconds, exchanged, max(one.memory_bytes for one in prices))
+        return PricedStep(step, np.concatenate([plan.trained for _, plan in used]), planning)
 
 
 def in_buckets(lengths: Integers, longest: Sequence[int]) -> list[Integers]:
@@ -86,37 +83,38 @@ def switched_bytes(strategies: Sequence[Ranks]) -> float:
     total = 0.0
     for index, new in enumerate(strategies):
         old = strategies[index - 1]
-        share = 1 / (new.job.tp * new.job.pp)
-        held = 1 / (max(new.job.tp, old.job.tp) * max(new.job.pp, old.job.pp))
+        share = 1 / (new.job.layout.tp * new.job.layout.pp)
+        held = 1 / (max(new.job.layout.tp, old.job.layout.tp) * max(new.job.layout.pp, old.job.layout.pp))
         values = parameters(new.job.shape) * (share - held)
         total += values * (new.job.hardware.bytes_per_value + (_GRADIENT_BYTES if index else 0))
     return total
 
 
-def best(name: str, space: SearchSpace, lengths: Integers, work_prices: DocumentPrices) -> Outcome:
+class HotSpaPolicy(Policy):
     """The fastest strategy of every bucket, by its own documents of the first step."""
-    batches = first_batches(lengths, space)
-    longest = tuple(int(part * space.context_window) for part in BUCKETS)
-    strategies: list[Ranks] = []
-    tried = 0
-    for documents in in_buckets(batches[0], longest):
-        of_bucket = documents if len(documents) else batches[0]
-        choices = candidate_ranks(space, of_bucket, pipelines=True, interleaves=True, keeps_weights=True)
-        tried += len(choices)
-        strategies.append(min(choices, key=lambda ranks: _seconds(of_bucket, ranks)))
-    one_for_all = candidate_ranks(space, batches[0], pipelines=True, interleaves=True, keeps_weights=True)
-    trials = [HotSwitching(longest, tuple(strategies))]
-    trials += [HotSwitching(longest, (ranks,) * len(longest)) for ranks in (strategies[-1], one_for_all[0])]
-    return best_of(name, trials, batches, space, work_prices)
+
+    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
+        batches = first_batches(lengths, space)
+        longest = tuple(int(part * space.context_window) for part in BUCKETS)
+        of_buckets = [bucket if len(bucket) else batches[0] for bucket in in_buckets(batches[0], longest)]
+        *strategies, widest = (
+            min(_choices(space, documents), key=partial(_seconds, documents)) for documents in of_buckets
+        )
+        one_for_all = _choices(space, batches[0])[0]
+        mixes = [(*strategies, widest), (widest,) * len(longest), (one_for_all,) * len(longest)]
+        return best_of(name, [HotSwitching(longest, mix) for mix in mixes], batches, space)
+
+
+def _choices(space: SearchSpace, documents: Integers) -> list[Ranks]:
+    return candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=True)
 
 
 def _seconds(lengths: Integers, ranks: Ranks) -> float:
     if ranks.needed(int(lengths.max())) > ranks.count:
         raise UserError(f"{ranks.count} ranks of {ranks.capacity} tokens hold no document of {lengths.max()}")
-    return price_groups(same_groups(lengths, ranks), ranks).seconds
+    return price(same_groups(lengths, ranks), ranks).seconds
 
 
 def _without_update(plan: GroupPlan, ranks: Ranks) -> float:
-    """The bucket's own part of the step: reducing gradients and updating weights come once, after the last."""
     seconds, _ = group_seconds(plan, ranks)
     return step_seconds(seconds, begun_together(plan, ranks), ranks, updates_weights=False)

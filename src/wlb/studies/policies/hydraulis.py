@@ -25,9 +25,8 @@ from wlb.simulate.search import SearchSpace
 from wlb.studies.policies.filling import Integers, best_fit, lightest, longest_first, power_of_two
 from wlb.studies.policies.layouts import candidate_ranks
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
-from wlb.studies.policies.policy import Outcome, PricedStep, best_of, first_batches
-from wlb.studies.policies.pricing import StepPrice, group_seconds, price_groups
-from wlb.workload.base import DocumentPrices
+from wlb.studies.policies.policy import Outcome, Policy, PricedStep, best_of, first_batches
+from wlb.studies.policies.pricing import StepPrice, group_seconds, price
 
 SHUFFLES = 100  # of the documents that the greedy deals
 _SHORTEST = 256  # tokens of a document that is priced; shorter ones cost in proportion
@@ -55,7 +54,7 @@ class Pipelines:
 
     @property
     def gpus(self) -> int:
-        return self.ranks.job.tp * self.ranks.job.pp * self.size * self.count
+        return self.ranks.job.layout.tp * self.ranks.job.layout.pp * self.size * self.count
 
     @property
     def longest(self) -> int:
@@ -89,24 +88,27 @@ class Heterogeneous:
 
     @property
     def layout(self) -> str:
-        return " + ".join(f"{k.count} x tp {k.ranks.job.tp} cp {k.size} pp {k.ranks.job.pp}" for k in self.kinds)
+        return " + ".join(
+            f"{k.count} x tp {k.ranks.job.layout.tp} cp {k.size} pp {k.ranks.job.layout.pp}" for k in self.kinds
+        )
 
     def step(self, lengths: Integers) -> PricedStep:
         began = time.perf_counter()
         dealt = iter(greedy(lengths, self.kinds))
         plans = [packed([next(dealt) for _ in range(kind.count)], lengths, kind) for kind in self.kinds]
         planning = time.perf_counter() - began
-        prices = [price_groups(plan, kind.ranks) for plan, kind in zip(plans, self.kinds, strict=True)]
+        prices = [price(plan, kind.ranks) for plan, kind in zip(plans, self.kinds, strict=True)]
+        jobs = [kind.ranks.job for kind in self.kinds]
         exchanged = sum(
-            price.exchanged_bytes * kind.ranks.count * kind.ranks.job.pp * kind.ranks.job.tp
-            for price, kind in zip(prices, self.kinds, strict=True)
+            one.exchanged_bytes * job.layout.dp * job.layout.pp * job.layout.tp
+            for one, job in zip(prices, jobs, strict=True)
         )
-        price = StepPrice(
-            max(price.seconds for price in prices),
-            exchanged / self.kinds[0].ranks.job.gpus,
-            max(price.memory_bytes for price in prices),
+        step = StepPrice(
+            max(one.seconds for one in prices),
+            exchanged / jobs[0].layout.world_size,
+            max(one.memory_bytes for one in prices),
         )
-        return PricedStep(price, np.concatenate([plan.trained for plan in plans]), planning)
+        return PricedStep(step, np.concatenate([plan.trained for plan in plans]), planning)
 
 
 def greedy(lengths: Integers, kinds: tuple[Pipelines, ...]) -> list[list[int]]:
@@ -136,7 +138,7 @@ def _columns(lengths: Integers, kinds: tuple[Pipelines, ...]) -> _Columns:
     cost = [kind.cost(lengths) for kind in kinds]
     return _Columns(
         np.repeat(cost, counts, axis=0),
-        np.repeat([kind.ranks.job.pp - 1 for kind in kinds], counts),
+        np.repeat([kind.ranks.job.layout.pp - 1 for kind in kinds], counts),
         np.repeat([kind.longest for kind in kinds], counts),
     )
 
@@ -194,12 +196,12 @@ def _micro_batches(
     A number is left out where no packing could be better than the best so far.
     """
     mine, prices = lengths[documents], cost[documents]
-    tokens, busy = int(mine.sum()), BUSY[min(kind.ranks.job.tp, max(BUSY))] * kind.size
+    tokens, busy = int(mine.sum()), BUSY[min(kind.ranks.job.layout.tp, max(BUSY))] * kind.size
     least = max(1, -(-tokens // kind.longest))
     most = max(least, min(len(documents), tokens // busy))
     best: tuple[float, Integers] | None = None
     for count in range(least, min(most + 1, least + COUNTS)):
-        steps = kind.ranks.job.pp - 1 + count
+        steps = kind.ranks.job.layout.pp - 1 + count
         if best is not None and steps * max(prices.sum() / count, prices.max()) >= best[0]:
             continue
         assignment = _solved(mine, prices, count, kind.longest)
@@ -239,15 +241,18 @@ def _solved(lengths: Integers, prices: NDArray[np.float64], count: int, capacity
     ).assignment
 
 
-def best(name: str, space: SearchSpace, lengths: Integers, work_prices: DocumentPrices) -> Outcome:
+class HydraulisPolicy(Policy):
     """The best mixture of a strategy that holds a window and another one for shorter documents."""
-    require("scipy.optimize", "solver")
-    batches = first_batches(lengths, space)
-    choices = candidate_ranks(space, batches[0], pipelines=True, interleaves=False, keeps_weights=True)
-    mixtures = sorted(
-        dict.fromkeys(_mixtures(choices[:_STRATEGIES], space)), key=lambda kinds: _bound(batches[0], kinds)
-    )
-    return best_of(name, [Heterogeneous(kinds) for kinds in mixtures[:_TRIED]], batches, space, work_prices)
+
+    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
+        require("scipy.optimize", "solver")
+        batches = first_batches(lengths, space)
+        choices = candidate_ranks(space, batches[0], pipelines=True, interleaves=False, keeps_weights=True)
+        mixtures = [*dict.fromkeys(_mixtures(choices[:_STRATEGIES], space))]
+        mixtures.sort(
+            key=lambda kinds: _deals(np.array([longest_first(batches[0])]), _columns(batches[0], kinds))[0][0]
+        )
+        return best_of(name, [Heterogeneous(kinds) for kinds in mixtures[:_TRIED]], batches, space)
 
 
 def _mixtures(choices: list[Ranks], space: SearchSpace) -> Iterator[tuple[Pipelines, ...]]:
@@ -259,11 +264,6 @@ def _mixtures(choices: list[Ranks], space: SearchSpace) -> Iterator[tuple[Pipeli
             wide = Pipelines(long, size, int(share * long.count) // size)
             narrow = power_of_two(short.needed(int(part * space.context_window)))
             rest = space.gpus - wide.gpus
-            count = rest // (short.job.tp * short.job.pp * narrow)
+            count = rest // (short.job.layout.tp * short.job.layout.pp * narrow)
             if wide.count and count and (narrow, short) != (size, long):
                 yield wide, Pipelines(short, narrow, count)
-
-
-def _bound(lengths: Integers, kinds: tuple[Pipelines, ...]) -> float:
-    """Seconds of a plain deal, for a first choice."""
-    return float(_deals(np.array([longest_first(lengths)]), _columns(lengths, kinds))[0][0])

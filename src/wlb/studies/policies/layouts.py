@@ -39,7 +39,7 @@ def candidate_ranks(
     fitting = [
         ranks
         for ranks in _fitting(space, keeps_weights)
-        if (pipelines or ranks.job.pp == 1) and (interleaves or ranks.job.virtual_pp == 1)
+        if (pipelines or ranks.job.layout.pp == 1) and (interleaves or ranks.job.layout.virtual_pp == 1)
     ]
     if not fitting:
         raise no_layout("the policy", space)
@@ -81,14 +81,16 @@ def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
 
 def layout_text(ranks: Ranks) -> str:
     job = ranks.job
-    interleaved = f" x {job.virtual_pp} stages" if job.virtual_pp > 1 else ""
+    interleaved = f" x {job.layout.virtual_pp} stages" if job.layout.virtual_pp > 1 else ""
     kind = job.activation_checkpointing
-    return f"tp {job.tp} pp {job.pp}{interleaved}, {ranks.count} ranks of {ranks.capacity:,} tokens, {kind}"
+    return (
+        f"tp {job.layout.tp} pp {job.layout.pp}{interleaved}, {ranks.count} ranks of {ranks.capacity:,} tokens, {kind}"
+    )
 
 
 @lru_cache(maxsize=8)
 def _fitting(space: SearchSpace, keeps_weights: bool) -> tuple[Ranks, ...]:
-    jobs = (job_on(space, "fixed-4d", micro_batches=sizes["pp"], **sizes) for sizes in meshes(space, largest_cp=1))
+    jobs = (job_on(space, "fixed-4d", layout, layout.pp) for layout in meshes(space, largest_cp=1))
     return tuple(
         ranks for job in jobs if job is not None for ranks in _capacities(job, space, keeps_weights=keeps_weights)
     )
@@ -99,12 +101,16 @@ def _capacities(job: SimulatedJob, space: SearchSpace, *, keeps_weights: bool) -
 
     Unlike a job's L_max (``wlb.job.memory.fit``), a cap is of one rank, whatever group it is in.
     """
-    even = space.micro_batches * space.context_window // job.dp
-    least = -(-space.context_window // job.dp)
+    even = space.micro_batches * space.context_window // job.layout.dp
+    least = -(-space.context_window // job.layout.dp)
     known: set[int] = set()
     for kind in get_args(Checkpointing):  # cheapest first
         most = _most_tokens(replace(job, activation_checkpointing=kind), space, keeps_weights)
-        wanted = [int(most * part) for part in _FINER] if job.pp == 1 else [even // (r * job.pp) for r in _ROUNDS]
+        wanted = (
+            [int(most * part) for part in _FINER]
+            if job.layout.pp == 1
+            else [even // (r * job.layout.pp) for r in _ROUNDS]
+        )
         for tokens in (most, *wanted):
             capacity = min(tokens, most, max(even, least))
             if capacity >= least and capacity >= _LEAST_TOKENS and capacity not in known:

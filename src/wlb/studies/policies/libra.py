@@ -12,8 +12,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.studies.policies.filling import Integers, even_bins, power_of_two
-from wlb.studies.policies.plan import MovedPlan, Ranks, Tasks, joined, laid_in_a_row
+from wlb.studies.policies.filling import Integers, power_of_two
+from wlb.studies.policies.plan import MovedPlan, Ranks, Tasks, even_pools, joined, laid_in_a_row
 
 POOL = 8  # sequences
 SOFT_CAP = 1.02  # of a rank's attention, over the pool's mean; assumed
@@ -23,26 +23,16 @@ BLOCK = 8192  # queries of a tile at most; assumed
 def pools(lengths: Integers, ranks: Ranks) -> MovedPlan:
     """Every pool of sequences runs on as many ranks as their tokens need, whole documents in each."""
     size = min(ranks.count, POOL * power_of_two(ranks.needed(ranks.window)))
-    beside = ranks.count // size  # pools that run at once
-    members = even_bins(lengths, lengths.astype(np.float64) ** 2, size * ranks.capacity, multiple=beside)
-    slots = len(members) // beside
-    homes, works = [], []
-    numbers = np.repeat(np.arange(beside), size)
-    numbers = np.append(numbers, np.full(ranks.count - len(numbers), beside))
-    for index, documents in enumerate(members):
-        first_lane = index // beside * ranks.count + index % beside * size
-        if not documents:
-            continue
-        home = laid_in_a_row(documents, lengths, size, first_lane)
-        homes.append(home)
-        works.append(_tiled(home, size, first_lane, ranks))
-    return MovedPlan(lengths, np.tile(numbers[:, None], slots), joined(homes), joined(works))
+    numbers, filled = even_pools(lengths, ranks, size)
+    homes = [laid_in_a_row(documents, lengths, size, first_lane) for first_lane, documents in filled]
+    works = [_tiled(home, size, first_lane, ranks) for home, (first_lane, _) in zip(homes, filled, strict=True)]
+    return MovedPlan(lengths, numbers, joined(homes), joined(works), hidden_by="heads")
 
 
 def _tiled(home: Tasks, size: int, first_lane: int, ranks: Ranks) -> Tasks:
     """Tiles of a pool: where their queries are, as far as the cap allows, else where they add the fewest bytes."""
     job = ranks.job
-    groups = math.gcd(job.shape.kv_heads // job.tp, size) if job.shape.kv_heads >= job.tp else 1
+    groups = math.gcd(job.shape.kv_heads // job.layout.tp, size) if job.shape.kv_heads >= job.layout.tp else 1
     tiles = _tiles(home, groups)
     pairs = tiles.pairs
     cap = SOFT_CAP * float(pairs.sum()) / size
@@ -76,7 +66,5 @@ def _tiles(home: Tasks, groups: int) -> Tasks:
     index = np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts)
     start = home.start[piece] + index * BLOCK
     stop = np.minimum(start + BLOCK, home.stop[piece])
-    lane, document, start, stop = (
-        np.repeat(column, groups) for column in (home.lane[piece], home.document[piece], start, stop)
-    )
-    return Tasks(lane, document, start, stop, np.full(len(lane), 1 / groups))
+    tiles = Tasks(home.lane[piece], home.document[piece], start, stop, np.full(len(piece), 1 / groups))
+    return tiles.at(np.repeat(np.arange(len(piece)), groups))

@@ -13,8 +13,8 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from wlb.studies.policies.filling import Integers, even_bins, power_of_two
-from wlb.studies.policies.plan import MovedPlan, Ranks, joined, laid_in_a_row
+from wlb.studies.policies.filling import Integers, power_of_two
+from wlb.studies.policies.plan import MovedPlan, Ranks, even_pools, joined, laid_in_a_row
 
 CHUNKS = 8  # of a rank; the published least, from which the size of chunks follows
 
@@ -22,19 +22,14 @@ CHUNKS = 8  # of a rank; the published least, from which the size of chunks foll
 def dispatched(lengths: Integers, ranks: Ranks) -> MovedPlan:
     """Fixed groups, as large as a window needs; micro-batches even in attention, which is not published."""
     size = power_of_two(ranks.needed(ranks.window))
-    beside = ranks.count // size  # groups that run at once
-    members = even_bins(lengths, lengths.astype(np.float64) ** 2, size * ranks.capacity, multiple=beside)
+    pools, filled = even_pools(lengths, ranks, size)
     tables = []
-    for index, documents in enumerate(members):
-        if not documents:
-            continue
+    for first_lane, documents in filled:
         chunks = laid_in_a_row(sorted(documents), lengths, CHUNKS * size, first_lane=0)
         owner = dealt(np.bincount(chunks.lane, chunks.pairs, CHUNKS * size).tolist(), size)
-        first_lane = index // beside * ranks.count + index % beside * size
         tables.append(chunks._replace(lane=first_lane + owner[chunks.lane]))
-    pools = np.minimum(np.arange(ranks.count) // size, beside)
     work = joined(tables)
-    return MovedPlan(lengths, np.tile(pools[:, None], len(members) // beside), work, work, reshuffled=True)
+    return MovedPlan(lengths, pools, work, work, hidden_by="attention", reshuffled=True)
 
 
 def dealt(areas: Sequence[float], ranks: int) -> Integers:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.studies.policies.filling import Integers, in_order, longest_first, power_of_two
@@ -49,19 +50,21 @@ class _Open:
     """A group of a round that is being filled."""
 
     size: int
-    load: float = 0.0
-    tokens: int = 0
     documents: list[int] = field(default_factory=list)
+    tokens: int = 0
+    squares: int = 0  # of the lengths, summed
+
+    @property
+    def load(self) -> float:
+        return self.squares / self.size
 
     def add(self, document: int, length: int) -> None:
         self.documents.append(document)
         self.tokens += length
-        self.load += length**2 / self.size
+        self.squares += length**2
 
-    def remove_last(self, length: int) -> int:
-        self.tokens -= length
-        self.load -= length**2 / self.size
-        return self.documents.pop()
+
+_Rounds = list[list[_Open]]
 
 
 def dynamic(lengths: Integers, ranks: Ranks) -> GroupPlan:
@@ -72,11 +75,9 @@ def dynamic(lengths: Integers, ranks: Ranks) -> GroupPlan:
     smallest groups grow onto ranks left empty. What is left over goes to the next round bucket by bucket, then what
     was taken out again. Documents of a group run one after another, each a micro-batch of its own.
     """
-    waiting = longest_first(lengths)
     groups: list[Group] = []
     barriers, slot = [], 0
-    while waiting:
-        opened, waiting = _round(waiting, lengths, ranks, packs=False)
+    for opened in _rounds(lengths, ranks, packs=False):
         barriers.append(slot)
         for group, members in _side_by_side(opened):
             groups += [Group(slot + place, members, (document,)) for place, document in enumerate(group.documents)]
@@ -90,64 +91,58 @@ def dynamic_packed(lengths: Integers, ranks: Ranks) -> GroupPlan:
     So ``dev`` had it when NVIDIA measured ``examples/dynamic_context_parallel`` (June 2026): a round also ends with the
     first document for which no group has room, nothing is taken out of a round, and no barrier stands between rounds.
     """
+    return _packed(_rounds(lengths, ranks, packs=True), lengths)
+
+
+def _rounds(lengths: Integers, ranks: Ranks, *, packs: bool) -> _Rounds:
+    """The groups of every round; ``packs`` holds groups to the token cap."""
     waiting = longest_first(lengths)
-    rounds: list[list[_Open]] = []
+    rounds = []
     while waiting:
-        opened, waiting = _round(waiting, lengths, ranks, packs=True)
-        rounds.append(opened)
-    return _packed(rounds, lengths)
+        filled = _Round(waiting, lengths, ranks, packs)
+        waiting = filled.left
+        rounds.append(filled.opened)
+    return rounds
 
 
-@dataclass
 class _Round:
-    """A round that is being filled: its groups, and how many ranks are in none yet; ``packs`` up to the token cap."""
+    """A round: its groups, and the documents that are left for later ones."""
 
-    ranks: Ranks
-    packs: bool
-    free: int
-    opened: list[_Open] = field(default_factory=list)
+    def __init__(self, waiting: list[int], lengths: Integers, ranks: Ranks, packs: bool) -> None:
+        self.opened: list[_Open] = []
+        self._free = ranks.count
+        self._most = ranks.capacity if packs else math.inf  # tokens of a rank
+        sizes = {document: _least_size(int(lengths[document]), ranks) for document in waiting}
+        buckets = _buckets(waiting, sizes, lengths)
+        may_close = False
+        while bucket := next((b for b in buckets if b and self._takes(sizes[b[0]])), None):
+            length, size = int(lengths[bucket[0]]), sizes[bucket[0]]
+            group = self._group_for(length, size)
+            if group is None:
+                break
+            group.add(bucket.popleft(), length)
+            may_close |= size < sizes[waiting[0]]
+            if may_close and not self._free and _slack(self.opened) <= SLACK:
+                break
+        self.left = [document for bucket in buckets for document in bucket]
+        if not self._free and not packs:
+            self.left += _trimmed(self.opened, lengths)
+        _grow(self.opened, self._free, ranks.count)
 
-    def takes(self, size: int) -> bool:
-        return size <= self.free or any(group.size == size for group in self.opened)
+    def _takes(self, size: int) -> bool:
+        return size <= self._free or any(group.size == size for group in self.opened)
 
-    def group_for(self, length: int, size: int) -> _Open | None:
+    def _group_for(self, length: int, size: int) -> _Open | None:
         """A group of free ranks, or else the lightest of this size; None where no such group has room."""
-        if size <= self.free:
-            self.free -= size
+        if size <= self._free:
+            self._free -= size
             self.opened.append(_Open(size))
             return self.opened[-1]
-        most = size * self.ranks.capacity - length if self.packs else math.inf
-        alike = [group for group in self.opened if group.size == size and group.tokens <= most]
+        alike = [group for group in self.opened if group.size == size and group.tokens + length <= size * self._most]
         return min(alike, key=lambda group: group.load, default=None)
-
-    def is_even(self) -> bool:
-        return not self.free and _slack(self.opened) <= SLACK
-
-
-def _round(waiting: list[int], lengths: Integers, ranks: Ranks, *, packs: bool) -> tuple[list[_Open], list[int]]:
-    """The groups of the next round, and the documents that are left for later ones."""
-    sizes = {document: _least_size(int(lengths[document]), ranks) for document in waiting}
-    buckets = _buckets(waiting, sizes, lengths)
-    filled = _Round(ranks, packs, ranks.count)
-    largest, may_close = sizes[waiting[0]], False
-    while bucket := next((b for b in buckets if b and filled.takes(sizes[b[0]])), None):
-        length, size = int(lengths[bucket[0]]), sizes[bucket[0]]
-        group = filled.group_for(length, size)
-        if group is None:
-            break
-        group.add(bucket.popleft(), length)
-        may_close |= size < largest
-        if may_close and filled.is_even():
-            break
-    left = [document for bucket in buckets for document in bucket]
-    if not filled.free and not packs:
-        left += _trimmed(filled.opened, lengths)
-    _grow(filled.opened, filled.free, lengths, ranks.count)
-    return filled.opened, left
 
 
 def _least_size(length: int, ranks: Ranks) -> int:
-    """The least power of two of ranks that hold a document."""
     size = power_of_two(ranks.needed(length))
     if size > ranks.count:
         raise UserError(
@@ -192,11 +187,13 @@ def _trimmed(opened: list[_Open], lengths: Integers) -> list[int]:
         lighter = heaviest.load - last**2 / heaviest.size
         if max(loads[-2], lighter) - min(loads[0], lighter) >= loads[-1] - loads[0]:
             break
-        taken.append(heaviest.remove_last(last))
+        taken.append(heaviest.documents.pop())
+        heaviest.tokens -= last
+        heaviest.squares -= last**2
     return taken
 
 
-def _grow(opened: list[_Open], free: int, lengths: Integers, ranks: int) -> int:
+def _grow(opened: list[_Open], free: int, ranks: int) -> int:
     """Double the smallest group, again and again, while ranks are free for it; returns how many stay free."""
     while free:
         smallest = min(opened, key=lambda group: group.size)
@@ -204,7 +201,6 @@ def _grow(opened: list[_Open], free: int, lengths: Integers, ranks: int) -> int:
         if not 0 < more <= free:
             break
         smallest.size += more
-        smallest.load = float((lengths[smallest.documents].astype(np.float64) ** 2).sum()) / smallest.size
         free -= more
     return free
 
@@ -222,18 +218,18 @@ def packing_aware(lengths: Integers, ranks: Ranks) -> GroupPlan:
     Raises ``UserError`` where no round can be split, and for a document that needs more ranks than there are.
     """
     waiting = longest_first(lengths)
-    rounds: list[list[_Open]] = []
+    rounds: _Rounds = []
     while waiting:
         opened, waiting = _packed_round(waiting, lengths, ranks)
         rounds.append(opened)
-    return _packed(_aligned(rounds, lengths, ranks), lengths)
+    return _packed(_aligned(rounds, ranks), lengths)
 
 
 def _packed_round(waiting: list[int], lengths: Integers, ranks: Ranks) -> tuple[list[_Open], list[int]]:
     """The groups of the next round, and the documents that are left for later ones, longest first."""
     sizes = lengths[waiting]
     filled = _PackedRound(ranks, int(sizes[0]))
-    filled.open(waiting[0], int(sizes[0]), _least_size(int(sizes[0]), ranks))
+    filled.put(waiting[0], int(sizes[0]), 0, _least_size(int(sizes[0]), ranks))
     left, place = [], 1
     while place < len(waiting):
         if filled.place(waiting[place], int(sizes[place])):
@@ -242,13 +238,13 @@ def _packed_round(waiting: list[int], lengths: Integers, ranks: Ranks) -> tuple[
         following = max(place + 1, int(np.searchsorted(-sizes, -filled.longest_that_fits())))
         left += waiting[place:following]
         place = following
-    if _grow(filled.opened, filled.free, lengths, ranks.count):
+    if _grow(filled.opened, filled.free, ranks.count):
         return _on_all_ranks(waiting, lengths, ranks)
     return filled.opened, left
 
 
 class _PackedRound:
-    """A round that is being filled: its groups, and the ranks that are in none yet."""
+    """A round that is being filled: its groups, and how many ranks are in none yet."""
 
     def __init__(self, ranks: Ranks, longest: int) -> None:
         self.opened: list[_Open] = []
@@ -257,56 +253,41 @@ class _PackedRound:
         self._cap = longest * ranks.capacity * (1 + SLACK)
         self._loads, self._rooms, self._widths = np.zeros((3, ranks.count))  # of each group
 
-    def open(self, document: int, length: int, size: int) -> None:
-        """Put the document on ``size`` free ranks."""
-        self.free -= size
-        self.opened.append(_Open(size))
-        self._add(len(self.opened) - 1, document, length)
-
     def place(self, document: int, length: int) -> bool:
         """Put the document where the largest load grows least; False where no place is under the cap."""
-        choices = [*self._groups_with_room(length), *self._free_ranks(length)]
-        if not choices:
+        least = _least_size(length, self._ranks)
+        new = [least << doublings for doublings in range((self.free // least).bit_length())]
+        loads, rooms, widths = self._places(new)
+        after = np.maximum(self._loads.max(), loads + length**2 / widths)
+        after[rooms < length] = np.inf
+        best = int(np.lexsort((widths, after))[0])  # of equals the smallest, and groups before free ranks
+        if after[best] > self._cap:
             return False
-        _, size, _, index = min(choices)
-        if index == len(self.opened):
-            self.open(document, length, size)
-        else:
-            self._add(index, document, length)
+        self.put(document, length, best, int(widths[best]))
         return True
 
-    def longest_that_fits(self) -> float:
-        """No longer document has a place; rounded up."""
-        free = 1 << self.free.bit_length() >> 1  # the largest power of two
-        widths = np.append(self._widths[: len(self.opened)], free)
-        loads = np.append(self._loads[: len(self.opened)], 0.0)
-        rooms = np.append(self._rooms[: len(self.opened)], free * self._ranks.capacity)
-        return float(np.minimum(rooms, np.sqrt(widths * np.maximum(0.0, self._cap - loads))).max()) * (1 + 1e-9)
-
-    def _groups_with_room(self, length: int) -> Iterator[tuple[float, int, bool, int]]:
-        """The best of the groups: the largest load after it, its size, that it is not new, and its number."""
-        count = len(self.opened)
-        after = np.maximum(self._loads.max(), self._loads[:count] + length**2 / self._widths[:count])
-        after[(self._rooms[:count] < length) | (after > self._cap)] = np.inf
-        alike = np.flatnonzero(after == after.min())
-        index = int(alike[self._widths[alike].argmin()])
-        if after[index] < np.inf:
-            yield float(after[index]), self.opened[index].size, False, index
-
-    def _free_ranks(self, length: int) -> Iterator[tuple[float, int, bool, int]]:
-        """The same for every size of a new group."""
-        size = _least_size(length, self._ranks)
-        while size <= self.free:
-            after = max(float(self._loads.max()), length**2 / size)
-            if after <= self._cap:
-                yield after, size, True, len(self.opened)
-            size *= 2
-
-    def _add(self, index: int, document: int, length: int) -> None:
+    def put(self, document: int, length: int, index: int, size: int) -> None:
+        """Put the document into the group of this index; beyond the last one, into another of ``size`` free ranks."""
+        if index >= len(self.opened):
+            index = len(self.opened)
+            self.opened.append(_Open(size))
+            self.free -= size
         group = self.opened[index]
         group.add(document, length)
         self._loads[index], self._widths[index] = group.load, group.size
         self._rooms[index] = group.size * self._ranks.capacity - group.tokens
+
+    def longest_that_fits(self) -> float:
+        """No longer document has a place; rounded up."""
+        loads, rooms, widths = self._places([1 << self.free.bit_length() >> 1])  # the largest power of two
+        return float(np.minimum(rooms, np.sqrt(widths * np.maximum(0.0, self._cap - loads))).max()) * (1 + 1e-9)
+
+    def _places(self, new: list[int]) -> tuple[NDArray[np.float64], ...]:
+        """Loads, rooms and widths of all groups, and of ``new`` ones of so many free ranks."""
+        count, width = len(self.opened), np.array(new, np.float64)
+        of_new = (np.zeros(len(new)), width * self._ranks.capacity, width)
+        held = (self._loads, self._rooms, self._widths)
+        return tuple(np.append(column[:count], more) for column, more in zip(held, of_new, strict=True))
 
 
 def _on_all_ranks(waiting: list[int], lengths: Integers, ranks: Ranks) -> tuple[list[_Open], list[int]]:
@@ -321,7 +302,7 @@ def _on_all_ranks(waiting: list[int], lengths: Integers, ranks: Ranks) -> tuple[
     return [group], left
 
 
-def _aligned(rounds: list[list[_Open]], lengths: Integers, ranks: Ranks) -> list[list[_Open]]:
+def _aligned(rounds: _Rounds, ranks: Ranks) -> _Rounds:
     """Rounds, the last ones split between groups, as many as interleaved stages need.
 
     The half with the larger groups goes to the end; groups grow until each half has all ranks.
@@ -334,27 +315,20 @@ def _aligned(rounds: list[list[_Open]], lengths: Integers, ranks: Ranks) -> list
                 f"{len(rounds)} rounds are no multiple of pp = {multiple}, and each has one group only; lower pp or "
                 "run without interleaved stages"
             )
-        halves = _halved(rounds[place])
-        if halves is None:
-            failed += 1
-        else:
-            for half in halves:
-                _grow(half, ranks.count - sum(group.size for group in half), lengths, ranks.count)
-            wide, rounds[place] = halves
+        failed += 1
+        ends = np.cumsum([group.size for group in rounds[place]])
+        first = 1 + int(np.searchsorted(ends, ends[-1] // 2))  # groups on the first half of the ranks
+        if first < len(ends):
+            wide, rounds[place] = rounds[place][:first], rounds[place][first:]
+            for half in (wide, rounds[place]):
+                _grow(half, ranks.count - sum(group.size for group in half), ranks.count)
             rounds.append(wide)
             failed = 0
         place = place - 1 if place else len(rounds) - 1
     return rounds
 
 
-def _halved(opened: list[_Open]) -> tuple[list[_Open], list[_Open]] | None:
-    """Groups on the first half of the ranks, and the others; None for one group."""
-    ends = np.cumsum([group.size for group in opened])
-    first = 1 + int(np.searchsorted(ends, ends[-1] // 2))
-    return (opened[:first], opened[first:]) if first < len(opened) else None
-
-
-def _packed(rounds: list[list[_Open]], lengths: Integers) -> GroupPlan:
+def _packed(rounds: _Rounds, lengths: Integers) -> GroupPlan:
     """Every round a micro-batch, in which each group runs all its documents together."""
     return GroupPlan(
         lengths,

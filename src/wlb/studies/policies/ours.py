@@ -1,34 +1,34 @@
-"""Systems that the simulator runs as they are: plain-4D, fixed-4D, WLB-LLM and best.
+"""Systems that the simulator runs as they are: plain-4D, fixed-4D, WLB-LLM, best and elastic.
 
-Their steps come from the trainer's planner and are priced by ``wlb.simulate.simulate``, unchanged. Layouts are those of
-``wlb simulate --search``; of the most promising ones the fastest under fixed-4D are tried with every system.
+Their steps come from the trainer's planner and are priced by ``wlb.simulate.simulate``, unchanged. Layouts of the first
+four are those of ``wlb simulate --search``; of the most promising ones the fastest under fixed-4D are tried with every
+system. Elastic runs in the layouts that policies without fixed groups choose from, each with the pools, micro-batches
+and L_max that the trainer decides on there; in the fastest one other kinds of activation checkpointing are tried too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wlb.job.memory.fit import predicted_memory
+from wlb.errors import UserError
+from wlb.job.memory.fit import fits, predicted_memory
 from wlb.job.planner import StepPlanner
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.job import SimulatedJob
+from wlb.simulate.decide import decide
+from wlb.simulate.job import SimulatedJob, preset_sections
 from wlb.simulate.rate import rate
-from wlb.simulate.run import SimulationResult, simulate
+from wlb.simulate.run import simulate
 from wlb.simulate.search import SearchSpace, fitted, layout_of, layouts, packed_as
 from wlb.simulate.shards import price_shards
-from wlb.studies.policies.exchange import kv_bytes
-from wlb.studies.policies.layouts import no_layout
-from wlb.studies.policies.plan import Ranks
-from wlb.studies.policies.policy import Outcome, first_batches
-from wlb.studies.policies.pricing import ideal_seconds
-from wlb.workload.base import DocumentPrices
+from wlb.studies.policies.layouts import candidate_ranks, checkpointed, no_layout
+from wlb.studies.policies.plan import Integers, Ranks
+from wlb.studies.policies.policy import Outcome, Policy, first_batches, work_prices
+from wlb.studies.policies.pricing import ideal_seconds, received_bytes
 
 _SCREENED = 16  # layouts of which one step is simulated under fixed-4d
 _TRIED = 4  # of them under every system, and as many of the most promising
@@ -39,36 +39,30 @@ LONGER = 4
 
 
 @dataclass(frozen=True)
-class SystemPolicy:
+class SystemPolicy(Policy):
     """One of the presets of ``wlb.job.config.PRESETS``."""
 
     preset: str
-    source: str
-    assumed: str = ""
-    delays: bool = False  # documents, so that its first steps are unlike later ones
+    delays: bool = False
 
-    def best(self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> Outcome:
-        job, tried = self.fastest(name, space, lengths, work_prices)
-        result = simulate(job, lengths, self._longer * space.steps, work_prices=work_prices)
-        return outcome_of(name, result, lengths, tried, f"{layout_of(job)}, {job.activation_checkpointing}")
+    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
+        job, tried = self.fastest(name, space, lengths)
+        layout = f"{layout_of(job)}, {job.activation_checkpointing}"
+        return _simulated(name, job, layout, tried, self._longer * space.steps, space, lengths)
 
-    def fastest(
-        self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices
-    ) -> tuple[SimulatedJob, int]:
+    def fastest(self, name: str, space: SearchSpace, lengths: Integers) -> tuple[SimulatedJob, int]:
         """The job of the best layout, and how many were tried."""
-        jobs = _packed_jobs(self.preset, _screened(space, lengths.tobytes()))
+        screened = _screened(space, lengths.tobytes())
+        packed = (packed_as(job, self.preset).with_length_factor(float(job.packing.length_factor)) for job in screened)
+        jobs = [job for job in map(fitted, packed) if job is not None]
         if not jobs:
             raise no_layout(name, space)
-        return max(jobs, key=lambda job: rate(job, lengths, self._longer, work_prices).work_rate), len(jobs)
+        prices = work_prices(space)
+        return max(jobs, key=lambda job: rate(job, lengths, self._longer, prices).work_rate), len(jobs)
 
     @property
     def _longer(self) -> int:
         return LONGER if self.delays else 1
-
-
-def _packed_jobs(preset: str, screened: Sequence[SimulatedJob]) -> list[SimulatedJob]:
-    packed = (packed_as(job, preset).with_length_factor(float(job.packing.length_factor)) for job in screened)
-    return [job for job in map(fitted, packed) if job is not None]
 
 
 @lru_cache(maxsize=2)
@@ -81,38 +75,86 @@ def _screened(space: SearchSpace, lengths_bytes: bytes) -> tuple[SimulatedJob, .
     documents = first_batches(lengths, replace(space, steps=1))[0]
     fitting.sort(key=lambda job: ideal_seconds(documents, _as_ranks(job)))
     promising = fitting[:_SCREENED]
-    work_prices = promising[0].work_prices
-    fastest = sorted(promising, key=lambda job: -rate(packed_as(job, _SCREEN), lengths, 1, work_prices).work_rate)
+    prices = promising[0].work_prices
+    fastest = sorted(promising, key=lambda job: -rate(packed_as(job, _SCREEN), lengths, 1, prices).work_rate)
     return tuple(dict.fromkeys(fastest[:_TRIED] + promising[:_TRIED]))
 
 
 def _as_ranks(job: SimulatedJob) -> Ranks:
-    ranks = job.dp * job.cp
-    packing = packed_as(job, _SCREEN).packing.changed(micro_batches=ranks * job.pp)
-    return Ranks(replace(job, packing=packing).with_layout(cp=1, dp=ranks), -(-job.context_window // job.cp))
+    ranks = job.layout.dp * job.layout.cp
+    packing = packed_as(job, _SCREEN).packing.changed(micro_batches=ranks * job.layout.pp)
+    return Ranks(replace(job, packing=packing).with_layout(cp=1, dp=ranks), -(-job.context_window // job.layout.cp))
 
 
-def outcome_of(name: str, result: SimulationResult, lengths: NDArray[np.int64], tried: int, layout: str) -> Outcome:
-    """The ``Outcome`` of a simulated job; planning, sharding included, is measured here."""
-    job, steps = result.job, result.steps
+class ElasticPolicy(Policy):
+    """The preset ``elastic``."""
+
+    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
+        job, tried = self.fastest(name, space, lengths)
+        pools = f"{job.layout.dp} pool{'s' if job.layout.dp > 1 else ''} of {job.layout.cp} ranks"
+        stages = f" x {job.layout.virtual_pp} stages" if job.layout.virtual_pp > 1 else ""
+        grouping = job.pools.grouping if job.pools else "even"
+        micro_batches = f"{job.micro_batches_per_rank} micro-batches, {grouping}"
+        layout = (
+            f"tp {job.layout.tp} pp {job.layout.pp}{stages}, {pools}, {micro_batches}, {job.activation_checkpointing}"
+        )
+        return _simulated(name, job, layout, tried, space.steps, space, lengths)
+
+    def fastest(self, name: str, space: SearchSpace, lengths: Integers) -> tuple[SimulatedJob, int]:
+        """The job of the best layout, and how many were tried."""
+        documents = first_batches(lengths, replace(space, steps=1))[0]
+        prices = work_prices(space)
+        tried: dict[SimulatedJob, tuple[float, Ranks]] = {}
+
+        def attempt(ranks: Ranks) -> None:
+            try:
+                job = _decided_in(ranks.job, space, lengths)
+            except UserError:
+                return  # no pool can run the global batch in this pipeline
+            if fits(job):
+                rated = rate(job, lengths, 1, prices)
+                holds_all = rated.step_tokens[0] >= job.global_batch * job.context_window
+                tried[job] = (rated.work_rate if holds_all else 0.0), ranks
+
+        def fastest() -> SimulatedJob:
+            return max(tried, key=lambda job: tried[job][0])
+
+        for ranks in candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=False):
+            attempt(ranks)
+        for ranks in checkpointed(tried[fastest()][1], space) if tried else []:
+            attempt(ranks)
+        if not tried or tried[fastest()][0] == 0.0:
+            raise no_layout(name, space)
+        return fastest(), len(tried)
+
+
+def _decided_in(layout: SimulatedJob, space: SearchSpace, lengths: Integers) -> SimulatedJob:
+    """What the trainer runs where dp ranks of ``layout`` train a global batch of ``space`` in pools."""
+    options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches}
+    packing, sharding = preset_sections("elastic", options)
+    return decide(replace(layout, packing=packing, sharding=sharding), lengths)
+
+
+def _simulated(
+    name: str, job: SimulatedJob, layout: str, tried: int, steps: int, space: SearchSpace, lengths: Integers
+) -> Outcome:
+    """Steps of ``job``; planning, sharding included, is measured here."""
+    result = simulate(job, lengths, steps, work_prices=work_prices(space))
     began = time.perf_counter()
-    plans = [*islice(StepPlanner(job, lengths).plans(), steps)]
+    plans = [*islice(StepPlanner(job, lengths).plans(), result.steps)]
     shards = price_shards([m.lengths for plan in plans for m in plan.micro_batches], JobCosts(job))
     planning = time.perf_counter() - began
-    again = job.activation_checkpointing == "full"
-    times = np.where(shards.kept & (not again), 2, 3)  # there, gradients back, and there again
-    received = float((shards.received.sum(axis=1) * times).sum()) / steps
     return Outcome(
         policy=name,
         layout=layout,
-        steps=steps,
+        steps=result.steps,
         tokens=result.tokens,
         work_seconds=result.work_seconds,
         seconds=result.seconds,
         token_delay=result.token_delay,
         tokens_cv=result.tokens_cv,
-        exchanged_bytes=received * kv_bytes(job) * job.shape.layers / (job.dp * job.cp * job.pp),
+        exchanged_bytes=received_bytes(shards, job) / result.steps / (job.layout.dp * job.layout.cp * job.layout.pp),
         memory_bytes=predicted_memory(job).total,
-        planning_seconds=planning / steps,
+        planning_seconds=planning / result.steps,
         tried=tried,
     )

@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.simulate.job import SimulatedJob
+from wlb.studies.policies.filling import Integers, even_bins
 from wlb.workload.flops import attended_pairs
 
-Integers = NDArray[np.int64]
 ExchangeKind = Literal["keys and values", "heads"]
+Hidden = Literal["everything", "heads", "attention"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        return self.job.dp
+        return self.job.layout.dp
 
     @property
     def window(self) -> int:
@@ -50,7 +51,7 @@ class Ranks:
     @property
     def micro_batch_multiple(self) -> int:
         """What the number of a pipeline's micro-batches must be a multiple of: pp if a rank has several stages."""
-        return self.job.pp if self.job.virtual_pp > 1 else 1
+        return self.job.layout.pp if self.job.layout.virtual_pp > 1 else 1
 
     def needed(self, length: int) -> int:
         """Ranks without which a document of ``length`` tokens is over the capacity."""
@@ -118,6 +119,11 @@ class Tasks(NamedTuple):
     stop: Integers
     share: NDArray[np.float64]
 
+    def at(self, index: NDArray[Any] | slice) -> Tasks:
+        """Those that ``index`` chooses."""
+        lane, document, start, stop, share = self
+        return Tasks(lane[index], document[index], start[index], stop[index], share[index])
+
     @property
     def pairs(self) -> NDArray[np.float64]:
         """Attended query-key pairs of each task, over all heads together."""
@@ -130,15 +136,22 @@ class MovedPlan:
     """Where tokens are (``home``) and where they are attended (``work``), and which ranks make a pool.
 
     ``pools`` numbers each rank's pool in each slot, shape (ranks, slots); ranks of a pool wait for each other in every
-    layer. ``reshuffled`` says that keys and values, too, lie where their queries are attended, as all are moved there
-    before attention; otherwise they come from home.
+    layer. Where ranks are those of all pipeline stages, slots are ticks in which all stages run in lockstep.
+
+    ``hidden_by`` says what hides the exchange. Everything: two half-batches alternate, so all that one computes hides
+    what the other sends, but for the first half's. Heads: chunks of heads are attended while others travel. Attention:
+    what is moved before and after attention shows, keys and values travel beside it. ``reshuffled`` says that keys and
+    values, too, lie where their queries are attended, as all are moved there before attention; otherwise they come from
+    home. ``resent`` says that servers keep nothing, so the backward brings everything once more.
     """
 
     lengths: Integers
     pools: Integers
     home: Tasks
     work: Tasks
+    hidden_by: Hidden
     reshuffled: bool = False
+    resent: bool = False
 
     @property
     def ranks(self) -> int:
@@ -153,10 +166,21 @@ class MovedPlan:
         """Lengths of all documents that lie anywhere; once, also where they lie on the ranks of several stages."""
         return self.lengths[np.unique(self.home.document)]
 
+    @property
+    def pool_size(self) -> int:
+        """Ranks of the largest pool."""
+        return int(np.bincount(self.pools[:, 0]).max())
+
+    def of_ranks(self, lanes: NDArray[Any]) -> NDArray[Any]:
+        """A number for every lane, shape (ranks, slots)."""
+        return lanes.reshape(self.slots, self.ranks).T
+
     def by_lane(self, values: NDArray[np.float64], tasks: Tasks) -> NDArray[np.float64]:
         """Sums over ``tasks`` of ``values``, shape (ranks, slots)."""
-        sums = np.bincount(tasks.lane, values, self.pools.size).astype(np.float64)
-        return sums.reshape(self.slots, self.ranks).T
+        return self.of_ranks(np.bincount(tasks.lane, values, self.pools.size).astype(np.float64))
+
+
+Plan = GroupPlan | MovedPlan
 
 
 def tasks_of(rows: Sequence[tuple[int, int, int, int, float]]) -> Tasks:
@@ -183,6 +207,20 @@ def laid_in_a_row(documents: Sequence[int], lengths: Integers, ranks: int, first
         right - begin,
         np.ones(len(left)),
     )
+
+
+def even_pools(lengths: Integers, ranks: Ranks, size: int) -> tuple[Integers, list[tuple[int, list[int]]]]:
+    """As many pools of ``size`` ranks side by side as there is room for, even in squared lengths.
+
+    The number of every rank's pool, shape (ranks, slots), as in ``MovedPlan``; and of every pool of every slot the
+    first lane and the documents.
+    """
+    beside = ranks.count // size
+    members = even_bins(lengths, lengths.astype(np.float64) ** 2, size * ranks.capacity, multiple=beside)
+    numbers = np.minimum(np.arange(ranks.count) // size, beside)
+    lanes = [index // beside * ranks.count + index % beside * size for index in range(len(members))]
+    filled = [(lane, documents) for lane, documents in zip(lanes, members, strict=True) if documents]
+    return np.tile(numbers[:, None], len(members) // beside), filled
 
 
 def joined(tables: Sequence[Tasks]) -> Tasks:

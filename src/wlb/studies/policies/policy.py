@@ -1,4 +1,4 @@
-"""A policy to compare: its name, where it is from, what had to be assumed, and the layouts in which it may run.
+"""A policy to compare, and its best layout: the fastest, on the first step, of those that it may run in.
 
 ``RankPolicy`` plans a step from whole documents and the ranks of a stage; a policy that switches strategies, or has
 several at once, makes its own ``LayoutTrial``s. What all of them train are the documents that begin in a step's global
@@ -8,8 +8,9 @@ batch, whole: none waits, none is cut.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,11 +22,10 @@ from wlb.job.config import DataConfig
 from wlb.job.memory.step import limit_of_gpu
 from wlb.simulate.search import SearchSpace
 from wlb.studies.policies.layouts import TRIED, candidate_ranks, layout_text, no_layout, other_capacities
-from wlb.studies.policies.plan import GroupPlan, Integers, MovedPlan, Ranks
-from wlb.studies.policies.pricing import StepPrice
-from wlb.workload.base import DocumentPrices
+from wlb.studies.policies.plan import Integers, Plan, Ranks
+from wlb.studies.policies.pricing import StepPrice, price
+from wlb.workload import Workload, make_workload
 
-Plan = GroupPlan | MovedPlan
 _DOCUMENTS_AT_ONCE = 64
 
 
@@ -84,18 +84,14 @@ class Outcome:
         }
 
 
-class Policy(Protocol):
-    """What the table compares."""
+class Policy:
+    """What the table compares. One that ``delays`` documents has first steps that are unlike later ones."""
 
-    @property
-    def source(self) -> str: ...
+    delays = False
 
-    @property
-    def assumed(self) -> str: ...
-
-    def best(
-        self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices
-    ) -> Outcome: ...
+    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
+        """Steps in its best layout. Raises ``UserError`` where none fits the memory."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,7 @@ class RankTrial:
     """``plan`` on ``ranks``."""
 
     ranks: Ranks
-    plan: Callable[[Integers, Ranks], Any]
-    price: Callable[[Any, Ranks], StepPrice]
+    plan: Callable[[Integers, Ranks], Plan]
 
     @property
     def layout(self) -> str:
@@ -112,59 +107,51 @@ class RankTrial:
 
     def step(self, lengths: Integers) -> PricedStep:
         began = time.perf_counter()
-        plan: Plan = self.plan(lengths, self.ranks)
+        plan = self.plan(lengths, self.ranks)
         planning = time.perf_counter() - began
-        return PricedStep(self.price(plan, self.ranks), plan.trained, planning)
+        return PricedStep(price(plan, self.ranks), plan.trained, planning)
 
 
 @dataclass(frozen=True)
-class RankPolicy:
-    """``plan`` turns whole documents into a plan for the ranks of a stage, and ``price`` prices that.
+class RankPolicy(Policy):
+    """``plan`` turns whole documents into a plan for the ranks of a stage.
 
     ``pipelines`` says that it runs with several stages, ``interleaves`` with several on a rank, ``keeps_weights`` is as
-    in ``Ranks``.
+    in ``Ranks``. Of one that is tried in one layout only, as planning takes long, other token caps are not tried.
     """
 
-    source: str
-    assumed: str
-    plan: Callable[[Integers, Ranks], Any]
-    price: Callable[[Any, Ranks], StepPrice]
+    plan: Callable[[Integers, Ranks], Plan]
     pipelines: bool = True
     interleaves: bool = True
     keeps_weights: bool = False
-    layouts: int = TRIED  # that are tried; of one, no other token caps are, as planning takes long
+    layouts: int = TRIED
 
-    def best(self, name: str, space: SearchSpace, lengths: NDArray[np.int64], work_prices: DocumentPrices) -> Outcome:
+    def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
         batches = first_batches(lengths, space)
         choices = candidate_ranks(
             space, batches[0], pipelines=self.pipelines, interleaves=self.interleaves, keeps_weights=self.keeps_weights
         )
-        trials = [RankTrial(ranks, self.plan, self.price) for ranks in choices[: self.layouts]]
-        more = self._other_capacities(space) if self.layouts > 1 else lambda fastest: []
-        return best_of(name, trials, batches, space, work_prices, more=more)
+        trials = [RankTrial(ranks, self.plan) for ranks in choices[: self.layouts]]
+        like_it = partial(_with_other_capacities, space=space) if self.layouts > 1 else None
+        return best_of(name, trials, batches, space, like_it)
 
-    def _other_capacities(self, space: SearchSpace) -> Callable[[LayoutTrial], list[LayoutTrial]]:
-        def more(trial: LayoutTrial) -> list[LayoutTrial]:
-            assert isinstance(trial, RankTrial)
-            return [replace(trial, ranks=ranks) for ranks in other_capacities(trial.ranks, space)]
 
-        return more
+def _with_other_capacities(trial: RankTrial, space: SearchSpace) -> list[RankTrial]:
+    return [replace(trial, ranks=ranks) for ranks in other_capacities(trial.ranks, space)]
 
 
 def best_of(
     name: str,
-    trials: Sequence[LayoutTrial],
+    trials: Iterable[LayoutTrial],
     batches: Sequence[Integers],
     space: SearchSpace,
-    work_prices: DocumentPrices,
-    *,
-    more: Callable[[LayoutTrial], Sequence[LayoutTrial]] = lambda fastest: (),
+    like_it: Callable[[Any], Iterable[LayoutTrial]] | None = None,
 ) -> Outcome:
-    """The trial that is fastest on the first step, of ``trials`` and of ``more`` like the fastest of them; all steps.
+    """All steps of the trial that is fastest on the first one, of ``trials`` and of those ``like_it``.
 
     Raises ``UserError`` where none fits the memory.
     """
-    limit = memory_limit(space)
+    limit = limit_of_gpu(space.hardware.memory_bytes).number_of_bytes
     priced: list[tuple[LayoutTrial, PricedStep]] = []
 
     def fastest() -> tuple[LayoutTrial, PricedStep]:
@@ -174,69 +161,59 @@ def best_of(
         return min(fitting, key=lambda pair: pair[1].price.seconds)
 
     priced += _attempted(trials, batches[0])
-    priced += _attempted(more(fastest()[0]), batches[0])
+    if like_it is not None:
+        priced += _attempted(like_it(fastest()[0]), batches[0])
     trial, step = fastest()
     steps = [step, *(trial.step(batch) for batch in batches[1:])]
-    return _outcome(name, trial, steps, work_prices, len(priced))
-
-
-def _attempted(trials: Sequence[LayoutTrial], lengths: Integers) -> list[tuple[LayoutTrial, PricedStep]]:
-    """The step in every trial in which the policy finds a plan."""
-    priced = []
-    for trial in trials:
-        try:
-            priced.append((trial, trial.step(lengths)))
-        except UserError:
-            continue  # for instance a group that would need more ranks than there are
-    return priced
-
-
-def _outcome(
-    name: str, trial: LayoutTrial, steps: Sequence[PricedStep], work_prices: DocumentPrices, tried: int
-) -> Outcome:
     tokens = [int(step.trained.sum()) for step in steps]
     return Outcome(
         policy=name,
         layout=trial.layout,
         steps=len(steps),
         tokens=sum(tokens),
-        work_seconds=sum(float(work_prices.document_seconds(step.trained).sum()) for step in steps),
+        work_seconds=sum(float(work_prices(space).document_seconds(step.trained).sum()) for step in steps),
         seconds=sum(step.price.seconds for step in steps),
         token_delay=0.0,
         tokens_cv=float(np.std(tokens) / np.mean(tokens)),
         exchanged_bytes=float(np.mean([step.price.exchanged_bytes for step in steps])),
         memory_bytes=max(step.price.memory_bytes for step in steps),
         planning_seconds=float(np.mean([step.planning_seconds for step in steps])),
-        tried=tried,
+        tried=len(priced),
     )
 
 
-def memory_limit(space: SearchSpace) -> float:
-    """Bytes that a process may hold on one of the GPUs."""
-    return limit_of_gpu(space.hardware.memory_bytes).number_of_bytes
+def _attempted(trials: Iterable[LayoutTrial], lengths: Integers) -> Iterator[tuple[LayoutTrial, PricedStep]]:
+    """The step in every trial in which the policy finds a plan."""
+    for trial in trials:
+        try:
+            yield trial, trial.step(lengths)
+        except UserError:
+            continue  # for instance a group that would need more ranks than there are
+
+
+def work_prices(space: SearchSpace) -> Workload:
+    """What a document's work is worth, for all policies alike: W_a + W_l of a single GPU."""
+    return make_workload(space.shape, space.hardware)
 
 
 def first_batches(lengths: NDArray[np.int64], space: SearchSpace) -> list[Integers]:
-    """Lengths of the documents of the first ``space.steps`` steps."""
-    batches = global_batches(lengths, DataConfig(store="documents", context_window=space.context_window), space)
-    return [next(batches) for _ in range(space.steps)]
+    """Lengths of the documents of the first ``space.steps`` steps, as ``elastic`` packing has them.
 
-
-def global_batches(lengths: NDArray[np.int64], data: DataConfig, space: SearchSpace) -> Iterator[Integers]:
-    """Documents of every step, as ``elastic`` packing has it: those that begin in its global batch of the stream.
-
-    In the trainer's order, epoch after epoch; longer ones than the window are cut as the trainer cuts them.
+    A step has those that begin in its global batch of the stream: in the trainer's order, epoch after epoch; longer
+    ones than the window are cut as the trainer cuts them.
     """
-    stream = DocumentStream(lengths, data)
-    size = space.micro_batches * space.context_window
-    taken, due = 0, size
-    batch: list[int] = []
+    stream = DocumentStream(lengths, DataConfig(store="documents", context_window=space.context_window))
+    due = size = space.micro_batches * space.context_window
+    taken = 0
+    batches: list[list[int]] = [[]]
     while True:
         if stream.epoch_is_over:
             stream.next_epoch()
         for segment in stream.take(_DOCUMENTS_AT_ONCE):
             if taken >= due:
-                yield np.array(batch, np.int64)
-                batch, due = [], due + size
-            batch.append(segment.length)
+                if len(batches) == space.steps:
+                    return [np.array(batch, np.int64) for batch in batches]
+                batches.append([])
+                due += size
+            batches[-1].append(segment.length)
             taken += segment.length

@@ -25,8 +25,8 @@ from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps
-from wlb.studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moved_seconds, moving_seconds
-from wlb.studies.policies.plan import ExchangeKind, GroupPlan, MovedPlan, Ranks
+from wlb.studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moving_seconds, shown_seconds
+from wlb.studies.policies.plan import GroupPlan, MovedPlan, Plan, Ranks
 
 Array = NDArray[np.float64]
 
@@ -53,15 +53,20 @@ class SlotSeconds(NamedTuple):
     moving: ArrayLike = 0.0
 
 
-def price_groups(plan: GroupPlan, ranks: Ranks) -> StepPrice:
-    """The step of ``plan``: groups of each size are priced together."""
-    seconds, exchanged = group_seconds(plan, ranks)
-    # Sequence parallelism over heads holds whole sequences of few heads in place of its own part of all.
-    largest = 1 if plan.exchange == "heads" else max(len(group.ranks) for group in plan.groups)
-    memory = peak_memory(ranks, float(seconds.tokens.max()), largest)
-    return StepPrice(
-        step_seconds(seconds, begun_together(plan, ranks), ranks), exchanged / (ranks.count * ranks.job.pp), memory
-    )
+def price(plan: Plan, ranks: Ranks) -> StepPrice:
+    """The step of ``plan``."""
+    if isinstance(plan, GroupPlan):
+        seconds, exchanged = group_seconds(plan, ranks)
+        step = step_seconds(seconds, begun_together(plan, ranks), ranks)
+        # Sequence parallelism over heads holds whole sequences of few heads in place of its own part of all.
+        largest = 1 if plan.exchange == "heads" else max(len(group.ranks) for group in plan.groups)
+        exchanged /= ranks.count * ranks.job.layout.pp
+    else:
+        seconds, exchanged = moved_seconds(plan, ranks)
+        in_lockstep = plan.ranks > ranks.count
+        step = _lockstep_seconds(seconds, ranks) if in_lockstep else step_seconds(seconds, plan.pools, ranks)
+        largest = ranks.count if in_lockstep else plan.pool_size
+    return StepPrice(step, exchanged, peak_memory(ranks, float(seconds.tokens.max()), largest))
 
 
 def begun_together(plan: GroupPlan, ranks: Ranks) -> NDArray[np.int64]:
@@ -78,12 +83,12 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     job, by_size = ranks.job, defaultdict(list)
     for group in plan.groups:
         by_size[len(group.ranks)].append(group)
-    forward = np.zeros((ranks.count, job.stages, plan.slots))
+    forward = np.zeros((ranks.count, job.layout.stages, plan.slots))
     backward, moving = np.zeros_like(forward), np.zeros_like(forward)
     exchanged = 0.0
     for size, groups in by_size.items():
         lengths = [plan.lengths[list(group.documents)].tolist() for group in groups]
-        of_stages = _priced(lengths, size, job, plan.sharding, plan.exchange)
+        of_stages = _priced(lengths, size, job, plan)
         exchanged += of_stages.received_bytes
         for index, group in enumerate(groups):
             members = list(group.ranks)
@@ -93,20 +98,13 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     return SlotSeconds(forward, backward, plan.tokens_per_rank(ranks.count), moving), exchanged
 
 
-def price_moved(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool = False) -> StepPrice:
-    """The step of ``plan``; ``hidden_by`` and ``resent`` say how its exchange runs (``exchange``)."""
-    seconds, exchanged = moved_rank_seconds(plan, ranks, hidden_by=hidden_by, resent=resent)
-    memory = peak_memory(ranks, float(seconds.tokens.max()), _pool_size(plan))
-    return StepPrice(step_seconds(seconds, plan.pools, ranks), exchanged, memory)
-
-
-def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent: bool) -> tuple[SlotSeconds, float]:
+def moved_seconds(plan: MovedPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     """Seconds of all ranks, once those of a pool have waited for each other, and bytes received by the mean GPU."""
     job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
     tokens = plan.by_lane((plan.home.stop - plan.home.start).astype(np.float64), plan.home)
     last_keys = np.zeros(plan.pools.size, np.int64)
     np.maximum.at(last_keys, plan.work.lane, plan.work.stop)
-    longest = last_keys.reshape(plan.slots, plan.ranks).T
+    longest = plan.of_ranks(last_keys)
     attention = {
         direction: plan.by_lane(
             plan.work.share * costs.attention(plan.work.start, plan.work.stop, direction), plan.work
@@ -114,24 +112,32 @@ def moved_rank_seconds(plan: MovedPlan, ranks: Ranks, *, hidden_by: str, resent:
         + costs.attention_drain(longest, direction)
         for direction in _DIRECTIONS
     }
-    lanes = _alone(tokens.ravel(), attention["forward"].ravel(), attention["backward"].ravel())
-    steps = Steps.of_shards(lanes.reshaped(1, 1, tokens.size), costs)
-    groups, head = steps.groups, steps.head
-    moved = moved_bytes(plan, job, resent=resent)
-    shape, pool = tokens.shape, _pool_size(plan)
-    blocks = []
-    for direction, whole in zip(_DIRECTIONS, (groups.forward, groups.backward), strict=True):
-        busy = whole.reshape(shape)
-        exposed = moved_seconds(
-            moved[direction], attention[direction], busy - attention[direction], pool, job, hidden_by
-        )
-        blocks.append(_slowest_of_pool(busy + exposed, plan.pools))
-    share, last = costs.stage_shares[None, :, None], np.eye(job.stages)[-1][None, :, None]
-    heads = [_slowest_of_pool(part.reshape(shape), plan.pools) for part in (head.forward, head.backward)]
-    forward, backward = (share * b[:, None] + last * h[:, None] for b, h in zip(blocks, heads, strict=True))
+    steps = _alone(costs, tokens.ravel(), attention["forward"].ravel(), attention["backward"].ravel())
+    moved = moved_bytes(plan, job)
+    share, last = costs.stage_shares[None, :, None], np.eye(job.layout.stages)[-1][None, :, None]
+    phases = []
+    for direction, whole, of_head in zip(_DIRECTIONS, steps.groups, steps.head, strict=False):
+        busy, seconds = whole.reshape(tokens.shape), attention[direction]
+        shown = shown_seconds(moved[direction], seconds, busy - seconds, plan, job)
+        block, head = (_slowest_of_pool(part, plan.pools) for part in (busy + shown, of_head.reshape(tokens.shape)))
+        phases.append(share * block[:, None] + last * head[:, None])
     received = sum(float(part.received.sum()) for part in moved.values()) / plan.ranks
-    moving = share * moving_seconds(moved["backward"], pool, job)[:, None]
-    return SlotSeconds(forward, backward, tokens, moving), received * job.shape.layers / job.pp
+    moving = share * moving_seconds(moved["backward"], plan, job)[:, None]
+    return SlotSeconds(phases[0], phases[1], tokens, moving), received * job.shape.layers / job.layout.pp
+
+
+def _lockstep_seconds(seconds: SlotSeconds, ranks: Ranks) -> float:
+    """A step of which all pipeline stages run a tick together: its slowest stage decides, forward and backward."""
+    job, costs = ranks.job, own_costs(ranks.job)
+    forward, backward = (
+        np.stack([phase[s * ranks.count : (s + 1) * ranks.count, s].max(axis=0) for s in range(job.layout.pp)])
+        for phase in (seconds.forward, seconds.backward)
+    )  # (stages, ticks)
+    gathered, _ = with_gathers(costs, forward, backward)
+    waits = float((gathered - forward)[:, 0].max())
+    filling = 2 * (job.layout.pp - 1) * float(costs.transfer(seconds.tokens.max()))
+    update = float((costs.rank_reduction + costs.optimizer).max())
+    return waits + filling + sum(float(phase.max(axis=0).sum()) for phase in (forward, backward)) + update
 
 
 def step_seconds(
@@ -143,18 +149,18 @@ def step_seconds(
     """
     job, costs = ranks.job, own_costs(ranks.job)
     forward, backward = seconds.forward[None], seconds.backward[None]
-    kept = job.pp > 1 or ranks.keeps_weights
+    kept = job.layout.pp > 1 or ranks.keeps_weights
     if not kept:
         began = np.zeros_like(began)  # weights are gathered from all in every micro-batch
     staged = with_gathers(costs, forward, backward, kept=kept, moving=seconds.moving)
-    slots = -(-forward.shape[-1] // job.pp) * job.pp if job.virtual_pp > 1 else forward.shape[-1]
+    slots = -(-forward.shape[-1] // job.layout.pp) * job.layout.pp if job.layout.virtual_pp > 1 else forward.shape[-1]
     forwards, backwards = (_filled(values, slots) for values in staged)
     times = pipeline_times(
-        job.schedule,
+        job.layout.schedule,
         forwards,
         backwards,
-        job.virtual_pp,
-        transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.pp > 1 else 0.0,
+        job.layout.virtual_pp,
+        transfer=_filled(costs.transfer(seconds.tokens)[None], slots) if job.layout.pp > 1 else 0.0,
         together=np.concatenate([began, np.zeros((len(began), slots - began.shape[1]), np.int64)], axis=1)[None],
     )
     ends = times.rank_ends[:, 0].max(axis=1)
@@ -168,12 +174,11 @@ def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:
     job, costs = ranks.job, group_costs(ranks.job, 1, "per_document")
     tokens = float(lengths.sum()) / ranks.count
     slots = -(-max(1, round(tokens)) // ranks.capacity)
-    slots = -(-slots // job.pp) * job.pp
+    slots = -(-slots // job.layout.pp) * job.layout.pp
     starts = np.zeros_like(lengths)
     attention = [float(costs.attention(starts, lengths, d).sum()) / ranks.count / slots for d in _DIRECTIONS]
-    lane = _alone(np.array([tokens / slots]), *(np.array([seconds]) for seconds in attention))
-    stages = Steps.of_shards(lane.reshaped(1, 1, 1), costs).stages
-    forward, backward = (np.repeat(phase[0], slots, axis=2) for phase in stages[:2])
+    alike = _alone(costs, *(np.array([of_slot]) for of_slot in (tokens / slots, *attention)))
+    forward, backward = (np.repeat(phase[0], slots, axis=2) for phase in alike.stages[:2])
     seconds = SlotSeconds(forward, backward, np.full((1, slots), tokens / slots))
     return step_seconds(seconds, np.zeros((1, slots), np.int64), ranks)
 
@@ -185,7 +190,9 @@ def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _peak(job: SimulatedJob, tokens: int, members: int, keeps_weights: bool) -> int:
-    grouped = _with_groups(job, members, max(1, job.dp // members), "per_document", micro_batches=_MANY * job.pp)
+    grouped = _with_groups(
+        job, members, max(1, job.layout.dp // members), "per_document", micro_batches=_MANY * job.layout.pp
+    )
     settings = replace(grouped.memory_settings, keeps_weights=keeps_weights)
     return predict_even_step(settings, tokens * members).total
 
@@ -200,33 +207,45 @@ class _Stages(NamedTuple):
     forward: Array  # (stages, groups)
     backward: Array
     moving: Array
-    received_bytes: float
+    received_bytes: float  # of all layers
 
 
-def _priced(
-    lengths: Sequence[Sequence[int]], size: int, job: SimulatedJob, sharding: str, exchange: ExchangeKind
-) -> _Stages:
+def _priced(lengths: Sequence[Sequence[int]], size: int, job: SimulatedJob, plan: GroupPlan) -> _Stages:
     """Groups of ``size`` ranks with documents of ``lengths``."""
-    costs = group_costs(job, 1 if exchange == "heads" else size, sharding)
+    if plan.exchange == "heads" and size > 1:
+        return _priced_over_heads(lengths, size, job, plan.sharding)
+    costs = group_costs(job, size, plan.sharding)
     shards = price_shards(lengths, costs)
-    again = 1 if job.activation_checkpointing == "full" else 0
-    if exchange == "heads" and size > 1:
-        whole = shards.tokens[:, 0]
-        longest = [max(of_one) for of_one in lengths]
-        drains = [costs.attention_drain(longest, direction) for direction in _DIRECTIONS]  # of however few heads
-        attention = shards.attention_forward[:, 0], shards.attention_backward[:, 0]
-        shards = _alone(whole / size, *((a - drain) / size + drain for a, drain in zip(attention, drains, strict=True)))
-        wire, received = all_to_all_of_heads(job, whole, size)
-        passes = (1, 1 + again)
-        received_bytes = float(received.sum()) * size * sum(passes)
-    else:
-        sent_again = np.where(shards.kept & (again == 0), 2, 3)  # there, gradients back, and there again
-        received_bytes = float((shards.received.sum(axis=1) * sent_again).sum()) * kv_bytes(job)
-        wire, passes = np.zeros(len(lengths)), (0, 0)
     steps = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)
+    forward, backward, moving = (phase[0, 0] for phase in (*steps.stages[:2], steps.moving))
+    return _Stages(forward, backward, moving, received_bytes(shards, job))
+
+
+def _priced_over_heads(lengths: Sequence[Sequence[int]], size: int, job: SimulatedJob, sharding: str) -> _Stages:
+    """Each rank has all tokens of a part of the heads for attention, and a part of the tokens for everything else."""
+    costs = group_costs(job, 1, sharding)
+    shards = price_shards(lengths, costs)
+    tokens = shards.tokens[:, 0]
+    longest = [max(of_one) for of_one in lengths]
+    attention = []
+    for direction, whole in zip(_DIRECTIONS, (shards.attention_forward, shards.attention_backward), strict=True):
+        drain = costs.attention_drain(longest, direction)  # of however few heads
+        attention.append((whole[:, 0] - drain) / size + drain)
+    steps = _alone(costs, tokens / size, *attention)
+    wire, received = all_to_all_of_heads(job, tokens, size)
     of_wire = costs.stage_shares[:, None] * wire
-    forward, backward = (phase[0, 0] + times * of_wire for phase, times in zip(steps.stages[:2], passes, strict=True))
-    return _Stages(forward, backward, steps.moving[0, 0] + of_wire, received_bytes * job.shape.layers)
+    again = 2 if job.activation_checkpointing == "full" else 1
+    forward, backward, moving = (phase[0, 0] for phase in (*steps.stages[:2], steps.moving))
+    passed = float(received.sum()) * size * (1 + again) * job.shape.layers
+    return _Stages(forward + of_wire, backward + again * of_wire, moving + of_wire, passed)
+
+
+def received_bytes(shards: Shards, job: SimulatedJob) -> float:
+    """Keys, values and their gradients that context-parallel ranks receive in a step's micro-batches, of all layers."""
+    sent_again = np.where(
+        shards.kept & (job.activation_checkpointing != "full"), 2, 3
+    )  # there, gradients back, and there again
+    return float((shards.received.sum(axis=1) * sent_again).sum()) * kv_bytes(job) * job.shape.layers
 
 
 own_costs = lru_cache(maxsize=512)(JobCosts)  # prices of the job itself
@@ -242,7 +261,7 @@ def _with_groups(
     job: SimulatedJob, size: int, count: int, sharding: str, micro_batches: int | None = None
 ) -> SimulatedJob:
     """``job`` with ``count`` context-parallel groups, each of so many micro-batches, by default one a stage's rank."""
-    packing = job.packing.changed(micro_batches=count * (micro_batches or job.pp))
+    packing = job.packing.changed(micro_batches=count * (micro_batches or job.layout.pp))
     return replace(
         job,
         layout=replace(job.layout, cp=size, dp=count),
@@ -251,10 +270,10 @@ def _with_groups(
     )
 
 
-def _alone(tokens: Array, forward: Array, backward: Array) -> Shards:
-    """Ranks that exchange nothing, each a group of its own."""
+def _alone(costs: JobCosts, tokens: Array, forward: Array, backward: Array) -> Steps:
+    """Micro-batches of ranks that exchange nothing, each a group of its own; shapes (micro-batches,)."""
     none = np.zeros((len(tokens), 1), np.int64)
-    return Shards(
+    shards = Shards(
         np.ceil(tokens).astype(np.int64)[:, None],
         forward[:, None],
         backward[:, None],
@@ -263,6 +282,7 @@ def _alone(tokens: Array, forward: Array, backward: Array) -> Shards:
         np.ones(len(tokens), np.bool_),
         np.ones(len(tokens), np.int64),
     )
+    return Steps.of_shards(shards.reshaped(1, 1, len(tokens)), costs)
 
 
 def _slowest_of_pool(seconds: Array, pools: NDArray[np.int64]) -> Array:
@@ -273,10 +293,5 @@ def _slowest_of_pool(seconds: Array, pools: NDArray[np.int64]) -> Array:
     return np.asarray(most[place], np.float64)
 
 
-def _pool_size(plan: MovedPlan) -> int:
-    return int(np.bincount(plan.pools[:, 0]).max())
-
-
 def _filled(values: Array, slots: int) -> Array:
-    """``values`` with empty slots at the end."""
     return np.concatenate([values, np.zeros((*values.shape[:-1], slots - values.shape[-1]))], axis=-1)

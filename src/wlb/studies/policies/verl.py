@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.packing.differencing import differenced
-from wlb.studies.policies.filling import Integers, first_fit, power_of_two
+from wlb.studies.policies.filling import Integers, first_fit, lightest, power_of_two
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
 from wlb.workload.flops import attention_flops, linear_flops
 
@@ -49,7 +49,6 @@ def karmarkar_karp_twice(lengths: Integers, ranks: Ranks) -> GroupPlan:
 
 
 def _light_ends(micro_batches: list[NDArray[np.int64]], cost: NDArray[np.float64]) -> list[NDArray[np.int64]]:
-    """Rising cost, then falling."""
     falling = sorted(micro_batches, key=lambda part: (float(cost[part].sum()), int(part.min())), reverse=True)
     return falling[::2][::-1] + falling[1::2]
 
@@ -58,7 +57,8 @@ def packed_then_dealt(lengths: Integers, ranks: Ranks) -> GroupPlan:
     """slime: first fit over all of the step's documents, then Karmarkar-Karp of micro-batches over ranks.
 
     Where their number is no multiple of the ranks (with interleaved stages, of ranks x pp), those of most tokens are
-    halved. Micro-batches cost their operations, and every rank gets as many.
+    halved, longest document first to the half of fewer tokens. Micro-batches cost their operations, and every rank gets
+    as many.
     """
     size = power_of_two(ranks.needed(ranks.window))
     groups = ranks.count // size
@@ -68,24 +68,13 @@ def packed_then_dealt(lengths: Integers, ranks: Ranks) -> GroupPlan:
         tokens, index = max((int(lengths[part].sum()) * (len(part) > 1), i) for i, part in enumerate(packed))
         if not tokens:
             raise UserError(f"{len(lengths)} documents make no multiple of {multiple} micro-batches; give more a step")
-        halves = _halved(packed[index], lengths)
-        packed[index] = halves[0]
-        packed.append(halves[1])
+        descending = sorted(packed[index], key=lambda document: -lengths[document])
+        (packed[index], other), _ = lightest(descending, lengths.astype(np.float64), 2, lengths, tokens)
+        packed.append(other)
     shape = ranks.job.shape
     flops = attention_flops(shape, lengths) + linear_flops(shape, lengths)
     dealt = _karmarkar_karp([float(flops[part].sum()) for part in packed], groups, equal_size=True)
     return _of_ranks(lengths, [[packed[index] for index in sorted(of_rank)] for of_rank in dealt], size)
-
-
-def _halved(documents: list[int], lengths: Integers) -> tuple[list[int], list[int]]:
-    """Longest first, each to the half of fewer tokens."""
-    halves: tuple[list[int], list[int]] = ([], [])
-    tokens = [0, 0]
-    for document in sorted(documents, key=lambda document: -lengths[document]):
-        half = int(tokens[0] > tokens[1])
-        halves[half].append(document)
-        tokens[half] += int(lengths[document])
-    return halves
 
 
 def _of_ranks(lengths: Integers, micro_batches: Sequence[Sequence[Sequence[int] | Integers]], size: int) -> GroupPlan:

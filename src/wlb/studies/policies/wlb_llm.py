@@ -27,7 +27,7 @@ def without_delay(lengths: Integers, ranks: Ranks) -> GroupPlan:
     size = power_of_two(ranks.needed(ranks.window))
     groups = ranks.count // size
     most = ranks.capacity * size
-    fewest = -(-int(lengths.sum()) // (most * groups * ranks.job.pp)) * groups * ranks.job.pp
+    fewest = -(-int(lengths.sum()) // (most * groups * ranks.job.layout.pp)) * groups * ranks.job.layout.pp
 
     @cache
     def members(more: int) -> list[list[int]]:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -31,10 +32,10 @@ from wlb.errors import UserError
 from wlb.job.pricing import Software
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import SimulatedJob, simulated_job
-from wlb.simulate.costs import JobCosts
 from wlb.simulate.step import simulate_steps
 from wlb.studies.policies import distca
 from wlb.studies.policies.plan import Ranks
+from wlb.studies.policies.pricing import price
 from wlb.studies.policies.wlb_llm import breakpoint_tokens, evened
 from wlb.studies.published.metrics import positive, size, stated, whole
 from wlb.studies.published.models import published_shape
@@ -83,19 +84,18 @@ class _Run:
     early: bool
     batches: tuple[Lists, ...]
 
-    def job(self, *, dp: int | None = None) -> SimulatedJob:
+    def job(self) -> SimulatedJob:
         """Whose context window is a rank's (or a context-parallel group's) share of a batch."""
-        ranks = self.dp if dp is None else dp
         return simulated_job(
             self.shape,
-            -(-max(sum(map(sum, lists)) for lists in self.batches) // ranks),
+            -(-max(sum(map(sum, lists)) for lists in self.batches) // self.dp),
             "plain-4d",
             sharding="per_document",
             hardware=_EAGER if self.eager else _H200,
             micro_batches=1,
             tp=self.tp,
             cp=self.cp,
-            dp=ranks,
+            dp=self.dp,
             software=_STACK,
         )
 
@@ -123,7 +123,7 @@ def measured_batch_rows(document: dict[str, Any]) -> list[Prediction]:
             of_run = _rows(run)
         except ODD as error:
             path = run.get("path") if isinstance(run, dict) else None
-            of_run = [Prediction("measured batches", str(path or f"runs[{index}]"), "", _REPO, None, None, why(error))]
+            of_run = [Prediction("measured batches", str(path or f"runs[{index}]"), "", _REPO, reason=why(error))]
         for row in of_run:
             same = first.setdefault((row.table, row.row, row.measured_seconds, row.predicted_seconds), row.run)
             twice = same != row.run and row.predicted_seconds is not None
@@ -132,33 +132,28 @@ def measured_batch_rows(document: dict[str, Any]) -> list[Prediction]:
 
 
 def _rows(run: dict[str, Any]) -> list[Prediction]:
-    mode, commit = str((run.get("config") or {}).get("mode")), run.get("commit") or ""
+    mode, source = str((run.get("config") or {}).get("mode")), f"{_REPO} {run.get('commit') or ''}".strip()
+    one = Prediction(TABLES.get(mode, f"measured batches: {mode}"), str(run.get("path")), "", source)
     read = [_read(batch) for batch in run.get("batches") or []]
     if not read:
         raise UserError("it has no batches")
-    usable = {index: batch for index, batch in enumerate(read) if batch.reason is None}
-    longest = WARM_UP * float(np.median([batch.seconds for batch in usable.values()] or [0.0]))
-    predicted: dict[int, float] = {}
-    assumed = reason = None
+    usable = [batch for batch in read if batch.reason is None]
+    longest = WARM_UP * float(np.median([batch.seconds for batch in usable] or [0.0]))
+    predicted: Iterator[float] = iter(())
     try:
-        seconds, assumed = _predicted(run, [*usable.values()], longest)
-        predicted = dict(zip(usable, seconds.tolist(), strict=True))
+        seconds, assumed = _predicted(run, usable, longest)
+        one, predicted = replace(one, assumed=assumed), iter(seconds.tolist())
     except ODD as error:
-        reason = why(error)
-    return [
-        Prediction(
-            table=TABLES.get(mode, f"measured batches: {mode}"),
-            run=str(run.get("path")),
-            row=f"batch {index}" + (f", documents {_check_sum(batch.lists):08x}" if index in usable else ""),
-            source=f"{_REPO} {commit}".strip(),
-            measured_seconds=batch.seconds if index in usable else None,
-            predicted_seconds=predicted.get(index),
-            reason=batch.reason or reason,
-            assumed=assumed,
-            left_out=_SLOW if index in predicted and batch.seconds > longest else None,
-        )
-        for index, batch in enumerate(read)
-    ]
+        one = replace(one, reason=why(error))
+    rows = []
+    for index, batch in enumerate(read):
+        if batch.reason is not None:
+            rows.append(replace(one, row=f"batch {index}", reason=batch.reason))
+            continue
+        name, second = f"batch {index}, documents {_check_sum(batch.lists):08x}", next(predicted, None)
+        left_out = _SLOW if second is not None and batch.seconds > longest else None
+        rows.append(replace(one, row=name, measured_seconds=batch.seconds, predicted_seconds=second, left_out=left_out))
+    return rows
 
 
 def _read(batch: Any) -> _MeasuredBatch:
@@ -174,7 +169,7 @@ def _read(batch: Any) -> _MeasuredBatch:
 def _predicted(run: dict[str, Any], batches: Sequence[_MeasuredBatch], longest: float) -> tuple[Seconds, str]:
     """Seconds of every batch, and what is assumed; raises ``UserError`` where the setting is not recovered."""
     described = _described(run, tuple(batch.lists for batch in batches))
-    candidates = {"baseline": _plain, "wlbllm": _wlb_llm, "d2": _distca}[described.mode](described)
+    candidates = _CANDIDATES[described.mode](described)
     measured = np.array([batch.seconds for batch in batches])
     typical = measured <= longest
     spreads = {name: _spread(measured[typical] / seconds[typical]) for name, seconds in candidates.items()}
@@ -219,35 +214,33 @@ def _described(run: dict[str, Any], batches: tuple[Lists, ...]) -> _Run:
 
 def _plain(run: _Run) -> dict[str, Seconds]:
     """Lists are dealt to ranks adjacently, or in turn."""
-    return _dealt(
-        run,
-        {
-            "adjacent lists on a rank": lambda lists: _adjacent(lists, run.dp),
-            "lists dealt in turn": lambda lists: [_joined(lists[rank :: run.dp]) for rank in range(run.dp)],
-        },
-    )
+
+    def adjacent(lists: Lists) -> Lists:
+        bounds = [len(lists) * rank // run.dp for rank in range(run.dp + 1)]
+        return [_joined(lists[start:stop]) for start, stop in pairwise(bounds)]
+
+    def in_turn(lists: Lists) -> Lists:
+        return [_joined(lists[rank :: run.dp]) for rank in range(run.dp)]
+
+    return {"adjacent lists on a rank": _dealt(run, adjacent), "lists dealt in turn": _dealt(run, in_turn)}
 
 
 def _wlb_llm(run: _Run) -> dict[str, Seconds]:
     """The repository's packer, ``distca/planner/wlb_planner.py``, whose L_max was far over the mean for a while."""
     if run.dp == 1:
-        predicted = _dealt(run, {"one context-parallel group": lambda lists: [_joined(lists)]})
-        if run.early:
-            slices = 2 * run.cp * 2 * 2 * run.shape.layers * np.array([len(_joined(lists)) for lists in run.batches])
-            predicted |= {
-                f"{name}{_IN_PYTHON}": seconds + _SLICE_SECONDS * slices for name, seconds in predicted.items()
-            }
-        return predicted
+        name, seconds = "one context-parallel group", _dealt(run, lambda lists: [_joined(lists)])
+        if not run.early:
+            return {name: seconds}
+        slices = 2 * run.cp * 2 * 2 * run.shape.layers * np.array([len(_joined(lists)) for lists in run.batches])
+        return {name: seconds, f"{name}{_IN_PYTHON}": seconds + _SLICE_SECONDS * slices}
 
-    def packed(length_factor: float) -> Callable[[Lists], Lists]:
-        def pack(lists: Lists) -> Lists:
-            lengths = np.array(_joined(lists), np.int64)
-            members = evened(lengths, run.dp, breakpoint_tokens(run.shape), length_factor)
-            return [lengths[documents].tolist() for documents in members]
+    def packed(lists: Lists, length_factor: float) -> Lists:
+        lengths = np.array(_joined(lists), np.int64)
+        members = evened(lengths, run.dp, breakpoint_tokens(run.shape), length_factor)
+        return [lengths[documents].tolist() for documents in members]
 
-        return pack
-
-    return _dealt(run, {"L_max is the mean": packed(1.0), "no L_max": packed(np.inf)})
+    factors = {"L_max is the mean": 1.0, "no L_max": np.inf}
+    return {name: _dealt(run, partial(packed, length_factor=factor)) for name, factor in factors.items()}
 
 
 def _distca(run: _Run) -> dict[str, Seconds]:
@@ -259,33 +252,24 @@ def _distca(run: _Run) -> dict[str, Seconds]:
         lengths = np.array(_joined(lists), np.int64)
         first = len(_joined(lists[: len(lists) // 2]))
         halves = [half for half in (range(first), range(first, len(lengths))) if half]
-        plan = distca.serve(halves, lengths, ranks, idle_stages_serve=False, tolerance=tolerance)
-        return distca.price_attention_servers(plan, ranks).seconds
+        return price(distca.serve(halves, lengths, ranks, idle_stages_serve=False, tolerance=tolerance), ranks).seconds
 
-    tolerances = {"attention level": _LEVEL}
-    if not run.early:
-        tolerances["attention within 10%"] = distca.TOLERANCE
+    tolerances = {"attention level": _LEVEL} | ({} if run.early else {"attention within 10%": distca.TOLERANCE})
     return {
         name: np.array([seconds(lists, tolerance) for lists in run.batches]) for name, tolerance in tolerances.items()
     }
 
 
-def _dealt(run: _Run, dealings: dict[str, Callable[[Lists], Lists]]) -> dict[str, Seconds]:
+_CANDIDATES = {"baseline": _plain, "wlbllm": _wlb_llm, "d2": _distca}
+
+
+def _dealt(run: _Run, deal: Callable[[Lists], Lists]) -> Seconds:
     """Seconds of the batches with a micro-batch of documents on each data-parallel rank."""
-    costs = JobCosts(run.job())
-    predicted = {}
-    for name, deal in dealings.items():
-        plans = [
-            StepPlan(step, tuple((_micro_batch(lengths),) for lengths in deal(lists)))
-            for step, lists in enumerate(run.batches)
-        ]
-        predicted[name] = simulate_steps(plans, costs).seconds
-    return predicted
-
-
-def _adjacent(lists: Lists, ranks: int) -> Lists:
-    bounds = [len(lists) * rank // ranks for rank in range(ranks + 1)]
-    return [_joined(lists[start:stop]) for start, stop in pairwise(bounds)]
+    plans = [
+        StepPlan(step, tuple((_micro_batch(lengths),) for lengths in deal(lists)))
+        for step, lists in enumerate(run.batches)
+    ]
+    return simulate_steps(plans, run.job()).seconds
 
 
 def _micro_batch(lengths: Sequence[int]) -> MicroBatch:
@@ -307,18 +291,13 @@ def _check_sum(lists: Lists) -> int:
     return crc32(np.sort(np.array(_joined(lists), np.int64)).tobytes())
 
 
-@dataclass(frozen=True)
-class SystemRatio:
-    """Seconds of ``run``, of one system, over those of ``base``, of another, on the ``batches`` that both ran.
+class SystemRatio(NamedTuple):
+    """Seconds of ``run``, of a ``system``, over those of ``base``, of another, on the ``batches`` that both ran."""
 
-    Both are in ``folder``; ``table`` and ``base_table`` name their systems.
-    """
-
-    folder: str
-    base_table: str
-    base: str
-    table: str
     run: str
+    system: str
+    base: str
+    base_system: str
     batches: int
     measured: float
     predicted: float
@@ -336,12 +315,13 @@ def system_ratios(predictions: Sequence[Prediction]) -> list[SystemRatio]:
                 runs.setdefault((table, one.run), {})[one.row] = one
     ratios = []
     for ((base_table, base), base_rows), ((table, run), rows) in combinations(runs.items(), 2):
-        folder, common = PurePosixPath(run).parent, rows.keys() & base_rows.keys()
-        if table == base_table or folder != PurePosixPath(base).parent or not common:
+        common = [row for row in rows if row in base_rows]
+        if table == base_table or PurePosixPath(run).parent != PurePosixPath(base).parent or not common:
             continue
         measured, predicted = (
             sum(getattr(rows[row], field) for row in common) / sum(getattr(base_rows[row], field) for row in common)
             for field in ("measured_seconds", "predicted_seconds")
         )
-        ratios.append(SystemRatio(str(folder), base_table, base, table, run, len(common), measured, predicted))
+        system, base_system = (name.rpartition(": ")[2] for name in (table, base_table))
+        ratios.append(SystemRatio(run, system, base, base_system, len(common), measured, predicted))
     return ratios

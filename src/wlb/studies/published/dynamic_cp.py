@@ -62,29 +62,17 @@ _POLICIES: dict[str, Policy] = {"dp_balanced": dp_balanced, "default_dynamic_cp"
 
 def dynamic_cp_row(row: Row) -> Prediction:
     """A prediction, or why there is none, for a row of ``TABLE``: gpus, policy and value in ms, beside its source."""
-    measured: float | None = None
-    predicted: float | None = None
-    reason: str | None = None
+    one = Prediction(TABLE, "", f"{row.get('policy')}, {row.get('gpus')} GPUs", source_of(row))
     try:
-        measured = positive(row, "value") / 1000
+        one = replace(one, measured_seconds=positive(row, "value") / 1000)
         name, gpus = stated(row, "policy").split(",")[0], size(row, "gpus")
         if name not in _POLICIES:
             raise UserError(f"no policy is called {name!r}")
         if gpus % _CP:
             raise UserError(f"{gpus} GPUs are no multiple of its cp, {_CP}")
-        predicted = step_seconds(_POLICIES[name], gpus)
+        return replace(one, predicted_seconds=step_seconds(_POLICIES[name], gpus), assumed=ASSUMED)
     except ODD as error:
-        reason = why(error)
-    return Prediction(
-        table=TABLE,
-        run="",
-        row=f"{row.get('policy')}, {row.get('gpus')} GPUs",
-        source=source_of(row),
-        measured_seconds=measured,
-        predicted_seconds=predicted,
-        reason=reason,
-        assumed=None if reason else ASSUMED,
-    )
+        return replace(one, reason=why(error))
 
 
 def speed_ratios() -> Table:

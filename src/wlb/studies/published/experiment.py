@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 
 from wlb.report.plots import pyplot_without_display, save
-from wlb.studies.experiment import Column, Report, Settings, Table, Value
+from wlb.studies.experiment import Column, Report, Settings, Table
 from wlb.studies.published.batches import measured_batch_rows, system_ratios
 from wlb.studies.published.dynamic_cp import TABLE, dynamic_cp_row, speed_ratios
 from wlb.studies.published.kernels import kernel_rows
-from wlb.studies.published.prediction import Prediction
+from wlb.studies.published.prediction import Prediction, Summary, compared, summaries
 from wlb.studies.published.reading import read_measurements
-from wlb.studies.published.summary import Summary, compared, summaries
 from wlb.studies.published.whole_steps import whole_step_row
 
 _GROUPS = {"table": "by table", "kind": "whole steps, by kind", "run": "measured batches, by run"}
@@ -95,11 +94,8 @@ def _systems(predictions: Sequence[Prediction]) -> list[Table]:
         *(Column("run"), Column("system"), Column("over run"), Column("its system"), Column("batches", "", ",.0f")),
         *(Column("seconds over its, measured", "quoted", ".3f"), Column("predicted", "simulated", ".3f")),
     )
-    rows: list[tuple[Value, ...]] = []
-    for one in system_ratios(predictions):
-        system, over = (name.rpartition(": ")[2] for name in (one.table, one.base_table))
-        rows.append((one.run, system, one.base, over, one.batches, one.measured, one.predicted))
-    return [Table("systems beside each other", columns, rows)] if rows else []
+    ratios = system_ratios(predictions)
+    return [Table("systems beside each other", columns, [*ratios])] if ratios else []
 
 
 def _without_prediction(predictions: Sequence[Prediction]) -> list[Table]:

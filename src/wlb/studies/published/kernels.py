@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,13 +36,14 @@ _DIRECTIONS: dict[str, Direction] = {"fwd": "forward", "bwd": "backward"}
 _KERNELS = {"fa2": ("h100", CALL), "fa3": ("h100-fa3", CALL), "cudnn": ("h100-cudnn", CUDNN_CALL)}
 _NO_KERNEL = "these attention kernels have no price"
 _NO_SYSTEM = "how this system exchanges keys and values has no price"
+_SWITCHED = "an all-reduce of a whole node runs in its switch, which the simulator has no price for"
 _DRAWN = "documents drawn from the distribution that the benchmark draws from"
 
 
 class _Row(NamedTuple):
     row: str
-    measured: float | None  # seconds
-    predicted: float | None
+    measured_seconds: float | None
+    predicted_seconds: float | None
     reason: str | None = None
     assumed: str | None = None
 
@@ -50,16 +51,7 @@ class _Row(NamedTuple):
 def kernel_rows(document: dict[str, Any]) -> list[Prediction]:
     """A prediction, or a reason, for every measurement in the tables of ``document["kernels"]``."""
     return [
-        Prediction(
-            name,
-            "",
-            one.row,
-            source_of(table) if isinstance(table, dict) else "",
-            one.measured,
-            one.predicted,
-            reason=one.reason,
-            assumed=one.assumed,
-        )
+        Prediction(name, "", source=source_of(table) if isinstance(table, dict) else "", **one._asdict())
         for name, table in document.get("kernels", {}).items()
         for one in _of_table(name, table)
     ]
@@ -76,7 +68,9 @@ def _of_table(name: str, table: Any) -> Iterator[_Row]:
     for index, row in enumerate(rows):
         try:
             found = list(_TABLES.get(name, _unknown)(index, row))
-            if not all(s is None or 0 < s < math.inf for one in found for s in (one.measured, one.predicted)):
+            if not all(
+                s is None or 0 < s < math.inf for one in found for s in (one.measured_seconds, one.predicted_seconds)
+            ):
                 raise UserError("its seconds are not positive")
             yield from found
         except ODD as error:
@@ -162,21 +156,18 @@ def _both_directions(index: int, row: dict[str, Any]) -> Iterator[_Row]:
 def _products(index: int, row: dict[str, Any]) -> Iterator[_Row]:
     for name, milliseconds in row.items():
         if "." in name:
-            part = name.rsplit(".", 1)[1]
-            measured = float(milliseconds) / 1e3
-            yield _Row(f"row {index}, {part}", measured, None, reason="neither the model nor the GPU is named")
+            label, measured = f"row {index}, {name.rsplit('.', 1)[1]}", float(milliseconds) / 1e3
+            yield _Row(label, measured, None, reason="neither the model nor the GPU is named")
 
 
 def _in_a_node(_: int, row: dict[str, Any]) -> Iterator[_Row]:
     ranks, size, kind = int(row["ngpu"]), float(row["size_bytes"]), row["op"]
     label, measured = f"{kind}, {ranks} GPUs, {size / 2**20:,.0f} MiB", float(row["t_us_out"]) / 1e6
     if kind == "all_reduce" and ranks == _H200.node_size:
-        reason = "an all-reduce of a whole node runs in its switch, which the simulator has no price for"
-        yield _Row(label, measured, None, reason=reason)
+        yield _Row(label, measured, None, reason=_SWITCHED)
         return
     received = shard_bytes(size, ranks) * (2 if kind == "all_reduce" else 1)
-    predicted = float(group_link(_H200, "all_gather", ranks, stride=1).seconds(received))
-    yield _Row(label, measured, predicted)
+    yield _Row(label, measured, float(group_link(_H200, "all_gather", ranks, stride=1).seconds(received)))
 
 
 def _between_nodes(_: int, row: dict[str, Any]) -> Iterator[_Row]:
@@ -193,25 +184,21 @@ def _bars(_: int, bar: tuple[str, str, str, float]) -> Iterator[_Row]:
     """TFLOP/s of a GPU become the seconds of a mean pack."""
     chart, name, size, rate = bar
     what, way = chart.split("_")
-    direction = _DIRECTIONS[way]
-    gpus = 1 if what == "kernel" else int(size)
-    total = int(size) * 1024 if what == "kernel" else gpus * TOKENS_OF_A_GPU
-    mixes = packs(total)
-    flops = np.array([stated_flops(lengths, direction) for lengths in mixes])
+    direction, is_kernel = _DIRECTIONS[way], what == "kernel"
+    gpus = 1 if is_kernel else int(size)
+    total = int(size) * 1024 if is_kernel else gpus * TOKENS_OF_A_GPU
+    flops = np.array([stated_flops(lengths, direction) for lengths in packs(total)])
     measured = float(flops.mean()) / (rate * 1e12 * gpus)
     label = f"{chart}, {name}, {total // 1024}K tokens" + (f", {gpus} GPUs" if gpus > 1 else "")
-    if name not in (_KERNELS if what == "kernel" else SYSTEMS):
-        yield _Row(label, measured, None, reason=_NO_KERNEL if what == "kernel" else _NO_SYSTEM)
+    if name not in (_KERNELS if is_kernel else SYSTEMS):
+        yield _Row(label, measured, None, reason=_NO_KERNEL if is_kernel else _NO_SYSTEM)
         return
-    if what == "kernel":
-        seconds = [_kernel(name, lengths, direction) for lengths in mixes]
-    else:
-        seconds = [SYSTEMS[name](lengths, gpus, direction) for lengths in mixes]
-    predicted = float(flops.mean() / np.mean(flops / seconds))
-    yield _Row(label, measured, predicted, assumed=_DRAWN)
+    price = partial(_kernel, name) if is_kernel else SYSTEMS[name]
+    seconds = [price(lengths, gpus, direction) for lengths in packs(total)]
+    yield _Row(label, measured, float(flops.mean() / np.mean(flops / seconds)), assumed=_DRAWN)
 
 
-def _kernel(name: str, lengths: list[int], direction: Direction) -> float:
+def _kernel(name: str, lengths: Sequence[int], gpus: int, direction: Direction) -> float:
     hardware, call = _KERNELS[name]
     seconds = launch_seconds(hardware_preset(hardware), SHAPE.heads, np.zeros(len(lengths)), lengths, direction)
     return seconds + call[direction]

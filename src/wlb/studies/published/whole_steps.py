@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.job.pricing import Software
+from wlb.schedules.layout import Layout
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.simulate.search import fitted
@@ -87,42 +88,22 @@ class PublishedStep:
 
 def whole_step_row(row: Row) -> Prediction:
     """A prediction, or why there is none, for a row of whole steps."""
-    measured: float | None = None
-    predicted: float | None = None
-    step: PublishedStep | None = None
-    reason: str | None = None
+    one = Prediction(str(row.get("table") or "rows of no table"), "", _label(row), source_of(row))
     try:
         for name in ("table", "repo", "commit", "path", "model"):
             stated(row, name)
-        measured = seconds_of_step(row)
+        one = replace(one, measured_seconds=seconds_of_step(row))
         step = published_step(row)
-        predicted = step.seconds
+        one = replace(one, assumed="; ".join(step.assumed) or None, kind=step.kind)
+        return replace(one, predicted_seconds=step.seconds)
     except ODD as error:
-        reason = why(error)
-    return Prediction(
-        table=str(row.get("table") or "rows of no table"),
-        run="",
-        row=_label(row),
-        source=source_of(row),
-        measured_seconds=measured,
-        predicted_seconds=predicted,
-        reason=reason,
-        assumed="; ".join(step.assumed) or None if step else None,
-        kind=step.kind if step else None,
-    )
+        return replace(one, reason=why(error))
 
 
 def _label(row: Row) -> str:
-    sizes = [f"{name} {row[name]}" for name in ("tp", "cp", "pp", "ep") if row.get(name) not in (None, 1)]
     hardware = re.sub(r"[ ,(].*", "", str(row.get("hardware") or ""))
-    said = [
-        row.get("model"),
-        hardware,
-        row.get("precision"),
-        f"{row.get('gpus')} GPUs",
-        f"{row.get('seq_len')} tokens",
-        *sizes,
-    ]
+    said = [row.get("model"), hardware, row.get("precision"), f"{row.get('gpus')} GPUs", f"{row.get('seq_len')} tokens"]
+    said += [f"{name} {row[name]}" for name in ("tp", "cp", "pp", "ep") if row.get(name) not in (None, 1)]
     return ", ".join(str(part) for part in [*said, row.get("policy"), row.get("note")] if part)
 
 
@@ -135,21 +116,30 @@ def published_step(row: Row) -> PublishedStep:
     shape = published_shape(row["model"])
     if shape.experts is not None:
         size(row, "ep")
-    layout = _layout(row)
-    job = _job(row, shape, stack, layout)
-    assumed = [*layout.assumed, *_remarks(row, shape, stack, job)]
+    layout, micro_batches, sequences, assumed = _layout(row)
+    seq_len = size(row, "seq_len")
+    job = simulated_job(
+        shape,
+        seq_len * sequences,  # L_max, by which memory is predicted
+        "plain-4d",
+        hardware=_hardware(row, stack),
+        sharding="per_document",
+        software=_software(row, stack, layout.pp),
+        micro_batches=micro_batches,
+        **vars(layout),
+    )
+    assumed += _remarks(row, shape, stack, job)
     recomputation = _stated_recomputation(row)
     if recomputation is None and stack.weights == "kept":
         assumed.append("no recomputation, or of element-wise operations only, whether or not that fits")
     elif recomputation is None:
-        fitting = fitted(_held(job, job.pricing.software.reduces_always))
-        kind: Recomputation = fitting.activation_checkpointing if fitting else "full"
+        fitting = fitted(_held(job))
+        recomputation = fitting.activation_checkpointing if fitting else "full"
         why = "the cheapest that is predicted to fit" if fitting else "and not even that is predicted to fit"
-        assumed.append(f"recomputation: {kind}, {why}")
-        job = replace(job, activation_checkpointing=kind)
-    else:
+        assumed.append(f"recomputation: {recomputation}, {why}")
+    if recomputation is not None:
         job = replace(job, activation_checkpointing=recomputation)
-    return PublishedStep(job, (size(row, "seq_len"),) * layout.sequences, _kind(row, shape), tuple(assumed))
+    return PublishedStep(job, (seq_len,) * sequences, _kind(row, shape), tuple(assumed))
 
 
 def _refuse_what_is_no_plain_step(row: Row) -> None:
@@ -183,26 +173,8 @@ def ran_triton(row: Row) -> bool:
     return row["repo"] == _LLM_FOUNDRY and (not at_large_scale or row["model"] in ("MPT 13b", "MPT 30b"))
 
 
-class _StatedLayout(NamedTuple):
-    """Sizes of groups; ``sequences`` of a micro-batch, and ``micro_batches`` of a data-parallel rank."""
-
-    tp: int
-    cp: int
-    pp: int
-    dp: int
-    virtual_pp: int
-    micro_batches: int
-    sequences: int
-    assumed: tuple[str, ...]
-
-    @property
-    def job_settings(self) -> dict[str, Any]:
-        names = ("tp", "cp", "pp", "dp", "virtual_pp", "micro_batches")
-        schedule = "interleaved_1f1b" if self.virtual_pp > 1 else "1f1b"
-        return {name: getattr(self, name) for name in names} | {"schedule": schedule}
-
-
-def _layout(row: Row) -> _StatedLayout:
+def _layout(row: Row) -> tuple[Layout, int, int, list[str]]:
+    """Sizes of groups, micro-batches of a data-parallel rank, sequences of a micro-batch, and what is assumed."""
     tp, cp, pp, gpus = (size(row, name) for name in ("tp", "cp", "pp", "gpus"))
     assumed = []
     dp, rest = divmod(gpus, tp * cp * pp)
@@ -210,12 +182,9 @@ def _layout(row: Row) -> _StatedLayout:
         raise UserError(f"{gpus} GPUs are no multiple of its tp x cp x pp = {tp * cp * pp}")
     if row.get("dp_printed") is not None and size(row, "dp_printed") != dp:
         raise UserError(f"its printed layout is of {tp * cp * pp * row['dp_printed']} GPUs, not of {gpus}")
+    sequences, virtual_pp = (1 if row.get(name) is None else size(row, name) for name in ("micro_batch", "vp"))
     if row.get("micro_batch") is None:
-        sequences = 1
         assumed.append("micro-batches of one sequence")
-    else:
-        sequences = size(row, "micro_batch")
-    virtual_pp = 1 if row.get("vp") is None else size(row, "vp")
     of_rank = step_tokens(row) // size(row, "seq_len") // dp
     if row["repo"] == _TORCHTITAN and pp > 1:  # what it prints is the batch of a rank
         sequences = max(1, sequences // pp)
@@ -224,34 +193,23 @@ def _layout(row: Row) -> _StatedLayout:
     micro_batches, rest = divmod(of_rank, sequences)
     if rest or not micro_batches:
         raise UserError(f"{of_rank} sequences of a data-parallel rank are no multiple of its micro-batch, {sequences}")
-    return _StatedLayout(tp, cp, pp, dp, virtual_pp, micro_batches, sequences, tuple(assumed))
+    schedule = "interleaved_1f1b" if virtual_pp > 1 else "1f1b"
+    return Layout(tp, cp, pp, dp, virtual_pp, schedule), micro_batches, sequences, assumed
 
 
-def _held(job: SimulatedJob, reduces_always: bool) -> SimulatedJob:
+def _held(job: SimulatedJob) -> SimulatedJob:
     """The job that holds as much memory: where gradients are always reduced, one of a single micro-batch."""
-    if job.pp > 1 or not reduces_always:
+    if job.layout.pp > 1 or not job.pricing.software.reduces_always:
         return job
-    return replace(job, packing=job.packing.changed(micro_batches=job.dp))
+    return replace(job, packing=job.packing.changed(micro_batches=job.layout.dp))
 
 
-def _job(row: Row, shape: ModelShape, stack: Stack, layout: _StatedLayout) -> SimulatedJob:
-    return simulated_job(
-        shape,
-        size(row, "seq_len") * layout.sequences,  # L_max, by which memory is predicted
-        "plain-4d",
-        hardware=_hardware(row, stack),
-        sharding="per_document",
-        software=_software(row, stack, layout),
-        **layout.job_settings,
-    )
-
-
-def _software(row: Row, stack: Stack, layout: _StatedLayout) -> Software:
+def _software(row: Row, stack: Stack, pp: int) -> Software:
     """What the row and its repository say of it."""
     note, weights = _note(row), stack.weights
     if row["repo"] == _BRIDGE and row.get("fsdp"):
         weights = "gathered"
-    if row.get("sharding") == "SHARD_GRAD_OP" or layout.pp > 1:  # torchtitan and Automodel keep them in a pipeline
+    if row.get("sharding") == "SHARD_GRAD_OP" or pp > 1:  # torchtitan and Automodel keep them in a pipeline
         weights = "kept"
     return Software(
         weights=weights,
@@ -289,16 +247,19 @@ def _ran_eagerly(row: Row) -> bool:
     return row["repo"] == _TORCHTITAN and (note == "fsdp" or ("compile" in note and not _says(note, "compile")))
 
 
+_PRECISIONS: dict[str, Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]] = {
+    "ROWWISE": "fp8-rowwise",
+    "FP4": "nvfp4",
+    "FP8": "fp8",
+    "BF16": "bf16",
+}
+
+
 def _precision(row: Row) -> Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]:
     text = stated(row, "precision").upper()
-    if "ROWWISE" in text:
-        return "fp8-rowwise"
-    if "FP4" in text:
-        return "nvfp4"
-    if "FP8" in text:
-        return "fp8"
-    if "BF16" in text:
-        return "bf16"
+    for word, precision in _PRECISIONS.items():
+        if word in text:
+            return precision
     raise UserError(f"precision {row['precision']} is not known here")
 
 
@@ -319,7 +280,7 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack, job: SimulatedJob) -> li
     if not row.get("fsdp"):
         weights = "kept whole" if job.pricing.software.weights == "kept" else "gathered by FSDP in every micro-batch"
         remarks.append(f"weights {weights}")
-    if job.tp > 1 and job.pricing.software.async_tp and not _says(_note(row), "async"):
+    if job.layout.tp > 1 and job.pricing.software.async_tp and not _says(_note(row), "async"):
         remarks.append("tensor-parallel collectives overlapped")
     if "selective" in str(row.get("recompute")):
         remarks.append("selective recomputation is of all but attention")

@@ -2,7 +2,7 @@
 
 Training stands still only while tensors are copied to host memory. A thread per rank then writes the copy, together
 with the others over a process group of its own: a hidden directory, one file per rank, and when every rank is done
-the manifest and the name (``files``). So whatever carries the name of a checkpoint is complete, and a
+the manifest and the name (``storage``). So whatever carries the name of a checkpoint is complete, and a
 job killed at any moment leaves the previous one as the newest. At most one is being written. Tensors are saved under
 their fully qualified names, which other parallel sizes can read as well.
 """
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,20 +35,16 @@ from torch.optim import Optimizer
 from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.training.checkpoint.files import (
-    FileRecord,
-    Manifest,
     Progress,
     checkpoint_path,
     delete_outdated,
     hidden_path,
     is_whole,
     named_checkpoints,
-    publish,
     read_manifest,
-    start_writing,
     step_of,
 )
-from wlb.training.checkpoint.same_model import RANDOM_STATES, check_model, check_tensors, model_record
+from wlb.training.checkpoint.resuming import RANDOM_STATES, check_model, check_tensors, model_record
 from wlb.training.checkpoint.storage import ChecksummedWriter, ConfinedReader
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.console import say
@@ -57,18 +52,6 @@ from wlb.training.runtime.failures import TrainingError
 
 _LONGEST_WRITE = timedelta(hours=1)  # of one rank while the others wait, in the background
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # one entry per parameter, so that it can be resharded
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """A checkpoint that could not be written, and the name of the newest good one, if there is any."""
-
-    problem: str
-    newest: str | None
-
-
-class _CannotWrite(Exception):
-    """The file system has refused something on some rank; raised on all of them, with the reason."""
 
 
 class Checkpointer:
@@ -93,12 +76,15 @@ class Checkpointer:
         self._stages = stages
         self._optimizers = optimizers
         self._good: list[Path] = []  # those up to the one the job continues from, and its own; others are damaged
-        self._writing: Future[_Failure | None] | None = None
-        self._failure: _Failure | None = None
+        self._writing: Future[str | None] | None = None
+        self._failure: str | None = None  # why the last checkpoint could not be written, while there is an older one
         if self.enabled:
             # The thread's own: collectives of two threads in one group would meet the wrong partners.
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)
-            self._stager = _make_stager()
+            # Into pinned memory on CUDA, kept from one time to the next; it returns when the copy is made.
+            cuda = torch.cuda.is_available()
+            options = {"use_shared_memory": False, "use_async_staging": False}
+            self._stager = DefaultStager(StagingOptions(cuda, use_non_blocking_copy=cuda, **options))
 
     @property
     def enabled(self) -> bool:
@@ -132,7 +118,7 @@ class Checkpointer:
         """Wait for the checkpoint being written. Raises ``TrainingError`` if the last one could not be."""
         self._wait()
         if self._failure is not None:
-            raise TrainingError(self._failure.problem)
+            raise TrainingError(self._failure)
 
     def load(self, path: Path) -> Progress:
         """Restore model, optimizers and random generators from ``path`` in place, and return where it stands.
@@ -148,7 +134,7 @@ class Checkpointer:
         state = self._tensors() | rng
         try:
             dcp.load(state, storage_reader=reader)
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:
             raise TrainingError(f"checkpoint {path} cannot be loaded: {_reason(error)}") from error
         for stage, optimizer in zip(self._stages, self._optimizers, strict=True):
             set_model_state_dict(stage, _pick(state, get_model_state_dict(stage)))
@@ -174,87 +160,45 @@ class Checkpointer:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             self._failure = writing.result()
-            if self._failure is not None and self._failure.newest is None:
-                raise TrainingError(self._failure.problem)
 
     def _write_in_background(
-        self, written: Future[_Failure | None], checkpoint: Path, tensors: dict[str, Any], progress: Progress
+        self, written: Future[str | None], checkpoint: Path, tensors: dict[str, Any], progress: Progress
     ) -> None:
         try:
             written.set_result(self._write(checkpoint, tensors, progress))
         except BaseException as error:  # whatever it is, whoever waits has to know
             written.set_exception(error)
 
-    def _write(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> _Failure | None:
-        """Write ``checkpoint`` together with all ranks; they all return the same."""
+    def _write(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> str | None:
+        """Write ``checkpoint`` together with all ranks; they all return the same: what went wrong, if anything did."""
         try:
-            self._write_files(checkpoint, tensors, progress)
-        except _CannotWrite as problem:
-            return self._give_up(checkpoint, problem)
+            writer = ChecksummedWriter(checkpoint, progress, model_record(self._model))
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:  # which is no Exception
+            return self._give_up(checkpoint, _reason(error))
         self._good.append(checkpoint)
         self.delete_outdated()
         return None
 
-    def _write_files(self, checkpoint: Path, tensors: dict[str, Any], progress: Progress) -> None:
-        writer = ChecksummedWriter(hidden_path(checkpoint))
-        self._on_rank_0(start_writing, checkpoint)
-        self._on_every_rank(_write_tensors, tensors, writer, self._group)
-        files: dict[str, FileRecord] = {}
-        for records in gathered(writer.files, self._group):
-            files |= records
-        self._on_rank_0(publish, checkpoint, Manifest(progress, model_record(self._model), files))
-
-    def _give_up(self, checkpoint: Path, problem: _CannotWrite) -> _Failure:
+    def _give_up(self, checkpoint: Path, problem: str) -> str:
         if dist.get_rank() == 0:
             shutil.rmtree(hidden_path(checkpoint), ignore_errors=True)
         (newest, *_) = gathered(next((p.name for p in reversed(self._good) if is_whole(p)), None), self._group)
         text = f"the checkpoint of step {step_of(checkpoint)} could not be written to {checkpoint.parent}: {problem}"
-        if newest is not None and dist.get_rank() == 0:
+        failure = f"{text}; mend that or choose another checkpoint.dir, and start again"
+        if newest is None:
+            raise TrainingError(failure)
+        if dist.get_rank() == 0:
             say(f"wlb: warning: {text}; the newest one is still {newest}")
-        return _Failure(f"{text}; mend that or choose another checkpoint.dir, and start again", newest)
-
-    def _on_rank_0(self, work: Callable[..., object], *arguments: Any) -> None:
-        self._on_every_rank(work, *arguments, only_on=0)
-
-    def _on_every_rank(self, work: Callable[..., object], *arguments: Any, only_on: int | None = None) -> None:
-        """Call ``work`` on every rank, or on one; raises ``_CannotWrite`` on all where it raises ``OSError``."""
-        problem, rank = None, dist.get_rank()
-        try:
-            if only_on in (None, rank):
-                work(*arguments)
-        except OSError as error:
-            problem = f"{error.strerror or error} (rank {rank})"
-        for text in gathered(problem, self._group):
-            if text is not None:
-                raise _CannotWrite(text)
-
-
-def _write_tensors(tensors: dict[str, Any], writer: ChecksummedWriter, group: dist.ProcessGroup) -> None:
-    """Write this rank's share. Raises ``OSError`` on the ranks that could not, after all have ended."""
-    try:
-        dcp.save(tensors, storage_writer=writer, process_group=group)
-    except CheckpointException as error:
-        if writer.error is not None:
-            raise writer.error from None
-        if dist.get_rank() in error.failures:
-            raise OSError(0, _reason(error)) from error
+        return failure
 
 
 def _reason(error: CheckpointException) -> str:
     """The first failure of ``error`` in one line."""
     rank, (cause, _) = next(iter(error.failures.items()))
     (line, *_) = str(cause).splitlines() or [""]
-    return f"rank {rank}: {type(cause).__name__}: {line}"
-
-
-def _make_stager() -> DefaultStager:
-    """Copies tensors to host memory before it returns; on CUDA into pinned memory, kept from one time to the next."""
-    cuda = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-        )
-    )
+    what = cause.strerror if isinstance(cause, OSError) and cause.strerror else f"{type(cause).__name__}: {line}"
+    return f"{what} (rank {rank})"
 
 
 def _moments(stage: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from wlb.documents.store.writer import tokenizer_path
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig
 from wlb.job.configured_model import configured_model
-from wlb.models.huggingface.export import Companions, export_model, refuse_existing
+from wlb.models.huggingface.export import export_model, refuse_existing
 from wlb.models.transformer import Transformer
 from wlb.training.checkpoint.files import (
     DamagedCheckpoint,
@@ -35,7 +35,7 @@ from wlb.training.checkpoint.files import (
     read_manifest,
     step_of,
 )
-from wlb.training.checkpoint.same_model import check_model, check_tensors
+from wlb.training.checkpoint.resuming import check_model, check_tensors
 from wlb.training.checkpoint.storage import ConfinedReader
 from wlb.workload.model_json import read_config_json
 
@@ -82,10 +82,11 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
 
-    companions = _companions(config)
-    longest = max(config.data.context_window, companions.config.get("max_position_embeddings", 0))
-    export_model(model, partial(_read, checkpoint, held), out, dtype=dtype, longest=longest, companions=companions)
-    tokenizer = tuple(name for name in (*companions.copies, *companions.texts) if name != "generation_config.json")
+    files, settings = _companions(config)
+    longest = max(config.data.context_window, settings.get("max_position_embeddings", 0))
+    read = partial(_read, checkpoint, held)
+    export_model(model, read, out, dtype=dtype, longest=longest, companions=files, more_config=settings)
+    tokenizer = tuple(name for name in files if name != "generation_config.json")
     return Exported(checkpoint, step_of(checkpoint), parameters, tokenizer)
 
 
@@ -121,16 +122,17 @@ def _deleted(checkpoint: Path, error: BaseException) -> UserError:
     return UserError(f"checkpoint {checkpoint} cannot be read: {error}; was it deleted by its job?")
 
 
-def _companions(config: JobConfig) -> Companions:
-    """The tokenizer and the settings of the pretrained model, or the tokenizer that was trained for the store."""
+def _companions(config: JobConfig) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Files and settings of the pretrained model, or of the tokenizer that was trained for the store."""
     if (directory := config.model.pretrained) is not None:
-        copies = {name: directory / name for name in _KEPT_FILES if (directory / name).is_file()}
-        return Companions(copies, {}, read_config_json(directory))
+        kept = [directory / name for name in _KEPT_FILES if (directory / name).is_file()]
+        return {path.name: path.read_bytes() for path in kept}, read_config_json(directory)
     prefix = next((prefix for prefix in config.data.stores if tokenizer_path(prefix).is_file()), None)
     if prefix is None:
-        return Companions({}, {}, {})
-    definition, store = tokenizer_path(prefix), TokenStore.open(prefix)
+        return {}, {}
+    store = TokenStore.open(prefix)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {"eos_token": store.tokenizer["end_token"]} if store.tokenizer else {}
     ids = {"eos_token_id": store.sidecar["end_token"]} if "end_token" in store.sidecar else {}
-    return Companions({"tokenizer.json": definition}, {"tokenizer_config.json": json.dumps(settings)}, ids)
+    tokenizer = tokenizer_path(prefix).read_bytes()
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": json.dumps(settings).encode()}, ids

@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Progress:
 class Manifest:
     """What a checkpoint says about itself.
 
-    ``model`` is what ``same_model.model_record`` makes of the model that it holds; ``files`` are all its files but the
+    ``model`` is what ``resuming.model_record`` makes of the model that it holds; ``files`` are all its files but the
     manifest, by name.
     """
 
@@ -141,7 +141,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     has written it.
     """
     try:
-        content = json.loads(_read_regular(checkpoint / MANIFEST))
+        with open(open_regular(checkpoint / MANIFEST), "rb") as file:
+            content = json.load(file)
         written, checksum = content.pop("format"), content.pop("crc32", None)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"it has no {MANIFEST}, so it was not written or copied to its end") from None
@@ -209,25 +210,16 @@ def _damage_of(file: Path, record: FileRecord, contents: bool) -> str | None:
             size = os.fstat(opened.fileno()).st_size
             if size != record.size:
                 return f"has {size} bytes instead of {record.size}"
-            if contents and _crc32_of_chunks(iter(lambda: opened.read(_CHUNK_BYTES), b"")) != record.crc32:
+            crc32 = 0
+            while contents and (chunk := opened.read(_CHUNK_BYTES)):
+                crc32 = zlib.crc32(chunk, crc32)
+            if contents and crc32 != record.crc32:
                 return "does not have its checksum"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return None
-
-
-def _read_regular(path: Path) -> bytes:
-    with open(open_regular(path), "rb") as file:
-        return file.read()
-
-
-def _crc32_of_chunks(chunks: Iterable[bytes]) -> int:
-    crc32 = 0
-    for chunk in chunks:
-        crc32 = zlib.crc32(chunk, crc32)
-    return crc32
 
 
 def _crc32_of(content: dict[str, Any]) -> int:

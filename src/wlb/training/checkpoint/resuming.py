@@ -1,22 +1,34 @@
-"""Which checkpoint a job resumes from: the newest undamaged one, the same on every rank.
+"""Which checkpoint a job resumes from: the newest undamaged one, the same on every rank, of the job's own model.
 
 Before anything starts, manifests and file sizes are looked at. When the ranks have met, they share out the files and
 compare checksums. A checkpoint that is damaged is passed over, with a line that says what is wrong with it, for the one
 before it. Where checkpoints exist but none can be used the job stops: to start from scratch is the user's decision.
+
+Most of what decides what a model computes shows in no tensor: how many heads share a matrix, the rotary positions, the
+norm's epsilon. So the manifest of a checkpoint has the resolved configuration, and what differs is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig
+from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.checkpoint.files import find_damage, named_checkpoints
 from wlb.training.runtime.collectives import gathered, on_every_rank
 from wlb.training.runtime.console import say
+
+RANDOM_STATES = "rng."  # of ranks, by their place in the layout: they may differ
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, beside the number of its steps
 
 
 def newest_checkpoint(config: CheckpointConfig, *, contents: bool = False) -> Path | None:
@@ -25,14 +37,7 @@ def newest_checkpoint(config: CheckpointConfig, *, contents: bool = False) -> Pa
     Manifests and file sizes are looked at, with ``contents`` checksums too. Raises ``UserError`` where a job that may
     not resume would write among another job's checkpoints, and where there are checkpoints and none can be used.
     """
-    candidates, damage = _candidates(config), None
-    for path in reversed(candidates):
-        damage = find_damage(path, contents=contents)
-        if damage is None:
-            return path
-    if candidates:
-        raise _none_is_whole(candidates, damage)
-    return None
+    return _newest_whole(_candidates(config), lambda path: find_damage(path, contents=contents))
 
 
 def agreed_checkpoint(config: CheckpointConfig) -> Path | None:
@@ -50,16 +55,7 @@ def agreed_checkpoint(config: CheckpointConfig) -> Path | None:
                 f"checkpoint.dir {config.dir} must be shared by all machines: the newest checkpoint in it is "
                 f"{newest[0]} for rank 0 and {name} for rank {rank}"
             )
-    candidates, damage = [(config.dir or Path()) / name for name in names[0]], None
-    for path in reversed(candidates):
-        damage = _damage_seen_by_any_rank(path)
-        if damage is None:
-            return path
-        if dist.get_rank() == 0:
-            say(f"wlb: warning: checkpoint {path} is damaged and not used: {damage}")
-    if candidates:
-        raise _none_is_whole(candidates, damage)
-    return None
+    return _newest_whole([(config.dir or Path()) / name for name in names[0]], _damage_seen_by_any_rank)
 
 
 def _candidates(config: CheckpointConfig) -> list[Path]:
@@ -72,15 +68,73 @@ def _candidates(config: CheckpointConfig) -> list[Path]:
     return named
 
 
-def _none_is_whole(candidates: Sequence[Path], damage: str | None) -> UserError:
-    """Of ``candidates`` none can be used, the oldest because of ``damage``."""
-    return UserError(
-        f"none of the {len(candidates)} checkpoints in {candidates[-1].parent} can be used, and of the oldest "
-        f"{damage}; restore one, or remove all of them to start anew"
-    )
+def _newest_whole(candidates: Sequence[Path], damage_of: Callable[[Path], str | None]) -> Path | None:
+    damage = None
+    for path in reversed(candidates):
+        damage = damage_of(path)
+        if damage is None:
+            return path
+    if candidates:
+        raise UserError(
+            f"none of the {len(candidates)} checkpoints in {candidates[-1].parent} can be used, and of the oldest "
+            f"{damage}; restore one, or remove all of them to start anew"
+        )
+    return None
 
 
 def _damage_seen_by_any_rank(path: Path) -> str | None:
     share = dist.get_rank(), dist.get_world_size()
-    damage = on_every_rank(lambda: find_damage(path, contents=True, share=share))
-    return next((seen for seen in gathered(damage) if seen is not None), None)
+    seen = gathered(on_every_rank(lambda: find_damage(path, contents=True, share=share)))
+    damage = next(filter(None, seen), None)
+    if damage is not None and dist.get_rank() == 0:
+        say(f"wlb: warning: checkpoint {path} is damaged and not used: {damage}")
+    return damage
+
+
+def model_record(model: TransformerConfig) -> dict[str, Any]:
+    """``model`` as JSON-serialisable data, flat, under the names of ``[model]``; without the variants it has not."""
+    record = asdict(model)
+    shape = {name: value for name, value in record.pop("shape").items() if value is not None}
+    return shape | record
+
+
+def check_model(checkpoint: Path, saved: Mapping[str, Any], model: TransformerConfig) -> None:
+    """Raise ``UserError``, with all differences, unless ``saved`` of ``checkpoint``'s manifest is ``model``."""
+    record = model_record(model)
+    differences = [
+        f"{name} {json.dumps(saved.get(name))} -> {json.dumps(record.get(name))}"
+        for name in {**record, **saved}
+        if (saved.get(name) or None) != (record.get(name) or None)  # what a manifest is too old to have is off
+    ]
+    if differences:
+        raise UserError(
+            f"checkpoint {checkpoint} holds another model than the configuration: {', '.join(differences)}; correct "
+            "[model] or choose another checkpoint.dir"
+        )
+
+
+def check_tensors(checkpoint: Path, saved: Mapping[str, TensorStorageMetadata], model: TransformerConfig) -> None:
+    """Raise ``UserError`` unless ``saved`` of ``checkpoint`` are the weights of ``model`` and their optimizer state."""
+    expected = _shapes(model)
+    found = {name: tuple(entry.size) for name, entry in saved.items() if not name.startswith(RANDOM_STATES)}
+    for name in {**expected, **found}:
+        if found.get(name) != expected.get(name):
+            shapes = [
+                f"of shape {shape}" if shape is not None else "missing"
+                for shape in (found.get(name), expected.get(name))
+            ]
+            raise UserError(
+                f"checkpoint {checkpoint} does not hold the tensors of its model: {name} is {shapes[0]} in the "
+                f"checkpoint and {shapes[1]} in the model; remove it to continue from the one before it"
+            )
+
+
+def _shapes(model: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a job, over all its ranks, under the names that they have in a checkpoint."""
+    with torch.device("meta"):
+        weights = {name: tuple(parameter.shape) for name, parameter in Transformer(model).named_parameters()}
+    state: dict[str, tuple[int, ...]] = {}
+    for name, shape in weights.items():
+        state[f"state.{name}.step"] = ()
+        state |= {f"state.{name}.{moment}": shape for moment in _MOMENTS}
+    return weights | state

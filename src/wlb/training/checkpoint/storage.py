@@ -1,9 +1,11 @@
 """DCP's file format, with checksums when writing and a restricted unpickler when reading.
 
-``ChecksummedWriter`` notes size and CRC-32 of each file while it is written. ``ConfinedReader`` reads what may have
-been tampered with. DCP keeps its metadata as a pickle, so only the classes that such metadata consists of are loaded;
-entries that DCP would unpickle without restriction are refused, and so is any path that leaves the checkpoint. Tensors
-DCP itself reads with ``weights_only``.
+``ChecksummedWriter`` notes size and CRC-32 of each file while it is written; the first rank, to which DCP brings what
+all have written, completes the checkpoint. An error on one rank becomes a ``CheckpointException`` on all of them.
+
+``ConfinedReader`` reads what may have been tampered with. DCP keeps its metadata as a pickle, so only the classes that
+such metadata consists of are loaded; entries that DCP would unpickle without restriction are refused, and so is any
+path that leaves the checkpoint. Tensors DCP itself reads with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -21,9 +23,20 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.futures import Future
 
 from wlb.errors import UserError
-from wlb.training.checkpoint.files import FileRecord, is_plain_name, open_regular
+from wlb.training.checkpoint.files import (
+    FileRecord,
+    Manifest,
+    Progress,
+    hidden_path,
+    is_plain_name,
+    open_regular,
+    publish,
+    start_writing,
+)
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -40,23 +53,35 @@ _ALLOWED = {
 
 
 class ChecksummedWriter(FileSystemWriter):
-    """Writes one file per rank into ``path``; ``files`` records those this rank has written.
+    """Writes one file per rank and the manifest, and gives ``checkpoint`` its name when all of them are complete."""
 
-    ``error`` is the first failure of the file system: what DCP raises in its place may not name it.
-    """
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, checkpoint: Path, progress: Progress, model: Mapping[str, Any]) -> None:
         # Nothing is copied from a GPU ahead of writing: that would use its streams from a second thread.
-        super().__init__(path, per_thread_copy_ahead=0)
+        super().__init__(hidden_path(checkpoint), per_thread_copy_ahead=0)
         self.fs: _ChecksummedFiles = _ChecksummedFiles()
+        self._checkpoint, self._progress, self._model = checkpoint, progress, model
 
-    @property
-    def files(self) -> dict[str, FileRecord]:
-        return self.fs.records
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
 
-    @property
-    def error(self) -> OSError | None:
-        return self.fs.error
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        start_writing(self._checkpoint)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        """The results of this rank, the last of which are the records of its files."""
+        try:
+            results = super().write_data(plan, planner).value()
+        except Exception as error:
+            raise self.fs.error or error from error  # what torch raises in its place may not name it
+        done: Future[list[Any]] = Future()
+        done.set_result([*results, self.fs.records])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        super().finish(metadata, [of_rank[:-1] for of_rank in results])
+        files = {name: record for *_, records in results for name, record in records.items()}
+        publish(self._checkpoint, Manifest(self._progress, self._model, files | self.fs.records))
 
     def storage_meta(self) -> None:
         """Nothing: it would tell where the checkpoint was written, which does not matter to whoever reads it."""
@@ -74,16 +99,7 @@ class ConfinedReader(FileSystemReader):
         try:
             with self.fs.create_stream(path, "rb") as file:
                 metadata = _checked(_MetadataUnpickler(file).load())
-        except (
-            OSError,
-            EOFError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            KeyError,
-            IndexError,
-            pickle.PickleError,
-        ) as e:
+        except Exception as e:  # what garbage makes a pickle raise can be anything
             raise UserError(
                 f"checkpoint {self.path} was not written by this program: {Path(path).name}: {e}; remove it to "
                 "continue from the one before it"
@@ -131,9 +147,8 @@ class _ChecksummedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         try:
-            with super().create_stream(path, mode) as stream:
-                file = _ChecksummedFile(stream, self)
-                yield cast(io.IOBase, file)
+            with _ChecksummedFile(Path(path), self) as file:
+                yield file
         except OSError as error:
             self.error = self.error or error
             raise
@@ -144,35 +159,20 @@ class _ChecksummedFiles(FileSystem):
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
 
-class _ChecksummedFile:
-    """A file that is written from its start to its end."""
+class _ChecksummedFile(io.BufferedWriter):
+    """A file that is written from its start to its end; ``owner`` hears of errors, which torch may replace."""
 
-    def __init__(self, file: Any, owner: _ChecksummedFiles) -> None:
-        self._file = file
+    def __init__(self, path: Path, owner: _ChecksummedFiles) -> None:
+        super().__init__(io.FileIO(path, "wb"))
         self._owner = owner
-        self.size = 0
-        self.crc32 = 0
+        self.size = self.crc32 = 0
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
         try:
-            self._file.write(view)
+            written = super().write(data)
         except OSError as error:
             self._owner.error = self._owner.error or error
             raise
-        self.size += view.nbytes
-        self.crc32 = zlib.crc32(view, self.crc32)
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        descriptor: int = self._file.fileno()
-        return descriptor
-
-    def close(self) -> None:
-        self._file.close()
+        self.size += written
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return written

@@ -14,16 +14,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from wlb.documents.mixture import stored_documents
 from wlb.documents.store.mixture import TrainedStore, document_lengths
 from wlb.errors import UserError
-from wlb.job.config import JobConfig
+from wlb.job.config import TrainingConfig
 from wlb.job.job import JobSpec
 from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
 from wlb.training.data.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
 from wlb.training.data.prefetch import Prefetcher, Shutdown
@@ -43,19 +44,18 @@ class RankShare:
 
     dp_rank: int = 0
     cp_rank: int = 0
-    cp_size: int = 1
-    tp_size: int = 1
+    layout: Layout = field(default_factory=Layout)
     strategy: str = "hybrid"
     workload: Workload | None = None
 
     @classmethod
     def in_job(cls, job: JobSpec, dp_rank: int, cp_rank: int) -> RankShare:
         """The share of a rank of ``job``."""
-        return cls(dp_rank, cp_rank, job.cp, job.tp, job.sharding.strategy, job.sharding_workload)
+        return cls(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.sharding_workload)
 
     def of(self, batch: TokenBatch) -> ShardedBatch:
-        plan = make_shard_plan(batch.segment_lengths, self.cp_size, self.strategy, workload=self.workload)
-        return shard_batch(batch, plan, self.cp_rank, multiple_of=self.tp_size)
+        plan = make_shard_plan(batch.segment_lengths, self.layout.cp, self.strategy, workload=self.workload)
+        return shard_batch(batch, plan, self.cp_rank, multiple_of=self.layout.tp)
 
 
 @dataclass(frozen=True)
@@ -83,38 +83,39 @@ class StepLoader(Iterator[LoadedStep]):
     """Iterates over the steps of ``job`` for the rank that trains ``share`` of each, from ``state`` if given.
 
     Ends after one epoch if ``training.steps`` is unset and never otherwise. Close it, or use it as a context manager.
-    Raises ``UserError`` if ``state`` was saved on other data or settings, unless ``checkpoint.allow_changed_data``
-    accepts that: then ``changed_data`` says what has changed and what became of the documents that waited. Failures of
+    Raises ``UserError`` if ``state`` was saved on other data or settings, unless ``allow_changes``: then
+    ``changed_data`` says what has changed and what became of the documents that waited. Failures of
     the threads surface in ``next``.
     """
 
     def __init__(
         self,
         store: TrainedStore,
-        config: JobConfig,
         job: JobSpec,
+        training: TrainingConfig,
         *,
         share: RankShare | None = None,
         state: dict[str, Any] | None = None,
+        allow_changes: bool = False,
     ) -> None:
         self._store = store
         self._vocab_size = job.shape.vocab_size
         self._share = share or RankShare()
-        self._identity = data_identity(store, config)
-        epochs = 1 if config.training.steps is None else None
+        self._identity = data_identity(store, job)
+        epochs = 1 if training.steps is None else None
         lengths = document_lengths(store)
         planner = StepPlanner(job, lengths, epochs=epochs)
         self.epoch_summary = stored_documents(lengths, job.data).summary
         self.changed_data: str | None = None
         if state is not None:
-            changed = check_identity(state, self._identity, allow_changes=config.checkpoint.allow_changed_data)
+            changed = check_identity(state, self._identity, allow_changes=allow_changes)
             waiting = _continue(planner, state["planner"], changed)
             if changed:
                 self.changed_data = f"{_accepted_changes(state, self._identity, changed)}; {waiting}"
         self._state = planner.state_dict()
         self._pending_documents = planner.pending_documents
         self._shutdown = Shutdown()
-        depth = config.training.prefetch
+        depth = training.prefetch
         self._plans = Prefetcher(planner, depth, "wlb-planning", self._shutdown)
         self._steps = Prefetcher(map(self._read, self._plans), depth, "wlb-reading", self._shutdown)
 
@@ -165,16 +166,16 @@ class StepLoader(Iterator[LoadedStep]):
         )
 
 
-def data_identity(store: TrainedStore, config: JobConfig) -> dict[str, Any]:
+def data_identity(store: TrainedStore, job: JobSpec) -> dict[str, Any]:
     """What a loader state is valid for: the data, and every setting that decides which document trains when.
 
     Parallel sizes, micro-batches, the model, the dealing of micro-batches to ranks and settings that the packing method
     has no use for are absent: they may change.
     """
-    data = config.data.model_dump(mode="json", exclude={"store", "mixture"})
-    if config.data.mixture:
-        data["weights"] = list(config.data.weights)
-    packing = {"method": config.packing.method, **config.packing.options.identity(config.data.context_window)}
+    data = job.data.model_dump(mode="json", exclude={"store", "mixture"})
+    if job.data.mixture:
+        data["weights"] = list(job.data.weights)
+    packing = {"method": job.packing.method, **job.packing.options.identity(job.context_window)}
     return {
         _STORE: store.identity,
         "tokenizer": store.tokenizer_identity,
@@ -202,7 +203,6 @@ def check_identity(state: dict[str, Any], current: dict[str, Any], *, allow_chan
 
 
 def _accepted_changes(state: dict[str, Any], current: dict[str, Any], changed: list[str]) -> str:
-    """The differences ``changed``, with both values."""
     saved = state["identity"]
     return ", ".join(f"{name} was {saved.get(name)!r} and is {current[name]!r}" for name in changed)
 

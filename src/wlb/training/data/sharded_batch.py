@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wlb.attention import context_parallel_attention
 from wlb.attention.exchange import Resends
-from wlb.attention.saved_attention import KeptAttention
+from wlb.attention.packed_attention import KeptAttention
 from wlb.sharding.plan import ShardPlan
 from wlb.training.data.batch import IGNORE_LABEL, TokenBatch
 

@@ -113,20 +113,16 @@ def _group(arguments: dict[str, Any]) -> dist.ProcessGroup:
     return dist.ProcessGroup.unbox(arguments["process_group"])
 
 
-def _gather_base(arguments: dict[str, Any]) -> Call:
-    whole, group = arguments["output_tensor"], _group(arguments)
-    return _call("all_gather", WEIGHTS, group, _shape(whole), _from_others(whole, group))
+def _divided(operation: str, purpose: str, name: str, arguments: dict[str, Any]) -> Call:
+    """A collective in which each rank has an equal part of argument ``name``."""
+    whole, group = arguments[name], _group(arguments)
+    return _call(operation, purpose, group, _shape(whole), _from_others(whole, group))
 
 
 def _gather_list(arguments: dict[str, Any]) -> Call:
     (parts,), group = arguments["output_tensors"], _group(arguments)
     received = sum(map(bytes_of, parts)) * (group.size() - 1) // group.size()
     return _call("all_gather", AGREEMENT, group, (_shape(parts[0])[0], sum(part.numel() for part in parts)), received)
-
-
-def _reduce_scatter_base(arguments: dict[str, Any]) -> Call:
-    whole, group = arguments["input_tensor"], _group(arguments)
-    return _call("reduce_scatter", GRADIENTS, group, _shape(whole), _from_others(whole, group))
 
 
 def _all_reduce(arguments: dict[str, Any]) -> Call:
@@ -172,9 +168,9 @@ def _functional(operation: str, arguments: dict[str, Any]) -> Call:
 
 
 _READERS: dict[str, Callable[[dict[str, Any]], Call]] = {
-    "c10d::_allgather_base_": _gather_base,
+    "c10d::_allgather_base_": partial(_divided, "all_gather", WEIGHTS, "output_tensor"),
     "c10d::allgather_": _gather_list,
-    "c10d::_reduce_scatter_base_": _reduce_scatter_base,
+    "c10d::_reduce_scatter_base_": partial(_divided, "reduce_scatter", GRADIENTS, "input_tensor"),
     "c10d::allreduce_": _all_reduce,
     "c10d::alltoall_base_": _all_to_all,
     "c10d::send": _send,

@@ -24,10 +24,9 @@ from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps, simulate_step
 from wlb.simulate.traffic import PURPOSES, received_bytes
 from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
-from wlb.training.dry_run.problems import FoundJob, find_problems
+from wlb.training.dry_run.problems import FoundJob, SyntheticStore, find_problems
 from wlb.training.dry_run.rank import Place, RankRun, run_ranks
-from wlb.training.dry_run.synthetic_store import SyntheticStore
-from wlb.training.runtime.environment import trained_model
+from wlb.training.parallel.mesh import mesh_shape
 
 _LOOK_AHEAD = 4  # steps to choose from: a job's first have few long documents where packing lets those wait
 
@@ -68,7 +67,7 @@ class RankReport:
             sum(kind.run for kind in self.memory.values()), sum(kind.predicted or 0 for kind in self.memory.values())
         )
 
-    def to_json(self, sizes: Place) -> dict[str, Any]:
+    def to_json(self, sizes: Sequence[int]) -> dict[str, Any]:
         calls = Counter(call.purpose for call in self.run.calls[-1])
         groups = {call.purpose: call.members for call in self.run.calls[-1]}
         return {
@@ -107,7 +106,7 @@ class DryRun:
     def to_json(self) -> dict[str, Any]:
         job = self.found.job
         return {
-            "gpus": job.gpus,
+            "gpus": job.layout.world_size,
             "layout": job.sizes,
             "hardware": self.found.hardware,
             "data": "synthetic" if isinstance(self.found.store, SyntheticStore) else "store",
@@ -117,7 +116,7 @@ class DryRun:
             "imbalance": self.imbalance,
             "memory_limit_bytes": int(job.memory_limit.number_of_bytes),
             "worst_step_bytes": predicted_memory(job).total,
-            "ranks": [rank.to_json(_sizes(job)) for rank in self.ranks],
+            "ranks": [rank.to_json(mesh_shape(job.layout)) for rank in self.ranks],
         }
 
     @property
@@ -139,11 +138,12 @@ def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = 
     """
     found = find_problems(config, hardware)
     job = found.job
-    if ranks != "all" and not 0 <= ranks < job.gpus:
-        raise UserError(f"rank {ranks} is not in a job of {job.gpus} ranks; give one from 0 to {job.gpus - 1}")
+    size = job.layout.world_size
+    if ranks != "all" and not 0 <= ranks < size:
+        raise UserError(f"rank {ranks} is not in a job of {size} ranks; give one from 0 to {size - 1}")
     step, plan, shards = _heaviest_step(found)
     roles = distinct_roles(job, shards) if ranks == "all" else {ranks: "as asked"}
-    runs = run_ranks(found.config, list(roles), hardware, [step])
+    runs = run_ranks(found, list(roles), [step])
     reports = tuple(_report(run, roles[run.rank], found, shards) for run in runs)
     return DryRun(found, step, plan, simulate_step(plan, job), reports)
 
@@ -166,8 +166,9 @@ def distinct_roles(job: JobSpec, shards: Shards) -> dict[int, str]:
     smallest, and with the most received keys, the first of them: what a share changes, it changes on all alike.
     ``shards`` have shape (dp, micro-batches of a rank, cp).
     """
-    pipeline = {0: "first stage", job.pp - 1: "last stage"} | ({job.pp // 2: "middle stage"} if job.pp > 2 else {})
-    if job.pp == 1:
+    pp, cp = job.layout.pp, job.layout.cp
+    pipeline = {0: "first stage", pp - 1: "last stage"} | ({pp // 2: "middle stage"} if pp > 2 else {})
+    if pp == 1:
         pipeline = {0: "all stages"}
     tokens, received = shards.tokens.sum(axis=1), shards.received.sum(axis=1)
     shares = {int(tokens.argmin()): "fewest tokens"}
@@ -176,23 +177,19 @@ def distinct_roles(job: JobSpec, shards: Shards) -> dict[int, str]:
     largest = int(tokens.argmax())
     shares[largest] = "most tokens"
     return {
-        rank_at(job, Place(pp, share // job.cp, share % job.cp, 0)): f"{stage}, {amount}"
-        for pp, stage in sorted(pipeline.items())
+        rank_at(job, Place(rank, share // cp, share % cp, 0)): f"{stage}, {amount}"
+        for rank, stage in sorted(pipeline.items())
         for share, amount in shares.items()
-        if pp == 0 or share == largest
+        if rank == 0 or share == largest
     }
 
 
 def rank_at(job: JobSpec, place: Place) -> int:
     """The global rank at ``place``: tensor-parallel ranks are next to each other."""
-    return int(np.ravel_multi_index(place, _sizes(job)))
+    return int(np.ravel_multi_index(place, mesh_shape(job.layout)))
 
 
-def _sizes(job: JobSpec) -> Place:
-    return Place(job.pp, job.dp, job.cp, job.tp)
-
-
-def _dimensions(members: Sequence[int], sizes: Place) -> str:
+def _dimensions(members: Sequence[int], sizes: Sequence[int]) -> str:
     """The dimensions of the mesh in which ``members`` differ."""
     places = np.stack(np.unravel_index(members, sizes))
     return " x ".join(name for name, of_one in zip(Place._fields, places, strict=True) if len(set(of_one)) > 1)
@@ -200,7 +197,7 @@ def _dimensions(members: Sequence[int], sizes: Place) -> str:
 
 def _shards(plan: StepPlan, job: JobSpec) -> Shards:
     lengths = [micro_batch.lengths for micro_batch in plan.micro_batches]
-    return price_shards(lengths, JobCosts(job)).reshaped(job.dp, job.micro_batches_per_rank)
+    return price_shards(lengths, JobCosts(job)).reshaped(job.layout.dp, job.micro_batches_per_rank)
 
 
 def _report(run: RankRun, role: str, found: FoundJob, shards: Shards) -> RankReport:
@@ -219,8 +216,7 @@ def _report(run: RankRun, role: str, found: FoundJob, shards: Shards) -> RankRep
         for kind, (counted, predicted) in KINDS.items()
     }
     keys = np.stack([received, received * (full | ~kept), sent], axis=1)
-    model = trained_model(found.config, found.store)
-    predicted = received_bytes(job, model, pp, run.rows, keys)
+    predicted = received_bytes(job, found.model, pp, run.rows, keys)
     happened = Counter[str]()
     for call in run.calls[-1]:
         happened[call.purpose] += call.received

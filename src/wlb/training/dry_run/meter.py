@@ -74,6 +74,7 @@ class MemoryMeter:
         with ExitStack() as patches:
             for name, kind in (("unshard", GATHERED), ("wait_for_unshard", GATHERED), ("post_backward", GRADIENTS)):
                 patches.enter_context(mock.patch.object(FSDPParamGroup, name, self._counted(name, kind)))
+            patches.enter_context(mock.patch.object(torch.optim.AdamW, "step", self._optimized()))
             patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._resized()))
             name = "_propagate_tensor_meta_non_cached"
             patches.enter_context(mock.patch.object(ShardingPropagator, name, self._not_counted(name)))
@@ -89,6 +90,15 @@ class MemoryMeter:
                 return original(group, *args, **kwargs)
 
         return method
+
+    def _optimized(self) -> Callable[..., Any]:
+        original = torch.optim.AdamW.step
+
+        def step(optimizer: torch.optim.AdamW) -> Any:
+            with self.counting(OPTIMIZER):
+                return original(optimizer)
+
+        return step
 
     def _not_counted(self, name: str) -> Callable[..., Any]:
         original = getattr(ShardingPropagator, name)

@@ -1,4 +1,7 @@
-"""Everything that would stop a job at its start, found without starting it and without changing a file."""
+"""Everything that would stop a job at its start, found without starting it and without changing a file.
+
+Where its token store is elsewhere, synthetic documents stand for it: their tokens are all zero and take no memory.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,49 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+
+from wlb.documents.store.index import TokenIndex
 from wlb.documents.store.mixture import open_stores
+from wlb.documents.store.reader import TokenStore
+from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
+from wlb.job.configured_model import configured_model
 from wlb.job.memory.step import limit_of_gpu
-from wlb.training.dry_run.synthetic_store import SyntheticStore, synthetic_store
-from wlb.training.memory_budget import memory_limit
-from wlb.training.preflight import CheckedJob, checked
+from wlb.training.preflight import CheckedJob, checked, memory_limit
 from wlb.workload import hardware_preset
 
+_DOCUMENTS_PER_WINDOW = 100  # twice as many as fill a context window on average
+_STEPS = 4
+_MOST_DOCUMENTS = 2**20  # more steps begin with them again
+_TOKEN_TYPE = np.dtype("<i4")
+
 _T = TypeVar("_T")
+
+
+class SyntheticStore(TokenStore):
+    """Stands for the store of a job where that is elsewhere; lengths are those of ``wlb.documents.synthetic``."""
+
+    identity = "synthetic"
+
+    def __init__(self, documents: int, context_window: int, vocab_size: int) -> None:
+        self._arguments = documents, context_window, vocab_size
+        offsets = np.concatenate([[0], np.cumsum(sample_lengths(documents, context_window))])
+        tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(offsets[-1]))
+        super().__init__(Path("synthetic"), TokenIndex(_TOKEN_TYPE, offsets), tokens, {"vocab_size": vocab_size})
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return SyntheticStore, self._arguments
+
+
+def synthetic_store(config: JobConfig) -> SyntheticStore:
+    """Documents for a few steps of ``config``, with the vocabulary of its model; it may name no store that exists."""
+    window = config.data.context_window
+    documents = min(_DOCUMENTS_PER_WINDOW * config.packing.micro_batches * _STEPS, _MOST_DOCUMENTS)
+    return SyntheticStore(documents, window, configured_model(config.model).shape.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -45,7 +79,7 @@ def find_problems(config: JobConfig, hardware: str) -> FoundJob:
     rates = hardware_preset(hardware)
     limit = limit_of_gpu(rates.memory_bytes)
     if rates.device_type == "cpu":
-        limit = memory_limit(config.training, "cpu", config.parallel.world_size)
+        limit = memory_limit("cpu", config.parallel.world_size)
     store = tried(lambda: open_stores(config.data.stores)) or synthetic_store(config)
     job = checked(config, store, hardware, limit, _check_could_write, tried)
     if not isinstance(store, SyntheticStore):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.attention.profiler_regions import region
-from wlb.job.config import JobConfig
+from wlb.job.config import EvaluationConfig
 from wlb.job.job import JobSpec
 from wlb.models.transformer import Attend, Transformer
 from wlb.packing.plan import MicroBatch
@@ -41,7 +41,7 @@ class Evaluator:
 
     def __init__(
         self,
-        config: JobConfig,
+        evaluation: EvaluationConfig,
         job: JobSpec,
         stages: Sequence[Transformer],
         mesh: JobMesh,
@@ -49,8 +49,8 @@ class Evaluator:
         execution: Execution,
         recorded: int = 0,
     ) -> None:
-        self._held_out = HeldOut(config, job)
-        self._every = config.evaluation.every
+        self._held_out = HeldOut(evaluation, job)
+        self._every = evaluation.every
         self._evaluated = gathered(recorded)[0]
         self.broken_off = False  # the last evaluation, as a rank was asked to end
         self._vocab_size = job.shape.vocab_size

@@ -22,7 +22,7 @@ from wlb.documents.segments import Segment
 from wlb.documents.store.mixture import TrainedStore
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.job.config import DataConfig, JobConfig
+from wlb.job.config import DataConfig, EvaluationConfig
 from wlb.job.job import JobSpec
 from wlb.packing import make_packer
 from wlb.packing.arrange import arrange
@@ -86,12 +86,12 @@ class HeldOut:
     Raises ``UserError`` where there is nothing to score.
     """
 
-    def __init__(self, config: JobConfig, job: JobSpec) -> None:
-        assert config.evaluation.store is not None, "evaluating needs evaluation.store"
-        self.store = TokenStore.open(config.evaluation.store)
-        segments = _segments(self.store, config)
-        self.plans = [arrange(plan, job.dp, order="arrival") for plan in _pack(segments, job)]
-        self._boundaries = bucket_boundaries(config)
+    def __init__(self, evaluation: EvaluationConfig, job: JobSpec) -> None:
+        assert evaluation.store is not None, "evaluating needs evaluation.store"
+        self.store = TokenStore.open(evaluation.store)
+        segments = _segments(self.store, evaluation, job.data)
+        self.plans = [arrange(plan, job.layout.dp, order="arrival") for plan in _pack(segments, job)]
+        self._boundaries = bucket_boundaries(evaluation, job.context_window)
         self._bucket: NDArray[np.int64] = np.searchsorted(self._boundaries, self.store.lengths, side="right")
         documents = np.array([segment.document for segment in segments])
         labelled = labels_of_segments(segments, self.store)
@@ -125,12 +125,12 @@ class HeldOut:
         )
 
 
-def check_evaluation(config: JobConfig, trained: TrainedStore, vocab_size: int) -> None:
+def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: TrainedStore, vocab_size: int) -> None:
     """Raise ``UserError`` for held-out documents that cannot be scored by a model of ``vocab_size`` tokens.
 
     ``trained`` is the store that the job trains on.
     """
-    prefix = config.evaluation.store
+    prefix = evaluation.store
     if prefix is None:
         return
     store = TokenStore.open(prefix)
@@ -144,24 +144,23 @@ def check_evaluation(config: JobConfig, trained: TrainedStore, vocab_size: int) 
             f"evaluation.store {prefix} was prepared with another tokenizer than {trained.prefix} of [data]; prepare "
             "both with the same"
         )
-    if not labels_of_segments(_segments(store, config), store).any():
+    if not labels_of_segments(_segments(store, evaluation, data), store).any():
         raise UserError(f"evaluation.store {prefix} has no label, so there is no loss to take; prepare it again")
 
 
-def bucket_boundaries(config: JobConfig) -> list[int]:
+def bucket_boundaries(evaluation: EvaluationConfig, context_window: int) -> list[int]:
     """Document lengths at which a bucket ends and the next begins: by default 256, 1,024, ... up to the window."""
-    if config.evaluation.length_buckets != "auto":
-        return list(config.evaluation.length_buckets)
+    if evaluation.length_buckets != "auto":
+        return list(evaluation.length_buckets)
     boundaries = [_FIRST_BOUNDARY]
-    while boundaries[-1] * _BOUNDARY_RATIO <= config.data.context_window:
+    while boundaries[-1] * _BOUNDARY_RATIO <= context_window:
         boundaries.append(boundaries[-1] * _BOUNDARY_RATIO)
     return boundaries
 
 
-def _segments(store: TokenStore, config: JobConfig) -> list[Segment]:
-    lengths = store.lengths[: config.evaluation.documents]
-    data: DataConfig = config.data.changed(store=store.prefix, mixture=())
-    summarise_epoch(lengths, data)
+def _segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig) -> list[Segment]:
+    lengths = store.lengths[: evaluation.documents]
+    summarise_epoch(lengths, data.changed(store=store.prefix, mixture=()))
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist()) if length]
     return split_overlong(whole, data.context_window, data.overlong)[0]
 

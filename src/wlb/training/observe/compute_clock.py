@@ -19,12 +19,13 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from wlb.attention.profiler_regions import region
@@ -46,27 +47,11 @@ class Compute(NamedTuple):
     core_wait_seconds: float
 
 
-class ComputeClock(Protocol):
-    """Measures one step at a time."""
-
-    def begin_step(self, micro_batches: int) -> None: ...
-
-    def measuring(self, phase: str, micro_batch: int) -> AbstractContextManager[None]:
-        """Count what runs inside for ``micro_batch``; a trace shows it as "PHASE micro-batch N"."""
-        ...
-
-    def end_step(self) -> Compute | None:
-        """The step's measurements, or None on all ranks alike if it was not measured; NaN if that failed."""
-        ...
-
-
 class ThreadClock:
-    """The clock for CPU; used by one thread, the one that made it."""
+    """The clock for CPU; used by one thread, the one that made it. It measures one step at a time."""
 
     def __init__(self, now: Callable[[], tuple[float, float]] | None = None) -> None:
         self._now = now or thread_seconds()
-        self._seconds = np.zeros(0)
-        self._core_wait_seconds = 0.0
 
     def begin_step(self, micro_batches: int) -> None:
         self._seconds = np.zeros(micro_batches)
@@ -74,6 +59,7 @@ class ThreadClock:
 
     @contextmanager
     def measuring(self, phase: str, micro_batch: int) -> Iterator[None]:
+        """Count what runs inside for ``micro_batch``; a trace shows it as "PHASE micro-batch N"."""
         with region(f"{phase} micro-batch {micro_batch}"):
             ran_before, waited_before = self._now()
             yield
@@ -101,7 +87,7 @@ def thread_seconds() -> Callable[[], tuple[float, float]]:
 
 
 class KernelClock:
-    """A ``ComputeClock`` for CUDA that measures every ``every``-th step from its first one on; 0 for none."""
+    """The clock for CUDA, which measures every ``every``-th step; 0 for none."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -121,6 +107,7 @@ class KernelClock:
         return region(f"{phase} micro-batch {micro_batch}")
 
     def end_step(self) -> Compute | None:
+        """The step's measurements, or None on all ranks alike if it was not measured; NaN if that failed."""
         if self._profile is None:
             return None
         torch.cuda.synchronize()
@@ -133,24 +120,10 @@ class KernelClock:
         return Compute(seconds, core_wait_seconds=0.0)
 
 
-class Interval(Protocol):
-    """Microseconds from the start of the profile."""
-
-    start: float
-    end: float
+ComputeClock = ThreadClock | KernelClock
 
 
-class Event(Protocol):
-    """What is needed of a profiler's event; a kernel has the id of the call that launched it."""
-
-    id: int
-    name: str
-    time_range: Interval
-    device_type: DeviceType
-    is_user_annotation: bool
-
-
-def kernel_seconds(events: Iterable[Event], micro_batches: int) -> Seconds:
+def kernel_seconds(events: Iterable[FunctionEvent], micro_batches: int) -> Seconds:
     """Seconds of compute kernels launched in each micro-batch's regions; shape (micro_batches,)."""
     events = list(events)
     on_cpu = [event for event in events if event.device_type == DeviceType.CPU]

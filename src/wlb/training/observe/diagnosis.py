@@ -1,4 +1,8 @@
-"""Where the time of a running job goes: the paper's Figure 1 as a table, and what causes it.
+"""Where the time of a running job goes: the paper's Figure 1 as a table, what causes it, and which ranks are slow.
+
+A rank is slow for its work if it takes far more than expected: measured over predicted seconds say how fast it gets
+through its work, and as the workload model may be wrong by any constant, each rank is held against others.
+``StragglerWatch`` names a rank that is slow for several steps in a row once, and again only if it recovered in between.
 
 ``diagnose`` looks at the seconds of all ranks over some steps and returns plain data, which rank 0 writes to
 ``diagnosis.json`` while the job runs; ``render`` is that as text. Factors are given as measured and as predicted from
@@ -8,18 +12,24 @@ even, and a machine is slow or the workload model wrong.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wlb.training.observe.imbalance import Imbalance, RankSteps, imbalance_of
-from wlb.training.observe.stragglers import RankName, expected_seconds
 
 FILE = "diagnosis.json"  # in metrics.dir
 _WORTH_NAMING = 0.02  # of a step; less is noise
 _AS_PLANNED = 0.5  # a plan that foresees at least this share of an imbalance is its cause
 _RANKS_NAMED = 4
+_STEPS_WATCHED = 5  # looked at together: one slow step may be a page fault or a neighbour's burst
+_PEERS = 3  # ranks of a pipeline stage that can tell which of them is the odd one out
+_WORTH_SAYING = 0.1  # of the time that a slow rank took
+_RECOVERED = 0.9  # of the factor; a rank that hovers around it is not reported again and again
 
 # What differs, and what to do where the plan says so too; in the order in which waiting propagates.
 _DIMENSIONS = {
@@ -41,6 +51,65 @@ _OF_POOLS = _DIMENSIONS | {
     ),
 }
 _LABELS_OF_POOLS = {"cp": "in a pool", "dp": "pools"}
+
+
+@dataclass(frozen=True)
+class RankName:
+    """Where a rank runs."""
+
+    host: str
+    process: int
+    device: str
+
+    def __str__(self) -> str:
+        return f"host {self.host}, process {self.process}, {self.device}"
+
+
+class StragglerWatch:
+    """Looks at the seconds of all ranks, step after step; ``names`` are in rank order, pipeline stage after stage."""
+
+    def __init__(self, names: Sequence[RankName], stages: int, factor: float) -> None:
+        self._names = names
+        self._stages = stages
+        self._factor = factor
+        self._window: deque[RankSteps] = deque(maxlen=_STEPS_WATCHED)
+        self.slow: frozenset[int] = frozenset()
+
+    def observe(self, rows: RankSteps) -> list[str]:
+        """Take in a measured step; returns what to report, a line a rank. ``slow`` are the ranks slow at present."""
+        self._window.append(rows)
+        if len(self._window) < _STEPS_WATCHED:
+            return []
+        took, foreseen, waited = (
+            np.mean([rows[name] for rows in self._window], axis=0)
+            for name in ("compute_seconds", "predicted_seconds", "core_wait_seconds")
+        )
+        expected = expected_seconds(took, foreseen, self._stages)
+        over = took / np.maximum(expected, np.finfo(np.float64).tiny)
+        stays = over > self._factor * np.where(np.isin(np.arange(len(over)), list(self.slow)), _RECOVERED, 1.0)
+        before, self.slow = self.slow, frozenset(np.flatnonzero(stays).tolist())
+        return [
+            f"rank {rank} ({self._names[rank]}) is slow: {took[rank]:.3g} s of compute a step where "
+            f"{expected[rank]:.3g} s is expected of it" + _because(waited[rank], took[rank])
+            for rank in sorted(self.slow - before)
+        ]
+
+
+def _because(waited: float, took: float) -> str:
+    return f"; {waited:.3g} s of it waiting for a core that others have" if waited > _WORTH_SAYING * took else ""
+
+
+def expected_seconds(measured: NDArray[np.float64], predicted: NDArray[np.float64], stages: int) -> NDArray[np.float64]:
+    """What each rank's compute should take, in the measured clock's seconds: predicted, times the median rank's pace.
+
+    Where a pipeline stage has enough ranks they are compared with each other only, as the workload model may be wrong
+    by another factor for another stage. Of two ranks in the middle the faster counts, so that of two one can be slow.
+    Arrays have shape (ranks,), stage after stage.
+    """
+    pace = measured / np.maximum(predicted, np.finfo(np.float64).tiny)
+    groups = np.sort(pace.reshape(stages if len(pace) >= _PEERS * stages else 1, -1), axis=1)
+    typical = groups[:, (groups.shape[1] - 1) // 2]
+    return predicted * np.repeat(typical, groups.shape[1])
 
 
 def diagnose(
@@ -67,9 +136,7 @@ def diagnose(
     ranks = [
         {
             "rank": rank,
-            "host": name.host,
-            "process": name.process,
-            "device": name.device,
+            **asdict(name),
             **dict(zip(("pp", "dp", "cp", "tp"), coordinates[rank].tolist(), strict=True)),
             "compute_seconds": float(compute[rank]),
             "normalised": float(compute[rank] / compute.mean()),

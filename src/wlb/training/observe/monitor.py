@@ -2,30 +2,43 @@
 
 The ``Monitor`` of a rank owns the clock that the pipeline starts and stops around every micro-batch. When the backward
 passes are done it sets what was measured beside what the workload model predicts for the same micro-batches, and all
-ranks exchange a row of numbers; the loss travels in it. What rank 0 makes of the rows is in ``observer``.
+ranks exchange a row of numbers; the loss travels in it. What rank 0 makes of the rows is in ``reporter``.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
 
-from wlb.job.config import JobConfig
+from wlb.job.config import MetricsConfig, PackingConfig
+from wlb.job.job import JobSpec
+from wlb.job.pricing import Pricing
 from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import Layout
+from wlb.sharding.plan import ShardPlan, owners
+from wlb.simulate.costs import Direction, JobCosts
 from wlb.training.data.loader import LoadedStep
 from wlb.training.observe.compute_clock import ComputeClock, KernelClock, Seconds, ThreadClock
+from wlb.training.observe.diagnosis import RankName
 from wlb.training.observe.imbalance import RankStep, RankSteps, rank_steps
-from wlb.training.observe.predicted_load import PredictedLoad
-from wlb.training.observe.stragglers import RankName
-from wlb.training.observe.trace import StepTrace
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.runtime.collectives import gathered, gathered_rows
+from wlb.training.runtime.console import say
 from wlb.training.runtime.environment import hardware_name
 from wlb.workload import ModelShape
+from wlb.workload.hardware import hardware_preset
+
+_WARMUP_STEPS = 2  # of which the second is traced and thrown away, as starting to trace takes time
+_TRACED_STEPS = 2
 
 
 class Monitor:
@@ -34,13 +47,13 @@ class Monitor:
     A context manager around the steps, for the trace.
     """
 
-    def __init__(self, config: JobConfig, shape: ModelShape, mesh: JobMesh, device: torch.device) -> None:
-        parallel, metrics = config.parallel, config.metrics
+    def __init__(self, metrics: MetricsConfig, job: JobSpec, mesh: JobMesh, device: torch.device) -> None:
+        shape, layout = job.shape, job.layout
         self._mesh = mesh
         self._device = device
-        chunks = split_layers(shape, parallel.stages)[mesh.rank("pp") :: parallel.pp]
-        self._load = PredictedLoad(shape, hardware_name(device), chunks, parallel.tp)
-        self._trace = StepTrace(metrics.dir / "trace", device) if metrics.profile else None
+        chunks = split_layers(shape, layout.stages)[mesh.rank("pp") :: layout.pp]
+        self._load = PredictedLoad(shape, hardware_name(device), chunks, layout.tp)
+        self._trace = _step_trace(metrics.dir / "trace", device) if metrics.profile else None
         # A profiler cannot run inside another.
         self.clock: ComputeClock = (
             ThreadClock() if device.type == "cpu" else KernelClock(0 if metrics.profile else metrics.diagnose_every)
@@ -53,12 +66,12 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         if self._trace:
-            self._trace.stop()
+            self._trace.stop()  # a run that was too short leaves what was traced, or nothing
 
     def end_step(self) -> None:
         """The step is over, with all that belongs to it."""
         if self._trace:
-            self._trace.end_step()
+            self._trace.step()
 
     def exchange(self, loaded: LoadedStep, loss_share: Tensor) -> RankSteps:
         """After the backward passes of a step: the rows of all ranks.
@@ -96,6 +109,60 @@ class Monitor:
         return slowest.cpu().numpy()
 
 
+class PredictedLoad:
+    """Prices micro-batches for the ranks that hold ``layers``, the ranges of all chunks of a pipeline rank.
+
+    Compute only, as in ``wlb.simulate.step.Steps.computing``: attention over the rank's pieces and everything else on
+    its tokens, on its part of the layers. With the last layer come the output head and the loss. The simulator shards
+    micro-batches to find what each rank holds; here the shard plans are there already.
+    """
+
+    def __init__(self, shape: ModelShape, hardware: str, layers: Sequence[range], tp: int = 1) -> None:
+        self._costs = JobCosts(
+            JobSpec(shape, Pricing(hardware_preset(hardware)), PackingConfig(), layout=Layout(tp=tp))
+        )
+        self._share = sum(map(len, layers)) / shape.layers
+        self._has_head = any(chunk.stop == shape.layers for chunk in layers)
+
+    def seconds(self, shard_plans: Sequence[ShardPlan]) -> NDArray[np.float64]:
+        """Forward and backward of each micro-batch on each context-parallel rank; shape (micro_batches, cp)."""
+        both = (self._of_micro_batch(plan, "forward") + self._of_micro_batch(plan, "backward") for plan in shard_plans)
+        return np.stack(list(both))
+
+    def _of_micro_batch(self, plan: ShardPlan, direction: Direction) -> NDArray[np.float64]:
+        costs, rank, tokens = self._costs, owners(plan.pieces), plan.tokens_per_rank
+        _, start, stop = np.concatenate(plan.pieces).T
+        last_keys = np.zeros(plan.cp_size, np.int64)
+        np.maximum.at(last_keys, rank, stop)
+        attention = np.bincount(rank, costs.attention(start, stop, direction), plan.cp_size)
+        blocks = attention + costs.attention_drain(last_keys, direction) + costs.blocks(tokens, direction)
+        return np.asarray(self._share * blocks + self._has_head * costs.head(tokens, direction))
+
+
 def rank_names(device: torch.device) -> list[RankName]:
     """Where every rank runs, in rank order; called on every rank."""
     return gathered(RankName(socket.gethostname(), os.getpid(), str(device)))
+
+
+def _step_trace(directory: Path, device: torch.device) -> profile:
+    """``wlb train --trace``: a Chrome trace of steps 3 and 4 of a run, in ``directory``/rank-N.json.gz.
+
+    For Perfetto (https://ui.perfetto.dev) or chrome://tracing; ``profiler_regions.region`` names what a step does.
+    """
+    path = directory / f"rank-{dist.get_rank()}.json.gz"
+
+    def write(finished: profile) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            finished.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            say(f"wlb: warning: trace {path} could not be written: {error}")
+            return
+        if dist.get_rank() == 0:
+            say(f"traces of {_TRACED_STEPS} steps are in {directory}")
+
+    return profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
+        schedule=schedule(wait=_WARMUP_STEPS - 1, warmup=1, active=_TRACED_STEPS, repeat=1),
+        on_trace_ready=write,
+    )

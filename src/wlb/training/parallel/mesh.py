@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from wlb.job.config import ParallelConfig
+from wlb.schedules.layout import Layout
 
 MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")
 _RANDOM_DIMENSIONS = ("pp", "dp", "cp")
@@ -43,17 +43,21 @@ class JobMesh:
         return ".".join(f"{dimension}{self.rank(dimension)}" for dimension in _RANDOM_DIMENSIONS)
 
 
-def build_mesh(parallel: ParallelConfig, device_type: str) -> JobMesh:
+def build_mesh(layout: Layout, device_type: str) -> JobMesh:
     """Arrange all processes as pp x dp x cp x tp, tensor-parallel ranks next to each other.
 
     The dimension that communicates most varies fastest, so it stays inside a node (WLB-LLM, section 2.1).
     """
-    sizes = tuple(getattr(parallel, name) for name in MESH_DIMENSIONS)
-    flattened = (parallel.pp, parallel.dp * parallel.cp, parallel.tp)
+    flattened = (layout.pp, layout.dp * layout.cp, layout.tp)
     return JobMesh(
-        work=init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMENSIONS),
+        work=init_device_mesh(device_type, mesh_shape(layout), mesh_dim_names=MESH_DIMENSIONS),
         weights=init_device_mesh(device_type, flattened, mesh_dim_names=("pp", "dp_cp", "tp")),
     )
+
+
+def mesh_shape(layout: Layout) -> tuple[int, ...]:
+    """The sizes of ``MESH_DIMENSIONS``."""
+    return tuple(getattr(layout, name) for name in MESH_DIMENSIONS)
 
 
 def seed_this_rank(seed: int, mesh: JobMesh) -> None:

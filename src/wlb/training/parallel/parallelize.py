@@ -19,15 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from wlb.attention.saved_attention import AttentionComputedAgain, KeptAttention
-from wlb.job.config import ParallelConfig
+from wlb.attention.packed_attention import KeptAttention
 from wlb.job.memory.layers import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Block, Transformer, TransformerConfig
 from wlb.schedules.layer_split import split_layers
+from wlb.schedules.layout import Layout
 from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.tensor_parallel import apply_tensor_parallel
-from wlb.workload.shapes import ModelShape, check_divisible
 
 Allocating = Callable[[], AbstractContextManager[Any]]
 _BlockForward = Callable[..., Tensor]  # of (x_TD, rotation, attend)
@@ -45,15 +44,9 @@ class Execution:
     allocating: Allocating = nullcontext
 
 
-def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Raise ``UserError`` unless a model of ``shape`` can be cut and split as ``parallel`` asks."""
-    split_layers(shape, parallel.stages)
-    check_divisible(shape, parallel.tp)
-
-
 def build_stage_modules(
     config: TransformerConfig,
-    parallel: ParallelConfig,
+    layout: Layout,
     mesh: JobMesh,
     execution: Execution,
     *,
@@ -66,17 +59,17 @@ def build_stage_modules(
     Weights and optimizer state are of the ``master_dtype``, in which gradients are reduced too. Initial weights depend
     on ``seed`` alone; with None the memory is left as it is, for weights that are loaded.
     """
-    splits = split_layers(config.shape, parallel.stages)
+    splits = split_layers(config.shape, layout.stages)
     modules = []
-    for stage in range(mesh.rank("pp"), parallel.stages, parallel.pp):
+    for stage in range(mesh.rank("pp"), layout.stages, layout.pp):
         with torch.device("meta"):
             module = Transformer(config, splits[stage]).to(master_dtype(execution.dtype))
-        if parallel.tp > 1:
+        if layout.tp > 1:
             apply_tensor_parallel(module, mesh.weights["tp"])
         if compiled:
             compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
-        shard_weights(module, mesh.weights["dp_cp"], execution.dtype, reshard_after_forward=parallel.pp == 1)
+        shard_weights(module, mesh.weights["dp_cp"], execution.dtype, reshard_after_forward=layout.pp == 1)
         with execution.allocating():
             module.to_empty(device=execution.device)
             if seed is not None:
@@ -141,7 +134,7 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
 def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForward:
     @wraps(forward)
     def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
-        attend = partial(attend, kept=KeptAttention() if keep_attention else AttentionComputedAgain())
+        attend = partial(attend, kept=KeptAttention(computed_again=not keep_attention))
         # There is no dropout, so no random state that the second pass would have to find again.
         out: Tensor = checkpoint(forward, x_TD, rotation, attend, use_reentrant=False, preserve_rng_state=False)
         return out

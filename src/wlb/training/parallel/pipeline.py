@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from wlb.job.config import ParallelConfig
 from wlb.models.transformer import Transformer
+from wlb.schedules.layout import Layout
 from wlb.training.data.batch import IGNORE_LABEL
 from wlb.training.data.sharded_batch import ShardedBatch
 from wlb.training.observe.compute_clock import ComputeClock, ThreadClock
@@ -54,13 +54,13 @@ def token_loss(scores_TV: Tensor, target: LossTarget) -> Tensor:
 class PipelineRunner:
     """Runs steps of ``micro_batches`` micro-batches per data-parallel rank on this rank's ``stage_modules``.
 
-    ``JobConfig`` has checked that the schedule can run so few. ``clock`` measures the compute of each step.
+    ``JobSpec`` has checked that the schedule can run so few. ``clock`` measures the compute of each step.
     """
 
     def __init__(
         self,
         stage_modules: Sequence[Transformer],
-        parallel: ParallelConfig,
+        layout: Layout,
         mesh: JobMesh,
         micro_batches: int,
         execution: Execution,
@@ -74,13 +74,13 @@ class PipelineRunner:
         self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, on ranks of the last stage
         self._stages: list[PlannedStage] = []
         self._fsdp_is_set_up = False  # by its first forward
-        if parallel.pp == 1:
+        if layout.pp == 1:
             return
         self._stages = [
             PlannedStage(
                 module,
-                mesh.rank("pp") + chunk * parallel.pp,
-                parallel.stages,
+                mesh.rank("pp") + chunk * layout.pp,
+                layout.stages,
                 hidden=module.config.shape.hidden,
                 execution=execution,
                 group=mesh.group("pp"),

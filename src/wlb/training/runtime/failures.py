@@ -102,7 +102,7 @@ def explain_failures(failures: Mapping[int, RankFailure]) -> Ending:
     A rank that was killed comes first, then one with a user's mistake, then one that found the job hung, then the
     earliest: ranks that lose a peer fail as well, as a consequence.
     """
-    rank = min(failures, key=lambda rank: _precedence(failures[rank]))
+    rank = min(failures, key=lambda rank: (_precedence(failures[rank].status), failures[rank].time))
     pid, status, text, _ = failures[rank]
     if status < 0:
         cause = f"rank {rank} (process {pid}) was killed by {_name_of(-status)}"
@@ -146,15 +146,9 @@ def _status_of(error: BaseException) -> int:
     return HUNG_STATUS if isinstance(error, HungError) else FAILURE_STATUS
 
 
-def _precedence(failure: RankFailure) -> tuple[bool, bool, bool, bool, float]:
-    status = failure.status
-    return (
-        status > 0,
-        status != USER_ERROR_STATUS,
-        status != HUNG_STATUS,
-        status != TERMINATED_STATUS,
-        failure.time,
-    )
+def _precedence(status: int) -> int:
+    order = [USER_ERROR_STATUS, HUNG_STATUS, TERMINATED_STATUS]
+    return -1 if status < 0 else order.index(status) if status in order else len(order)
 
 
 def _name_of(signal_number: int) -> str:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from wlb.training.runtime.failures import Terminated, leave
 
@@ -19,6 +21,16 @@ from wlb.training.runtime.failures import Terminated, leave
 def signals_to_end() -> set[signal.Signals]:
     """The signals that ask a job to end; not those that it was started to ignore, as ``nohup`` does."""
     return {asked for asked in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(asked) != signal.SIG_IGN}
+
+
+@contextmanager
+def held_back(signals: Iterable[int]) -> Iterator[set[int]]:
+    """Block ``signals``: those that come inside the block are answered at its end. Yields the mask before it."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield set(mask)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class Termination:

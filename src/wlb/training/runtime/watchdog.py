@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path, PurePath
@@ -77,34 +77,26 @@ class Pulse:
         self.beat()
 
 
-class RankActivity(NamedTuple):
-    """What one rank was doing when the alarm was raised."""
+class Activity(NamedTuple):
+    """What the main thread of a rank is doing: ``place`` in words; ``waiting`` if that is inside a collective (or a
+    send or receive)."""
 
     waiting: bool
     place: str
-    step: int
+    step: int = 0
 
 
 class Watchdog:
-    """Watches the thread that creates it, on every rank of a job, until ``close``; ``on_hang`` gets the verdict."""
+    """Watches the thread that creates it, on every rank of a job, until ``close``; ends the process in a hang."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world_size: int,
-        limit_seconds: float,
-        pulse: Pulse,
-        on_hang: Callable[[str], None],
-    ) -> None:
+    def __init__(self, store: dist.Store, limit_seconds: float, pulse: Pulse) -> None:
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._limit_seconds = limit_seconds
         self._pulse = pulse
-        self._on_hang = on_hang
         self._watched = threading.get_ident()
         self._look_seconds = _look_seconds(limit_seconds)
+        self._answer_seconds = 2 * self._look_seconds + _ANSWER_SECONDS
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="wlb-watchdog", daemon=True)
         self._thread.start()
@@ -127,49 +119,38 @@ class Watchdog:
             since, looked = min(time.monotonic() - looked, 2 * self._look_seconds), time.monotonic()
             found: tuple[int, Frames] = (self._pulse.beats, stack_of(self._watched))
             still_seconds, seen = (still_seconds + since if found == seen else 0.0), found
-            hung = still_seconds >= self._limit_seconds and whereabouts_of(self._watched).waiting
-            alarm = hung
+            alarm = hung = still_seconds >= self._limit_seconds and activity_of(self._watched).waiting
             try:
-                alarm = alarm or self._store.check(["alarm"])
+                alarm = hung or self._store.check(["alarm"])
                 if alarm:
-                    self._on_hang(self._settle(hung))
-                    return
+                    leave(HungError(self._settle(hung)))
             except RuntimeError:  # the store is gone; that alone is no reason to stop, as nothing else needs it now
                 if alarm:
-                    self._on_hang(self._without_store())
-                    return
+                    alone = describe_hang({self._rank: self._report()}, 1, self._limit_seconds)
+                    gone = "the rendezvous store is unreachable: its machine is stopped or cut off"
+                    leave(HungError(f"{alone}; {gone}"))
 
     def _settle(self, hung: bool) -> str:
         """Report, and return what all reports together say."""
-        report = self._report()
-        self._store.set(f"report/{self._rank}", json.dumps(report))
+        self._store.set(f"report/{self._rank}", json.dumps(self._report()))
         if hung and self._store.add("alarm", 1) == 1:
             verdict = describe_hang(self._answers(), self._world_size, self._limit_seconds)
             self._store.set("verdict", verdict)
             time.sleep(self._look_seconds)  # others read it; the store may live in this process
             return verdict
-        patience = timedelta(seconds=2 * self._answer_seconds + _STORE_SECONDS)
-        self._store.wait(["verdict"], patience)
+        self._store.wait(["verdict"], timedelta(seconds=2 * self._answer_seconds + _STORE_SECONDS))
         return self._store.get("verdict").decode()
 
-    def _answers(self) -> dict[int, RankActivity]:
+    def _answers(self) -> dict[int, Activity]:
         deadline = time.monotonic() + self._answer_seconds
         keys = {rank: f"report/{rank}" for rank in range(self._world_size)}
         while not self._store.check(list(keys.values())) and time.monotonic() < deadline:
             time.sleep(self._look_seconds / 4)
         present = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return {rank: RankActivity(*json.loads(self._store.get(key))) for rank, key in present.items()}
+        return {rank: Activity(*json.loads(self._store.get(key))) for rank, key in present.items()}
 
-    @property
-    def _answer_seconds(self) -> float:
-        return 2 * self._look_seconds + _ANSWER_SECONDS
-
-    def _report(self) -> RankActivity:
-        return RankActivity(*whereabouts_of(self._watched), step=self._pulse.step)
-
-    def _without_store(self) -> str:
-        alone = describe_hang({self._rank: self._report()}, 1, self._limit_seconds)
-        return f"{alone}; the rendezvous store is unreachable: its machine is stopped or cut off"
+    def _report(self) -> Activity:
+        return activity_of(self._watched)._replace(step=self._pulse.step)
 
 
 @contextmanager
@@ -190,14 +171,7 @@ def watched(limit_seconds: float, pulse: Pulse) -> Iterator[None]:
         wait_for_workers=False,
     )
     attempt = gathered(f"{os.getpid()}-{time.time_ns()}")[0]  # the store may outlive a restart
-    watchdog = Watchdog(
-        dist.PrefixStore(f"wlb-watchdog/{attempt}", client),
-        dist.get_rank(),
-        dist.get_world_size(),
-        limit_seconds,
-        pulse,
-        on_hang=lambda verdict: leave(HungError(verdict)),
-    )
+    watchdog = Watchdog(dist.PrefixStore(f"wlb-watchdog/{attempt}", client), limit_seconds, pulse)
     try:
         yield
     except Exception:
@@ -220,20 +194,20 @@ def time_outs_are_hangs(limit_seconds: float, pulse: Pulse) -> Iterator[None]:
 def describe_time_out(error: RuntimeError, step: int, limit_seconds: float) -> str:
     """One line: where this rank waited for how long, and what the backend said when it gave up."""
     said = _ORIGIN.sub("", str(error).splitlines()[0])
+    place = _activity([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]).place
     limit = f"{limit_seconds:g} s (training.timeout_seconds)"
-    found = _LIMIT.search(said)
-    if found and int(found[1]) != backend_timeout(limit_seconds) // timedelta(milliseconds=1):
+    if (found := _LIMIT.search(said)) and int(found[1]) != backend_timeout(limit_seconds) // timedelta(milliseconds=1):
         limit = f"{int(found[1]) / 1000:g} s"  # not the limit that follows from the setting
     return (
-        f"no progress for {limit}: rank {os.environ.get('RANK', '0')} waited in {place_of_error(error)}, step {step}: "
+        f"no progress for {limit}: rank {os.environ.get('RANK', '0')} waited in {place}, step {step}: "
         f"{said}; ranks were suspended, or cannot reach each other"
     )
 
 
-def describe_hang(reports: Mapping[int, RankActivity], world_size: int, limit_seconds: float) -> str:
+def describe_hang(reports: Mapping[int, Activity], world_size: int, limit_seconds: float) -> str:
     """One line: who does not answer, where those are that wait in no collective, and in which ones the others wait."""
     silent = [rank for rank in range(world_size) if rank not in reports]
-    alike: dict[RankActivity, list[int]] = {}
+    alike: dict[Activity, list[int]] = {}
     for rank, report in sorted(reports.items()):
         alike.setdefault(report, []).append(rank)
     parts = [f"{_ranks(silent, 'does', 'do')} not answer (stopped, or its machine is gone)"] if silent else []
@@ -255,55 +229,37 @@ def _look_seconds(limit_seconds: float) -> float:
     return min(limit_seconds / _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS)
 
 
-class Whereabouts(NamedTuple):
-    """``place`` in words; ``waiting`` if that is inside a collective (or a send or receive)."""
-
-    waiting: bool
-    place: str
-
-
 def stack_of(thread: int) -> Frames:
     """Where ``thread`` (a ``threading.get_ident``) is, to be compared: equal while it stands still."""
     return tuple((id(frame.f_code), frame.f_lasti) for frame in _frames(thread))
 
 
-def whereabouts_of(thread: int) -> Whereabouts:
+def activity_of(thread: int) -> Activity:
     """What ``thread`` is doing, in words."""
-    frames = list(_frames(thread))
-    return _whereabouts(frames) if frames else Whereabouts(False, "nowhere: its main thread has ended")
+    frames = _frames(thread)
+    return _activity(frames) if frames else Activity(False, "nowhere: its main thread has ended")
 
 
-def place_of_error(error: BaseException) -> str:
-    """Where ``error`` was raised, in the same words."""
-    return _whereabouts([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]).place
-
-
-def _whereabouts(frames: list[FrameType]) -> Whereabouts:
-    """``frames`` in words; the innermost comes first."""
-    frames = [frame for frame in frames if _file(frame) not in _WRAPPERS] or frames
-    innermost = frames[0]
-    ours = next((frame for frame in frames if _file(frame).startswith(_OURS)), None)
-    file = _file(innermost)
-    if file == _OUR_WAITS or (file.startswith(_TORCH_DISTRIBUTED) and not file.startswith(_WRITES_FILES)):
-        called_from = f", called from {_place(ours)}" if ours not in (None, innermost) else ""
-        return Whereabouts(True, f"{_place(innermost)}{called_from}")
-    inside = f", inside {_place(ours)}" if ours not in (None, innermost) else ""
-    return Whereabouts(False, f"{_place(innermost)}{inside}")
-
-
-def _frames(thread: int) -> Iterator[FrameType]:
+def _frames(thread: int) -> list[FrameType]:
     frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return [frame for frame, _ in traceback.walk_stack(frame)] if frame else []
+
+
+def _activity(frames: list[FrameType]) -> Activity:
+    """What a thread with these ``frames`` is doing; the innermost comes first."""
+    frames = [frame for frame in frames if _file(frame) not in _WRAPPERS] or frames
+    innermost, file = frames[0], _file(frames[0])
+    ours = next((frame for frame in frames if _file(frame).startswith(_OURS)), innermost)
+    waiting = file == _OUR_WAITS or (file.startswith(_TORCH_DISTRIBUTED) and not file.startswith(_WRITES_FILES))
+    caller = "" if ours is innermost else f", {'called from' if waiting else 'inside'} {_place(ours)}"
+    return Activity(waiting, _place(innermost) + caller)
 
 
 def _file(frame: FrameType) -> str:
     return frame.f_code.co_filename
 
 
-def _place(frame: FrameType | None) -> str:
-    assert frame is not None
+def _place(frame: FrameType) -> str:
     file = _file(frame)
     ours = file.startswith(_OURS)
     shown = f"wlb/{file[len(_OURS) :]}" if ours else "/".join(PurePath(file).parts[-_FILE_PARTS_SHOWN:])

@@ -7,7 +7,7 @@ import torch
 
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.training.observe.observer import model_flops, peak_flops
+from wlb.training.observe.reporter import model_flops, peak_flops
 from wlb.workload import HARDWARE, ModelShape
 
 

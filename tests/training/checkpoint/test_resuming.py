@@ -15,7 +15,7 @@ from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
 from wlb.job.model import RotaryScaling
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.training.checkpoint.same_model import check_model, check_tensors, model_record
+from wlb.training.checkpoint.resuming import check_model, check_tensors, model_record
 from wlb.training.optimizer import build_optimizer
 from wlb.workload import ModelShape
 

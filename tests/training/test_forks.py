@@ -7,15 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  (the process in which nothing is forked)
 
 from tests.limits import HUNG_SECONDS
-from tests.training.jobs import write_config, write_store
-from tests.training.processes import ignore_nothing, process, ranks_of, said, steps_written, wait_until
-from wlb.training.fork_server import ForkServer
+from tests.training.processes import ignore_nothing
+from wlb.training.forks import Forks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
 
@@ -24,7 +22,7 @@ LAUNCHER = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from unittest import mock
-from wlb.training import fork_server, worker
+from wlb.training import forks, worker
 from wlb.training.runtime.termination import signals_to_end
 
 FACTS = '''
@@ -58,15 +56,15 @@ def ended(process):
         time.sleep(0.01)
     return process.returncode
 
-worker.main, fork_server.require = rank, require
+worker.main, forks.require = rank, require
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
     signal.signal(number, lambda *_: None)
 os.set_inheritable(os.open("/dev/zero", os.O_RDONLY), True)
 arguments, environment = ["job.toml", "--json"], os.environ | {"RANK": "7", "OMP_NUM_THREADS": "3"}
-with fork_server.ForkServer() as server:
-    server.start()
-    print("written once")
-    statuses = [ended(server.fork(arguments, environment)) for _ in range(2)]
+own = forks.Forks()
+own.prepare()
+print("written once")
+statuses = [ended(own.fork(arguments, environment)) for _ in range(2)]
 mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
 program = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)" + FACTS
 ended(subprocess.Popen([sys.executable, "-c", program, *arguments], env=environment, start_new_session=True))
@@ -91,44 +89,39 @@ def test_a_forked_rank_is_like_a_program_of_its_own():
     assert sorted(program["files"]) == ["0", "1", "2"]
 
 
-def test_a_job_whose_fork_server_is_gone_restarts_with_new_programs(tmp_path):
-    write_store(tmp_path / "store")
-    checkpoint = {"dir": str(tmp_path / "checkpoints"), "every": 10_000}
-    config = write_config(tmp_path, training={"steps": 100_000}, checkpoint=checkpoint)
-    with process("-m", "wlb", "train", config) as job:
-        wait_until(lambda: steps_written(tmp_path) >= 2)
-        (tmp_path / "metrics" / "steps.jsonl").unlink()
-        children = map(int, Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split())
-        for child in sorted(children, key=ranks_of(job.pid).count):  # the server, then the rank
-            os.kill(child, signal.SIGKILL)
-        wait_until(lambda: steps_written(tmp_path) >= 2)
-        (rank,) = ranks_of(job.pid)
-        assert b"-m\0wlb.training\0" in Path(f"/proc/{rank}/cmdline").read_bytes()
-        job.terminate()
-        _, err = job.communicate()
-    assert job.returncode == 143, err
-    restarted, terminated = said(err)
-    assert "was killed by SIGKILL; restarting from the first step" in restarted
-    assert terminated.startswith("wlb: terminated after step")
-
-
 def test_nothing_is_forked_from_a_process_that_may_have_used_torch():
-    with ForkServer() as server:
-        server.start()
-        assert server.fork([], {}) is None
+    forks = Forks()
+    forks.prepare()
+    assert forks.fork([], {}) is None
+    assert forks.call(os.getpid) == os.getpid()
 
 
-CLOSED = """
-import sys, types
-from wlb.training import fork_server
+CALLS = """
+import os, signal, sys, types
+from wlb.errors import UserError
+from wlb.training import forks
 sys.modules |= dict.fromkeys(("wlb.training.trainer", "wlb.training.worker"), types.ModuleType("imported"))
-fork_server.require = lambda *_: None
-with fork_server.ForkServer() as server:
-    server.start()
-    assert server._connection.fileno() > 2
+forks.require = lambda *_: None
+
+def raised(work):
+    try:
+        own.call(work)
+    except Exception as error:
+        return error
+
+def mistaken():
+    raise UserError("no such store")
+
+own = forks.Forks()
+own.prepare()
+assert os.path.samefile("/proc/self/fd/0", os.devnull)  # the closed one
+assert own.call(os.getpid) != os.getpid()
+assert repr(raised(mistaken)) == "UserError('no such store')"
+assert "ended with status -9" in str(raised(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+assert "ended with status 1" in str(raised(lambda: lambda: None))  # which cannot be handed over
 """
 
 
-def test_the_server_ends_with_its_block_where_a_standard_stream_is_closed():
-    command = [sys.executable, "-c", CLOSED]
+def test_what_uses_torch_first_is_called_in_a_fork():
+    command = [sys.executable, "-c", CALLS]
     subprocess.run(command, check=True, preexec_fn=lambda: os.close(0), timeout=HUNG_SECONDS)

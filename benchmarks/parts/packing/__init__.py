@@ -1,1 +1,0 @@
-"""The packers that ``packing.py`` compares, ours and others', and the questions it asks of them."""

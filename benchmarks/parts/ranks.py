@@ -1,0 +1,33 @@
+"""Real processes of one thread each, joined by gloo: ranks of a benchmark on this machine's CPU."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+R = TypeVar("R")
+_TIMEOUT = timedelta(minutes=30)
+
+
+def on_ranks(processes: int, function: Callable[..., R], *arguments: Any) -> list[R]:
+    """What ``function(*arguments)`` returns on each of so many ranks of a new process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_run, (processes, folder, function, arguments), nprocs=processes)
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(processes)]
+
+
+def _run(rank: int, processes: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes, timeout=_TIMEOUT)
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(function(*arguments)))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""Options in groups: a dataclass whose fields are options, which a command takes as one parameter.
+
+A command that does one of two things takes ``Annotated[A | B, typer.Option("--flag", help=...)]``: a ``B`` where the
+flag is given, or else an ``A``. A field that both have is one option, with the default of the group that is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import Parameter
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import typer
+
+from wlb.errors import UserError
+
+T = TypeVar("T")
+
+
+def with_groups(command: Callable[..., T]) -> Callable[..., T]:
+    """``command`` as Typer reads it, with an option for each field of its groups.
+
+    Options that only the group not made has are refused; those that a group must have are asked for when it is made.
+    """
+    own, hints = inspect.signature(command).parameters, get_type_hints(command, include_extras=True)
+    shown = {"context": Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)}
+    groups: dict[str, _OptionGroup] = {}
+    for name, parameter in own.items():
+        kind, *flag = get_args(hints[name]) or (hints[name],)
+        if kinds := [one for one in get_args(kind) or (kind,) if is_dataclass(one)]:
+            groups[name] = _OptionGroup(kinds, *flag)
+            shown |= groups[name].options()
+        else:
+            shown[name] = parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+
+    def run(context: typer.Context, **given: Any) -> T:
+        given["context"] = context
+        given |= {name: group.made(context, given) for name, group in groups.items()}
+        return command(**{name: given[name] for name in own})
+
+    run.__signature__ = inspect.Signature([*shown.values()])  # type: ignore[attr-defined]
+    return run
+
+
+@dataclass(frozen=True)
+class _OptionGroup:
+    """A parameter that is one of ``kinds``: the only one, or the second where ``flag`` is given."""
+
+    kinds: list[Any]
+    flag: Any = None  # as typer.Option makes it; its default is its name, as it stands inside Annotated
+
+    def options(self) -> dict[str, Parameter]:
+        if self.flag is None:
+            return _options(*self.kinds)
+        first, second = map(_options, self.kinds)
+        flag = Parameter("flag", Parameter.KEYWORD_ONLY, annotation=Annotated[bool, self.flag], default=False)
+        panel = f"Only with {self.flag.default}"
+        only = {name: _optional(option, panel) for name, option in second.items() if name not in first}
+        return {name: _optional(option) for name, option in first.items()} | {"flag": flag} | only
+
+    def made(self, context: typer.Context, given: dict[str, Any]) -> Any:
+        """The group that was asked for. Raises ``UserError`` for options that it lacks, or has not."""
+        if self.flag is None:
+            (kind,) = self.kinds
+            return kind(**{name: given[name] for name in names_of(kind)})
+        asked, flag = given["flag"], self.flag.default
+        kind, other = self.kinds[::-1] if asked else self.kinds
+        others = {*names_of(other)} - {*names_of(kind)}
+        refuse_unused(context, others, f"has no effect {'with' if asked else 'without'} {flag}")
+        values = {name: given[name] for name in names_of(kind) if _was_given(context, name)}
+        for parameter in context.command.params:
+            if parameter.name in _required(kind) - {*values}:
+                option = _spelled(parameter)
+                needed = f"{flag} needs {option}" if asked else f"missing option {option}; only {flag} does not need it"
+                raise UserError(needed)
+        return kind(**values)
+
+
+def names_of(group: type) -> list[str]:
+    """The names of a group's options."""
+    return [field.name for field in fields(group)]
+
+
+def refuse_unused(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Refuse options, by their parameters' ``names``, that were given and would not be read; ``why`` follows them."""
+    for parameter in context.command.params:
+        if parameter.name in names and _was_given(context, parameter.name):
+            value = context.params[parameter.name]
+            if isinstance(value, bool):
+                value = (parameter.opts if value else parameter.secondary_opts)[0]
+            given = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            raise UserError(f"{_spelled(parameter)} {why} (got {given}); leave it out")
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _spelled(parameter: Any) -> str:
+    return "/".join((*parameter.opts, *parameter.secondary_opts))
+
+
+def _options(group: Any) -> dict[str, Parameter]:
+    """Those that must be given come first."""
+    hints, own = get_type_hints(group, include_extras=True), inspect.signature(group).parameters
+    names = sorted(own, key=lambda name: own[name].default is not Parameter.empty)
+    return {name: own[name].replace(annotation=hints[name]) for name in names}
+
+
+def _required(group: Any) -> set[str]:
+    return {name for name, option in _options(group).items() if option.default is Parameter.empty}
+
+
+def _optional(option: Parameter, panel: str | None = None) -> Parameter:
+    """The same, shown as required though the command may go without it."""
+    kind, info = get_args(option.annotation)
+    info = copy(info)
+    info.rich_help_panel = panel
+    if option.default is not Parameter.empty:
+        return option.replace(annotation=Annotated[kind, info])
+    info.help += " \\[required]"
+    return option.replace(annotation=Annotated[kind | None, info], default=None)
