@@ -19,7 +19,7 @@ LONGEST = (
     "tests/training/test_restarts.py",
     "tests/training/test_elastic_machines.py",
     "tests/training/test_launcher.py",
-    "tests/training/test_fork_server.py",
+    "tests/training/test_forks.py",
     "tests/training/checkpoint",
     "tests/training/test_steps_equivalence.py",
     "tests/training/test_equivalence.py",
