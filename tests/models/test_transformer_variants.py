@@ -48,7 +48,7 @@ UNTIED = replace(
 )
 DOCUMENTS = RandomDocuments(np.array([9, 1, 17, 4, 12, 2, 8, 5]), SHAPE.vocab_size)
 PLAN = StepPlan(0, (tuple(MicroBatch((Segment(d, 0, int(DOCUMENTS.lengths[d])),), 1.0) for d in range(8)),))
-STEPS = 3
+STEPS = 2
 OPTIMISATION = TrainingConfig(learning_rate=0.02, gradient_clip=0.5)
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [{"tp": 2}, {"pp": 2}, {"cp": 2}],

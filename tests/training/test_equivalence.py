@@ -43,9 +43,10 @@ from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape, make_workload
 
-# Nothing that tensor parallelism does not need divides evenly: 9 blocks over up to 8 stages, odd widths over 2 shards.
-SHAPE = ModelShape(hidden=14, layers=9, heads=6, kv_heads=2, head_dim=4, ffn_hidden=22, vocab_size=38)
-CONFIG = TransformerConfig(SHAPE)
+# Nothing that tensor parallelism does not need divides evenly: 5 blocks over up to 4 stages (with --all-layouts 9 over
+# up to 8), odd widths over 2 shards.
+LAYERS, LAYERS_OF_ALL_LAYOUTS = 5, 9
+VOCABULARY = 38
 SEED = 3
 CONTEXT_WINDOW = 24
 MICRO_BATCHES = 8
@@ -83,13 +84,20 @@ class Step:
 
 
 @pytest.fixture(scope="module")
-def documents() -> RandomDocuments:
-    lengths = np.random.default_rng(0).geometric(1 / 10, size=90).clip(max=CONTEXT_WINDOW)
-    return RandomDocuments(lengths, SHAPE.vocab_size)
+def model(request: pytest.FixtureRequest) -> TransformerConfig:
+    layers = LAYERS_OF_ALL_LAYOUTS if request.config.getoption("--all-layouts") else LAYERS
+    shape = ModelShape(hidden=14, layers=layers, heads=6, kv_heads=2, head_dim=4, ffn_hidden=22, vocab_size=VOCABULARY)
+    return TransformerConfig(shape)
 
 
 @pytest.fixture(scope="module")
-def steps(documents: RandomDocuments) -> list[Step]:
+def documents() -> RandomDocuments:
+    lengths = np.random.default_rng(0).geometric(1 / 10, size=90).clip(max=CONTEXT_WINDOW)
+    return RandomDocuments(lengths, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def steps(documents: RandomDocuments, model: TransformerConfig) -> list[Step]:
     """A step of every preset and the solver, and one with a single document, whose other micro-batches are empty.
 
     Two more are steps of documents in which only some tokens are labels.
@@ -101,7 +109,7 @@ def steps(documents: RandomDocuments) -> list[Step]:
     masked = replace(documents, labelled=0.3)
     steps = [(plan, documents, strategy) for plan, strategy in planned]
     steps += [(plan, masked, strategy) for plan, strategy in planned if strategy in ("per_sequence", "hybrid")][:2]
-    return [Step(*step, *_one_segment_at_a_time(step[0], step[1])) for step in steps]
+    return [Step(*step, *_one_segment_at_a_time(step[0], step[1], model)) for step in steps]
 
 
 def _job(preset: str, **packing: object) -> JobConfig:
@@ -116,9 +124,11 @@ def _largest_step(job: JobConfig, documents: RandomDocuments) -> StepPlan:
     return max(plans, key=lambda plan: plan.tokens)
 
 
-def _one_segment_at_a_time(plan: StepPlan, documents: RandomDocuments) -> tuple[float, dict[str, Tensor]]:
-    model = Transformer(CONFIG).double()
-    initialise_weights(model, layers=SHAPE.layers, seed=SEED)
+def _one_segment_at_a_time(
+    plan: StepPlan, documents: RandomDocuments, config: TransformerConfig
+) -> tuple[float, dict[str, Tensor]]:
+    model = Transformer(config).double()
+    initialise_weights(model, layers=config.shape.layers, seed=SEED)
     labels = [_labels(segment, documents) for segment in plan.segments]
     loss_tokens = sum(int((of_segment != IGNORE_LABEL).sum()) for of_segment in labels)
     total = 0.0
@@ -141,14 +151,16 @@ def _labels(segment: Segment, documents: RandomDocuments) -> Tensor:
     return torch.from_numpy(followers[segment.start + 1 :][: segment.length])
 
 
-def _errors_of_all_layouts(layouts: list[Layout], steps: list[Step]) -> list[dict[str, float]]:
+def _errors_of_all_layouts(
+    model: TransformerConfig, layouts: list[Layout], steps: list[Step]
+) -> list[dict[str, float]]:
     """In every process: the largest relative error of the loss and of each gradient this rank holds, by layout."""
-    return [_errors(parallel, steps) for parallel in layouts]
+    return [_errors(model, parallel, steps) for parallel in layouts]
 
 
-def _errors(parallel: Layout, steps: list[Step]) -> dict[str, float]:
+def _errors(model: TransformerConfig, parallel: Layout, steps: list[Step]) -> dict[str, float]:
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
-    stages = build_stage_modules(CONFIG, parallel, mesh, Execution(device, torch.float64), seed=SEED)
+    stages = build_stage_modules(model, parallel, mesh, Execution(device, torch.float64), seed=SEED)
     runner = PipelineRunner(stages, parallel, mesh, MICRO_BATCHES // parallel.dp, Execution(device, torch.float64))
     errors: dict[str, float] = {}
     for step in steps:
@@ -185,7 +197,7 @@ def test_the_steps_cover_the_hard_cases(steps: list[Step]) -> None:
 # Eight processes repeat, in layouts of three groups, what four prove of every two of them.
 @pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_loss_and_gradients_equal_one_document_at_a_time(
-    world_size: int, steps: list[Step], request: pytest.FixtureRequest
+    world_size: int, model: TransformerConfig, steps: list[Step], request: pytest.FixtureRequest
 ) -> None:
     layouts = [
         layout
@@ -196,7 +208,7 @@ def test_loss_and_gradients_equal_one_document_at_a_time(
             or (layout.dp, layout.pp, layout.cp, layout.tp, layout.virtual_pp) in SELECTED
         )
     ]
-    by_rank = run_ranks(world_size, _errors_of_all_layouts, layouts, steps, seconds=ALL_LAYOUTS_SECONDS)
+    by_rank = run_ranks(world_size, _errors_of_all_layouts, model, layouts, steps, seconds=ALL_LAYOUTS_SECONDS)
     for layout, errors_of_ranks in zip(layouts, zip(*by_rank, strict=True), strict=True):
         checked = {name for errors in errors_of_ranks for name in errors}
         assert checked == {"loss", *steps[0].gradients}, layout

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
-from tests.training.processes import wait_until
+from tests.training.processes import is_running, wait_until
 from wlb.documents.prepare import prepare_store, train_tokenizer
 from wlb.documents.prepare.sources import FileCorpus
 from wlb.documents.prepare.tokenization import BytesTokenizer, load_tokenizer
@@ -155,7 +155,7 @@ def test_kill_9_leaves_nothing_that_reads_as_a_store(tmp_path, words, replacing)
     else:
         assert contents(prefix) == before
     # Nothing is left running either, and the next run is not hindered.
-    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))
+    wait_until(lambda: not any(is_running(worker) for worker in workers))
     assert workers
     prepare_store(FileCorpus([tmp_path / "d.jsonl"]), prefix, BytesTokenizer(), overwrite=True)
     assert TokenStore.open(prefix).tokens == 25 * sum(len(text) + 1 for text in words)
