@@ -64,7 +64,9 @@ arguments, environment = ["job.toml", "--json"], os.environ | {"RANK": "7", "OMP
 own = forks.Forks()
 own.prepare()
 print("written once")
-statuses = [ended(own.fork(arguments, environment)) for _ in range(2)]
+started = [own.fork(arguments, environment) for _ in range(2)]
+assert [os.getsid(rank.pid) for rank in started] == [rank.pid for rank in started]  # so that killpg reaches them
+statuses = [*map(ended, started)]
 mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
 program = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)" + FACTS
 ended(subprocess.Popen([sys.executable, "-c", program, *arguments], env=environment, start_new_session=True))
@@ -112,11 +114,19 @@ def raised(work):
 def mistaken():
     raise UserError("no such store")
 
+class Odd(BaseException):
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+def odd():
+    raise Odd(1, 2)
+
 own = forks.Forks()
 own.prepare()
 assert os.path.samefile("/proc/self/fd/0", os.devnull)  # the closed one
 assert own.call(os.getpid) != os.getpid()
 assert repr(raised(mistaken)) == "UserError('no such store')"
+assert "Odd: 1 and 2" in str(raised(odd))
 assert "ended with status -9" in str(raised(lambda: os.kill(os.getpid(), signal.SIGKILL)))
 assert "ended with status 1" in str(raised(lambda: lambda: None))  # which cannot be handed over
 """

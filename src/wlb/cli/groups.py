@@ -74,8 +74,10 @@ class _OptionGroup:
         for parameter in context.command.params:
             if parameter.name in _required(kind) - {*values}:
                 option = _spelled(parameter)
-                needed = f"{flag} needs {option}" if asked else f"missing option {option}; only {flag} does not need it"
-                raise UserError(needed)
+                if not asked:
+                    raise UserError(f"missing option {option}; only {flag} does not need it")
+                told = str(getattr(parameter, "help", "")).removesuffix(" \\[required]").rstrip(".")
+                raise UserError(f"{flag} needs {option}: {told}")
         return kind(**values)
 
 

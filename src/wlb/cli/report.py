@@ -12,6 +12,7 @@ import typer
 from wlb.cli import options
 from wlb.cli.console import emit_json, progress_bar, stdout
 from wlb.cli.groups import names_of, refuse_unused
+from wlb.errors import UserError
 from wlb.schedules.operations import TRAINED_SCHEDULES
 from wlb.token_count import parse_count
 
@@ -59,6 +60,8 @@ class ReportOptions:
             refuse_unused(context, _SIZES, "has no effect with --parallel, which says it")
             parts = (part.partition("=") for part in self.parallel.split(","))
             sizes = {name.strip(): parse_count(value.strip()) or value.strip() for name, _, value in parts}
+            if unknown := [name for name in sizes if name not in _SIZES]:
+                raise UserError(f"--parallel has no size {unknown[0]!r}; choose from {', '.join(_SIZES)}")
         layout = vars(validated(ParallelConfig, sizes, "parallel").layout)
         packing = None if self.micro_batches is None else {"micro_batches": self.micro_batches}
         return simulated_job(self.model, self.context_window, hardware=self.hardware, packing=packing, **layout)

@@ -89,15 +89,22 @@ class Forks:
         return result  # type: ignore[no-any-return]  # what ``work`` returned
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedRank | None:
-        """Start ``python -m wlb.training ARGUMENTS`` in a session of its own; None where that is not safe."""
+        """Start ``python -m wlb.training ARGUMENTS`` in a session of its own; None where that is not safe.
+
+        When this returns the rank leads its session, so that it can be killed with all that it starts.
+        """
         if not self._safe:
             return None
         flush()  # or the rank would write what is buffered
+        reader, writer = os.pipe()
         # A signal that is meant for the job does not come too early for a rank.
         with held_back({signal.SIGINT, *signals_to_end()}):
             pid = os.fork()
             if not pid:
                 _be_rank(arguments, environment)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            pipe.read()  # ends when the rank closes its end, or is gone
         return ForkedRank(pid)
 
 
@@ -111,15 +118,27 @@ def _work_for(writer: int, work: Callable[[], object]) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         _handle_no_signals()
         try:
-            outcome: tuple[object, Exception | None] = (work(), None)
-        except Exception as error:
+            outcome: tuple[object, BaseException | None] = (work(), None)
+        except BaseException as error:
             error.add_note(traceback.format_exc())  # which is not handed over
             outcome = (None, error)
         with open(writer, "wb") as pipe:
-            pickle.dump(outcome, pipe)
+            pipe.write(_pickled(outcome))
         flush()
     finally:
         os._exit(1)
+
+
+def _pickled(outcome: tuple[object, BaseException | None]) -> bytes:
+    """``outcome``; of an error that cannot be handed over, the text."""
+    try:
+        data = pickle.dumps(outcome)
+        pickle.loads(data)
+    except Exception:
+        if outcome[1] is None:
+            raise
+        return pickle.dumps((None, RuntimeError("".join(traceback.format_exception(outcome[1])))))
+    return data
 
 
 def _be_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:

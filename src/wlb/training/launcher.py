@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -250,7 +251,8 @@ def _kill(ranks: Sequence[_Rank]) -> None:
     """End what still runs with all that it has started, also what is stopped and would not answer a SIGTERM."""
     running = [process for process in ranks if process.poll() is None]
     for process in running:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended just now
+            os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_SECONDS
     while any(process.poll() is None for process in running) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

@@ -6,7 +6,6 @@ The trainer runs it with what it has built, and so does a dry run (``wlb.trainin
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from wlb.attention.profiler_regions import region
 from wlb.training.data.loader import LoadedStep
@@ -30,17 +29,13 @@ def agree_to_train(step: int, loaded: LoadedStep, model: RankModel, asked_to_end
     with region("plan agreement"):
         plans, shards, ending = gathered_rows(row, torch.int64, model.execution.device).T
     by_dp = shards[model.mesh.work.mesh.movedim(1, 0).flatten(1)]  # (dp, the other ranks)
-    same_plans = _alike(plans)
-    if not (same_plans and all(map(_alike, by_dp))):
+    same_plans = bool((plans == plans[0]).all())
+    if not (same_plans and (by_dp == by_dp[:, :1]).all()):
         raise TrainingError(
             f"step {step}: ranks planned different {'shards' if same_plans else 'steps'}; the token store, "
             "the configuration and the version of wlb-llm must be the same on all machines"
         )
     return not ending.any()
-
-
-def _alike(values: Tensor) -> bool:
-    return bool((values == values[0]).all())
 
 
 def train_step(

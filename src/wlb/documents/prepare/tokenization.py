@@ -215,8 +215,12 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError):
-        raise UserError(f"{path} is not valid JSON; mend it or remove it") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UserError(
+            f"{path} is not valid JSON; mend it, or remove it and name the end token with --end-token"
+        ) from None
     return config if isinstance(config, dict) else {}
 
 

@@ -1,3 +1,19 @@
+"""DistCA: attention disaggregated onto attention servers, every rank being one.
+
+Source: arXiv 2510.18121 (MLSys '26), sections 4 and 5, its authors' article at hao-ai-lab.github.io/blogs/distca, and
+``distca/planner`` of hao-ai-lab/DistCA. All ranks hold equally many tokens, documents one after another; of a document
+that several ranks hold, each has a head and a tail, the first rank the outermost. Servers are to attend an equal share
+each: those short of it by more than a tolerance take, from those over it, the items whose attention is largest for the
+bytes that move, as queries of the end of an item's head and of the start of its tail, so that its depth stays what it
+is. Servers that are short of less get nothing, and what nobody takes stays where it is.
+
+In a pipeline all stages run in lockstep, forwards of several micro-batches and then backwards, and a tick's attention
+is shared among the ranks of all stages: with those that have no micro-batch while the pipeline fills and drains, or
+without.
+"""
+
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np
