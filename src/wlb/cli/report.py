@@ -61,7 +61,7 @@ class ReportOptions:
             parts = (part.partition("=") for part in self.parallel.split(","))
             sizes = {name.strip(): parse_count(value.strip()) or value.strip() for name, _, value in parts}
             if unknown := [name for name in sizes if name not in _SIZES]:
-                raise UserError(f"--parallel has no size {unknown[0]!r}; choose from {', '.join(_SIZES)}")
+                raise UserError(f"parallel.{unknown[0]} is no size; choose from {', '.join(_SIZES)}")
         layout = vars(validated(ParallelConfig, sizes, "parallel").layout)
         packing = None if self.micro_batches is None else {"micro_batches": self.micro_batches}
         return simulated_job(self.model, self.context_window, hardware=self.hardware, packing=packing, **layout)
