@@ -8,6 +8,7 @@ batch, whole: none waits, none is cut.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -84,14 +85,14 @@ class Outcome:
         }
 
 
-class Policy:
+class Policy(ABC):
     """What the table compares. One that ``delays`` documents has first steps that are unlike later ones."""
 
     delays = False
 
+    @abstractmethod
     def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
         """Steps in its best layout. Raises ``UserError`` where none fits the memory."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
