@@ -35,6 +35,7 @@ from wlb.workload.profile import WorkloadProfile
 from wlb.workload.shapes import check_divisible
 
 _MOST_OF_A_WINDOW = 64  # micro-batches of pools that a context window may make, on average: of some tokens each
+_EVEN_MICRO_BATCHES = 2  # of a rank of level steps, that memory is predicted for: more of the same hold no more
 _FAST_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
 
 
@@ -151,6 +152,11 @@ class JobSpec:
         return self.packing.options.most_tokens(self.context_window, self.packing.micro_batches)
 
     @property
+    def levels_steps(self) -> bool:
+        """Whether ranks of a pool run micro-batches of their own, which take equally long over a step."""
+        return self.pools is not None and self.pools.grouping == "level"
+
+    @property
     def global_batch(self) -> int:
         """Context windows that a step trains."""
         return self.pools.global_batch if self.pools else self.packing.micro_batches
@@ -210,14 +216,21 @@ class JobSpec:
             shape=self.shape,
             stage_blocks=tuple(len(layers) for layers in split_layers(self.shape, layout.stages)),
             parallel=layout,
-            micro_batches=self.micro_batches_per_rank,
+            micro_batches=_EVEN_MICRO_BATCHES if self.levels_steps else self.micro_batches_per_rank,
             compute_bytes=self.hardware.bytes_per_value,
             activation_checkpointing=self.activation_checkpointing,
             fused_norms=self.hardware.device_type == "cuda",
             tied_embeddings=self.tied_embeddings,
-            uneven_shards=MEMORY_FACTOR if self.sharding.strategy == "hybrid" and layout.cp > 1 else 1.0,
+            uneven_shards=MEMORY_FACTOR if self._shards_unevenly else 1.0,
             checkpoint_copy=self.checkpoint_copy,
+            keeps_weights=self.levels_steps,
+            # Of level steps, a micro-batch that is shared has one document.
+            most_exchanged=self.context_window if self.levels_steps else None,
         )
+
+    @property
+    def _shards_unevenly(self) -> bool:
+        return self.sharding.strategy == "hybrid" and self.layout.cp > 1 and not self.levels_steps
 
     @property
     def pools(self) -> Pools | None:
@@ -228,14 +241,20 @@ class JobSpec:
     def pools_decided(self) -> bool:
         """Whether context-parallel groups are the job's pools, with a number of micro-batches for each."""
         pools = self.pools
-        return pools is None or (pools.size, pools.micro_batches) == (self.layout.cp, self.micro_batches_per_rank)
+        if pools is None:
+            return True
+        return pools.size == self.layout.cp and (
+            pools.grouping == "level" or pools.micro_batches == self.micro_batches_per_rank
+        )
 
     def with_pools(self, pools: Pools) -> Self:
         """The same job with ``pools``, of which size and micro-batches are given, for context-parallel groups.
 
-        Raises ``UserError`` for pools that do not divide dp x cp, and for a pipeline that cannot run so many
-        micro-batches.
+        Raises ``UserError`` for pools that do not divide dp x cp, for a pipeline that cannot run so many micro-batches,
+        and for one whose steps are to be level.
         """
+        if pools.grouping == "level":
+            return self._with_level_steps(pools)
         ranks, size, micro_batches = self.layout.replicas, pools.size, pools.micro_batches
         if size == "auto" or micro_batches == "auto":
             raise ValueError(f"{pools} are not decided")
@@ -272,6 +291,23 @@ class JobSpec:
                 f'{job.least_length_factor:g}, or "auto"'
             )
         return job
+
+    def _with_level_steps(self, pools: Pools) -> Self:
+        ranks = self.layout.replicas
+        if pools.size not in ("auto", ranks):
+            raise UserError(
+                f"pool = {pools.size} does not hold the dp x cp = {ranks} ranks over which grouping = 'level' evens "
+                "out steps; leave it out"
+            )
+        if self.layout.pp > 1:
+            raise UserError(
+                f"grouping = 'level' has ranks run different numbers of micro-batches, which the pp = {self.layout.pp} "
+                'stages of a pipeline cannot; give "even" or "alike"'
+            )
+        packing = self.packing.changed(
+            micro_batches=pools.global_batch, global_batch=pools.global_batch, grouping="level"
+        )
+        return replace(self, layout=replace(self.layout, dp=1, cp=ranks), pool=ranks, packing=packing)
 
     def packer(self) -> Packer[Any]:
         """A fresh packer of this job, in which ``packing.max_length_factor`` is no longer "auto"."""

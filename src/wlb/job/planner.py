@@ -184,7 +184,7 @@ class StepPlanner(Iterator[PlannedStep]):
         return self._held
 
     def _could_have_packed(self, plan: StepPlan) -> bool:
-        fits = all(micro_batch.tokens <= self._packer.capacity for micro_batch in plan.micro_batches)
+        fits = all(part.tokens <= self._packer.capacity and not part.ranks for part in plan.micro_batches)
         return fits and len(plan.micro_batches) == self._packer.micro_batches
 
 

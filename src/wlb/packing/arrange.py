@@ -76,6 +76,8 @@ def arrange(
     Raises ``UserError`` where the number of micro-batches is not a multiple of ``dp``.
     """
     micro_batches = plan.micro_batches
+    if any(micro_batch.ranks for micro_batch in micro_batches):
+        return plan  # ranks wait for each other in a circle, were they to keep to different orders
     if dp < 1 or len(micro_batches) % dp:
         raise UserError(f"{len(micro_batches)} micro-batches cannot be dealt evenly to {dp} data-parallel ranks")
     ranks = [list(micro_batches[rank::dp]) for rank in range(dp)]

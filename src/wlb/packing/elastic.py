@@ -2,7 +2,7 @@
 
 The documents that begin in a global batch of the stream are trained whole in its step, so steps differ in tokens by
 less than a document. A micro-batch runs on a pool of ranks and holds several context windows. Documents are grouped
-into micro-batches in one of two ways:
+into micro-batches in one of three ways:
 
 * ``even``: longest first, each into the lightest micro-batch. All come out equally dear, but for one that holds a
   document dearer than the mean micro-batch. ``max_delay`` lets such a document wait for a step in which others are as
@@ -10,6 +10,8 @@ into micro-batches in one of two ways:
 * ``alike``: documents of like lengths together, so that micro-batches are even in tokens. Those of short documents
   exchange no keys and values, and in those of long ones attention hides the exchange. They differ in workload, which
   costs nothing where one pool runs them one after another, and little in a pipeline that runs many of them in order.
+* ``level``: a document goes to as few ranks of the pool as hold it, and every rank runs a list of micro-batches of its
+  own. The step is even, not each micro-batch (``wlb.packing.level``).
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from wlb.errors import UserError
 from wlb.packing.bins import best_fit
+from wlb.packing.level import StagePrices, level_step
 from wlb.packing.makespan import MakespanOptions, MakespanPacker
 from wlb.packing.options import Grouping, LengthFactor, Pools
 from wlb.packing.packer import PackingTask, Pending
 from wlb.packing.placement import OpenMicroBatches, longest_first
-from wlb.packing.plan import StepPlan
+from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.settings import MicroBatchCount, NonNegativeInt, Number
 
 _LENGTH_FACTOR = 2.0  # L_max over the mean micro-batch: short documents alone are more tokens for the same seconds
@@ -47,19 +51,28 @@ class ElasticOptions(MakespanOptions):
     grouping: Grouping | Literal["auto"] = Field(
         "auto",
         description='Documents of a micro-batch: "even", of all lengths, so that micro-batches cost the same; "alike", '
-        "of like lengths, so that short ones exchange nothing; auto is decided with pool_micro_batches, and even where "
-        "those are given",
+        'of like lengths, so that short ones exchange nothing; "level", which evens out whole steps: every rank runs '
+        "micro-batches of its own; auto is decided with pool_micro_batches, and even where those are given",
     )
 
     @model_validator(mode="after")
     def _check_grouping(self) -> ElasticOptions:
-        if self.grouping == "alike" and (self.max_delay or self.lookahead):
-            raise ValueError("grouping = 'alike' moves no document to another step; leave out max_delay and lookahead")
+        if self.grouping in ("alike", "level") and (self.max_delay or self.lookahead):
+            raise ValueError(
+                f"grouping = {self.grouping!r} moves no document to another step; leave out max_delay and lookahead"
+            )
+        if self.grouping == "level" and self.pool_micro_batches != "auto":
+            raise ValueError(
+                f"pool_micro_batches = {self.pool_micro_batches} has no meaning with grouping = 'level', with which "
+                "ranks run different numbers of micro-batches; leave it out"
+            )
         return self
 
     def largest_auto_factor(self, micro_batches: int) -> float:
-        """Twice the mean micro-batch, and room beside that for one document."""
+        """Twice the mean micro-batch, and room beside that for one document; of level steps twice the whole step."""
         mean = (self.global_batch or micro_batches) / micro_batches
+        if self.grouping == "level":  # what all ranks hold at once
+            return _LENGTH_FACTOR * micro_batches
         return max(_LENGTH_FACTOR * mean, mean + 1)
 
     def most_tokens(self, context_window: int, micro_batches: int) -> int:
@@ -90,24 +103,51 @@ class ElasticPacker(MakespanPacker):
 
     def __init__(self, task: PackingTask, options: ElasticOptions) -> None:
         self._global_batch = options.global_batch
-        self._alike = options.grouping == "alike"
+        self._grouping = options.grouping
         super().__init__(task, options)
         self._least_documents = 1  # of a step; a micro-batch may be empty, rather than train what is not due
+        if self._grouping == "level" and not isinstance(self.workload, StagePrices):
+            raise UserError(
+                "grouping = 'level' plans for the ranks of a pipeline stage, which a packer alone does not have; it is "
+                "for jobs that are trained or simulated"
+            )
 
     @property
     def global_batch_tokens(self) -> int:
         return (self._global_batch or self.micro_batches) * self.context_window
 
     def _plan_step(self, due: list[Pending], early: list[Pending], *, last: bool = False) -> list[StepPlan]:
-        if not self._alike:
+        if self._grouping not in ("alike", "level"):
             return super()._plan_step(due, early, last=last)
         now, later = (due, early) if due else (early[:1], early[1:])
+        if self._grouping == "level":
+            self._held = []
+            self._carry(later)
+            return [self._levelled(now)]
         filled, unfit = self._grouped(longest_first(now))
         if any(self._overdue(item) for item in unfit):  # what has waited for room goes first
             filled, unfit = self._grouped(self._overdue_first(longest_first(now)))
         self._held = []
         self._carry(unfit + later)
         return self._emit_filled(filled)
+
+    def _levelled(self, items: list[Pending]) -> StepPlan:
+        """All ``items``, on the ranks of the stage."""
+        assert isinstance(self.workload, StagePrices)
+        groups = level_step([item.length for item in items], -(-self.capacity // self.workload.ranks), self.workload)
+        waits = [(self._step - item.arrived, item.length) for item in items if item.arrived < self._step]
+        return self._emit(
+            [
+                MicroBatch(
+                    tuple(items[index].segment for index in group.documents),
+                    group.seconds * len(group.ranks),
+                    group.ranks,
+                )
+                for group in groups
+            ],
+            sum(wait * length for wait, length in waits),
+            max(waits, default=(0, 0))[0],
+        )
 
     def _grouped(self, items: list[Pending]) -> tuple[OpenMicroBatches, list[Pending]]:
         """Micro-batches by best fit in the order of ``items``, as short as they can be, and what has no room."""

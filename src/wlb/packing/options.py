@@ -20,13 +20,15 @@ LARGEST_AUTO_FACTOR = 4.0  # of L_max: a bound where memory sets none, as for a 
 # L_max in context windows: at most twice the largest global batch, which one micro-batch of elastic pools may hold.
 LengthFactor = Annotated[Number, Field(ge=1, le=2 * MOST_MICRO_BATCHES)]
 
-Grouping = Literal["even", "alike"]
+Grouping = Literal["even", "alike", "level"]
 
 
 @dataclass(frozen=True)
 class Pools:
     """Pools of ``size`` of a pipeline stage's dp x cp ranks, each of which runs ``micro_batches`` a step.
 
+    With grouping "level" every rank of a pool runs micro-batches of its own, whose number differs from step to step:
+    ``micro_batches`` is "auto" there, and one pool holds all ranks of a stage.
     ``global_batch`` counts the context windows that a step trains, whatever the pools; documents of a micro-batch are
     chosen by ``grouping`` (``wlb.packing.elastic``), and with ``delays`` they may wait for another step. What is "auto"
     is yet to be decided (``wlb.simulate.decide``).

@@ -6,6 +6,7 @@ pipeline; a ``MicroBatch`` holds segments. Plans compare with ``==`` and survive
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ from wlb.documents.segments import Segment
 class MicroBatch:
     """Segments that go through the model together; attention never crosses from one to another.
 
-    ``workload`` is its predicted seconds, forward and backward, on one GPU, all layers (W_a + W_l).
+    ``workload`` is its predicted seconds, forward and backward, on one GPU, all layers (W_a + W_l). ``ranks`` are those
+    of the context-parallel group that run it, ascending; none are named where all do.
     """
 
     segments: tuple[Segment, ...]
     workload: float
+    ranks: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -34,11 +37,21 @@ class MicroBatch:
     def lengths(self) -> list[int]:
         return [segment.length for segment in self.segments]
 
+    def to_json(self) -> dict[str, Any]:
+        ranks = {"ranks": list(self.ranks)} if self.ranks else {}
+        return {"segments": [list(segment) for segment in self.segments], "workload": self.workload} | ranks
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> MicroBatch:
+        segments = tuple(Segment(*segment) for segment in data["segments"])
+        return cls(segments, data["workload"], tuple(data.get("ranks", ())))
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One optimizer step: ``ranks[d][i]`` is the i-th micro-batch of data-parallel rank d.
 
+    Where micro-batches name the context-parallel ranks that run them, each of these goes through its own in this order.
     A packer emits all micro-batches on one rank; ``wlb.packing.arrange`` deals them to several.
     ``delay_token_steps`` sums over the step's tokens the steps each waited since its document arrived, and
     ``longest_delay`` is the most that any waited; training a document early is no delay.
@@ -69,21 +82,23 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean micro-batch workload; 1.0 is perfect balance (an empty step counts as 1.0)."""
+        """Largest over mean workload; 1.0 is perfect balance (an empty step counts as 1.0).
+
+        Of micro-batches; or, where these name their ranks, of what each rank has in the whole step.
+        """
         workloads = [micro_batch.workload for micro_batch in self.micro_batches]
+        if any(micro_batch.ranks for micro_batch in self.micro_batches):
+            of_ranks: Counter[int] = Counter()
+            for micro_batch in self.micro_batches:
+                of_ranks.update(dict.fromkeys(micro_batch.ranks, micro_batch.workload / len(micro_batch.ranks)))
+            workloads = [of_ranks[rank] for rank in range(max(of_ranks) + 1)]
         total = sum(workloads)
         return max(workloads) * len(workloads) / total if total else 1.0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "ranks": [
-                [
-                    {"segments": [list(s) for s in micro_batch.segments], "workload": micro_batch.workload}
-                    for micro_batch in rank
-                ]
-                for rank in self.ranks
-            ],
+            "ranks": [[micro_batch.to_json() for micro_batch in rank] for rank in self.ranks],
             "delay_token_steps": self.delay_token_steps,
             "longest_delay": self.longest_delay,
         }
@@ -92,10 +107,7 @@ class StepPlan:
     def from_json(cls, data: dict[str, Any]) -> StepPlan:
         return cls(
             step=data["step"],
-            ranks=tuple(
-                tuple(MicroBatch(tuple(Segment(*s) for s in m["segments"]), m["workload"]) for m in rank)
-                for rank in data["ranks"]
-            ),
+            ranks=tuple(tuple(map(MicroBatch.from_json, rank)) for rank in data["ranks"]),
             delay_token_steps=data["delay_token_steps"],
             longest_delay=data["longest_delay"],
         )

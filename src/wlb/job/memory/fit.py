@@ -27,7 +27,7 @@ _FACTORS = 64  # of L_max that are tried in a window
 def predicted_memory(job: JobSpec) -> MemoryEstimate:
     """The most that a process holds in the worst step."""
     longest, rest = job.longest_micro_batch, job.most_step_tokens
-    if rest is None:
+    if rest is None or job.levels_steps:
         return predict_even_step(job.memory_settings, longest)
     walked = EVEN_ROUNDS * round_size(job.layout.pp, job.micro_batches_per_rank)
     if rest // longest >= walked:
@@ -57,7 +57,8 @@ def largest_factor(job: JobSpec) -> float | None:
         factors = [count / _FACTORS for count in range(_FACTORS, math.ceil(most * _FACTORS) + 1)]
     else:
         least = job.least_length_factor
-        factors = [least + (most - least) * count / _FACTORS for count in range(_FACTORS + 1)]
+        steps = _FACTORS * (job.layout.cp if job.levels_steps else 1)  # of a rank's share of L_max
+        factors = [least + (most - least) * count / steps for count in range(steps + 1)]
     fitting = bisect_left(factors, True, key=lambda factor: not fits(job.with_length_factor(factor)))
     return factors[fitting - 1] if fitting else None
 

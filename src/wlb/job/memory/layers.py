@@ -29,7 +29,8 @@ class MemorySettings:
     keeps its input only, as PyTorch's CUDA kernel does; on CPU it is made of several operations.
     ``uneven_shards`` is the most tokens that a context-parallel rank holds over their mean. With ``checkpoint_copy`` a
     copy of weights and moments may be held while it is written. ``keeps_weights`` says that a job without a pipeline
-    gathers weights once a step, as one with a pipeline does; the trainer gathers them in every micro-batch.
+    gathers weights once a step, as one with a pipeline does. At most ``most_exchanged`` tokens of a micro-batch have
+    their keys and values exchanged; by default all.
     """
 
     shape: ModelShape
@@ -43,6 +44,7 @@ class MemorySettings:
     uneven_shards: float = 1.0
     checkpoint_copy: bool = False
     keeps_weights: bool = False
+    most_exchanged: int | None = None
 
     @property
     def master_bytes(self) -> int:
@@ -253,4 +255,5 @@ class LayerMemory:
 def _largest_exchange(settings: MemorySettings, rows: int) -> Exchange:
     """At most the tokens of an even share are kept, and at most all other ranks' tokens are moved."""
     others = settings.parallel.cp - 1
-    return Exchange(math.ceil(rows / settings.uneven_shards) if others else 0, others * rows)
+    moved = others * rows if settings.most_exchanged is None else min(others * rows, settings.most_exchanged)
+    return Exchange(math.ceil(rows / settings.uneven_shards) if others else 0, moved)
