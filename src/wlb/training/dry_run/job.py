@@ -20,8 +20,10 @@ from wlb.job.memory.step import predict_rank_memory
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.simulate.costs import JobCosts
+from wlb.simulate.level import LevelSteps
+from wlb.simulate.rate import simulate_step
 from wlb.simulate.shards import Shards, price_shards
-from wlb.simulate.step import Steps, simulate_step
+from wlb.simulate.step import Steps
 from wlb.simulate.traffic import PURPOSES, received_bytes
 from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from wlb.training.dry_run.problems import FoundJob, SyntheticStore, find_problems
@@ -100,7 +102,7 @@ class DryRun:
     found: FoundJob
     step: int
     plan: StepPlan
-    simulated: Steps
+    simulated: Steps | LevelSteps
     ranks: tuple[RankReport, ...]
 
     def to_json(self) -> dict[str, Any]:
