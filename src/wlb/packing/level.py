@@ -9,6 +9,9 @@ needs to be done when the others are. What is shared comes first, and short docu
 2. Where a member is free before the others it runs short documents until then.
 3. The other short documents go, longest first, each to the rank that is free soonest, into a micro-batch of its own.
 
+Groups as large as documents need may leave ranks over that nothing else fills, such as 6 of 32 beside 26. So the step
+is planned a second time, with groups that fill nodes or divide one, and the plan that is done sooner is taken.
+
 Every rank runs its micro-batches in the order in which the plan lists them. So of all that are not done, the first can
 always run, and no ranks wait for each other in a circle.
 """
@@ -73,17 +76,24 @@ def level_step(lengths: Sequence[int], capacity: int, prices: StagePrices) -> li
     Every document is in one of them, and no rank holds more than ``capacity`` tokens of any, if a document is shared
     evenly. A document must not be over the capacity of all ranks together.
     """
-    return _Step(np.asarray(lengths, np.int64), capacity, prices).groups
+    tokens = np.asarray(lengths, np.int64)
+    needed, ticks = _sized(tokens, capacity, prices)
+    plans = [_Step(tokens, needed, ticks, capacity, prices)]
+    sizes = _filling_nodes(needed, prices)
+    if (sizes != needed).any():
+        plans.append(
+            _Step(tokens, sizes, _group_ticks(tokens, sizes, ticks, sizes != needed, prices), capacity, prices)
+        )
+    return min(plans, key=lambda plan: plan.end).groups  # of equal ones the first
 
 
 class _Step:
     """``groups`` so far, and when each rank is free after its part of them, in ticks."""
 
-    def __init__(self, lengths: Integers, capacity: int, prices: StagePrices) -> None:
+    def __init__(self, lengths: Integers, sizes: Integers, ticks: Integers, capacity: int, prices: StagePrices) -> None:
         self.groups: list[RankGroup] = []
         self._per_node, self._capacity, self._lengths = prices.per_node, capacity, lengths.tolist()
         self._free = np.zeros(prices.ranks, np.int64)
-        sizes, ticks = _sized(lengths, capacity, prices)
         self._even = int((sizes * ticks).sum()) // prices.ranks
         full = np.array([capacity])
         self._full = int(_ticks(prices.alone(full) + prices.beginning(full))[0])
@@ -97,6 +107,11 @@ class _Step:
         for document in shared[np.lexsort((-ticks[shared], -sizes[shared]))].tolist():
             self._share(document, int(sizes[document]), int(ticks[document]))
         self._deal_out()
+
+    @property
+    def end(self) -> int:
+        """When the last rank is done."""
+        return int(self._free.max())
 
     def _share(self, document: int, size: int, ticks: int) -> None:
         ranks = self._place(size, ticks)
@@ -228,21 +243,34 @@ def _sized(lengths: Integers, capacity: int, prices: StagePrices) -> tuple[Integ
     As few as hold it; more where a document would need longer than the mean rank has work.
     """
     sizes = np.maximum(1, -(-lengths // capacity))
-    ticks = np.zeros_like(lengths)
     fixed = float(prices.beginning(np.array([capacity]))[0]) / capacity  # a token's part of what micro-batches cost
-    changed = np.arange(len(lengths))
+    ticks = _group_ticks(lengths, sizes, _ticks(prices.alone(lengths) + fixed * lengths), sizes > 1, prices)
     for _ in range(_ROUNDS):
-        for size in np.unique(sizes[changed]).tolist():
-            of_size = changed[sizes[changed] == size]
-            members = lengths[of_size]
-            seconds = prices.shared(members, size) if size > 1 else prices.alone(members) + fixed * members
-            ticks[of_size] = _ticks(seconds)
         even = int((sizes * ticks).sum()) / prices.ranks
-        changed = np.flatnonzero((ticks > even) & (sizes < prices.ranks))
-        if not len(changed):
+        late = (ticks > even) & (sizes < prices.ranks)
+        if not late.any():
             break
-        sizes[changed] = np.minimum(prices.ranks, np.ceil(sizes[changed] * ticks[changed] / even)).astype(np.int64)
+        sizes[late] = np.minimum(prices.ranks, np.ceil(sizes[late] * ticks[late] / even)).astype(np.int64)
+        ticks = _group_ticks(lengths, sizes, ticks, late, prices)
     return sizes, ticks
+
+
+def _filling_nodes(sizes: Integers, prices: StagePrices) -> Integers:
+    """``sizes`` of groups, raised to whole nodes or, inside a node, to an even part of it."""
+    node = prices.per_node
+    whole = np.minimum(prices.ranks, -(-sizes // node) * node)
+    return np.where(sizes > node, whole, node // np.maximum(1, node // sizes))
+
+
+def _group_ticks(
+    lengths: Integers, sizes: Integers, ticks: Integers, changed: NDArray[np.bool_], prices: StagePrices
+) -> Integers:
+    """``ticks``, in which those of documents ``changed`` are of groups of ``sizes`` ranks."""
+    ticks = ticks.copy()
+    for size in np.unique(sizes[changed]).tolist():
+        of_size = changed & (sizes == size)
+        ticks[of_size] = _ticks(prices.shared(lengths[of_size], size))
+    return ticks
 
 
 def _ticks(seconds: float | NDArray[np.float64]) -> Integers:

@@ -197,7 +197,10 @@ def _ranks(evidence: Evidence) -> Markup:
 
 
 def _pipeline(evidence: Evidence) -> Markup:
-    note = f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only."
+    note = (
+        f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only; of "
+        "level steps, in which every rank has its own micro-batches, the first ranks."
+    )
     return pipeline_chart(
         Caption("pipeline-chart", "One step, before and after", note),
         [(name, evidence.usual_steps[name]) for name in (BASELINE, evidence.winner)],

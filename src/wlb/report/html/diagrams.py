@@ -32,7 +32,7 @@ _SWATCH = 14.0  # of the colour scale
 _LEAST_REACH = 0.05  # of the mean, at the ends of the colour scale: less is not worth a colour
 _ROWS_LEFT = 68.0
 _NAMED_WIDTH = 13.0  # a box as wide as this has room for the number of its micro-batch
-_ROWS_OF_ALL = 16  # up to as many rows all pipelines are drawn, beyond it the slowest only
+_ROWS_OF_ALL = 16  # up to as many rows all pipelines are drawn, beyond it the slowest only; of level steps the first
 _KINDS = ("idle", "forward", "backward")
 _NAMED_DOCUMENTS = 5
 
@@ -99,7 +99,9 @@ def pipeline_chart(caption: Caption, steps: Sequence[tuple[str, Timeline]]) -> M
     """When every pipeline rank runs which forward and backward: rows for each (name, step), on one clock."""
     described = []
     for name, step in steps:
-        busy = float((step.ends - step.starts).sum() / (step.seconds * step.job.layout.pp * step.job.layout.dp))
+        ranks = np.array([[len(micro_batch.ranks) or 1 for micro_batch in of_dp] for of_dp in step.plan.ranks])
+        taken = (step.ends - step.starts) * ranks[:, [operation.micro_batch for operation in step.operations]].T
+        busy = float(taken.sum() / (step.seconds * step.job.layout.pp * len(step.groups)))
         described.append(f"{name}: {step.seconds:.3g} s, {step.plan.tokens:,} tokens, busy {busy:.0%}")
 
     scale = Scale(0, max(step.seconds for _, step in steps), _ROWS_LEFT, WIDTH - 10)
@@ -113,20 +115,23 @@ def pipeline_chart(caption: Caption, steps: Sequence[tuple[str, Timeline]]) -> M
 
 
 def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -> float:
-    pp, dp = step.job.layout.pp, step.job.layout.dp
-    slowest = int(step.rank_ends.max(axis=0).argmax())
+    pp, groups = step.job.layout.pp, step.groups
+    if len(groups) * pp > _ROWS_OF_ALL:
+        slowest = int(step.rank_ends.max(axis=0).argmax())
+        groups = groups[:_ROWS_OF_ALL] if step.job.levels_steps else [(slowest, 0)]
     height = 20.0 if pp <= 8 else 13.0
-    for pipeline in range(dp) if dp * pp <= _ROWS_OF_ALL else [slowest]:
+    for dp, cp in groups:
         boxes: dict[str, list[str]] = {kind: [] for kind in _KINDS}
         numbers: list[Markup] = []
         for rank in range(pp):
             y = top + rank * height
             boxes["idle"].append(_outline(scale(0), y, scale(step.seconds), height))
-            shown = f"dp {pipeline} pp {rank}" if dp > 1 else f"pp {rank}"
+            shown = f"dp {dp} pp {rank}" if step.job.layout.dp > 1 else f"pp {rank}"
+            shown = f"cp {cp}" if step.job.levels_steps else shown
             shapes.append(text(_ROWS_LEFT - 6, y + height / 2 + 4, shown, "end", "tick"))
-        spans = zip(step.starts[:, pipeline].tolist(), step.ends[:, pipeline].tolist(), strict=True)
-        for operation, rank, (start, end) in zip(step.operations, step.pipeline_ranks, spans, strict=True):
-            left, right, y = scale(start), scale(end), top + rank * height
+        for index in step.operations_of(dp, cp):
+            operation, start, end = step.operations[index], float(step.starts[index, dp]), float(step.ends[index, dp])
+            left, right, y = scale(start), scale(end), top + step.pipeline_ranks[index] * height
             boxes["backward" if operation.backward else "forward"].append(_outline(left, y, right, height))
             if right - left >= _NAMED_WIDTH and height >= 16:
                 middle = text((left + right) / 2, y + height / 2 + 3, str(operation.micro_batch), "middle", "inside")
