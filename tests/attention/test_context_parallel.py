@@ -180,14 +180,14 @@ def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list
         events.append(name.removeprefix("attention "))
         return nullcontext()
 
-    def collective(*arguments: Any) -> exchange.Arrival:
+    def exchanging(*arguments: Any) -> exchange.Arrival:
         events.append("send")
         return start(*arguments)
 
-    start = exchange._all_to_all
+    start = exchange._exchange
     with (
         mock.patch("wlb.attention.packed_attention.region", part),
-        mock.patch.object(exchange, "_all_to_all", collective),
+        mock.patch.object(exchange, "_exchange", exchanging),
     ):
         out, together = query, Resends() if resends else None
         for _ in range(layers):

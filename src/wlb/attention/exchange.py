@@ -1,16 +1,21 @@
 """The K/V exchange: keys and values are sent to the ranks that attend them, and their gradients returned.
 
-An all-to-all carries keys and values together and exactly the tokens that the plan needs: a rank gets the keys before
-its last piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold different numbers
-of tokens. NCCL makes it of messages between the ranks that share a segment, and no rank waits for others; gloo sends
-empty messages too. Gradients go the opposite way and are added where they arrive, rank after rank, so that the sum has
-the same rounding every time.
+A message between two ranks carries keys and values together and exactly the tokens that the plan needs: a rank gets the
+keys before its last piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold
+different numbers of tokens. Ranks that share no segment send each other nothing, so a plan may be for some ranks of a
+group, while the others do something else. Gradients go the opposite way and are added where they arrive, rank after
+rank, so that the sum has the same rounding every time.
+
+Two ranks find each other's messages by their order alone. It is the same on both, as both run the same plans in the
+same order, each layer by layer, forward, backward and where it is computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,29 +27,50 @@ from wlb.attention.shard_layout import ExchangePart, ShardLayout
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
 
+_connected: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+class PlanRanks(NamedTuple):
+    """The ranks of a shard plan, in its order: those of ``group`` that are numbered ``members`` in it."""
+
+    group: dist.ProcessGroup
+    members: Sequence[int]
+
+
+def connect(group: dist.ProcessGroup, device: torch.device | str) -> None:
+    """Have all ranks of ``group`` set up its communicator for tensors of ``device``, unless they have.
+
+    NCCL does so in a group's first call, which then waits for all ranks; an exchange may be the call of some only.
+    """
+    if group not in _connected:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _connected.add(group)
+
+
 @dataclass
 class Arrival:
-    """An all-to-all in flight; what is sent must not be freed before it is done."""
+    """Messages in flight; what is sent must not be freed before they are done."""
 
-    work: dist.Work
+    work: Sequence[dist.Work]
     received: Tensor
     sent: Tensor
 
     def wait(self) -> Tensor:
         with region(_REGION):
-            self.work.wait()
+            for work in self.work:
+                work.wait()
         return self.received
 
 
-def send_keys(k_TGE: Tensor, v_TGE: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+def send_keys(k_TGE: Tensor, v_TGE: Tensor, part: ExchangePart, ranks: PlanRanks) -> Arrival:
     """Start sending a part of the local keys and values; what arrives is (A, 2, G, E)."""
     sent_S2GE = torch.stack([x_TGE.index_select(0, part.send_rows) for x_TGE in (k_TGE, v_TGE)], dim=1)
-    return _all_to_all(sent_S2GE, part.send_counts, part.receive_counts, group)
+    return _exchange(sent_S2GE, part.send_counts, part.receive_counts, ranks)
 
 
-def return_gradients(grad_A2GE: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+def return_gradients(grad_A2GE: Tensor, part: ExchangePart, ranks: PlanRanks) -> Arrival:
     """Start sending the gradients of a part's received keys and values back to their owners."""
-    return _all_to_all(grad_A2GE, part.receive_counts, part.send_counts, group)
+    return _exchange(grad_A2GE, part.receive_counts, part.send_counts, ranks)
 
 
 def add_returned(grad_TGE: Tensor, returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> Tensor:
@@ -62,14 +88,16 @@ def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
     total.index_copy_(0, rows, total.index_select(0, rows).add_(values))
 
 
-def _all_to_all(
-    sent: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup | None
-) -> Arrival:
+def _exchange(sent: Tensor, send_counts: list[int], receive_counts: list[int], ranks: PlanRanks) -> Arrival:
     received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
+    messages = [
+        dist.P2POp(operation, rows, group=ranks.group, group_peer=member)
+        for operation, tensor, counts in ((dist.isend, sent, send_counts), (dist.irecv, received, receive_counts))
+        for rows, member in zip(tensor.split(counts), ranks.members, strict=True)
+        if len(rows)
+    ]
     with region(_REGION):
-        work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group, async_op=True)
-    assert work is not None
-    return Arrival(work, received, sent)
+        return Arrival(dist.batch_isend_irecv(messages) if messages else (), received, sent)
 
 
 class Resends:
@@ -93,16 +121,16 @@ class Resends:
 class Resend:
     """Keys and values of one layer, to be sent again; ``below`` is that of the layer before it."""
 
-    def __init__(self, k_TGE: Tensor, v_TGE: Tensor, layout: ShardLayout, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, k_TGE: Tensor, v_TGE: Tensor, layout: ShardLayout, ranks: PlanRanks) -> None:
         self._unsent: tuple[Tensor, Tensor] | None = (k_TGE.detach(), v_TGE.detach())
-        self._layout, self._group = layout, group
+        self._layout, self._ranks = layout, ranks
         self._arrivals: list[Arrival] = []
         self.below: Resend | None = None
 
     def start(self) -> None:
         """Start sending, if that has not happened yet."""
         if self._unsent is not None:
-            self._arrivals = [send_keys(*self._unsent, part, self._group) for part in self._layout.parts]
+            self._arrivals = [send_keys(*self._unsent, part, self._ranks) for part in self._layout.parts]
             self._unsent = None
 
     def take(self) -> list[Arrival]:

@@ -7,11 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wlb.attention.backends import cuda
-from wlb.attention.exchange import add_returned, return_gradients, send_keys
+from wlb.attention.exchange import PlanRanks, add_returned, return_gradients, send_keys
 from wlb.attention.packed_attention import _attend_received, _received_gradients
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import shard_layout
@@ -112,9 +113,10 @@ def test_what_is_exchanged_is_what_nccl_takes(rank: int):
     layout = shard_layout(plan, rank, CUDA)
     rows = int(plan.tokens_per_rank[rank])
     with fake_process_group(rank, 2):
+        ranks = PlanRanks(dist.group.WORLD, (0, 1))
         for part in layout.parts:
-            arrival = send_keys(tensor(rows, 2, HEAD_DIM), tensor(rows, 2, HEAD_DIM), part, None)
-            returning = return_gradients(torch.empty_like(arrival.wait()), part, None)
+            arrival = send_keys(tensor(rows, 2, HEAD_DIM), tensor(rows, 2, HEAD_DIM), part, ranks)
+            returning = return_gradients(torch.empty_like(arrival.wait()), part, ranks)
             for message, counts in (
                 (arrival.sent, part.send_counts),
                 (arrival.received, part.receive_counts),
