@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wlb.attention.backends import check_inputs, pick_backend
-from wlb.attention.exchange import PlanRanks, Resends, connect
+from wlb.attention.exchange import PlanRanks, Resends
 from wlb.attention.packed_attention import AttendPacked, KeptAttention
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import ShardLayout, shard_layout
@@ -68,7 +67,9 @@ def segment_attention(
             f"got {len(segment_lengths)} segments with {sum(segment_lengths)} tokens"
         )
     layout = ShardLayout(Runs.of_segments(tuple(segment_lengths), window))
-    out: Tensor = AttendPacked.apply(query, key, value, layout, pick_backend(query, backend), None, None, None)
+    out: Tensor = AttendPacked.apply(
+        query, key, value, layout, pick_backend(query, backend), PlanRanks(None), None, None
+    )
     return out
 
 
@@ -103,8 +104,8 @@ def context_parallel_attention(
         resends: The same object in all layers of a stage that run this micro-batch, so that keys and values that have
             to be sent again are there in time. Not looked at with ``kept``.
         window: Tokens that each token attends up to its own, of its segment; all of them without it.
-        members: The ranks of ``group`` that the plan is for, in its order; all of them by default. Others need not
-            call this, once all have called it together, or ``wlb.attention.exchange.connect``.
+        members: The ranks of ``group`` that the plan is for, in its order; all of them by default. The others need not
+            call this. With NCCL all must have been in a call of ``group`` before.
 
     Returns:
         (local tokens, heads, head_dim), of the query's type.
@@ -113,28 +114,17 @@ def context_parallel_attention(
         UserError: No such back end, or it does not support a tensor of this device or type.
         ValueError: Tensors, plan and group do not fit together.
     """
-    ranks = _ranks_of(shard_plan, group, members, query.device)
-    rank = 0 if ranks is None else ranks.members.index(dist.get_rank(ranks.group))
+    alone = group is None and shard_plan.cp_size == 1
+    in_group, rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
+    if members is not None and not alone:
+        in_group, rank = len(members), members.index(rank)
+    if in_group != shard_plan.cp_size:
+        raise ValueError(f"the plan is for {shard_plan.cp_size} ranks, the group has {in_group}")
     check_inputs(query, key, value, window)
     expected = int(shard_plan.tokens_per_rank[rank])
     if len(query) != expected:
         raise ValueError(f"rank {rank} holds {expected} tokens under the plan, the query has {len(query)}")
     layout = shard_layout(shard_plan, rank, query.device, window)
+    ranks = PlanRanks(group, members)
     out: Tensor = AttendPacked.apply(query, key, value, layout, pick_backend(query, backend), ranks, kept, resends)
     return out
-
-
-def _ranks_of(
-    plan: ShardPlan, group: dist.ProcessGroup | None, members: Sequence[int] | None, device: torch.device
-) -> PlanRanks | None:
-    """The ranks of ``plan``; None for a plan for one rank without a group."""
-    if group is None and plan.cp_size == 1:
-        return None
-    group = group or dist.group.WORLD
-    assert group is not None, "a plan for several ranks needs a process group"
-    ranks = PlanRanks(group, range(group.size()) if members is None else members)
-    if len(ranks.members) != plan.cp_size:
-        raise ValueError(f"the plan is for {plan.cp_size} ranks, the group has {len(ranks.members)}")
-    if members is None:
-        connect(group, device)
-    return ranks

@@ -1,13 +1,16 @@
 """The K/V exchange: keys and values are sent to the ranks that attend them, and their gradients returned.
 
-A message between two ranks carries keys and values together and exactly the tokens that the plan needs: a rank gets the
-keys before its last piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold
-different numbers of tokens. Ranks that share no segment send each other nothing, so a plan may be for some ranks of a
-group, while the others do something else. Gradients go the opposite way and are added where they arrive, rank after
-rank, so that the sum has the same rounding every time.
+It carries keys and values together and exactly the tokens that the plan needs: a rank gets the keys before its last
+piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold different numbers of
+tokens. Gradients go the opposite way and are added where they arrive, rank after rank, so that the sum has the same
+rounding every time.
 
-Two ranks find each other's messages by their order alone. It is the same on both, as both run the same plans in the
-same order, each layer by layer, forward, backward and where it is computed again.
+Where a plan is for a whole process group this is an all-to-all. NCCL makes it of messages between the ranks that share
+a segment, and no rank waits for others; gloo sends empty messages too. Where it is for some ranks of a group, these
+send each other messages, while the others do something else. (Messages alone would do for both. But with gloo a small
+exchange as messages takes about twice the CPU time, and with NCCL the first call of a group must be one of all ranks.)
+Two ranks find each other's messages by their order, which is the same on both: they run the plans that they share in
+the same order, each layer by layer, forward, backward and where it is computed again.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,29 +29,19 @@ from wlb.attention.shard_layout import ExchangePart, ShardLayout
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
 
-_connected: WeakSet[dist.ProcessGroup] = WeakSet()
-
-
 class PlanRanks(NamedTuple):
-    """The ranks of a shard plan, in its order: those of ``group`` that are numbered ``members`` in it."""
+    """The ranks of a shard plan, in its order: all of ``group``, or those that are numbered ``members`` in it.
 
-    group: dist.ProcessGroup
-    members: Sequence[int]
-
-
-def connect(group: dist.ProcessGroup, device: torch.device | str) -> None:
-    """Have all ranks of ``group`` set up its communicator for tensors of ``device``, unless they have.
-
-    NCCL does so in a group's first call, which then waits for all ranks; an exchange may be the call of some only.
+    Without a group they are those of the default one.
     """
-    if group not in _connected:
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-        _connected.add(group)
+
+    group: dist.ProcessGroup | None
+    members: Sequence[int] | None = None
 
 
 @dataclass
 class Arrival:
-    """Messages in flight; what is sent must not be freed before they are done."""
+    """An exchange in flight; what is sent must not be freed before it is done."""
 
     work: Sequence[dist.Work]
     received: Tensor
@@ -59,6 +51,7 @@ class Arrival:
         with region(_REGION):
             for work in self.work:
                 work.wait()
+        self.work = ()  # gloo would wait for a second message
         return self.received
 
 
@@ -90,14 +83,19 @@ def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
 
 def _exchange(sent: Tensor, send_counts: list[int], receive_counts: list[int], ranks: PlanRanks) -> Arrival:
     received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
-    messages = [
-        dist.P2POp(operation, rows, group=ranks.group, group_peer=member)
-        for operation, tensor, counts in ((dist.isend, sent, send_counts), (dist.irecv, received, receive_counts))
-        for rows, member in zip(tensor.split(counts), ranks.members, strict=True)
-        if len(rows)
-    ]
+    group, members = ranks
     with region(_REGION):
-        return Arrival(dist.batch_isend_irecv(messages) if messages else (), received, sent)
+        if members is None:
+            work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group, async_op=True)
+            assert work is not None
+            return Arrival([work], received, sent)
+        messages = [
+            dist.P2POp(operation, rows, group=group, group_peer=member)
+            for operation, tensor, counts in ((dist.isend, sent, send_counts), (dist.irecv, received, receive_counts))
+            for rows, member in zip(tensor.split(counts), members, strict=True)
+            if len(rows)
+        ]
+        return Arrival(dist.batch_isend_irecv(messages) if messages else [], received, sent)
 
 
 class Resends:

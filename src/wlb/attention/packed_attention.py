@@ -69,7 +69,7 @@ class KeptAttention:
 
 
 class AttendPacked(torch.autograd.Function):
-    """Attention of one rank's tokens; ``ranks`` are those of ``layout``, None where nothing is exchanged."""
+    """Attention of one rank's tokens; ``ranks`` are those of ``layout``, which may be this one alone."""
 
     @staticmethod
     def forward(
@@ -79,7 +79,7 @@ class AttendPacked(torch.autograd.Function):
         v_TGE: Tensor,
         layout: ShardLayout,
         backend: AttentionBackend,
-        ranks: PlanRanks | None,
+        ranks: PlanRanks,
         kept: KeptAttention | None,
         resends: Resends | None,
     ) -> Tensor:
@@ -137,7 +137,7 @@ def _attend(
     v_TGE: Tensor,
     layout: ShardLayout,
     backend: AttentionBackend,
-    ranks: PlanRanks | None,
+    ranks: PlanRanks,
     *,
     keeps: bool,
 ) -> AttentionResults:

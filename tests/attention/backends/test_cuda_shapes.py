@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -106,14 +105,15 @@ def test_received_keys_are_attended_and_merged(rank: int):
         assert (grad.shape, grad.dtype) == (key.shape, torch.bfloat16)
 
 
+@pytest.mark.parametrize("members", [None, (0, 1)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_exchanged_is_what_nccl_takes(rank: int):
+def test_what_is_exchanged_is_what_nccl_takes(rank: int, members: tuple[int, ...] | None):
     """Both ways of the key/value exchange, with tensors of device cuda: contiguous, of the rows that the plan says."""
     plan = make_shard_plan((300, 12, 200), 2, "per_document")
     layout = shard_layout(plan, rank, CUDA)
     rows = int(plan.tokens_per_rank[rank])
     with fake_process_group(rank, 2):
-        ranks = PlanRanks(dist.group.WORLD, (0, 1))
+        ranks = PlanRanks(None, members)
         for part in layout.parts:
             arrival = send_keys(tensor(rows, 2, HEAD_DIM), tensor(rows, 2, HEAD_DIM), part, ranks)
             returning = return_gradients(torch.empty_like(arrival.wait()), part, ranks)
