@@ -24,6 +24,7 @@ FORKS.set_forkserver_preload(
     [
         *("pytest", "hypothesis", "torch.distributed.pipelining", "wlb.cli.app"),
         *("wlb.training.trainer", "wlb.training.worker", "wlb.training.preflight", "wlb.training.dry_run.problems"),
+        "tests.frozen",  # last
     ]
 )
 _STDOUT, _STDERR = 1, 2

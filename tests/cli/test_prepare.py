@@ -57,7 +57,8 @@ def test_a_trained_tokenizer_can_be_used_again(wlb, tmp_path, corpus):
     assert (tmp_path / "s.bin").read_bytes() == (tmp_path / "t.bin").read_bytes()
 
 
-@pytest.mark.parametrize("unit", ["definition", "module"])
+# Of definitions test_sources.py reads all.
+@pytest.mark.parametrize("unit", [pytest.param("definition", marks=pytest.mark.exhaustive), "module"])
 def test_stdlib(wlb, tmp_path, unit):
     status, out, _ = wlb("prepare", "--stdlib", "--unit", unit, "--out", tmp_path / "s", "--json")
     result = json.loads(out)

@@ -255,6 +255,11 @@ def decided_by_simulator(case: Case) -> Decided:
     return decided(_fitting(job))
 
 
+def decided_in_lock_step(case: Case) -> Decided:
+    """What loops run in which ranks cannot have micro-batches of their own."""
+    return decided(_fitting(decide(_undecided(case), case.documents.lengths, lock_step=True)))
+
+
 def decided_by_batches(case: Case) -> Decided:
     """Of a case without pipeline and tensor parallelism, of the order that loops which run in lock-step have."""
     config, job = case.config, trained_job(case)

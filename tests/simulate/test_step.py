@@ -15,6 +15,7 @@ from wlb.job.pricing import Software
 from wlb.sharding import STRATEGIES, make_shard_plan, shard_latency
 from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
+from wlb.simulate.step import Steps
 from wlb.simulate.timeline import timeline
 from wlb.workload.weights import parameters
 
@@ -80,7 +81,8 @@ def test_reordered_micro_batches_need_not_be_sharded_again():
     for plan, of_step in zip(plans, places.tolist(), strict=True):
         chosen = [plan.micro_batches[place] for place in of_step]
         moved.append(replace(plan, ranks=(tuple(chosen[:per_rank]), tuple(chosen[per_rank:]))))
-    reordered, again = simulate_steps(plans, simulated).reordered(places), simulate_steps(moved, simulated)
+    reordered, again = (Steps.of_plans(p, JobCosts(simulated)) for p in (plans, moved))
+    reordered = reordered.reordered(places)
     np.testing.assert_allclose(reordered.seconds, again.seconds, rtol=1e-12)
     np.testing.assert_allclose(reordered.micro_batch_seconds, again.micro_batch_seconds, rtol=1e-12)
 
@@ -114,7 +116,7 @@ def test_groups_take_what_sharding_chooses_by(strategy, cp):
     headless = replace(SHAPE, vocab_size=1)  # which the simulation prices apart
     simulated = simulated_job(headless, WINDOW, "plain-4d", cp=cp, sharding=strategy, micro_batches=4)
     plan = next(StepPlanner(simulated, documents()).plans())
-    groups = simulate_step(plan, simulated).groups
+    groups = Steps.of_plans([plan], JobCosts(simulated)).groups
     workload = simulated.sharding_workload
     expected = [
         shard_latency(make_shard_plan(m.lengths, cp, strategy, workload=workload), workload).slowest
@@ -139,7 +141,7 @@ def test_gathering_the_context_shows_whole_in_both_directions():
     simulated = job("fixed-4d", cp=4, software=Software(gathers_context=True))
     plans = [*islice(StepPlanner(simulated, documents()).plans(), 2)]
     costs = JobCosts(simulated)
-    with_all = simulate_steps(plans, costs)
+    with_all = Steps.of_plans(plans, costs)
     without = replace(with_all, modelled=with_all.modelled - {"cp exchange"})
     tokens = with_all.shards.tokens
     others = tokens.sum(axis=-1, keepdims=True) - tokens

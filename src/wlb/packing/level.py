@@ -7,8 +7,7 @@ needs to be done when the others are. What is shared comes first, and short docu
 1. The largest groups are placed first, each on ranks of as few nodes as hold it: where its members would wait for each
    other least, of all places where it ends in time.
 2. Where a member is free before the others it runs short documents until then.
-3. The other short documents go, longest first, each to the rank that is free soonest, and are packed into its
-   micro-batches.
+3. The other short documents go, longest first, each to the rank that is free soonest, into a micro-batch of its own.
 
 Every rank runs its micro-batches in the order in which the plan lists them. So of all that are not done, the first can
 always run, and no ranks wait for each other in a circle.
@@ -16,7 +15,7 @@ always run, and no ranks wait for each other in a circle.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -24,7 +23,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.packing.bins import best_fit
 from wlb.workload.base import DocumentPrices
 
 Integers = NDArray[np.int64]
@@ -48,12 +46,11 @@ class StagePrices(DocumentPrices, Protocol):
     def per_node(self) -> int:
         """How many of them a node has; a divisor of ``ranks``."""
 
-    @property
-    def micro_batch(self) -> float:
-        """What a micro-batch of one rank takes beside its documents."""
-
     def alone(self, lengths: Integers) -> NDArray[np.float64]:
         """What each document adds to a micro-batch of one rank that holds it whole."""
+
+    def beginning(self, lengths: Integers) -> NDArray[np.float64]:
+        """What micro-batches of one rank take beside that, each with a longest document of ``lengths``."""
 
     def shared(self, lengths: Integers, ranks: int) -> NDArray[np.float64]:
         """What micro-batches of one document each take that is shared by so many ranks of as few nodes as hold them."""
@@ -85,78 +82,104 @@ class _Step:
     def __init__(self, lengths: Integers, capacity: int, prices: StagePrices) -> None:
         self.groups: list[RankGroup] = []
         self._per_node, self._capacity, self._lengths = prices.per_node, capacity, lengths.tolist()
-        self._micro_batch = int(_ticks(prices.micro_batch))
         self._free = np.zeros(prices.ranks, np.int64)
         sizes, ticks = _sized(lengths, capacity, prices)
-        self._ticks: list[int] = ticks.tolist()
         self._even = int((sizes * ticks).sum()) // prices.ranks
+        full = np.array([capacity])
+        self._full = int(_ticks(prices.alone(full) + prices.beginning(full))[0])
         shared, alone = np.flatnonzero(sizes > 1), np.flatnonzero(sizes == 1)
-        self._short: list[int] = alone[np.argsort(ticks[alone], kind="stable")].tolist()
-        self._short_ticks = [self._ticks[document] for document in self._short]
+        alone = alone[np.lexsort((alone, lengths[alone]))]
+        adds = _ticks(prices.alone(lengths[alone]))
+        # Documents that are still to go to one rank, shortest first, and what each adds, and adds with a micro-batch.
+        self._short: list[int] = alone.tolist()
+        self._adds: list[int] = adds.tolist()
+        self._begins: list[int] = (adds + _ticks(prices.beginning(lengths[alone]))).tolist()
         for document in shared[np.lexsort((-ticks[shared], -sizes[shared]))].tolist():
-            self._share(document, int(sizes[document]))
+            self._share(document, int(sizes[document]), int(ticks[document]))
         self._deal_out()
 
-    def _share(self, document: int, size: int) -> None:
-        ranks = self._place(size, self._ticks[document])
+    def _share(self, document: int, size: int, ticks: int) -> None:
+        ranks = self._place(size, ticks)
         begins = int(self._free[ranks].max())
         for rank in ranks.tolist():
             self._fill(rank, begins - int(self._free[rank]))
-        self._append(ranks.tolist(), (document,), self._ticks[document])
-        self._free[ranks] = max(begins, int(self._free[ranks].max())) + self._ticks[document]
+        self._free[ranks] = max(begins, int(self._free[ranks].max())) + ticks
+        self.groups.append(RankGroup(tuple(ranks.tolist()), (document,), ticks / _TICKS))
 
     def _place(self, size: int, ticks: int) -> Integers:
-        """The ranks that wait least for each other, where they are done in time; else those that are done first."""
+        """The ranks that wait least for each other, where they are done in time; else those that are done first.
+
+        In time, if possible, for a micro-batch of each rank's own, beside whose backward gradients are reduced.
+        """
         choices = _choices(self._free, size, self._per_node)
-        in_time = np.flatnonzero(choices.begins + ticks <= self._even)
-        if len(in_time):
-            return choices.ranks(int(in_time[choices.waiting[in_time].argmin()]))
+        for end in (self._even - self._full, self._even):
+            in_time = np.flatnonzero(choices.begins + ticks <= end)
+            if len(in_time):
+                return choices.ranks(int(in_time[choices.waiting[in_time].argmin()]))
         return choices.ranks(int(choices.begins.argmin()))
 
     def _fill(self, rank: int, gap: int) -> None:
-        """Micro-batches of short documents for ``rank``, dearest first, which end before it has waited for ``gap``."""
-        bins: list[list[int]] = []
-        room = 0
-        gap -= self._micro_batch
-        while (place := bisect_right(self._short_ticks, gap) - 1) >= 0:
-            length = self._lengths[self._short[place]]
-            if not bins or length > room:
-                gap -= self._micro_batch if bins else 0
-                room = self._capacity
-                bins.append([])
-                continue
-            bins[-1].append(self._short.pop(place))
-            gap -= self._short_ticks.pop(place)
-            room -= length
-        self._run_alone(rank, [documents for documents in bins if documents])
+        """Give ``rank`` documents that take no longer than ``gap``, dearest first."""
+        own = _OwnMicroBatches(self._capacity)
+        while self._short:
+            place = bisect_right(self._adds, gap) - 1
+            if place < 0:
+                break
+            if not own.has_room(self._lengths[self._short[place]]):
+                place = bisect_right(self._begins, gap) - 1
+                if place < 0:
+                    break
+            gap -= self._give(place, own)
+        self._run_alone(rank, own)
 
     def _deal_out(self) -> None:
-        """The short documents that are left."""
-        per_token = self._micro_batch / self._capacity  # of micro-batches that are about full
+        """The documents that are left, longest first, each to the rank that is free first."""
         heap = [(free, rank) for rank, free in enumerate(self._free.tolist())]
         heapify(heap)
-        mine: list[list[int]] = [[] for _ in heap]
-        for document in reversed(self._short):
+        own = [_OwnMicroBatches(self._capacity) for _ in heap]
+        while self._short:
             free, rank = heap[0]
-            mine[rank].append(document)
-            heapreplace(heap, (free + self._ticks[document] + int(per_token * self._lengths[document]), rank))
-        for rank, documents in enumerate(mine):
-            self._run_alone(rank, self._binned(documents))
+            heapreplace(heap, (free + self._give(-1, own[rank]), rank))
+        for rank, micro_batches in enumerate(own):
+            self._run_alone(rank, micro_batches)
 
-    def _binned(self, documents: Sequence[int]) -> list[list[int]]:
-        """Micro-batches of one rank."""
-        longest_first = sorted(documents, key=lambda document: -self._lengths[document])
-        bins = best_fit([self._lengths[document] for document in longest_first], self._capacity)
-        return [[longest_first[place] for place in members] for members in bins]
+    def _give(self, place: int, own: _OwnMicroBatches) -> int:
+        """Put the document at ``place`` into ``own``; the ticks that it adds there."""
+        document, adds, begins = self._short.pop(place), self._adds.pop(place), self._begins.pop(place)
+        return own.put(document, self._lengths[document], adds, begins)
 
-    def _run_alone(self, rank: int, bins: Sequence[Sequence[int]]) -> None:
-        for documents in bins:
-            ticks = self._micro_batch + sum(self._ticks[document] for document in documents)
-            self._append((rank,), documents, ticks)
+    def _run_alone(self, rank: int, own: _OwnMicroBatches) -> None:
+        """Those of ``own``, the longest last: while it goes backward, gradients are reduced."""
+        for documents, ticks in sorted(own.filled, key=lambda micro_batch: micro_batch[1]):
+            self.groups.append(RankGroup((rank,), tuple(documents), ticks / _TICKS))
             self._free[rank] += ticks
 
-    def _append(self, ranks: Sequence[int], documents: Sequence[int], ticks: int) -> None:
-        self.groups.append(RankGroup(tuple(ranks), tuple(documents), ticks / _TICKS))
+
+class _OwnMicroBatches:
+    """Micro-batches of one rank, by best fit; ``filled`` are the documents of each, longest first, and its ticks."""
+
+    def __init__(self, capacity: int) -> None:
+        self.filled: list[tuple[list[int], int]] = []
+        self._capacity = capacity
+        self._rooms: list[tuple[int, int]] = []  # of micro-batches, ascending, and which they are of
+
+    def has_room(self, length: int) -> bool:
+        return bool(self._rooms) and self._rooms[-1][0] >= length
+
+    def put(self, document: int, length: int, adds: int, begins: int) -> int:
+        """Put ``document`` where it fills best; the ticks that this takes: ``adds``, or with a new one ``begins``."""
+        place = bisect_left(self._rooms, (length, 0))
+        if place < len(self._rooms):
+            room, index = self._rooms.pop(place)
+            documents, ticks = self.filled[index]
+            documents.append(document)
+        else:
+            room, index = self._capacity, len(self.filled)
+            documents, ticks, adds = [document], 0, begins
+            self.filled.append((documents, ticks))
+        self.filled[index] = documents, ticks + adds
+        insort(self._rooms, (room - length, index))
+        return adds
 
 
 class _Choices(NamedTuple):
@@ -206,11 +229,13 @@ def _sized(lengths: Integers, capacity: int, prices: StagePrices) -> tuple[Integ
     """
     sizes = np.maximum(1, -(-lengths // capacity))
     ticks = np.zeros_like(lengths)
+    fixed = float(prices.beginning(np.array([capacity]))[0]) / capacity  # a token's part of what micro-batches cost
     changed = np.arange(len(lengths))
     for _ in range(_ROUNDS):
         for size in np.unique(sizes[changed]).tolist():
             of_size = changed[sizes[changed] == size]
-            seconds = prices.alone(lengths[of_size]) if size == 1 else prices.shared(lengths[of_size], size)
+            members = lengths[of_size]
+            seconds = prices.shared(members, size) if size > 1 else prices.alone(members) + fixed * members
             ticks[of_size] = _ticks(seconds)
         even = int((sizes * ticks).sum()) / prices.ranks
         changed = np.flatnonzero((ticks > even) & (sizes < prices.ranks))

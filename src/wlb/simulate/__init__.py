@@ -3,8 +3,9 @@
 from wlb.schedules.operations import SCHEDULES
 from wlb.schedules.timing import pipeline_makespan, pipeline_makespans
 from wlb.simulate.job import SimulatedJob, simulated_job
+from wlb.simulate.rate import simulate_step, simulate_steps
 from wlb.simulate.run import SimulationResult, simulate
-from wlb.simulate.step import CAUSES, Steps, simulate_step, simulate_steps
+from wlb.simulate.step import CAUSES, Steps
 
 __all__ = [
     "CAUSES",

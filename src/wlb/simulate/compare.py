@@ -28,7 +28,7 @@ from wlb.packing.statistics import PackingStatistics
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.rate import Rate, in_groups
-from wlb.simulate.step import Steps, simulate_steps
+from wlb.simulate.step import Steps
 from wlb.workload.flops import attended_pairs
 
 DEFAULT_METHODS = (
@@ -228,7 +228,7 @@ class _Simulated:
         if not plans:
             return
         dealt, arranged = [self._dealt(plan) for plan in plans], [self._arranged(plan) for plan in plans]
-        steps = simulate_steps(dealt, self._costs)
+        steps = Steps.of_plans(dealt, self._costs)
         self.as_packed.add(dealt, steps, tail)
         self.arranged.add(arranged, steps.reordered(np.array(list(map(_places, dealt, arranged)))), tail)
 

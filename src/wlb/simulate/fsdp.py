@@ -26,7 +26,7 @@ def with_gathers(
     decides.
     """
     if weights_kept(costs, kept):
-        first = _waiting_for_weights(costs, forward[..., 0])[..., None]
+        first = waiting_for_weights(costs, forward[..., 0])[..., None]
     else:
         moved = np.broadcast_to(moving, forward.shape)
         first = _gathered_a_block_ahead(costs, forward[..., :1] - moved[..., :1])
@@ -38,7 +38,7 @@ def with_gathers(
         backward = backward + _gathered_a_block_ahead(costs, backward - moved)
     if costs.job.pricing.software.reduces_always and costs.layout.pp == 1:
         backward = backward.copy()
-        backward[..., 0, :-1] += _reduced_a_block_behind(costs, backward[..., 0, :-1], kept=weights_kept(costs, kept))
+        backward[..., 0, :-1] += reduced_behind(costs, backward[..., 0, :-1], kept=weights_kept(costs, kept))
     return np.concatenate([forward[..., :1] + first, forward[..., 1:]], axis=-1), backward
 
 
@@ -58,10 +58,10 @@ def late_reduction(costs: JobCosts, backward: Array, *, kept: bool | None = None
     if costs.layout.pp > 1:
         return np.broadcast_to(costs.rank_reduction[:, None], (costs.layout.pp, len(backward)))
     last = backward[:, :, 0, -1].max(axis=1)  # (steps,)
-    return _reduced_a_block_behind(costs, last, kept=weights_kept(costs, kept))[None]
+    return reduced_behind(costs, last, kept=weights_kept(costs, kept))[None]
 
 
-def _reduced_a_block_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> Array:
+def reduced_behind(costs: JobCosts, seconds: Array, *, kept: bool) -> Array:
     """What reducing gradients adds to backwards of ``seconds``, a block at a time on what gathers leave of the network.
 
     Of models of one stage; same shape.
@@ -88,7 +88,7 @@ def beside_computing(costs: JobCosts, collective: float, seconds: Array) -> Arra
     return np.maximum(0.0, collective - seconds) + costs.job.hardware.exposed * np.minimum(collective, seconds)
 
 
-def _waiting_for_weights(costs: JobCosts, forward: Array) -> Array:
+def waiting_for_weights(costs: JobCosts, forward: Array) -> Array:
     """What the first micro-batch, of ``forward`` seconds a stage (..., stages), waits on each; the same shape.
 
     A rank gathers its stages one after another, block by block; the micro-batch comes from stage to stage.

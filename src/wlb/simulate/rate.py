@@ -19,7 +19,8 @@ from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.step import Steps, simulate_steps
+from wlb.simulate.level import LevelSteps
+from wlb.simulate.step import Steps
 from wlb.workload.base import DocumentPrices
 
 _MICRO_BATCHES_AT_ONCE = 512
@@ -40,7 +41,7 @@ class Rate:
     step_work_seconds: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
 
-    def add(self, plans: Sequence[StepPlan], steps: Steps) -> None:
+    def add(self, plans: Sequence[StepPlan], steps: Steps | LevelSteps) -> None:
         """Count ``plans``, which take what ``steps`` says."""
         tables = [plan.table for plan in plans]
         owner = np.repeat(np.arange(len(plans)), [len(table) for table in tables])
@@ -68,7 +69,20 @@ def rate(job: SimulatedJob, lengths: DocumentLengths, steps: int, work_prices: D
     return rated
 
 
-def first_steps(job: SimulatedJob, lengths: DocumentLengths, steps: int) -> Iterator[tuple[list[StepPlan], Steps]]:
+def simulate_steps(plans: Sequence[StepPlan], job: SimulatedJob | JobCosts) -> Steps | LevelSteps:
+    """What each of ``plans`` takes, dealt to the job's data-parallel ranks already."""
+    costs = job if isinstance(job, JobCosts) else JobCosts(job)
+    return (LevelSteps if costs.job.levels_steps else Steps).of_plans(plans, costs)
+
+
+def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> Steps | LevelSteps:
+    """``simulate_steps`` of one step."""
+    return simulate_steps([plan], job)
+
+
+def first_steps(
+    job: SimulatedJob, lengths: DocumentLengths, steps: int
+) -> Iterator[tuple[list[StepPlan], Steps | LevelSteps]]:
     """Plans of the trainer's own planner, and what they take; a few at a time, so memory does not grow with steps."""
     costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(), steps)
     for group in in_groups(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)):

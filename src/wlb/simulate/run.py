@@ -17,8 +17,9 @@ from wlb.documents.mixture import DocumentLengths, joined_lengths
 from wlb.packing.plan import StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
+from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import Rate, first_steps
-from wlb.simulate.step import CAUSES, Steps
+from wlb.simulate.step import CAUSES, IMBALANCES, Steps
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 
@@ -28,11 +29,10 @@ class SimulationResult:
     """Means over steps. Seconds are simulated, of a whole step; ``where`` divides them among ``wlb.simulate.CAUSES``.
 
     ``gpu_seconds`` is what each GPU computes in a step, shape (pp, dp, cp); tensor-parallel ranks are alike.
-    ``imbalance`` is the slowest over the mean: of all GPUs (``gpus``), of the ranks of a context-parallel group in a
-    micro-batch (``cp``), of a step's micro-batches (``micro_batches``), and of the ranks' sums over a step (``dp``,
-    ``pp``). ``token_delay`` is the mean over tokens of the steps that each waited, ``tokens_cv`` the coefficient of
-    variation of tokens a step. ``attention_kept`` is the share of the documents' query-key pairs that is computed.
-    ``epochs`` counts the passes over the documents that the steps began; from 2 on documents are repeated.
+    ``imbalance`` is that of ``Steps``. ``token_delay`` is the mean over tokens of the steps that each waited,
+    ``tokens_cv`` the coefficient of variation of tokens a step. ``attention_kept`` is the share of the documents'
+    query-key pairs that is computed. ``epochs`` counts the passes over the documents that the steps began; from 2 on
+    documents are repeated.
     ``work_seconds`` are the predicted W_a + W_l of all that was trained: documents that are cut, or still wait after
     the last step, count as far as they were computed.
     """
@@ -122,23 +122,17 @@ class _Totals:
         self._job = job
         self._where = dict.fromkeys(CAUSES, 0.0)
         self._gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
-        self._imbalance = dict.fromkeys(("gpus", "cp", "micro_batches", "dp", "pp"), 0.0)
+        self._imbalance = dict.fromkeys(IMBALANCES, 0.0)
         self._pairs = self._whole_pairs = 0.0
         self._delay_token_steps = 0
         self._epochs = 0
 
-    def add(self, results: Steps) -> None:
+    def add(self, results: Steps | LevelSteps) -> None:
         for cause, seconds in results.where.items():
             self._where[cause] += float(seconds.sum())
         self._gpu_seconds += results.gpu_seconds.sum(axis=0)
-        groups = results.micro_batch_seconds
-        self._imbalance["gpus"] += _imbalances(results.gpu_seconds, (1, 2, 3))
-        self._imbalance["cp"] += float(
-            (groups.max(axis=3).sum(axis=(1, 2)) / groups.mean(axis=3).sum(axis=(1, 2))).sum()
-        )
-        self._imbalance["micro_batches"] += _imbalances(groups.mean(axis=3), (1, 2))
-        self._imbalance["dp"] += _imbalances(groups.sum(axis=(2, 3)), (1,))
-        self._imbalance["pp"] += _imbalances(results.gpu_seconds.sum(axis=(2, 3)), (1,))
+        for name, of_steps in results.imbalance.items():
+            self._imbalance[name] += float(of_steps.sum())
 
     def add_documents(self, plans: Sequence[StepPlan], lengths: NDArray[np.int64]) -> None:
         self._delay_token_steps += sum(plan.delay_token_steps for plan in plans)
@@ -169,8 +163,3 @@ class _Totals:
             attention_kept=self._pairs / self._whole_pairs,
             epochs=self._epochs,
         )
-
-
-def _imbalances(seconds: NDArray[np.float64], axes: tuple[int, ...]) -> float:
-    """Sum over steps of the slowest over the mean."""
-    return float((seconds.max(axis=axes) / seconds.mean(axis=axes)).sum())

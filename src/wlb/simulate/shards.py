@@ -49,6 +49,19 @@ class Shards(NamedTuple):
 
         return Shards(*map(arrange, self))
 
+    def scattered(
+        self, rows: NDArray[np.int64], ranks: NDArray[np.int64], shape: tuple[int, int], into: Shards | None = None
+    ) -> Shards:
+        """Those of a group of ranks as micro-batches ``rows``, on ``ranks`` (micro_batches, cp), of ``shape``."""
+
+        def empty(column: NDArray[Any]) -> NDArray[Any]:
+            return np.zeros(shape[: column.ndim], column.dtype)
+
+        into = into or Shards(*map(empty, self))
+        for column, table in zip(self, into, strict=True):
+            table[(rows[:, None], ranks) if column.ndim == 2 else rows] = column
+        return into
+
 
 def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
     """Shard micro-batches with segments of ``lengths`` tokens as the job does, and price them.

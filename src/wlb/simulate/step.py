@@ -22,7 +22,6 @@ from wlb.schedules.timing import PipelineTimes, pipeline_times
 from wlb.sharding.latency import RankSeconds, attending_seconds, backward_seconds, forward_seconds
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.fsdp import late_reduction, weights_kept, with_gathers
-from wlb.simulate.job import SimulatedJob
 from wlb.simulate.shards import Shards, price_shards
 
 # Of a matrix product's backward, which multiplies once for the input's gradient and once for the weight's.
@@ -48,17 +47,13 @@ CAUSES = {
 }
 EVERYTHING = frozenset(CAUSES)
 
-
-def simulate_steps(plans: Sequence[StepPlan], job: SimulatedJob | JobCosts) -> Steps:
-    """What each of ``plans`` takes, dealt to the job's data-parallel ranks already."""
-    costs = job if isinstance(job, JobCosts) else JobCosts(job)
-    shards = price_shards([micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches], costs)
-    return Steps.of_shards(shards.reshaped(len(plans), costs.layout.dp, costs.job.micro_batches_per_rank), costs)
-
-
-def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> Steps:
-    """``simulate_steps`` of one step."""
-    return simulate_steps([plan], job)
+IMBALANCES = {
+    "gpus": "of all GPUs",
+    "cp": "of the ranks of a context-parallel group in a micro-batch",
+    "micro_batches": "of a step's micro-batches",
+    "dp": "of data-parallel ranks' sums over a step",
+    "pp": "of pipeline ranks' sums over a step",
+}
 
 
 class Phases(NamedTuple):
@@ -85,10 +80,21 @@ class Steps:
     modelled: frozenset[str] = EVERYTHING
 
     @classmethod
+    def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
+        """Steps of ``plans``, dealt to the job's data-parallel ranks already, in which groups run in lock step."""
+        shards = price_shards([micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches], costs)
+        return cls.of_shards(shards.reshaped(len(plans), costs.layout.dp, costs.job.micro_batches_per_rank), costs)
+
+    @classmethod
     def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
         """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
         blocks, head = (_priced(shards.tokens, price) for price in (costs.blocks, costs.head))
         return cls(costs, shards, blocks, head)
+
+    @property
+    def of_sizes(self) -> tuple[Steps, ...]:
+        """The micro-batches of each size of context-parallel groups: they have one here."""
+        return (self,)
 
     def reordered(self, places: NDArray[np.int64]) -> Steps:
         """The same micro-batches in another order: where each is now, counted over ranks; shape (steps, all of a step).
@@ -211,6 +217,18 @@ class Steps:
         return dict(zip(names, np.diff(seconds, axis=0, prepend=0.0), strict=True))
 
     @property
+    def imbalance(self) -> dict[str, Array]:
+        """The slowest over the mean of what is computed, shape (steps,), for each of ``IMBALANCES``."""
+        groups = self.micro_batch_seconds
+        return {
+            "gpus": _imbalance(self.gpu_seconds, (1, 2, 3)),
+            "cp": groups.max(axis=3).sum(axis=(1, 2)) / groups.mean(axis=3).sum(axis=(1, 2)),
+            "micro_batches": _imbalance(groups.mean(axis=3), (1, 2)),
+            "dp": _imbalance(groups.sum(axis=(2, 3)), (1,)),
+            "pp": _imbalance(self.gpu_seconds.sum(axis=(2, 3)), (1,)),
+        }
+
+    @property
     def tokens(self) -> NDArray[np.int64]:
         """Tokens of the steps; shape (steps,)."""
         return np.asarray(self.shards.tokens.sum(axis=(1, 2, 3)))
@@ -256,6 +274,10 @@ def _priced(tokens: NDArray[np.int64], price: Callable[[NDArray[np.int64], Direc
 def _ranks(attention: Array, own_share: Array, rest: Array) -> RankSeconds:
     own = own_share * attention
     return RankSeconds(own, attention - own, rest)
+
+
+def _imbalance(seconds: Array, axes: tuple[int, ...]) -> Array:
+    return np.asarray(seconds.max(axis=axes) / seconds.mean(axis=axes))
 
 
 def _alike(groups: Phases) -> Phases:

@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import Operation
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.step import Steps, simulate_step
+from wlb.simulate.level import LevelSteps
+from wlb.simulate.rate import simulate_step
+from wlb.simulate.step import Steps
 
 Array = NDArray[np.float64]
 
@@ -20,8 +22,9 @@ class Timeline:
     """The operations of a step on every rank; seconds after the step's start.
 
     A context-parallel group runs an operation from ``starts`` to ``ends``, of which each rank computes for
-    ``compute`` seconds; in the rest it communicates and waits for the others. After its last operation a pipeline rank
-    waits for its data-parallel peers, reduces gradients and updates weights.
+    ``compute`` seconds; in the rest it communicates and waits for the others. Of a level step, operations are those of
+    the ranks that the micro-batch names. After its last operation a pipeline rank waits for its data-parallel peers,
+    reduces gradients and updates weights.
     """
 
     job: SimulatedJob
@@ -40,6 +43,8 @@ class Timeline:
 def timeline(plan: StepPlan, job: SimulatedJob) -> Timeline:
     """The timeline of one step, dealt to the job's data-parallel ranks already."""
     steps = simulate_step(plan, job)
+    if isinstance(steps, LevelSteps):
+        return _level(plan, steps)
     times = steps.pipelines
     home = {stage: rank for rank, stages in enumerate(job.layout.rank_stages) for stage in stages}
     reduction = steps.late_reduction[:, 0]
@@ -56,6 +61,26 @@ def timeline(plan: StepPlan, job: SimulatedJob) -> Timeline:
         reduction,
         steps.costs.optimizer,
         float((rank_ends.max(axis=1) + reduction + steps.costs.optimizer).max()),
+    )
+
+
+def _level(plan: StepPlan, steps: LevelSteps) -> Timeline:
+    """Each forward of all, then each backward: every rank has its own among them."""
+    (starts, ends), backward = steps.times, steps.phases[1]
+    turns = ends - backward
+    operations = tuple(Operation(0, run, goes_back) for goes_back in (False, True) for run in range(len(starts)))
+    return Timeline(
+        job=steps.costs.job,
+        plan=plan,
+        operations=operations,
+        pipeline_ranks=(0,) * len(operations),
+        starts=np.concatenate([starts, turns])[:, None],
+        ends=np.concatenate([turns, ends])[:, None],
+        compute=np.concatenate([phase[0, 0] for phase in steps.computing])[:, None],
+        rank_ends=np.array([[ends.max()]]),
+        reduction=steps.late_reduction,
+        optimizer=steps.costs.optimizer,
+        seconds=float(steps.seconds[0]),
     )
 
 

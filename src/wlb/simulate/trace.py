@@ -64,8 +64,10 @@ def _events(line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) ->
                 yield {"ph": "M", "name": "thread_sort_index", "pid": dp, "tid": thread, "args": {"sort_index": thread}}
                 yield from _after_the_last(line, dp, pp, thread)
         for index, operation in enumerate(line.operations):
+            members = line.plan.ranks[dp][operation.micro_batch].ranks
             for cp in cp_ranks:
-                yield from _of_operation(line, index, operation, dp, cp)
+                if not members or cp in members:
+                    yield from _of_operation(line, index, operation, dp, cp)
 
 
 def _of_operation(line: Timeline, index: int, operation: Operation, dp: int, cp: int) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.limits import HUNG_SECONDS
-from tests.programs import forked
+from tests.programs import finished, forked
+from tests.training.checkpoint.mounted import FORBIDDEN
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import job, read_steps, trainer_of, write_config, write_store
 from wlb.documents.store.reader import TokenStore
@@ -42,29 +43,19 @@ def steps_saved(folder: Path) -> list[int]:
     return [int(path.name[5:]) for path in complete_checkpoints(folder / "checkpoints")]
 
 
-@pytest.fixture(scope="session")
-def mounts() -> list[str]:
-    """The start of a command that runs in a mount namespace of its own, in which it may mount."""
-    command = ["unshare", "--map-root-user", "--mount"]
-    try:
-        subprocess.run([*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this system lets nobody mount")
-    return command
-
-
-def train_where(mount: str, mounts: list[str], folder: Path, config: Path) -> subprocess.CompletedProcess[str]:
+def train_where(mount: str, folder: Path, config: Path) -> subprocess.CompletedProcess[str]:
     """Train after ``mount``, a shell command on the directory of checkpoints ``$1``; then list it on stdout."""
-    (folder / "checkpoints").mkdir()
-    script = f'{mount} || exit 99; shift; "$@"; status=$?; ls -A "$0"; exit $status'
-    train = [sys.executable, "-m", "wlb", "train", str(config)]
-    directory = str(folder / "checkpoints")
-    return subprocess.run([*mounts, "sh", "-c", script, directory, directory, *train], capture_output=True, text=True)
+    directory = folder / "checkpoints"
+    directory.mkdir()
+    done = finished("-m", "tests.training.checkpoint.mounted", mount, directory, "train", config)
+    if done.returncode == FORBIDDEN:
+        pytest.skip("this system lets nobody mount")
+    return done
 
 
-def test_a_disk_without_room_for_one_checkpoint_ends_the_job_at_the_first(folder, mounts):
+def test_a_disk_without_room_for_one_checkpoint_ends_the_job_at_the_first(folder):
     config = write_config(folder, checkpoint=checkpoints_every(2, folder))
-    done = train_where('mount -t tmpfs -o size=64k tmpfs "$1"', mounts, folder, config)
+    done = train_where('mount -t tmpfs -o size=64k tmpfs "$1"', folder, config)
     assert done.returncode == 1, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "error" in line]
     assert line == (
@@ -75,9 +66,9 @@ def test_a_disk_without_room_for_one_checkpoint_ends_the_job_at_the_first(folder
     assert done.stdout.split() == [".lock"]
 
 
-def test_a_disk_that_fills_up_ends_the_job_only_at_its_end(folder, mounts):
+def test_a_disk_that_fills_up_ends_the_job_only_at_its_end(folder):
     config = write_config(folder, parallel={"dp": 2}, checkpoint=checkpoints_every(2, folder, keep=9))
-    done = train_where('mount -t tmpfs -o size=500k tmpfs "$1"', mounts, folder, config)
+    done = train_where('mount -t tmpfs -o size=500k tmpfs "$1"', folder, config)
     assert done.returncode == 1, done.stderr
     warnings = [line for line in done.stderr.splitlines() if line.startswith("wlb: warning: the checkpoint")]
     assert len(warnings) == 2
@@ -90,9 +81,9 @@ def test_a_disk_that_fills_up_ends_the_job_only_at_its_end(folder, mounts):
     assert done.stdout.split() == [".lock", "step-00000002"]
 
 
-def test_a_read_only_directory_is_named_before_anything_starts(folder, mounts):
+def test_a_read_only_directory_is_named_before_anything_starts(folder):
     config = write_config(folder, checkpoint=checkpoints_every(2, folder))
-    done = train_where('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"', mounts, folder, config)
+    done = train_where('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"', folder, config)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"wlb: error: checkpoint.dir {folder / 'checkpoints'} cannot be written: Read-only file system"

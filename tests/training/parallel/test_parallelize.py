@@ -6,6 +6,7 @@ all lengths, and compute what they compute uncompiled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from unittest import mock
 
@@ -45,7 +46,11 @@ LENGTHS = (41, 7, 23, 64, 41, 10, 3, 2, 57, 35)
 LAYOUT = Layout(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
 
 
-def _weights(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.dtype, int]]:
+def _weights(dtypes: Sequence[torch.dtype]) -> list[dict[str, tuple[torch.Tensor, torch.dtype, int]]]:
+    return [_weights_as(dtype) for dtype in dtypes]
+
+
+def _weights_as(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.dtype, int]]:
     """Of every parameter that this rank holds: its full value, its type, and how many values are stored here."""
     mesh = build_mesh(LAYOUT, "cpu")
     stages = build_stage_modules(CONFIG, LAYOUT, mesh, Execution(torch.device("cpu"), dtype), seed=4)
@@ -57,18 +62,18 @@ def _weights(dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.dtype, i
     return held
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_every_layout_starts_from_the_same_weights_kept_in_full_precision(dtype: torch.dtype) -> None:
-    kept = torch.float64 if dtype == torch.float64 else torch.float32
-    full = Transformer(CONFIG).to(kept)
-    initialise_weights(full, layers=CONFIG.shape.layers, seed=4)
-    by_rank = run_ranks(8, _weights, dtype)
-    for name, weight in full.named_parameters():
-        holders = [held[name] for held in by_rank if name in held]
-        assert len(holders) == LAYOUT.dp * LAYOUT.tp, name
-        assert all(torch.equal(value, weight) and stored == kept for value, stored, _ in holders), name
-        copies = LAYOUT.tp if name.endswith("norm.weight") else 1
-        assert sum(count for _, _, count in holders) == copies * weight.numel(), name
+def test_every_layout_starts_from_the_same_weights_kept_in_full_precision() -> None:
+    kept_as = {torch.float64: torch.float64, torch.bfloat16: torch.float32}
+    by_dtype = zip(*run_ranks(8, _weights, tuple(kept_as)), strict=True)
+    for kept, by_rank in zip(kept_as.values(), by_dtype, strict=True):
+        full = Transformer(CONFIG).to(kept)
+        initialise_weights(full, layers=CONFIG.shape.layers, seed=4)
+        for name, weight in full.named_parameters():
+            holders = [held[name] for held in by_rank if name in held]
+            assert len(holders) == LAYOUT.dp * LAYOUT.tp, name
+            assert all(torch.equal(value, weight) and stored == kept for value, stored, _ in holders), name
+            copies = LAYOUT.tp if name.endswith("norm.weight") else 1
+            assert sum(count for _, _, count in holders) == copies * weight.numel(), name
 
 
 def plain_model() -> Transformer:

@@ -60,9 +60,9 @@ def balanced_job(
 
     A document costs what it costs ``model`` on ``hardware``, or what ``workload`` says. Micro-batches hold one context
     window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless given). With preset "elastic"
-    the dp x cp ranks are pooled anew, ``pool`` of them together: ``cp``, ``dp`` and ``micro_batches_per_rank`` of the
-    result say how. ``packing`` are further options of the preset's packer. ``lengths`` None are those of a stream.
-    Raises ``UserError`` for settings that no job could have.
+    the dp x cp ranks are pooled anew, ``pool`` of them together and in lock step: ``cp``, ``dp`` and
+    ``micro_batches_per_rank`` of the result say how. ``packing`` are further options of the preset's packer.
+    ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have.
     """
     settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
     job = simulated_job(
@@ -82,7 +82,7 @@ def balanced_job(
             f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; give "
             "pool and pool_micro_batches, or use preset = 'best'"
         )
-    decided = decide(job, np.array([], np.int64) if lengths is None else lengths)
+    decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=True)
     # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
     return decided if fits(decided) else decided.with_length_factor(job.packing.length_factor)
 

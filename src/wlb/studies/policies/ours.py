@@ -18,13 +18,11 @@ import numpy as np
 from wlb.errors import UserError
 from wlb.job.memory.fit import fits, predicted_memory
 from wlb.job.planner import StepPlanner
-from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob, preset_sections
-from wlb.simulate.rate import rate
+from wlb.simulate.rate import rate, simulate_steps
 from wlb.simulate.run import simulate
 from wlb.simulate.search import SearchSpace, fitted, layout_of, layouts, packed_as
-from wlb.simulate.shards import price_shards
 from wlb.studies.policies.layouts import candidate_ranks, checkpointed, no_layout
 from wlb.studies.policies.plan import Integers, Ranks
 from wlb.studies.policies.policy import Outcome, Policy, first_batches, work_prices
@@ -91,13 +89,8 @@ class ElasticPolicy(Policy):
 
     def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
         job, tried = self.fastest(name, space, lengths)
-        pools = f"{job.layout.dp} pool{'s' if job.layout.dp > 1 else ''} of {job.layout.cp} ranks"
         stages = f" x {job.layout.virtual_pp} stages" if job.layout.virtual_pp > 1 else ""
-        grouping = job.pools.grouping if job.pools else "even"
-        micro_batches = f"{job.micro_batches_per_rank} micro-batches, {grouping}"
-        layout = (
-            f"tp {job.layout.tp} pp {job.layout.pp}{stages}, {pools}, {micro_batches}, {job.activation_checkpointing}"
-        )
+        layout = f"tp {job.layout.tp} pp {job.layout.pp}{stages}, {_pools_of(job)}, {job.activation_checkpointing}"
         return _simulated(name, job, layout, tried, space.steps, space, lengths)
 
     def fastest(self, name: str, space: SearchSpace, lengths: Integers) -> tuple[SimulatedJob, int]:
@@ -119,13 +112,25 @@ class ElasticPolicy(Policy):
         def fastest() -> SimulatedJob:
             return max(tried, key=lambda job: tried[job][0])
 
-        for ranks in candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=False):
+        choices = [
+            *candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=False),
+            *candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=True),
+        ]
+        for ranks in {ranks.job: ranks for ranks in choices}.values():
             attempt(ranks)
         for ranks in checkpointed(tried[fastest()][1], space) if tried else []:
             attempt(ranks)
         if not tried or tried[fastest()][0] == 0.0:
             raise no_layout(name, space)
         return fastest(), len(tried)
+
+
+def _pools_of(job: SimulatedJob) -> str:
+    if job.levels_steps:
+        return f"{job.layout.cp} ranks, level steps"
+    grouping = job.pools.grouping if job.pools else "even"
+    number = f"{job.layout.dp} pool{'s' if job.layout.dp > 1 else ''} of {job.layout.cp} ranks"
+    return f"{number}, {job.micro_batches_per_rank} micro-batches, {grouping}"
 
 
 def _decided_in(layout: SimulatedJob, space: SearchSpace, lengths: Integers) -> SimulatedJob:
@@ -142,8 +147,9 @@ def _simulated(
     result = simulate(job, lengths, steps, work_prices=work_prices(space))
     began = time.perf_counter()
     plans = [*islice(StepPlanner(job, lengths).plans(), result.steps)]
-    shards = price_shards([m.lengths for plan in plans for m in plan.micro_batches], JobCosts(job))
+    simulated = simulate_steps(plans, job)
     planning = time.perf_counter() - began
+    exchanged = sum(received_bytes(alike.shards, job) for alike in simulated.of_sizes)
     return Outcome(
         policy=name,
         layout=layout,
@@ -153,7 +159,7 @@ def _simulated(
         seconds=result.seconds,
         token_delay=result.token_delay,
         tokens_cv=result.tokens_cv,
-        exchanged_bytes=received_bytes(shards, job) / result.steps / (job.layout.dp * job.layout.cp * job.layout.pp),
+        exchanged_bytes=exchanged / result.steps / (job.layout.dp * job.layout.cp * job.layout.pp),
         memory_bytes=predicted_memory(job).total,
         planning_seconds=planning / result.steps,
         tried=tried,

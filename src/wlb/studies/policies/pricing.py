@@ -23,6 +23,7 @@ from wlb.schedules.timing import pipeline_times
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.job import SimulatedJob
+from wlb.simulate.level import group_costs
 from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps
 from wlb.studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moving_seconds, shown_seconds
@@ -190,8 +191,12 @@ def peak_memory(ranks: Ranks, tokens: float, group: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _peak(job: SimulatedJob, tokens: int, members: int, keeps_weights: bool) -> int:
-    grouped = _with_groups(
-        job, members, max(1, job.layout.dp // members), "per_document", micro_batches=_MANY * job.layout.pp
+    count = max(1, job.layout.dp // members)
+    grouped = replace(
+        job,
+        layout=replace(job.layout, cp=members, dp=count),
+        packing=job.packing.changed(micro_batches=count * _MANY * job.layout.pp),
+        sharding=ShardingConfig(strategy="per_document"),
     )
     settings = replace(grouped.memory_settings, keeps_weights=keeps_weights)
     return predict_even_step(settings, tokens * members).total
@@ -245,29 +250,10 @@ def received_bytes(shards: Shards, job: SimulatedJob) -> float:
     sent_again = np.where(
         shards.kept & (job.activation_checkpointing != "full"), 2, 3
     )  # there, gradients back, and there again
-    return float((shards.received.sum(axis=1) * sent_again).sum()) * kv_bytes(job) * job.shape.layers
+    return float((shards.received.sum(axis=-1) * sent_again).sum()) * kv_bytes(job) * job.shape.layers
 
 
 own_costs = lru_cache(maxsize=512)(JobCosts)  # prices of the job itself
-
-
-@lru_cache(maxsize=512)
-def group_costs(job: SimulatedJob, size: int, sharding: str) -> JobCosts:
-    """Prices of a context-parallel group of ``size`` of the job's ranks."""
-    return JobCosts(_with_groups(job, size, 1, sharding))
-
-
-def _with_groups(
-    job: SimulatedJob, size: int, count: int, sharding: str, micro_batches: int | None = None
-) -> SimulatedJob:
-    """``job`` with ``count`` context-parallel groups, each of so many micro-batches, by default one a stage's rank."""
-    packing = job.packing.changed(micro_batches=count * (micro_batches or job.layout.pp))
-    return replace(
-        job,
-        layout=replace(job.layout, cp=size, dp=count),
-        packing=packing,
-        sharding=ShardingConfig(strategy=sharding),
-    )
 
 
 def _alone(costs: JobCosts, tokens: Array, forward: Array, backward: Array) -> Steps:

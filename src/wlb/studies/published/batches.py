@@ -32,7 +32,7 @@ from wlb.errors import UserError
 from wlb.job.pricing import Software
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import SimulatedJob, simulated_job
-from wlb.simulate.step import simulate_steps
+from wlb.simulate.rate import simulate_steps
 from wlb.studies.policies import distca
 from wlb.studies.policies.plan import Ranks
 from wlb.studies.policies.pricing import price

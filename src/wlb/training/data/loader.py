@@ -26,13 +26,13 @@ from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
+from wlb.simulate.level import SHARDING
 from wlb.training.data.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
 from wlb.training.data.prefetch import Prefetcher, Shutdown
 from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
 from wlb.workload.base import Workload
 
 _STORE = "token store"
-_SHARED_BY_SOME = "per_document"  # strategy for micro-batches that name their ranks
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RankShare:
 
     def of(self, batch: TokenBatch, ranks: tuple[int, ...] = ()) -> ShardedBatch:
         """What this rank holds of ``batch``, which the context-parallel ``ranks`` run; all where none are named."""
-        strategy, workload = (_SHARED_BY_SOME, None) if ranks else (self.strategy, self.workload)
+        strategy, workload = (SHARDING, None) if ranks else (self.strategy, self.workload)
         plan = make_shard_plan(batch.segment_lengths, len(ranks) or self.layout.cp, strategy, workload=workload)
         rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
         return shard_batch(batch, plan, rank, self.layout.tp, ranks)
@@ -64,13 +64,15 @@ class RankShare:
     def batches(self, plan: StepPlan, read: Callable[[MicroBatch], TokenBatch]) -> tuple[ShardedBatch, ...]:
         """What this rank holds of its micro-batches of ``plan``, of which it reads no others.
 
-        Where they name their ranks, the last one is this rank's alone, if need be without tokens: in its backward a
-        rank reduces gradients, layer by layer, and another may be waiting for it there. In a micro-batch that both
-        share they would wait for each other.
+        Where they name their ranks, one without tokens may follow. In the backward of its last micro-batch a rank
+        reduces gradients, layer by layer, and waits there for all others; so no other may still need it for a later
+        one. Its last has to be the last of all that share it.
         """
         mine = [plan.ranks[self.dp_rank][index] for index in micro_batches_of(plan, self.dp_rank, self.cp_rank)]
-        if names_ranks(plan) and (not mine or len(mine[-1].ranks) > 1):
-            mine.append(MicroBatch((), 0.0, (self.cp_rank,)))
+        if names_ranks(plan):
+            last = {rank: part for part in plan.ranks[self.dp_rank] for rank in part.ranks}
+            if not mine or any(last[rank] is not mine[-1] for rank in mine[-1].ranks):
+                mine.append(MicroBatch((), 0.0, (self.cp_rank,)))
         return tuple(self.of(read(micro_batch), micro_batch.ranks) for micro_batch in mine)
 
 

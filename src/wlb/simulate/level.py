@@ -1,0 +1,291 @@
+"""Level steps: what documents take on some ranks of a stage, by which such steps are planned, and what the steps take.
+
+In a level step (``wlb.packing.level``) every rank runs micro-batches of its own, and waits only for those that it
+shares a document with, and at the end of the step for all. Micro-batches are priced as those of every other step are
+(``wlb.simulate.step``), each as a context-parallel group of its own size; they begin when all of their ranks are free.
+Weights stay gathered from the start of the step to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from wlb.job.config import PackingConfig, ShardingConfig
+from wlb.packing.plan import StepPlan
+from wlb.simulate.costs import Direction, JobCosts
+from wlb.simulate.fsdp import reduced_behind, waiting_for_weights
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.shards import Shards, price_shards
+from wlb.simulate.step import CAUSES, EVERYTHING, Phases, Steps
+
+Array = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+_AFTER_RANKS = ("dp ranks", "gradient reduction", "optimizer")
+SHARDING = "per_document"  # of a document that several ranks share: by its length alone, the same on every machine
+
+
+@dataclass(frozen=True)
+class LevelPrices:
+    """The ``StagePrices`` of a ``job`` whose steps are level and whose L_max is decided."""
+
+    job: SimulatedJob
+
+    @property
+    def ranks(self) -> int:
+        return self.job.layout.cp
+
+    @cached_property
+    def per_node(self) -> int:
+        most = min(self.ranks, max(1, self.job.hardware.node_size // self.job.layout.tp))
+        return max(size for size in range(1, most + 1) if self.ranks % size == 0)
+
+    def alone(self, lengths: Integers) -> Array:
+        start = np.zeros_like(lengths)
+        return self._again(lambda d: self._costs.attention(start, lengths, d)) + self._rest[1] * lengths
+
+    def beginning(self, lengths: Integers) -> Array:
+        return self._again(lambda d: self._costs.attention_drain(lengths, d)) + self._rest[0]
+
+    def document_seconds(self, lengths: ArrayLike) -> Array:
+        return self.alone(np.asarray(lengths, np.int64))
+
+    def shared(self, lengths: Integers, ranks: int) -> Array:
+        return _group_seconds([[length] for length in lengths.tolist()], self.job, ranks)
+
+    @cached_property
+    def _costs(self) -> JobCosts:
+        return group_costs(self.job, 1, SHARDING)
+
+    @cached_property
+    def _rest(self) -> tuple[float, float]:
+        """What a micro-batch of one rank takes outside attention: in any case, and for each token."""
+        full = -(-self.job.longest_micro_batch // self.ranks)
+        lengths = np.array([max(1, full // 2), max(2, full)])
+        start = np.zeros_like(lengths)
+        attention = self._again(
+            lambda d: self._costs.attention(start, lengths, d) + self._costs.attention_drain(lengths, d)
+        )
+        half, whole = (_group_seconds([[length] for length in lengths.tolist()], self.job, 1) - attention).tolist()
+        token = (whole - half) / int(lengths[1] - lengths[0])
+        return max(0.0, whole - token * int(lengths[1])), token
+
+    def _again(self, attention: Callable[[Direction], Array]) -> Array:
+        """Forward and backward of ``attention``, and the forward a second time where it is computed again."""
+        forward, backward = attention("forward"), attention("backward")
+        return np.asarray(forward * (2 if self.job.activation_checkpointing == "full" else 1) + backward)
+
+
+class _Run(NamedTuple):
+    """A micro-batch: its step, and the ranks that run it."""
+
+    step: int
+    ranks: NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class LevelSteps:
+    """Some level steps when only the ``modelled`` of ``CAUSES`` are taken into account; as ``Steps``.
+
+    ``by_size`` has those of ``of_sizes`` with their places among all ``runs``.
+    """
+
+    costs: JobCosts
+    steps: int
+    runs: tuple[_Run, ...]
+    by_size: tuple[tuple[NDArray[np.intp], Steps], ...]
+    modelled: frozenset[str] = EVERYTHING
+
+    @classmethod
+    def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> LevelSteps:
+        everyone = tuple(range(costs.layout.cp))
+        runs, lengths = [], []
+        for step, plan in enumerate(plans):
+            for micro_batch in plan.micro_batches:
+                runs.append(_Run(step, np.array(micro_batch.ranks or everyone)))
+                lengths.append(micro_batch.lengths)
+        sizes = np.array([len(run.ranks) for run in runs])
+        by_size = []
+        for size in np.unique(sizes).tolist():
+            places = np.flatnonzero(sizes == size)
+            by_size.append((places, _group_steps([lengths[place] for place in places], costs.job, size)))
+        return cls(costs, len(plans), tuple(runs), tuple(by_size))
+
+    @property
+    def of_sizes(self) -> tuple[Steps, ...]:
+        """The micro-batches of each size of groups, as one step each."""
+        return tuple(steps for _, steps in self.by_size)
+
+    @cached_property
+    def shards(self) -> Shards:
+        """What every rank computes and exchanges in every micro-batch, in the shape (steps, 1, micro-batches, cp).
+
+        Ranks that do not run a micro-batch have nothing of it; nor has any of those by which a step has fewer.
+        """
+        shards: Shards | None = None
+        for places, steps in self.by_size:
+            columns = Shards(*(column[0, 0] for column in steps.shards))
+            shards = columns.scattered(self._rows[places], self._ranks_of(places), self._shape, into=shards)
+        assert shards is not None
+        return shards.reshaped(self.steps, 1, -1)
+
+    @cached_property
+    def computing(self) -> tuple[Array, Array]:
+        """What each rank computes in a micro-batch, forward and backward; shape (steps, 1, micro-batches, cp)."""
+        forward, backward = np.zeros((2, *self._shape))
+        for places, steps in self.by_size:
+            where = self._rows[places, None], self._ranks_of(places)
+            for phase, of_size in zip((forward, backward), steps.computing, strict=False):
+                phase[where] = of_size[0, 0].sum(axis=0)
+        return forward.reshape(self.steps, 1, -1, self._shape[1]), backward.reshape(self.steps, 1, -1, self._shape[1])
+
+    @property
+    def micro_batch_seconds(self) -> Array:
+        """The same, forward and backward together."""
+        return np.asarray(sum(self.computing))
+
+    @cached_property
+    def seconds(self) -> Array:
+        """What the steps take; shape (steps,)."""
+        ends = self._times[1]
+        of_steps = ends.max(axis=1) if "dp ranks" in self.modelled else ends.mean(axis=1)
+        if "gradient reduction" in self.modelled:
+            of_steps = of_steps + self.late_reduction
+        return np.asarray(of_steps + float(self.costs.optimizer[0]) * ("optimizer" in self.modelled))
+
+    @cached_property
+    def where(self) -> dict[str, Array]:
+        """The part of ``seconds`` that each of ``CAUSES`` adds, shape (steps,) each."""
+        names = [cause for cause in CAUSES if cause not in _AFTER_RANKS]
+        names += _AFTER_RANKS  # ranks are level in all that they do, not in what they compute
+        modelled = [frozenset(names[:count]) for count in range(1, len(names) + 1)]
+        seconds = [replace(self, modelled=causes).seconds for causes in modelled]
+        where = dict(zip(names, np.diff(seconds, axis=0, prepend=0.0), strict=True))
+        return {cause: where[cause] for cause in CAUSES}
+
+    @property
+    def imbalance(self) -> dict[str, Array]:
+        """As that of ``Steps``, of the ranks that run a micro-batch."""
+        gpus, groups = self.gpu_seconds[:, 0, 0], self.micro_batch_seconds[:, 0]
+        members = np.maximum(1, (groups > 0).sum(axis=2))
+        mean, slowest = groups.sum(axis=2) / members, groups.max(axis=2)  # (steps, micro-batches)
+        ones = np.ones(self.steps)
+        return {
+            "gpus": gpus.max(axis=1) / gpus.mean(axis=1),
+            "cp": slowest.sum(axis=1) / mean.sum(axis=1),
+            "micro_batches": mean.max(axis=1) * (mean > 0).sum(axis=1) / mean.sum(axis=1),
+            "dp": ones,
+            "pp": ones,
+        }
+
+    @property
+    def tokens(self) -> Integers:
+        """Tokens of the steps; shape (steps,)."""
+        of_runs = self._of_runs([steps.shards.tokens.sum(axis=-1).ravel() for _, steps in self.by_size])
+        return np.bincount(self._step_of_run, of_runs, self.steps).astype(np.int64)
+
+    @cached_property
+    def gpu_seconds(self) -> Array:
+        """What each GPU computes in the steps; shape (steps, 1, 1, cp)."""
+        return np.asarray(self.micro_batch_seconds.sum(axis=2)[:, None])
+
+    @cached_property
+    def phases(self) -> tuple[Array, Array]:
+        """Forward and backward of every run, shape (runs,)."""
+        priced = [replace(steps, modelled=self.modelled).stages for _, steps in self.by_size]
+        return (
+            self._of_runs([of_size.forward[0, 0, 0] for of_size in priced]),
+            self._of_runs([of_size.backward[0, 0, 0] for of_size in priced]),
+        )
+
+    @property
+    def times(self) -> Array:
+        """When runs begin and end, from the start of their step; shape (2, runs)."""
+        return self._times[0]
+
+    @cached_property
+    def _times(self) -> tuple[Array, Array]:
+        """The same, and when ranks are done with theirs, shape (steps, cp)."""
+        times, ends = np.zeros((2, len(self.runs))), np.zeros((self.steps, self.costs.layout.cp))
+        forward, backward = self.phases
+        waits = waiting_for_weights(self.costs, forward[:, None])[:, 0] * ("weight gathers" in self.modelled)
+        meet = "dp ranks" in self.modelled
+        for place, (step, ranks) in enumerate(self.runs):
+            free = ends[step, ranks]
+            seconds = forward[place] + backward[place] + waits[place] * bool((free == 0).any())
+            times[:, place] = free.max(), free.max() + seconds
+            ends[step, ranks] = seconds + (free.max() if meet else free)
+        return times, ends
+
+    @property
+    def late_reduction(self) -> Array:
+        """What reducing gradients adds after the last backward; shape (steps,).
+
+        It can begin while the last micro-batches go backward, but not in one that is not the last of all of its ranks.
+        """
+        last = np.full((self.steps, self.costs.layout.cp), -1)
+        for place, (step, ranks) in enumerate(self.runs):
+            last[step, ranks] = place
+        beside = np.zeros(last.shape)
+        for place in np.unique(last[last >= 0]).tolist():
+            step, ranks = self.runs[place]
+            if (last[step, ranks] == place).all():
+                beside[step, ranks] = self.phases[1][place]
+        return reduced_behind(self.costs, beside.min(axis=1), kept=True)
+
+    @cached_property
+    def _step_of_run(self) -> Integers:
+        return np.array([run.step for run in self.runs])
+
+    @cached_property
+    def _rows(self) -> Integers:
+        """The place of every run in a table of as many rows for each step."""
+        counts = np.bincount(self._step_of_run, minlength=self.steps)
+        first = np.cumsum(counts) - counts
+        return np.asarray(self._step_of_run * counts.max() + np.arange(len(self.runs)) - first[self._step_of_run])
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        """Rows of that table, and ranks."""
+        most = int(np.bincount(self._step_of_run).max())
+        return self.steps * most, self.costs.layout.cp
+
+    def _ranks_of(self, places: Integers) -> Integers:
+        """Of runs of as many ranks; shape (places, ranks of each)."""
+        return np.stack([self.runs[place].ranks for place in places])
+
+    def _of_runs(self, of_sizes: Sequence[NDArray[np.float64]]) -> Array:
+        values = np.zeros(len(self.runs))
+        for (places, _), of_size in zip(self.by_size, of_sizes, strict=True):
+            values[places] = of_size
+        return values
+
+
+@lru_cache(maxsize=512)
+def group_costs(job: SimulatedJob, size: int, sharding: str) -> JobCosts:
+    """Prices of a context-parallel group of ``size`` of the ranks of a stage of ``job``."""
+    return JobCosts(
+        replace(
+            job,
+            layout=replace(job.layout, cp=size, dp=1),
+            packing=PackingConfig().changed(micro_batches=job.layout.pp),
+            sharding=ShardingConfig(strategy=sharding),
+        )
+    )
+
+
+def _group_steps(lengths: Sequence[Sequence[int]], job: SimulatedJob, size: int) -> Steps:
+    """Groups of ``size`` ranks, each with segments of ``lengths``, as the micro-batches of one step."""
+    costs = group_costs(job, size, SHARDING)
+    return Steps.of_shards(price_shards(lengths, costs).reshaped(1, 1, len(lengths)), costs)
+
+
+def _group_seconds(lengths: Sequence[Sequence[int]], job: SimulatedJob, size: int) -> Array:
+    stages: Phases = _group_steps(lengths, job, size).stages
+    return np.asarray((stages.forward + stages.backward)[0, 0].sum(axis=0))

@@ -1,0 +1,117 @@
+"""Level steps: every document once, nobody over its tokens, nobody waiting in a circle, all ranks done together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.limits import examples
+from wlb.errors import UserError
+from wlb.packing import make_packer
+from wlb.packing.level import RankGroup, StagePrices, level_step
+from wlb.packing.plan import StepPlan
+from wlb.workload import make_workload
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Attention by the square of the length; a group of n ranks loses a twentieth by sharing."""
+
+    ranks: int
+    per_node: int
+    fixed: float = 1e-3
+
+    def alone(self, lengths):
+        tokens = np.asarray(lengths, np.float64)
+        return tokens * 1e-5 + tokens**2 * 1e-10
+
+    document_seconds = alone
+
+    def beginning(self, lengths):
+        return np.full(len(lengths), self.fixed) + np.asarray(lengths) * 1e-7
+
+    def shared(self, lengths, ranks):
+        return self.fixed + 1.05 * self.alone(lengths) / ranks
+
+
+def even_nodes(ranks: int) -> list[int]:
+    return [size for size in (1, 2, 4, 8) if ranks % size == 0]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[int], int, Prices]:
+    ranks = draw(st.sampled_from([1, 2, 3, 4, 8, 12, 32]))
+    prices = Prices(ranks, draw(st.sampled_from(even_nodes(ranks))), draw(st.sampled_from([0.0, 1e-3, 0.1])))
+    capacity = draw(st.integers(1, 5000))
+    lengths = draw(st.lists(st.integers(1, capacity * ranks), min_size=1, max_size=60))
+    return lengths, capacity, prices
+
+
+@settings(max_examples=examples(200))
+@given(steps())
+def test_every_document_is_in_one_micro_batch_that_its_ranks_hold(step):
+    lengths, capacity, prices = step
+    groups = level_step(lengths, capacity, prices)
+    assert sorted(document for group in groups for document in group.documents) == list(range(len(lengths)))
+    for group in groups:
+        assert list(group.ranks) == sorted(set(group.ranks))
+        assert 0 <= group.ranks[0] <= group.ranks[-1] < prices.ranks
+        tokens = sum(lengths[document] for document in group.documents)
+        assert -(-tokens // len(group.ranks)) <= capacity
+        assert len(group.ranks) == 1 or len(group.documents) == 1
+        nodes = {rank // prices.per_node for rank in group.ranks}
+        assert len(nodes) == -(-len(group.ranks) // prices.per_node)
+    assert groups == level_step(lengths, capacity, prices)
+
+
+def ends(groups: list[RankGroup], ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """When ranks are done with their groups, one after another in the order given; and how long each was busy."""
+    free, busy = np.zeros(ranks), np.zeros(ranks)
+    for group in groups:
+        members = list(group.ranks)
+        free[members] = free[members].max() + group.seconds
+        busy[members] += group.seconds
+    return free, busy
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("ranks", "per_node"), [(8, 8), (64, 8)])
+def test_ranks_are_done_together(ranks, per_node, seed):
+    lengths = np.random.default_rng(seed).lognormal(7, 1.5, 100 * ranks).clip(16, 131_072).astype(int).tolist()
+    prices = Prices(ranks, per_node)
+    free, busy = ends(level_step(lengths, 16_384, prices), ranks)
+    assert free.max() <= 1.01 * busy.mean()
+
+
+def test_what_no_rank_can_do_in_time_is_shared_by_more():
+    lengths = [8000] + [100] * 40
+    prices = Prices(4, 4, fixed=0.0)
+    (shared,) = (group for group in level_step(lengths, 8192, prices) if 0 in group.documents)
+    assert len(shared.ranks) > 1
+
+
+def test_a_packer_alone_does_not_know_the_ranks():
+    with pytest.raises(UserError, match="for jobs that are trained or simulated"):
+        make_packer("elastic", micro_batches=4, context_window=64, workload=make_workload("tiny"), grouping="level")
+
+
+def test_a_packer_plans_whole_global_batches():
+    prices = Prices(4, 4)
+    assert isinstance(prices, StagePrices)
+    packer = make_packer(
+        "elastic", micro_batches=4, context_window=64, workload=prices, grouping="level", max_length_factor=2
+    )
+    lengths = np.random.default_rng(0).integers(1, 65, 50).tolist()
+    plans = packer.plan(lengths) + packer.drain()
+    assert sorted(segment.document for plan in plans for segment in plan.segments) == list(range(50))
+    assert all(plan.delay_token_steps == 0 for plan in plans)
+    assert all(abs(plan.tokens - 4 * 64) < 64 for plan in plans[:-1])
+    assert plans == [StepPlan.from_json(plan.to_json()) for plan in plans]
+    busy = np.zeros(4)
+    for micro_batch in plans[0].micro_batches:
+        busy[list(micro_batch.ranks)] += micro_batch.workload / len(micro_batch.ranks)
+    assert plans[0].imbalance == pytest.approx(busy.max() / busy.mean())

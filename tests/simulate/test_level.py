@@ -1,0 +1,113 @@
+"""What level steps take, and that they are level by the prices that they are planned by."""
+
+from __future__ import annotations
+
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+
+from tests.simulate.jobs import WINDOW, documents
+from wlb.errors import UserError
+from wlb.job.planner import StepPlanner
+from wlb.simulate import CAUSES, SimulatedJob, simulate, simulate_steps, simulated_job
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.decide import decide
+from wlb.simulate.level import LevelSteps
+from wlb.simulate.timeline import timeline
+from wlb.simulate.trace import write_trace
+
+
+def level_job(**settings) -> SimulatedJob:
+    packing = {"grouping": "level", "global_batch": 16} | settings.pop("packing", {})
+    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=8, micro_batches=2, tp=2, packing=packing, **settings)
+    return decide(job, documents())
+
+
+@pytest.fixture(scope="module")
+def job() -> SimulatedJob:
+    return level_job()
+
+
+@pytest.fixture(scope="module")
+def plans(job):
+    return [*islice(StepPlanner(job, documents()).plans(), 3)]
+
+
+def test_it_is_one_pool_of_all_ranks(job):
+    assert job.levels_steps
+    assert (job.layout.dp, job.layout.cp) == (1, 8)
+    assert decide(job, documents()) == job
+
+
+def test_causes_sum_to_steps_that_are_together_what_they_are_alone(job, plans):
+    together = simulate_steps(plans, job)
+    np.testing.assert_allclose(sum(together.where.values()), together.seconds)
+    assert list(together.where) == list(CAUSES)
+    alone = [simulate_steps([plan], job) for plan in plans]
+    np.testing.assert_allclose(together.seconds, [steps.seconds[0] for steps in alone])
+    assert together.tokens.tolist() == [plan.tokens for plan in plans]
+    np.testing.assert_allclose(together.gpu_seconds, np.concatenate([steps.gpu_seconds for steps in alone]))
+
+
+def test_prices_are_what_micro_batches_take(job, plans):
+    steps = LevelSteps.of_plans(plans[:1], JobCosts(job))
+    expected = [micro_batch.workload / len(micro_batch.ranks) for micro_batch in plans[0].micro_batches]
+    np.testing.assert_allclose(sum(steps.phases), expected, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+def test_recomputation_is_in_the_prices(kind):
+    job = level_job(activation_checkpointing=kind)
+    plan = next(StepPlanner(job, documents()).plans())
+    expected = [micro_batch.workload / len(micro_batch.ranks) for micro_batch in plan.micro_batches]
+    np.testing.assert_allclose(sum(LevelSteps.of_plans([plan], JobCosts(job)).phases), expected, rtol=0.02)
+
+
+def test_shards_of_a_micro_batch_are_those_of_its_ranks(job, plans):
+    steps = simulate_steps(plans, job)
+    for plan, tokens, received in zip(plans, steps.shards.tokens[:, 0], steps.shards.received[:, 0], strict=True):
+        for micro_batch, of_ranks, keys in zip(plan.micro_batches, tokens, received, strict=False):
+            others = sorted(set(range(8)) - set(micro_batch.ranks))
+            assert of_ranks.sum() == micro_batch.tokens
+            assert (of_ranks[list(micro_batch.ranks)] > 0).all()
+            assert not of_ranks[others].any()
+            assert keys.any() == (len(micro_batch.ranks) > 1)
+
+
+def test_the_timeline_has_no_rank_in_two_places(job, plans, tmp_path):
+    line = timeline(plans[0], job)
+    assert line.seconds == pytest.approx(float(simulate_steps(plans[:1], job).seconds[0]))
+    for rank in range(8):
+        spans = sorted(
+            (line.starts[index, 0], line.ends[index, 0])
+            for index, operation in enumerate(line.operations)
+            if rank in plans[0].micro_batches[operation.micro_batch].ranks
+        )
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(spans))
+    assert write_trace(tmp_path / "trace.json", line) == 8
+
+
+def test_no_document_waits_and_steps_are_alike_in_tokens(job):
+    result = simulate(job, documents(), 4)
+    assert result.token_delay == 0
+    assert result.imbalance["gpus"] < 1.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"pp": 2, "micro_batches": 2}, "stages of a pipeline"),
+        ({"packing": {"pool_micro_batches": 4}}, "pool_micro_batches = 4 has no meaning"),
+        ({"packing": {"max_delay": 2}}, "moves no document"),
+    ],
+)
+def test_what_level_steps_cannot_have(settings, said):
+    packing = {"grouping": "level"} | settings.pop("packing", {})
+    with pytest.raises(UserError, match=said):
+        decide(simulated_job("llama3-8b", WINDOW, "elastic", **{"dp": 2} | settings, packing=packing), documents())
+
+
+def test_a_loop_in_lock_step_gets_pools():
+    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=8, micro_batches=2, tp=2)
+    assert not decide(job, documents(), lock_step=True).levels_steps
