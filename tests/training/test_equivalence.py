@@ -240,13 +240,15 @@ class Prices:
 
     ranks: int
     per_node: int
-    micro_batch: float = 1.0
+
+    def beginning(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.ones(len(lengths))
 
     def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         return lengths + lengths**2 / 8
 
     def shared(self, lengths: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
-        return self.micro_batch + self.alone(lengths) * (1 / ranks + 0.01)
+        return 1 + self.alone(lengths) * (1 / ranks + 0.01)
 
     def document_seconds(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         return self.alone(lengths)
