@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -215,7 +215,8 @@ def _report(run: RankRun, role: str, found: FoundJob, plan: StepPlan, shards: Sh
         Exchange(int(tokens) if keeps else 0, int(max(tokens, out)))
         for tokens, out, keeps in zip(received, sent, kept, strict=True)
     ]
-    estimate = predict_rank_memory(job.memory_settings, run.rows, pp, exchanges).parts
+    settings = replace(job.memory_settings, micro_batches=len(run.rows))
+    estimate = predict_rank_memory(settings, run.rows, pp, exchanges).parts
     memory = {
         kind: Compared(
             sum(run.memory.get(name, 0) for name in counted), sum(estimate.get(name, 0) for name in predicted)
