@@ -291,7 +291,9 @@ def test_level_steps_have_the_loss_and_gradients_of_one_document_at_a_time(
     jobs = []
     for tp in (1, 2) if world_size > 2 else (1,):
         plans = _level_plans(world_size // tp, documents)
-        steps = [Step(plan, documents, "per_document", *_one_segment_at_a_time(plan, documents, model)) for plan in plans]
+        steps = [
+            Step(plan, documents, "per_document", *_one_segment_at_a_time(plan, documents, model)) for plan in plans
+        ]
         jobs += [LevelJob(Layout(cp=world_size // tp, tp=tp), steps, kind) for kind in kinds[tp]]
     by_rank = run_ranks(world_size, _errors_of_level_steps, model, jobs)
     for job, errors_of_ranks in zip(jobs, zip(*by_rank, strict=True), strict=True):

@@ -42,7 +42,9 @@ class NonFiniteSteps:
             self._in_a_row = 0
             return None
         mine = micro_batches_of(plan, self._dp_rank, self._cp_rank)  # the loss of one without tokens may follow
-        found = [(self._dp_rank, index) for index, value in zip(mine, losses, strict=False) if not torch.isfinite(value)]
+        found = [
+            (self._dp_rank, index) for index, value in zip(mine, losses, strict=False) if not torch.isfinite(value)
+        ]
         guilty = sorted({place for places in gathered(found) for place in places})
         problem = f"step {step}: loss is {loss} and gradient norm {grad_norm}; {_blame(plan, guilty)}"
         if self._policy == "stop":

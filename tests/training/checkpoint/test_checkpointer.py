@@ -125,7 +125,9 @@ def exhaustive(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("job_name", ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), "pool elastic", "dp level"])
+@pytest.mark.parametrize(
+    "job_name", ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), "pool elastic", "dp level"]
+)
 def test_resuming_changes_nothing(straight, job_name, tmp_path):
     folder = stopped_after_two(straight[job_name], tmp_path)
     layout, *method = job_name.split()

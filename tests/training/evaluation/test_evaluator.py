@@ -142,7 +142,9 @@ def test_training_is_the_same_to_the_last_bit(
     losses = []
     for name, evaluation in (("with", {"every": 2}), ("without", {"every": 1000})):
         metrics = {"dir": str(tmp_path / name / "metrics")}
-        run_ranks(2, _train, _job(folder, preset, parallel=layout, packing=packing, evaluation=evaluation, metrics=metrics))
+        run_ranks(
+            2, _train, _job(folder, preset, parallel=layout, packing=packing, evaluation=evaluation, metrics=metrics)
+        )
         losses.append([(row["loss"], row["grad_norm"]) for row in read_steps(tmp_path / name)])
     assert losses[0] == losses[1]
     with_rows, without_rows = _rows(tmp_path / "with"), _rows(tmp_path / "without")
