@@ -5,6 +5,7 @@ The processes of each group size are started once and go through all cases of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,13 @@ def _windowed_cases(cp_size: int) -> list[Case]:
     return [*cases, narrow]
 
 
-def _largest_error(case: Case, seed: int, group: dist.ProcessGroup | None, rank: int | None = None) -> float:
+def _largest_error(
+    case: Case,
+    seed: int,
+    group: dist.ProcessGroup | None,
+    rank: int | None = None,
+    members: Sequence[int] | None = None,
+) -> float:
     """The largest error of this rank's output and gradients, over the largest entry expected or 1."""
     plan = ShardPlan.from_json(case.plan)
     # Rounded first, so that a narrow type is charged for its arithmetic and not for its inputs.
@@ -100,7 +107,7 @@ def _largest_error(case: Case, seed: int, group: dist.ProcessGroup | None, rank:
     mine = torch.from_numpy(plan.positions(dist.get_rank(group) if rank is None else rank))
     *tensors, grad_out = (tensor[mine] for tensor in inputs)
     query, key, value = (tensor.requires_grad_() for tensor in tensors)
-    out = context_parallel_attention(query, key, value, plan, group, case.backend, window=case.window)
+    out = context_parallel_attention(query, key, value, plan, group, case.backend, window=case.window, members=members)
     assert out.shape == query.shape
     assert out.dtype == case.dtype
     actual = [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
@@ -170,6 +177,23 @@ def test_groups_that_are_part_of_the_world_work_beside_each_other() -> None:
     assert max(run_ranks(4, _second_group_errors, case)) < 1e-10
 
 
+def _errors_of_some(cases: list[tuple[tuple[int, ...], Case]]) -> list[float]:
+    rank = dist.get_rank()
+    mine = [(members, case) for members, case in cases if rank in members]
+    return [_largest_error(case, 0, None, members.index(rank), members) for members, case in mine]
+
+
+def test_plans_for_some_ranks_of_a_group_work_beside_each_other() -> None:
+    """Each rank runs the plans that name it, in one order, and takes no part in the others."""
+    cases = []
+    for members in [(0, 2), (1, 3), (0, 1, 3), (2,), (0, 1, 2, 3), (1, 2), (0, 3)]:
+        for strategy, window in (("per_document", None), ("per_sequence", 9)):
+            plan = make_shard_plan(MIXES["many"], len(members), strategy)
+            cases.append((members, Case(str(members), plan.to_json(), window=window)))
+    cases.append(((3, 0), Case("sent again", _tails_apart(MIXES["many"], 2).to_json())))
+    assert max(error for errors in run_ranks(4, _errors_of_some, cases) for error in errors) < 1e-10
+
+
 def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list[str], list[str], list[Tensor]]:
     """What this rank does in forward and backward, in order: messages it starts, parts it attends; and gradients."""
     tensors = random_inputs(int(plan.tokens_per_rank[dist.get_rank()]), 2, 2, 8, seed=0)
@@ -180,14 +204,14 @@ def _events(plan: ShardPlan, layers: int, *, resends: bool = True) -> tuple[list
         events.append(name.removeprefix("attention "))
         return nullcontext()
 
-    def collective(*arguments: Any) -> exchange.Arrival:
+    def exchanging(*arguments: Any) -> exchange.Arrival:
         events.append("send")
         return start(*arguments)
 
-    start = exchange._all_to_all
+    start = exchange._exchange
     with (
         mock.patch("wlb.attention.packed_attention.region", part),
-        mock.patch.object(exchange, "_all_to_all", collective),
+        mock.patch.object(exchange, "_exchange", exchanging),
     ):
         out, together = query, Resends() if resends else None
         for _ in range(layers):

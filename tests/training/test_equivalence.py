@@ -12,9 +12,11 @@ every dimension meets the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -22,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -31,9 +34,11 @@ from wlb.attention import segment_attention
 from wlb.attention.backends import BACKENDS
 from wlb.documents.segments import Segment
 from wlb.job.config import PRESETS, JobConfig
+from wlb.job.memory.layers import Checkpointing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.packing.arrange import arrange
+from wlb.packing.level import level_step
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.layout import Layout
 from wlb.training.data.batch import IGNORE_LABEL, labelled_tokens, make_batch
@@ -175,9 +180,28 @@ def _unlike(steps: list[Step]) -> list[Step]:
     return [kind[-1] for kind in (cut, empty, masked, long)]
 
 
-def _errors(model: TransformerConfig, parallel: Layout, steps: list[Step]) -> dict[str, float]:
+def _errors_of_level_steps(model: TransformerConfig, jobs: list[LevelJob]) -> list[dict[str, float]]:
+    return [_errors(model, job.layout, job.steps, job.checkpointing, keeps_weights=True) for job in jobs]
+
+
+def _errors(
+    model: TransformerConfig,
+    parallel: Layout,
+    steps: list[Step],
+    checkpointing: Checkpointing = "none",
+    *,
+    keeps_weights: bool = False,
+) -> dict[str, float]:
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
-    stages = build_stage_modules(model, parallel, mesh, Execution(device, torch.float64), seed=SEED)
+    stages = build_stage_modules(
+        model,
+        parallel,
+        mesh,
+        Execution(device, torch.float64),
+        seed=SEED,
+        activation_checkpointing=checkpointing,
+        keeps_weights=keeps_weights,
+    )
     per_rank = len(steps[0].plan.micro_batches) // parallel.dp
     runner = PipelineRunner(stages, parallel, mesh, per_rank, Execution(device, torch.float64))
     errors: dict[str, float] = {}
@@ -186,7 +210,7 @@ def _errors(model: TransformerConfig, parallel: Layout, steps: list[Step]) -> di
             stage.zero_grad()
         share = RankShare(mesh.rank("dp"), mesh.rank("cp"), parallel, step.strategy)
         plan = arrange(step.plan, parallel.dp)
-        batches = [share.of(make_batch(micro_batch, step.documents)) for micro_batch in plan.ranks[share.dp_rank]]
+        batches = share.batches(plan, partial(make_batch, store=step.documents))
         loss = runner.run_step(batches, labelled_tokens(plan, step.documents))
         dist.all_reduce(loss)
         found = {"loss": loss} | {
@@ -200,6 +224,81 @@ def _errors(model: TransformerConfig, parallel: Layout, steps: list[Step]) -> di
             error = float((value - exact[name]).abs().max() / exact[name].abs().max())
             errors[name] = max(errors.get(name, 0.0), error)
     return errors
+
+
+class LevelJob(NamedTuple):
+    """Steps in which every context-parallel rank of ``layout`` runs micro-batches of its own."""
+
+    layout: Layout
+    steps: list[Step]
+    checkpointing: Checkpointing
+
+
+@dataclass(frozen=True)
+class Prices:
+    """A document of n tokens costs n² and n, and every other rank of its group one per cent more."""
+
+    ranks: int
+    per_node: int
+
+    def beginning(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.ones(len(lengths))
+
+    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return lengths + lengths**2 / 8
+
+    def shared(self, lengths: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
+        return 1 + self.alone(lengths) * (1 / ranks + 0.01)
+
+    def document_seconds(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self.alone(lengths)
+
+
+def _level_plans(ranks: int, documents: RandomDocuments) -> list[StepPlan]:
+    """As they are planned, as nobody would plan them, and by chance."""
+
+    def micro_batch(of: Sequence[int], *indices: int) -> MicroBatch:
+        segments = [Segment(index, 0, int(documents.lengths[index])) for index in indices]
+        return MicroBatch(tuple(segments), float(len(of)), tuple(of))
+
+    everyone, last = range(ranks), ranks - 1
+    count, rng = len(documents.lengths), np.random.default_rng(ranks)
+    planned = level_step(documents.lengths.tolist(), CONTEXT_WINDOW // 2, Prices(ranks, ranks))
+    chosen = [
+        [micro_batch(group.ranks, *group.documents) for group in planned],
+        # Rank 0 has nothing, and at the end all others share a document that is too short for them.
+        [micro_batch([last], 1, 2), micro_batch(range(1, ranks), 3), micro_batch([last], 4), micro_batch([last], 5)]
+        + [micro_batch(range(1, ranks), int(documents.lengths.argmin()))],
+        [micro_batch(everyone, 6), micro_batch([0], 7, 8, 9), micro_batch(everyone, 10), micro_batch([0, last], 11)],
+    ]
+    for _ in range(2):
+        order = iter(rng.permutation(count).tolist())
+        step = []
+        for _ in range(8):
+            group = sorted(rng.choice(ranks, rng.integers(1, ranks + 1), replace=False).tolist())
+            several = int(rng.integers(1, 4)) if len(group) == 1 else 1
+            step.append(micro_batch(group, *(next(order) for _ in range(several))))
+        chosen.append(step)
+    return [StepPlan(number, (tuple(step),)) for number, step in enumerate(chosen)]
+
+
+# Eight processes repeat, in groups of more sizes, what four prove.
+@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_level_steps_have_the_loss_and_gradients_of_one_document_at_a_time(
+    world_size: int, model: TransformerConfig, documents: RandomDocuments
+) -> None:
+    kinds: dict[int, list[Checkpointing]] = {1: ["none", "selective", "full"], 2: ["selective"]}
+    jobs = []
+    for tp in (1, 2) if world_size > 2 else (1,):
+        plans = _level_plans(world_size // tp, documents)
+        steps = [
+            Step(plan, documents, "per_document", *_one_segment_at_a_time(plan, documents, model)) for plan in plans
+        ]
+        jobs += [LevelJob(Layout(cp=world_size // tp, tp=tp), steps, kind) for kind in kinds[tp]]
+    by_rank = run_ranks(world_size, _errors_of_level_steps, model, jobs)
+    for job, errors_of_ranks in zip(jobs, zip(*by_rank, strict=True), strict=True):
+        assert {name for errors in errors_of_ranks for name in errors} == {"loss", *job.steps[0].gradients}
+        assert max(error for errors in errors_of_ranks for error in errors.values()) < TOLERANCE, job[::2]
 
 
 def test_the_steps_cover_the_hard_cases(steps: list[Step], micro_batches: int) -> None:

@@ -26,6 +26,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "best": {"pp": 2, "cp": 2, "tp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
     # The four ranks of a stage make one pool; its three micro-batches are one round over two pipeline ranks.
     "elastic": {"dp": 2, "cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 4},
+    "level": {"dp": 2},  # elastic, whose two ranks run micro-batches of their own
+}
+PACKING: dict[str, dict[str, Any]] = {
+    "elastic": {"pool_micro_batches": 3, "grouping": "alike"},
+    "level": {"grouping": "level", "max_length_factor": 1.0},  # half a context window on each rank
 }
 
 
@@ -42,11 +47,11 @@ def configure(folder: Path, preset: str, steps: int) -> JobConfig:
         model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68},
         data={"context_window": WINDOW},
         parallel=LAYOUTS[preset],
-        packing={"outlier_thresholds": [16, 40], "pool_micro_batches": 3, "grouping": "alike"},
+        packing={"outlier_thresholds": [16, 40], **PACKING.get(preset, {})},
         training={"steps": steps, "dtype": "float64", "learning_rate": 0.02, "gradient_clip": 0.5},
         metrics={"dir": str(folder / preset / "metrics")},
     )
-    return JobConfig.model_validate({"preset": preset, **sections})
+    return JobConfig.model_validate({"preset": "elastic" if preset == "level" else preset, **sections})
 
 
 def _train(config: JobConfig) -> list[StepPlan]:
@@ -60,11 +65,13 @@ def _train(config: JobConfig) -> list[StepPlan]:
 # that later ones have.
 @pytest.mark.parametrize(
     ("preset", "steps"),
-    [("elastic", 4), *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS)],
+    [("elastic", 4), ("level", 4), *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS)],
 )
 def test_steps_have_the_losses_of_single_documents(preset: str, steps: int, folder: Path) -> None:
     config = configure(folder, preset, steps)
     plans = run_ranks(config.parallel.world_size, _train, config)[0]
+    if preset == "level":
+        assert {len(part.ranks) for plan in plans for part in plan.micro_batches} == {1, 2}
     losses = [row["loss"] for row in read_steps(folder / preset)]
     assert len(losses) == steps
     assert losses[-1] < losses[0]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.attention.backends import check_inputs, pick_backend
-from wlb.attention.exchange import Resends
+from wlb.attention.exchange import PlanRanks, Resends
 from wlb.attention.packed_attention import AttendPacked, KeptAttention
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import ShardLayout, shard_layout
@@ -67,7 +67,9 @@ def segment_attention(
             f"got {len(segment_lengths)} segments with {sum(segment_lengths)} tokens"
         )
     layout = ShardLayout(Runs.of_segments(tuple(segment_lengths), window))
-    out: Tensor = AttendPacked.apply(query, key, value, layout, pick_backend(query, backend), None, None, None)
+    out: Tensor = AttendPacked.apply(
+        query, key, value, layout, pick_backend(query, backend), PlanRanks(None), None, None
+    )
     return out
 
 
@@ -81,10 +83,11 @@ def context_parallel_attention(
     kept: KeptAttention | None = None,
     resends: Resends | None = None,
     window: int | None = None,
+    members: Sequence[int] | None = None,
 ) -> Tensor:
     """Causal softmax attention inside each segment of a micro-batch, over a group of ranks that share it.
 
-    Every rank of ``group`` calls this with the same plan and its own tokens, which are those at
+    Every rank of the plan calls this with the same plan and its own tokens, which are those at
     ``shard_plan.positions(rank)`` of the packed micro-batch, in that order; a rank may hold none. Outputs and gradients
     are those of ``segment_attention`` over the whole micro-batch.
 
@@ -101,6 +104,8 @@ def context_parallel_attention(
         resends: The same object in all layers of a stage that run this micro-batch, so that keys and values that have
             to be sent again are there in time. Not looked at with ``kept``.
         window: Tokens that each token attends up to its own, of its segment; all of them without it.
+        members: The ranks of ``group`` that the plan is for, in its order; all of them by default. The others need not
+            call this. With NCCL all must have been in a call of ``group`` before.
 
     Returns:
         (local tokens, heads, head_dim), of the query's type.
@@ -110,13 +115,16 @@ def context_parallel_attention(
         ValueError: Tensors, plan and group do not fit together.
     """
     alone = group is None and shard_plan.cp_size == 1
-    ranks, rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
-    if ranks != shard_plan.cp_size:
-        raise ValueError(f"the plan is for {shard_plan.cp_size} ranks, the group has {ranks}")
+    in_group, rank = (1, 0) if alone else (dist.get_world_size(group), dist.get_rank(group))
+    if members is not None and not alone:
+        in_group, rank = len(members), members.index(rank)
+    if in_group != shard_plan.cp_size:
+        raise ValueError(f"the plan is for {shard_plan.cp_size} ranks, the group has {in_group}")
     check_inputs(query, key, value, window)
     expected = int(shard_plan.tokens_per_rank[rank])
     if len(query) != expected:
         raise ValueError(f"rank {rank} holds {expected} tokens under the plan, the query has {len(query)}")
     layout = shard_layout(shard_plan, rank, query.device, window)
-    out: Tensor = AttendPacked.apply(query, key, value, layout, pick_backend(query, backend), group, kept, resends)
+    ranks = PlanRanks(group, members)
+    out: Tensor = AttendPacked.apply(query, key, value, layout, pick_backend(query, backend), ranks, kept, resends)
     return out

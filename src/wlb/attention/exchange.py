@@ -1,16 +1,23 @@
 """The K/V exchange: keys and values are sent to the ranks that attend them, and their gradients returned.
 
-An all-to-all carries keys and values together and exactly the tokens that the plan needs: a rank gets the keys before
-its last piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold different numbers
-of tokens. NCCL makes it of messages between the ranks that share a segment, and no rank waits for others; gloo sends
-empty messages too. Gradients go the opposite way and are added where they arrive, rank after rank, so that the sum has
-the same rounding every time.
+It carries keys and values together and exactly the tokens that the plan needs: a rank gets the keys before its last
+piece of a segment, not the whole segment as an all-gather would bring it, and ranks may hold different numbers of
+tokens. Gradients go the opposite way and are added where they arrive, rank after rank, so that the sum has the same
+rounding every time.
+
+Where a plan is for a whole process group this is an all-to-all. NCCL makes it of messages between the ranks that share
+a segment, and no rank waits for others; gloo sends empty messages too. Where it is for some ranks of a group, these
+send each other messages, while the others do something else. (Messages alone would do for both. But with gloo a small
+exchange as messages takes about twice the CPU time, and with NCCL the first call of a group must be one of all ranks.)
+Two ranks find each other's messages by their order, which is the same on both: they run the plans that they share in
+the same order, each layer by layer, forward, backward and where it is computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,29 +29,41 @@ from wlb.attention.shard_layout import ExchangePart, ShardLayout
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
 
+class PlanRanks(NamedTuple):
+    """The ranks of a shard plan, in its order: all of ``group``, or those that are numbered ``members`` in it.
+
+    Without a group they are those of the default one.
+    """
+
+    group: dist.ProcessGroup | None
+    members: Sequence[int] | None = None
+
+
 @dataclass
 class Arrival:
-    """An all-to-all in flight; what is sent must not be freed before it is done."""
+    """An exchange in flight; what is sent must not be freed before it is done."""
 
-    work: dist.Work
+    work: Sequence[dist.Work]
     received: Tensor
     sent: Tensor
 
     def wait(self) -> Tensor:
         with region(_REGION):
-            self.work.wait()
+            for work in self.work:
+                work.wait()
+        self.work = ()  # gloo would wait for a second message
         return self.received
 
 
-def send_keys(k_TGE: Tensor, v_TGE: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+def send_keys(k_TGE: Tensor, v_TGE: Tensor, part: ExchangePart, ranks: PlanRanks) -> Arrival:
     """Start sending a part of the local keys and values; what arrives is (A, 2, G, E)."""
     sent_S2GE = torch.stack([x_TGE.index_select(0, part.send_rows) for x_TGE in (k_TGE, v_TGE)], dim=1)
-    return _all_to_all(sent_S2GE, part.send_counts, part.receive_counts, group)
+    return _exchange(sent_S2GE, part.send_counts, part.receive_counts, ranks)
 
 
-def return_gradients(grad_A2GE: Tensor, part: ExchangePart, group: dist.ProcessGroup | None) -> Arrival:
+def return_gradients(grad_A2GE: Tensor, part: ExchangePart, ranks: PlanRanks) -> Arrival:
     """Start sending the gradients of a part's received keys and values back to their owners."""
-    return _all_to_all(grad_A2GE, part.receive_counts, part.send_counts, group)
+    return _exchange(grad_A2GE, part.receive_counts, part.send_counts, ranks)
 
 
 def add_returned(grad_TGE: Tensor, returned: Sequence[Tensor], parts: Sequence[ExchangePart]) -> Tensor:
@@ -62,14 +81,21 @@ def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
     total.index_copy_(0, rows, total.index_select(0, rows).add_(values))
 
 
-def _all_to_all(
-    sent: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup | None
-) -> Arrival:
+def _exchange(sent: Tensor, send_counts: list[int], receive_counts: list[int], ranks: PlanRanks) -> Arrival:
     received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
+    group, members = ranks
     with region(_REGION):
-        work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group, async_op=True)
-    assert work is not None
-    return Arrival(work, received, sent)
+        if members is None:
+            work = dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group, async_op=True)
+            assert work is not None
+            return Arrival([work], received, sent)
+        messages = [
+            dist.P2POp(operation, rows, group=group, group_peer=member)
+            for operation, tensor, counts in ((dist.isend, sent, send_counts), (dist.irecv, received, receive_counts))
+            for rows, member in zip(tensor.split(counts), members, strict=True)
+            if len(rows)
+        ]
+        return Arrival(dist.batch_isend_irecv(messages) if messages else [], received, sent)
 
 
 class Resends:
@@ -93,16 +119,16 @@ class Resends:
 class Resend:
     """Keys and values of one layer, to be sent again; ``below`` is that of the layer before it."""
 
-    def __init__(self, k_TGE: Tensor, v_TGE: Tensor, layout: ShardLayout, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, k_TGE: Tensor, v_TGE: Tensor, layout: ShardLayout, ranks: PlanRanks) -> None:
         self._unsent: tuple[Tensor, Tensor] | None = (k_TGE.detach(), v_TGE.detach())
-        self._layout, self._group = layout, group
+        self._layout, self._ranks = layout, ranks
         self._arrivals: list[Arrival] = []
         self.below: Resend | None = None
 
     def start(self) -> None:
         """Start sending, if that has not happened yet."""
         if self._unsent is not None:
-            self._arrivals = [send_keys(*self._unsent, part, self._group) for part in self._layout.parts]
+            self._arrivals = [send_keys(*self._unsent, part, self._ranks) for part in self._layout.parts]
             self._unsent = None
 
     def take(self) -> list[Arrival]:

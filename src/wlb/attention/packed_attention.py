@@ -19,12 +19,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from wlb.attention.backends import AttentionBackend
-from wlb.attention.exchange import Arrival, Resend, Resends, add_returned, add_rows, return_gradients, send_keys
+from wlb.attention.exchange import (
+    Arrival,
+    PlanRanks,
+    Resend,
+    Resends,
+    add_returned,
+    add_rows,
+    return_gradients,
+    send_keys,
+)
 from wlb.attention.profiler_regions import region
 from wlb.attention.shard_layout import ExchangePart, ShardLayout
 
@@ -61,7 +69,7 @@ class KeptAttention:
 
 
 class AttendPacked(torch.autograd.Function):
-    """Attention of one rank's tokens; ``group`` are the ranks of ``layout``, which may be this one alone."""
+    """Attention of one rank's tokens; ``ranks`` are those of ``layout``, which may be this one alone."""
 
     @staticmethod
     def forward(
@@ -71,38 +79,38 @@ class AttendPacked(torch.autograd.Function):
         v_TGE: Tensor,
         layout: ShardLayout,
         backend: AttentionBackend,
-        group: dist.ProcessGroup | None,
+        ranks: PlanRanks,
         kept: KeptAttention | None,
         resends: Resends | None,
     ) -> Tensor:
         keeps = layout.keeps_received or (kept is not None and kept.computed_again)
         results = (kept or KeptAttention()).get(
-            lambda: _attend(q_THE, k_TGE, v_TGE, layout, backend, group, keeps=keeps)
+            lambda: _attend(q_THE, k_TGE, v_TGE, layout, backend, ranks, keeps=keeps)
         )
         ctx.save_for_backward(q_THE, k_TGE, v_TGE, results.out_THE, results.log_sum_exp_HT, *results.received)
-        ctx.layout, ctx.backend, ctx.group = layout, backend, group
+        ctx.layout, ctx.backend, ctx.ranks = layout, backend, ranks
         ctx.resend, ctx.resends = None, resends
         # What is checkpointed must not be held from here.
         if resends is not None and kept is None and layout.parts and not keeps and any(ctx.needs_input_grad):
-            ctx.resend = resends.add(Resend(k_TGE, v_TGE, layout, group))
+            ctx.resend = resends.add(Resend(k_TGE, v_TGE, layout, ranks))
         return results.out_THE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
-        layout, backend, group, resend = ctx.layout, ctx.backend, ctx.group, ctx.resend
+        layout, backend, ranks, resend = ctx.layout, ctx.backend, ctx.ranks, ctx.resend
         q_THE, k_TGE, v_TGE, out_THE, log_sum_exp_HT, *received = ctx.saved_tensors
         merged: list[tuple[Tensor, Tensor]] = []
         homeward: list[Arrival] = []
         if layout.window_rows is None:
-            again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, group)).take()
+            again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, ranks)).take()
             for part, x_A2GE in zip(layout.parts, received or (arrival.wait() for arrival in again), strict=True):
                 with region(_RECEIVED):
                     grad_QHE, grad_A2GE = _received_gradients(
                         grad_THE, q_THE, x_A2GE, out_THE, log_sum_exp_HT, part, backend
                     )
                 merged.append((part.query_rows, grad_QHE))
-                homeward.append(return_gradients(grad_A2GE, part, group))
+                homeward.append(return_gradients(grad_A2GE, part, ranks))
         if resend is not None:
             ctx.resends.go_on_below(resend)
             ctx.resend = None
@@ -114,7 +122,7 @@ class AttendPacked(torch.autograd.Function):
                 grad_q_THE, *grads = backend.backward(grad_THE, q_THE, *keys, out_THE, log_sum_exp_HT, layout.own_runs)
         if layout.window_rows is not None:
             grads, grad_A2GE = _window_gradients(grads, layout, len(k_TGE))
-            homeward = [return_gradients(grad_A2GE, part, group) for part in layout.parts]
+            homeward = [return_gradients(grad_A2GE, part, ranks) for part in layout.parts]
         for rows, grad_QHE in merged:
             add_rows(grad_q_THE, rows, grad_QHE)
         if layout.parts:
@@ -129,12 +137,12 @@ def _attend(
     v_TGE: Tensor,
     layout: ShardLayout,
     backend: AttentionBackend,
-    group: dist.ProcessGroup | None,
+    ranks: PlanRanks,
     *,
     keeps: bool,
 ) -> AttentionResults:
     """Attention of this rank's tokens, and with ``keeps`` the keys and values it received."""
-    arrivals = [send_keys(k_TGE, v_TGE, part, group) for part in layout.parts]
+    arrivals = [send_keys(k_TGE, v_TGE, part, ranks) for part in layout.parts]
     if layout.own_runs is None:
         out_THE, log_sum_exp_HT = q_THE.clone(), q_THE.new_empty(q_THE.shape[1], 0)
     else:

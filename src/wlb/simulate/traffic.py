@@ -62,7 +62,7 @@ def received_bytes(
 
 def _weight_passes(job: JobSpec) -> int:
     """How often weights are gathered: once, or in the first forward and in every backward."""
-    return 1 if job.layout.pp > 1 else 1 + job.micro_batches_per_rank
+    return 1 if job.layout.pp > 1 or job.levels_steps else 1 + job.micro_batches_per_rank
 
 
 def _collectives(job: JobSpec, stages: Sequence[int], blocks: int) -> int:

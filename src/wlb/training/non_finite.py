@@ -16,6 +16,7 @@ from torch import Tensor
 
 from wlb.job.config import TrainingConfig
 from wlb.packing.plan import StepPlan
+from wlb.training.data.loader import micro_batches_of
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.failures import TrainingError
 
@@ -25,10 +26,10 @@ _DOCUMENTS_NAMED = 50  # of each kind, in the message
 class NonFiniteSteps:
     """What to do with steps of a job that are not finite, and how many of them came in a row; used by every rank."""
 
-    def __init__(self, config: TrainingConfig, dp_rank: int) -> None:
+    def __init__(self, config: TrainingConfig, dp_rank: int, cp_rank: int = 0) -> None:
         self._policy = config.non_finite
         self._most = config.max_skipped
-        self._dp_rank = dp_rank
+        self._dp_rank, self._cp_rank = dp_rank, cp_rank
         self._in_a_row = 0
 
     def check(self, step: int, loss: float, grad_norm: float, plan: StepPlan, losses: Sequence[Tensor]) -> str | None:
@@ -40,7 +41,10 @@ class NonFiniteSteps:
         if math.isfinite(loss) and math.isfinite(grad_norm):
             self._in_a_row = 0
             return None
-        found = [(self._dp_rank, index) for index, value in enumerate(losses) if not torch.isfinite(value)]
+        mine = micro_batches_of(plan, self._dp_rank, self._cp_rank)  # the loss of one without tokens may follow
+        found = [
+            (self._dp_rank, index) for index, value in zip(mine, losses, strict=False) if not torch.isfinite(value)
+        ]
         guilty = sorted({place for places in gathered(found) for place in places})
         problem = f"step {step}: loss is {loss} and gradient norm {grad_norm}; {_blame(plan, guilty)}"
         if self._policy == "stop":

@@ -83,7 +83,7 @@ class Trainer:
         self.reporter = build_reporter(self.model, self.loader, self.step)
         self.evaluator = build_evaluator(self.model, self.reporter)
 
-        self.non_finite = NonFiniteSteps(self.config.training, self.model.mesh.rank("dp"))
+        self.non_finite = NonFiniteSteps(self.config.training, self.model.mesh.rank("dp"), self.model.mesh.rank("cp"))
         self._trained = self.loader.state_dict()
         self._last_step = self.config.training.steps or math.inf
         for stage in self.model.stages:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wlb.attention.backends import cuda
-from wlb.attention.exchange import add_returned, return_gradients, send_keys
+from wlb.attention.exchange import PlanRanks, add_returned, return_gradients, send_keys
 from wlb.attention.packed_attention import _attend_received, _received_gradients
 from wlb.attention.runs import Runs
 from wlb.attention.shard_layout import shard_layout
@@ -105,16 +105,18 @@ def test_received_keys_are_attended_and_merged(rank: int):
         assert (grad.shape, grad.dtype) == (key.shape, torch.bfloat16)
 
 
+@pytest.mark.parametrize("members", [None, (0, 1)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_exchanged_is_what_nccl_takes(rank: int):
+def test_what_is_exchanged_is_what_nccl_takes(rank: int, members: tuple[int, ...] | None):
     """Both ways of the key/value exchange, with tensors of device cuda: contiguous, of the rows that the plan says."""
     plan = make_shard_plan((300, 12, 200), 2, "per_document")
     layout = shard_layout(plan, rank, CUDA)
     rows = int(plan.tokens_per_rank[rank])
     with fake_process_group(rank, 2):
+        ranks = PlanRanks(None, members)
         for part in layout.parts:
-            arrival = send_keys(tensor(rows, 2, HEAD_DIM), tensor(rows, 2, HEAD_DIM), part, None)
-            returning = return_gradients(torch.empty_like(arrival.wait()), part, None)
+            arrival = send_keys(tensor(rows, 2, HEAD_DIM), tensor(rows, 2, HEAD_DIM), part, ranks)
+            returning = return_gradients(torch.empty_like(arrival.wait()), part, ranks)
             for message, counts in (
                 (arrival.sent, part.send_counts),
                 (arrival.received, part.receive_counts),

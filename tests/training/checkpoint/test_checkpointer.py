@@ -69,11 +69,14 @@ def configure(
     allow_changed_data: bool = False,
     **model: Any,
 ) -> JobConfig:
+    packing = {"method": method}
+    if method == "level":
+        packing = {"method": "elastic", "grouping": "level"}
     return job(
         folder,
-        "elastic" if method == "elastic" else "best",
+        "best" if method == "makespan" else "elastic",
         model={"layers": 4, "kv_heads": 2, "vocab_size": 68, **model},
-        packing={"micro_batches": micro_batches, "method": method},
+        packing={"micro_batches": micro_batches, **packing},
         parallel=parallel,
         data={"context_window": 64},  # so small that a planner takes in the documents of several steps at once
         training={"dtype": "float64", "steps": 4},
@@ -88,7 +91,8 @@ def train(config: JobConfig) -> None:
 class StraightJobs(dict[str, Path]):
     """Folders of uninterrupted jobs of four steps with checkpoints after 2 and 4, made when asked for.
 
-    The key is a layout, and after a space a packing method, where that is not the default; ``elastic`` is the preset.
+    The key is a layout, and after a space a packing method, where that is not the default; ``elastic`` is the preset,
+    and ``level`` is that with level steps.
     """
 
     def __init__(self, make_folder: Callable[[str], Path]) -> None:
@@ -121,7 +125,9 @@ def exhaustive(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("job_name", ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), "pool elastic"])
+@pytest.mark.parametrize(
+    "job_name", ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), "pool elastic", "dp level"]
+)
 def test_resuming_changes_nothing(straight, job_name, tmp_path):
     folder = stopped_after_two(straight[job_name], tmp_path)
     layout, *method = job_name.split()

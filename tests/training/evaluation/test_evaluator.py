@@ -57,10 +57,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _job(folder: Path, **changes: Any) -> JobConfig:
+def _job(folder: Path, preset: str = "best", /, **changes: Any) -> JobConfig:
     evaluation = {"store": str(folder / "held_out"), "length_buckets": BUCKETS, **changes.pop("evaluation", {})}
     training = {"steps": 4, **changes.pop("training", {})}
-    return job(folder, evaluation=evaluation, training=training, **changes)
+    return job(folder, preset, evaluation=evaluation, training=training, **changes)
 
 
 def _in_layout(folder: Path, layout: dict[str, Any]) -> JobConfig:
@@ -131,12 +131,20 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}], ids=["dp", "pp"])
-def test_training_is_the_same_to_the_last_bit(layout: dict[str, int], folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "preset", "packing"),
+    [({"dp": 2}, "best", {}), ({"pp": 2}, "best", {}), ({"dp": 2}, "elastic", {"grouping": "level"})],
+    ids=["dp", "pp", "level"],
+)
+def test_training_is_the_same_to_the_last_bit(
+    layout: dict[str, int], preset: str, packing: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
     losses = []
     for name, evaluation in (("with", {"every": 2}), ("without", {"every": 1000})):
         metrics = {"dir": str(tmp_path / name / "metrics")}
-        run_ranks(2, _train, _job(folder, parallel=layout, evaluation=evaluation, metrics=metrics))
+        run_ranks(
+            2, _train, _job(folder, preset, parallel=layout, packing=packing, evaluation=evaluation, metrics=metrics)
+        )
         losses.append([(row["loss"], row["grad_norm"]) for row in read_steps(tmp_path / name)])
     assert losses[0] == losses[1]
     with_rows, without_rows = _rows(tmp_path / "with"), _rows(tmp_path / "without")

@@ -62,6 +62,23 @@ def test_an_uneven_plan_names_its_setting(axis, what, setting, pooled):
     assert setting in cause["text"]
 
 
+def test_ranks_of_level_steps_wait_for_the_slowest_of_them():
+    """Each has seconds of its own there, of any number of micro-batches."""
+    rows = rows_of(np.ones((1, 1, 8, 1, 1)))
+    for name in rows.dtype.names:
+        if name.endswith("_seconds") and "wait" not in name:
+            rows[name][3] = 1.8
+    diagnosis = diagnose(
+        [rows], NAMES, (1, 1, 8, 1), None, last_step=9, step_seconds=5.0, straggler_factor=9.0, pooled=True
+    )
+    (cause,) = diagnosis["causes"]
+    assert (cause["what"], cause["cost"]) == ("cp", pytest.approx(1.8 / 1.1 - 1))
+    assert cause["text"].startswith("ranks over a step differ (1.64): raise packing.global_batch")
+    assert diagnosis["imbalance"]["dp"] == {"predicted": 1.0, "measured": 1.0}
+    assert diagnosis["imbalance"]["micro_batches"] == {"predicted": None, "measured": None}
+    assert "pool_micro_batches" not in render(diagnosis)
+
+
 def test_uneven_micro_batches_cost_what_the_pipeline_waits_for_them():
     uneven = EVEN.copy()
     uneven[..., 0] = 3.0

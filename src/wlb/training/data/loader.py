@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from wlb.job.planner import PlannedStep, StepPlanner
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
+from wlb.simulate.level import SHARDING
 from wlb.training.data.batch import TokenBatch, check_vocabulary, labelled_tokens, make_batch
 from wlb.training.data.prefetch import Prefetcher, Shutdown
 from wlb.training.data.sharded_batch import ShardedBatch, shard_batch
@@ -53,9 +54,26 @@ class RankShare:
         """The share of a rank of ``job``."""
         return cls(dp_rank, cp_rank, job.layout, job.sharding.strategy, job.sharding_workload)
 
-    def of(self, batch: TokenBatch) -> ShardedBatch:
-        plan = make_shard_plan(batch.segment_lengths, self.layout.cp, self.strategy, workload=self.workload)
-        return shard_batch(batch, plan, self.cp_rank, multiple_of=self.layout.tp)
+    def of(self, batch: TokenBatch, ranks: tuple[int, ...] = ()) -> ShardedBatch:
+        """What this rank holds of ``batch``, which the context-parallel ``ranks`` run; all where none are named."""
+        strategy, workload = (SHARDING, None) if ranks else (self.strategy, self.workload)
+        plan = make_shard_plan(batch.segment_lengths, len(ranks) or self.layout.cp, strategy, workload=workload)
+        rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
+        return shard_batch(batch, plan, rank, self.layout.tp, ranks)
+
+    def batches(self, plan: StepPlan, read: Callable[[MicroBatch], TokenBatch]) -> tuple[ShardedBatch, ...]:
+        """What this rank holds of its micro-batches of ``plan``, of which it reads no others.
+
+        Where they name their ranks, one without tokens may follow. In the backward of its last micro-batch a rank
+        reduces gradients, layer by layer, and waits there for all others; so no other may still need it for a later
+        one. Its last has to be the last of all that share it.
+        """
+        mine = [plan.ranks[self.dp_rank][index] for index in micro_batches_of(plan, self.dp_rank, self.cp_rank)]
+        if names_ranks(plan):
+            last = {rank: part for part in plan.ranks[self.dp_rank] for rank in part.ranks}
+            if not mine or any(last[rank] is not mine[-1] for rank in mine[-1].ranks):
+                mine.append(MicroBatch((), 0.0, (self.cp_rank,)))
+        return tuple(self.of(read(micro_batch), micro_batch.ranks) for micro_batch in mine)
 
 
 @dataclass(frozen=True)
@@ -63,7 +81,7 @@ class LoadedStep:
     """One step, ready to train: ``batches`` are this rank's shares of its micro-batches, in pipeline order.
 
     The plan covers all ranks and ``loss_tokens`` counts their labelled tokens. ``fingerprint`` is equal where plans are
-    equal, ``shard_fingerprint`` where the shard plans of all batches are. ``wait_seconds`` is how long training stood
+    equal, ``shard_fingerprint`` where the shard plans of all batches of a data-parallel rank are. ``wait_seconds`` is how long training stood
     still for this step.
     """
 
@@ -149,21 +167,35 @@ class StepLoader(Iterator[LoadedStep]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _batch(self, micro_batch: MicroBatch) -> ShardedBatch:
+    def _batch(self, micro_batch: MicroBatch) -> TokenBatch:
         batch = make_batch(micro_batch, self._store)
         check_vocabulary(batch, micro_batch, self._vocab_size)
-        return self._share.of(batch)
+        return batch
 
     def _read(self, planned: PlannedStep) -> LoadedStep:
         plan = planned.plan
-        batches = tuple(map(self._batch, plan.ranks[self._share.dp_rank]))
+        batches = self._share.batches(plan, self._batch)
+        shards = [] if names_ranks(plan) else [[table.tolist() for table in b.shard_plan.pieces] for b in batches]
         return LoadedStep(
             planned=planned,
             batches=batches,
             loss_tokens=labelled_tokens(plan, self._store),
-            fingerprint=_fingerprint((plan.step, [[part.segments for part in rank] for rank in plan.ranks])),
-            shard_fingerprint=_fingerprint([[table.tolist() for table in b.shard_plan.pieces] for b in batches]),
+            fingerprint=_fingerprint((plan.step, [[(part.segments, part.ranks) for part in r] for r in plan.ranks])),
+            # Where micro-batches name their ranks, these have different ones. All cut them alike where the plans are
+            # equal: by whole numbers that follow from lengths, without prices, which two machines may round apart.
+            shard_fingerprint=_fingerprint(shards),
         )
+
+
+def names_ranks(plan: StepPlan) -> bool:
+    """Whether micro-batches of ``plan`` say which context-parallel ranks run them."""
+    return any(micro_batch.ranks for micro_batch in plan.micro_batches)
+
+
+def micro_batches_of(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[int]:
+    """Which micro-batches of data-parallel rank ``dp_rank`` are run by its context-parallel rank ``cp_rank``."""
+    ranks = [micro_batch.ranks for micro_batch in plan.ranks[dp_rank]]
+    return [index for index, named in enumerate(ranks) if not named or cp_rank in named]
 
 
 def data_identity(store: TrainedStore, job: JobSpec) -> dict[str, Any]:

@@ -30,7 +30,8 @@ class ShardedBatch:
     """The tokens of one rank; every tensor is int64 of shape (rows,), in the order of the plan.
 
     The first ``local_tokens`` rows are tokens, the rest padding. ``labels`` and ``positions`` mean what they do in
-    ``TokenBatch``.
+    ``TokenBatch``. This rank is ``rank`` of ``shard_plan``, which is for the ranks of the context-parallel group that
+    are numbered ``ranks`` in it; for all of them where none are named.
     """
 
     tokens: Tensor
@@ -38,6 +39,8 @@ class ShardedBatch:
     positions: Tensor
     local_tokens: int
     shard_plan: ShardPlan
+    rank: int = 0
+    ranks: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:
@@ -45,17 +48,20 @@ class ShardedBatch:
 
     def attention(self, group: dist.ProcessGroup) -> ShardedAttention:
         """Attention over these rows, together with the context-parallel ``group``."""
-        return ShardedAttention(self.local_tokens, self.shard_plan, group if self.shard_plan.cp_size > 1 else None)
+        shared = self.shard_plan.cp_size > 1
+        return ShardedAttention(self.local_tokens, self.shard_plan, group if shared else None, self.ranks or None)
 
     def to(self, device: torch.device) -> ShardedBatch:
         tokens, labels, positions = (
             tensor.to(device, non_blocking=True) for tensor in (self.tokens, self.labels, self.positions)
         )
-        return ShardedBatch(tokens, labels, positions, self.local_tokens, self.shard_plan)
+        return replace(self, tokens=tokens, labels=labels, positions=positions)
 
 
-def shard_batch(batch: TokenBatch, shard_plan: ShardPlan, rank: int, multiple_of: int = 1) -> ShardedBatch:
-    """The part of ``batch`` that ``rank`` of the context-parallel group holds.
+def shard_batch(
+    batch: TokenBatch, shard_plan: ShardPlan, rank: int, multiple_of: int = 1, ranks: tuple[int, ...] = ()
+) -> ShardedBatch:
+    """The part of ``batch`` that ``rank`` of the plan holds, which is for ``ranks`` of the context-parallel group.
 
     Padded to a multiple of ``multiple_of`` (the tensor-parallel size), and to at least one: a rank without tokens has
     padding only. Raises ``ValueError`` if the plan is for other segments.
@@ -73,6 +79,8 @@ def shard_batch(batch: TokenBatch, shard_plan: ShardPlan, rank: int, multiple_of
         F.pad(batch.positions[mine], (0, padding)),
         len(mine),
         shard_plan,
+        rank,
+        ranks,
     )
 
 
@@ -80,12 +88,14 @@ def shard_batch(batch: TokenBatch, shard_plan: ShardPlan, rank: int, multiple_of
 class ShardedAttention:
     """Attention over the rows of a ``ShardedBatch``: over its tokens by the plan, zero for padding.
 
-    ``group`` holds the ranks of the plan; None where it is for one. The layers of a stage share ``resends``.
+    The plan is for ``members`` of ``group``, all by default; a plan for one rank has no group. The layers of a stage
+    share ``resends``.
     """
 
     local_tokens: int
     shard_plan: ShardPlan
     group: dist.ProcessGroup | None
+    members: tuple[int, ...] | None = None
     resends: Resends = field(default_factory=Resends)
 
     def of_one_stage(self) -> ShardedAttention:
@@ -108,6 +118,14 @@ class ShardedAttention:
         if padding:
             query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
         out = context_parallel_attention(
-            query, key, value, self.shard_plan, self.group, kept=kept, resends=self.resends, window=window
+            query,
+            key,
+            value,
+            self.shard_plan,
+            self.group,
+            kept=kept,
+            resends=self.resends,
+            window=window,
+            members=self.members,
         )
         return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out

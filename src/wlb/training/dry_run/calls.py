@@ -148,7 +148,14 @@ def _receive(arguments: dict[str, Any]) -> Call:
     return _call("receive", _message(tensor), _group(arguments), _shape(tensor), bytes_of(tensor), arguments["src"])
 
 
+def is_exchanged(message: Tensor) -> bool:
+    """Whether it has keys and values, side by side; activations of stages are rows, and have two dimensions."""
+    return message.dim() == 4
+
+
 def _message(tensor: Tensor) -> str:
+    if is_exchanged(tensor):
+        return KEYS_AND_VALUES
     return STAGES if tensor.is_floating_point() else AGREEMENT  # PyTorch's stages agree on how shapes are known
 
 

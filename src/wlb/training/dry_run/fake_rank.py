@@ -24,9 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wlb.attention.backends import BACKENDS, cuda
-from wlb.training.dry_run.calls import CallLog
+from wlb.training.dry_run.calls import CallLog, is_exchanged
 from wlb.training.dry_run.meter import EXCHANGE, MemoryMeter
 
+_MESSAGES = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -54,6 +55,8 @@ class StepWatcher(TorchDispatchMode):
         self._meter.see(tree_leaves(result))
         if func is torch.ops.c10d.alltoall_base_.default:
             self._meter.adopt(args[:2], EXCHANGE)
+        if func in _MESSAGES and is_exchanged(args[0][0]):
+            self._meter.adopt(args[0], EXCHANGE)
         return result
 
 

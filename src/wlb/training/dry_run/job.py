@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -19,12 +19,12 @@ from wlb.job.memory.layers import Exchange
 from wlb.job.memory.step import predict_rank_memory
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
-from wlb.simulate.costs import JobCosts
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import simulate_step
-from wlb.simulate.shards import Shards, price_shards
+from wlb.simulate.shards import Shards
 from wlb.simulate.step import Steps
 from wlb.simulate.traffic import PURPOSES, received_bytes
+from wlb.training.data.loader import micro_batches_of
 from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from wlb.training.dry_run.problems import FoundJob, SyntheticStore, find_problems
 from wlb.training.dry_run.rank import Place, RankRun, run_ranks
@@ -146,7 +146,7 @@ def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = 
     step, plan, shards = _heaviest_step(found)
     roles = distinct_roles(job, shards) if ranks == "all" else {ranks: "as asked"}
     runs = run_ranks(found, list(roles), [step])
-    reports = tuple(_report(run, roles[run.rank], found, shards) for run in runs)
+    reports = tuple(_report(run, roles[run.rank], found, plan, shards) for run in runs)
     return DryRun(found, step, plan, simulate_step(plan, job), reports)
 
 
@@ -198,19 +198,25 @@ def _dimensions(members: Sequence[int], sizes: Sequence[int]) -> str:
 
 
 def _shards(plan: StepPlan, job: JobSpec) -> Shards:
-    lengths = [micro_batch.lengths for micro_batch in plan.micro_batches]
-    return price_shards(lengths, JobCosts(job)).reshaped(job.layout.dp, job.micro_batches_per_rank)
+    """Of all ranks, in the shape (dp, micro-batches, cp); nothing of a micro-batch that a rank does not run."""
+    return Shards(*(column[0] for column in simulate_step(plan, job).shards))
 
 
-def _report(run: RankRun, role: str, found: FoundJob, shards: Shards) -> RankReport:
+def _report(run: RankRun, role: str, found: FoundJob, plan: StepPlan, shards: Shards) -> RankReport:
     job, (pp, dp, cp, _) = found.job, run.place
-    received, sent, kept = shards.received[dp, :, cp], shards.sent[dp, :, cp], shards.kept[dp]
+    mine = micro_batches_of(plan, dp, cp)
+    without_tokens = (0, len(run.rows) - len(mine))  # one that may follow
+    received, sent, kept = (
+        np.pad(column, without_tokens)
+        for column in (shards.received[dp, mine, cp], shards.sent[dp, mine, cp], shards.kept[dp, mine])
+    )
     full = job.activation_checkpointing == "full"
     exchanges = [
         Exchange(int(tokens) if keeps else 0, int(max(tokens, out)))
         for tokens, out, keeps in zip(received, sent, kept, strict=True)
     ]
-    estimate = predict_rank_memory(job.memory_settings, run.rows, pp, exchanges).parts
+    settings = replace(job.memory_settings, micro_batches=len(run.rows))
+    estimate = predict_rank_memory(settings, run.rows, pp, exchanges).parts
     memory = {
         kind: Compared(
             sum(run.memory.get(name, 0) for name in counted), sum(estimate.get(name, 0) for name in predicted)

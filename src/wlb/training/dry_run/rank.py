@@ -83,7 +83,7 @@ def _run_rank(checked: CheckedJob, steps: tuple[int, ...], rank: int) -> RankRun
         model = build_model(checked, _CPU, lambda: fake)
         _adopt(meter, model, on_gpu)
         runner, monitor = _build_pipeline(model, on_gpu)
-        non_finite = NonFiniteSteps(checked.config.training, model.mesh.rank("dp"))
+        non_finite = NonFiniteSteps(checked.config.training, model.mesh.rank("dp"), model.mesh.rank("cp"))
         calls = []
         with build_loader(model, None) as loader, meter.watching_torch(), log.listening():
             for step, planned in enumerate(islice(loader, max(steps)), 1):

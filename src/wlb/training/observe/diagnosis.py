@@ -50,6 +50,12 @@ _OF_POOLS = _DIMENSIONS | {
         "raise parallel.pool, lower packing.pool_micro_batches, or let long documents wait with packing.max_delay",
     ),
 }
+_OF_LEVEL_STEPS = _DIMENSIONS | {
+    "cp": (
+        "ranks over a step",
+        "raise packing.global_batch, so that a step has more short documents that make ranks even",
+    ),
+}
 _LABELS_OF_POOLS = {"cp": "in a pool", "dp": "pools"}
 
 
@@ -116,7 +122,7 @@ def diagnose(
     steps: Sequence[RankSteps],
     names: Sequence[RankName],
     mesh_shape: tuple[int, ...],
-    micro_batches: int,
+    micro_batches: int | None,
     *,
     last_step: int,
     step_seconds: float,
@@ -126,7 +132,8 @@ def diagnose(
     """Look at measured ``steps``, at least one; the last of them is ``last_step``.
 
     ``names`` are those of the ranks, ``mesh_shape`` is (pp, dp, cp, tp), ``micro_batches`` are those of a data-parallel
-    rank and ``step_seconds`` the mean wall time of a step. With ``pooled`` the dp groups of cp ranks are elastic pools.
+    rank, None where steps are level, and ``step_seconds`` the mean wall time of a step. With ``pooled`` the dp groups of
+    cp ranks are elastic pools.
     The result is JSON-serialisable.
     """
     mean = {name: np.mean([rows[name] for rows in steps], axis=0) for name in steps[0].dtype.names or ()}
@@ -149,7 +156,8 @@ def diagnose(
     ]
     imbalance = imbalance_of(steps, mesh_shape, micro_batches)
     slow = [rank for rank in ranks if rank["over_expected"] > straggler_factor]
-    uneven = _uneven(imbalance, mesh_shape[0], micro_batches, _OF_POOLS if pooled else _DIMENSIONS)
+    dimensions = _OF_LEVEL_STEPS if micro_batches is None else _OF_POOLS if pooled else _DIMENSIONS
+    uneven = _uneven(imbalance, mesh_shape[0], micro_batches, dimensions)
     causes = _stragglers(slow) + uneven + _waits(ranks, step_seconds)
     return {
         "last_step": last_step,
@@ -178,7 +186,7 @@ def _stragglers(slow: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _uneven(
-    imbalance: Imbalance, pp: int, micro_batches: int, dimensions: dict[str, tuple[str, str]]
+    imbalance: Imbalance, pp: int, micro_batches: int | None, dimensions: dict[str, tuple[str, str]]
 ) -> list[dict[str, Any]]:
     causes = []
     for dimension, (what, remedy) in dimensions.items():
@@ -186,7 +194,7 @@ def _uneven(
         if measured is None or predicted is None:
             continue
         # A stage waits for the largest micro-batch while the pipeline fills and empties, for all others all the time.
-        share = (pp - 1) / micro_batches if dimension == "micro_batches" else 1.0
+        share = (pp - 1) / micro_batches if micro_batches and dimension == "micro_batches" else 1.0
         cost = (measured - 1) * share
         if cost < _WORTH_NAMING:
             continue

@@ -15,6 +15,9 @@ of the step. So each factor compares the seconds that count along one dimension 
 Each is at least 1, and their product is the slowest over the mean rank, as in the paper's figure, with what the slowest
 waits inside its own groups counted as its. Over several steps the seconds are added first.
 
+Where context-parallel ranks run micro-batches of their own, and wait for each other at the end of the step as
+data-parallel ranks do, what counts for their group is what its slowest rank takes for the step.
+
 ``micro_batches`` comes on top: the largest micro-batch of a stage over its mean one, means over stages. While a
 pipeline fills and empties its stages wait for the largest, about pp - 1 times a step.
 """
@@ -33,7 +36,8 @@ class RankStep(NamedTuple):
 
     Ranks of a tensor- or context-parallel group wait for each other inside every layer. What counts for the group is
     therefore the slowest of its ranks in each micro-batch: two ranks that are slow in turn cost as much as one that
-    always is.
+    always is. Of level steps, in which ranks of a context-parallel group run micro-batches of their own, each has its
+    own seconds there.
     """
 
     loss_share: float
@@ -63,10 +67,11 @@ def rank_steps(rows: NDArray[np.float64]) -> RankSteps:
     return np.ascontiguousarray(rows).view(fields)[:, 0]
 
 
-def imbalance_of(steps: Sequence[RankSteps], mesh_shape: tuple[int, ...], micro_batches: int) -> Imbalance:
+def imbalance_of(steps: Sequence[RankSteps], mesh_shape: tuple[int, ...], micro_batches: int | None) -> Imbalance:
     """The factors over ``steps``, as predicted and as measured; None where there is nothing to compare.
 
-    ``mesh_shape`` is (pp, dp, cp, tp) and ``micro_batches`` their number on each data-parallel rank.
+    ``mesh_shape`` is (pp, dp, cp, tp) and ``micro_batches`` their number on each data-parallel rank;
+    None where ranks differ in it, whose micro-batches are not compared.
     """
     by_kind = {
         kind: _factors(np.sum([_ladder(rows, fields, mesh_shape) for rows in steps], axis=0), micro_batches)
@@ -78,13 +83,14 @@ def imbalance_of(steps: Sequence[RankSteps], mesh_shape: tuple[int, ...], micro_
 def _ladder(rows: RankSteps, fields: tuple[str, ...], mesh_shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Mean seconds that count for a rank, TP group, CP group, pipeline; for the step; mean largest micro-batch."""
     rank, tp, cp, largest = (rows[name].reshape(mesh_shape) for name in fields)
-    pipelines = cp[:, :, 0, 0].max(axis=0)  # all ranks of a group have the same
-    return np.array([rank.mean(), tp.mean(), cp.mean(), pipelines.mean(), pipelines.max(), largest.mean()])
+    groups = cp[:, :, :, 0].max(axis=2)  # all ranks of a group have the same, but for those of level steps
+    pipelines = groups.max(axis=0)
+    return np.array([rank.mean(), tp.mean(), groups.mean(), pipelines.mean(), pipelines.max(), largest.mean()])
 
 
-def _factors(ladder: NDArray[np.float64], micro_batches: int) -> dict[str, float | None]:
+def _factors(ladder: NDArray[np.float64], micro_batches: int | None) -> dict[str, float | None]:
     names = ("tp", "cp", "pp", "dp", "micro_batches")
     if not ladder[0] > 0:  # also NaN: not measured
         return dict.fromkeys(names)
-    factors = [*(ladder[1:5] / ladder[:4]), ladder[5] * micro_batches / ladder[2]]
-    return {name: float(factor) for name, factor in zip(names, factors, strict=True)}
+    largest = None if micro_batches is None else float(ladder[5] * micro_batches / ladder[2])
+    return dict(zip(names, [*(ladder[1:5] / ladder[:4]).tolist(), largest], strict=True))

@@ -51,6 +51,7 @@ class Monitor:
         shape, layout = job.shape, job.layout
         self._mesh = mesh
         self._device = device
+        self._levels_steps = job.levels_steps
         chunks = split_layers(shape, layout.stages)[mesh.rank("pp") :: layout.pp]
         self._load = PredictedLoad(shape, hardware_name(device), chunks, layout.tp)
         self._trace = _step_trace(metrics.dir / "trace", device) if metrics.profile else None
@@ -78,19 +79,20 @@ class Monitor:
 
         ``loss_share`` is a scalar; the loss of the step is the sum of all ranks' shares.
         """
-        predicted = self._load.seconds([batch.shard_plan for batch in loaded.batches])
-        slowest = predicted.max(axis=1)
+        predicted = [self._load.seconds([batch.shard_plan])[0] for batch in loaded.batches]
+        own = np.array([of_ranks[batch.rank] for of_ranks, batch in zip(predicted, loaded.batches, strict=True)])
+        slowest = own if self._levels_steps else np.array([of_ranks.max() for of_ranks in predicted])
         row = RankStep(
             loss_share=float(loss_share),
             data_wait_seconds=loaded.wait_seconds,
-            predicted_seconds=float(predicted[:, self._mesh.rank("cp")].sum()),
+            predicted_seconds=float(own.sum()),
             predicted_cp_seconds=float(slowest.sum()),
             predicted_largest_seconds=float(slowest.max()),
         )
         measured = self.clock.end_step()
         if measured is not None:
             in_tp = self._slowest(measured.seconds, "tp")
-            in_cp = self._slowest(in_tp, "cp")
+            in_cp = in_tp if self._levels_steps else self._slowest(in_tp, "cp")
             row = row._replace(
                 compute_seconds=float(measured.seconds.sum()),
                 tp_seconds=float(in_tp.sum()),

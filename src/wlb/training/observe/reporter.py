@@ -69,7 +69,7 @@ class Reporter:
         self.evaluated = self._metrics.evaluated
         layout, metrics, device = self._job.layout, self._config.metrics, execution.device
         self._mesh_shape = mesh_shape(layout)
-        self._micro_batches = self._job.micro_batches_per_rank
+        self._micro_batches = None if self._job.levels_steps else self._job.micro_batches_per_rank
         self._peak = peak_flops(hardware_name(device), device) * layout.world_size
         self._watch = StragglerWatch(names, layout.pp, metrics.straggler_factor)
         self._measured: list[tuple[int, RankSteps, float]] = []  # the last steps, with their seconds
@@ -171,11 +171,15 @@ class Reporter:
             overlong = _OVERLONG[config.data.overlong]
             documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
         origin = f"resuming after step {self._first}" if self._first else "starting"
-        each = job.micro_batches_per_rank
-        pools = f" with pool = {job.layout.cp} and pool_micro_batches = {each}" if job.pools else ""
+        pools, longest = "", f"{job.longest_micro_batch:,} tokens"
+        if job.levels_steps:
+            pools = f" with steps that are level over {job.layout.cp} ranks"
+            longest = f"{-(-job.longest_micro_batch // job.layout.cp):,} tokens on each rank"
+        elif job.pools:
+            pools = f" with pool = {job.layout.cp} and pool_micro_batches = {job.micro_batches_per_rank}"
         yield (
             f"{origin} on {job.layout.world_size} {self._execution.device.type} processes{pools}; {documents}; "
-            f"micro-batches of up to {job.longest_micro_batch:,} tokens"
+            f"micro-batches of up to {longest}"
         )
         if mixture := config.data.mixture:
             total = sum(config.data.weights)

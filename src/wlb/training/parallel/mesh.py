@@ -49,10 +49,15 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
     The dimension that communicates most varies fastest, so it stays inside a node (WLB-LLM, section 2.1).
     """
     flattened = (layout.pp, layout.dp * layout.cp, layout.tp)
-    return JobMesh(
+    mesh = JobMesh(
         work=init_device_mesh(device_type, mesh_shape(layout), mesh_dim_names=MESH_DIMENSIONS),
         weights=init_device_mesh(device_type, flattened, mesh_dim_names=("pp", "dp_cp", "tp")),
     )
+    if layout.cp > 1:
+        # NCCL sets up a group in its first call, for which all of its ranks must be there. That of a context-parallel
+        # group may be an exchange of only some of them.
+        dist.all_reduce(torch.zeros(1, device=device_type), group=mesh.group("cp"))
+    return mesh
 
 
 def mesh_shape(layout: Layout) -> tuple[int, ...]:

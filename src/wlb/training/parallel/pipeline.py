@@ -2,7 +2,8 @@
 
 ``PipelineRunner`` is given this rank's share of its data-parallel rank's micro-batches, the same on every pipeline
 rank. With one stage it runs them one after another; with several it hands them to PyTorch's 1F1B or interleaved 1F1B
-schedule. The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of the whole step,
+schedule. Micro-batches that name their ranks differ in number from rank to rank. A rank then waits for others only
+where it shares a micro-batch, when all weights are gathered at the start, and when gradients are reduced at the end. The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of the whole step,
 over all ranks, so that how documents are packed and sharded cannot change a gradient. Gradients are summed over
 micro-batches and, once per step, over data- and context-parallel ranks; they are left in ``.grad``.
 """
@@ -73,7 +74,6 @@ class PipelineRunner:
         self._loss_dtype = master_dtype(execution.dtype)
         self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, on ranks of the last stage
         self._stages: list[PlannedStage] = []
-        self._fsdp_is_set_up = False  # by its first forward
         if layout.pp == 1:
             return
         self._stages = [
@@ -95,7 +95,7 @@ class PipelineRunner:
 
         Args:
             batches: This rank's share of each, the same on every pipeline and tensor-parallel rank; as many as the
-                runner was built for.
+                runner was built for, or any number where they name their ranks (``RankShare.batches``).
             loss_tokens: Labelled tokens of the step over all ranks.
 
         Returns:
@@ -107,6 +107,10 @@ class PipelineRunner:
         keywords = [self._keywords(batch) for batch in batches]
         self._clock.begin_step(len(batches))
         with self._loss_context():
+            if any(batch.ranks for batch in batches):
+                # A rank that gathered a layer in a micro-batch of its own would wait there for one that waits for it in
+                # a micro-batch that they share.
+                self._gather_weights()
             if not self._stages:
                 return self._run_alone([batch.tokens for batch in batches], keywords, targets)
             self._gather_weights()
@@ -117,16 +121,15 @@ class PipelineRunner:
         return self._sum(losses)
 
     def _gather_weights(self) -> None:
-        """Start gathering all weights of this rank: it has the time while its first micro-batch is on other stages.
+        """Start gathering all weights of this rank, which keeps them over the step.
 
-        Stages keep them over the step anyway. FSDP alone would gather a block at a time, as the forward comes to it.
+        A pipeline stage has the time while its first micro-batch is on other stages. FSDP alone would gather a block at
+        a time, as the forward comes to it.
         """
-        if self._fsdp_is_set_up:
-            for stage in self._modules:
-                for unit in stage.modules():  # the stage comes first, then its blocks in their order
-                    if isinstance(unit, FSDPModule):
-                        unit.unshard(async_op=True)
-        self._fsdp_is_set_up = True
+        for stage in self._modules:
+            for unit in stage.modules():  # the stage comes first, then its blocks in their order
+                if isinstance(unit, FSDPModule):
+                    unit.unshard(async_op=True)
 
     def _run_alone(
         self, inputs: Sequence[Tensor], keywords: Sequence[dict[str, Any]], targets: Sequence[LossTarget]

@@ -1,0 +1,126 @@
+"""Lists of micro-batches that ranks run on their own: no order of their exchanges and reductions can hang.
+
+Every rank's attention really runs, forward and backward, with a process group that has no other ranks. A collective
+after each layer of the backward of its last micro-batch stands for FSDP's reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.limits import examples
+from tests.training.documents import RandomDocuments
+from tests.training.dry_run.order import OrderError, check_order
+from wlb.documents.segments import Segment
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.schedules.layout import Layout
+from wlb.training.data.batch import make_batch
+from wlb.training.data.loader import RankShare
+from wlb.training.data.sharded_batch import ShardedBatch
+from wlb.training.dry_run.calls import Call, CallLog
+from wlb.training.dry_run.fake_rank import fake_process_group
+
+LAYERS = 2
+STORE = RandomDocuments(np.array([1, 40, 7, 23, 3, 64, 12, 9]), vocab_size=5)
+Batches = Sequence[ShardedBatch]
+
+
+class _Listening(TorchDispatchMode):
+    def __init__(self, log: CallLog) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._log.see(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def plan_of(*groups: tuple[tuple[int, ...], int]) -> StepPlan:
+    """One of micro-batches of one document each: their ranks, and its number."""
+    parts = [
+        MicroBatch((Segment(document, 0, int(STORE.lengths[document])),), 1.0, ranks) for ranks, document in groups
+    ]
+    return StepPlan(0, (tuple(parts),))
+
+
+def calls_of(plan: StepPlan, ranks: int, run: Callable[[int, Batches], Batches] | None = None) -> dict[int, list[Call]]:
+    """What each of ``ranks`` calls; ``run`` gives those of a rank's batches that it runs, in their order."""
+    calls = {}
+    for rank in range(ranks):
+        batches: Batches = RankShare(0, rank, Layout(cp=ranks)).batches(plan, partial(make_batch, store=STORE))
+        batches = run(rank, batches) if run else batches
+        log = CallLog()
+        with fake_process_group(rank, ranks), log.listening(), _Listening(log):
+            _reduce(torch.zeros(1))  # as all gather weights
+            for index, batch in enumerate(batches):
+                _run(batch, reduces=index == len(batches) - 1)
+        calls[rank] = list(log.take())
+    return calls
+
+
+def _run(batch: ShardedBatch, *, reduces: bool) -> None:
+    assert dist.group.WORLD is not None
+    attend = batch.attention(dist.group.WORLD)
+    x = torch.zeros(batch.rows, 2, 8, requires_grad=True)
+    layers = [x]
+    for _ in range(LAYERS):
+        layers.append(attend(layers[-1], layers[-1], layers[-1]))
+    if reduces:
+        for layer in layers[:-1]:
+            layer.register_hook(_reduce)
+    layers[-1].sum().backward()
+
+
+def _reduce(gradient: Tensor) -> None:
+    dist.all_reduce(torch.zeros(1))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[StepPlan, int]:
+    ranks = draw(st.integers(2, 5))
+    group = st.sets(st.integers(0, ranks - 1), min_size=1).map(lambda members: tuple(sorted(members)))
+    document = st.integers(0, len(STORE.lengths) - 1)
+    return plan_of(*draw(st.lists(st.tuples(group, document), min_size=1, max_size=8))), ranks
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(plans())
+def test_every_call_of_any_lists_can_be_made(drawn: tuple[StepPlan, int]) -> None:
+    plan, ranks = drawn
+    calls = calls_of(plan, ranks)
+    reductions = 1 + LAYERS
+    assert all(sum(call.operation == "all_reduce" for call in of_rank) == reductions for of_rank in calls.values())
+    assert check_order(calls)
+
+
+def test_ranks_that_keep_to_orders_of_their_own_wait_for_each_other() -> None:
+    circle = plan_of(((0, 1), 1), ((1, 2), 3), ((0, 2), 5))
+    assert check_order(calls_of(circle, 3))
+
+    def turned(rank: int, batches: Batches) -> Batches:
+        return [*batches[:2][::-1], *batches[2:]] if rank == 0 else batches
+
+    with pytest.raises(OrderError, match=r"rank \d at .* waits for rank \d, .* waits for"):
+        check_order(calls_of(circle, 3, turned))
+
+
+def test_a_rank_that_reduces_too_early_waits_for_one_that_waits_for_it() -> None:
+    plan = plan_of(((0, 1), 1), ((1, 2), 3))
+    assert check_order(calls_of(plan, 3))
+
+    def without_the_empty_one(rank: int, batches: Batches) -> Batches:
+        return [batch for batch in batches if batch.local_tokens > 1]
+
+    with pytest.raises(OrderError, match="waits for"):
+        check_order(calls_of(plan, 3, without_the_empty_one))
