@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
+from tests.packing.stage import Prices
 from wlb.errors import UserError
 from wlb.packing import make_packer
 from wlb.packing.level import RankGroup, StagePrices, level_step
 from wlb.packing.plan import StepPlan
 from wlb.workload import make_workload
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Attention by the square of the length; a group of n ranks loses a twentieth by sharing."""
-
-    ranks: int
-    per_node: int
-    fixed: float = 1e-3
-
-    def alone(self, lengths):
-        tokens = np.asarray(lengths, np.float64)
-        return tokens * 1e-5 + tokens**2 * 1e-10
-
-    document_seconds = alone
-
-    def beginning(self, lengths):
-        return np.full(len(lengths), self.fixed) + np.asarray(lengths) * 1e-7
-
-    def shared(self, lengths, ranks):
-        return self.fixed + 1.05 * self.alone(lengths) / ranks
 
 
 def even_nodes(ranks: int) -> list[int]:

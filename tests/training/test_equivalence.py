@@ -24,10 +24,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.packing.stage import Prices
 from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
 from wlb.attention import segment_attention
@@ -234,26 +234,6 @@ class LevelJob(NamedTuple):
     checkpointing: Checkpointing
 
 
-@dataclass(frozen=True)
-class Prices:
-    """A document of n tokens costs n² and n, and every other rank of its group one per cent more."""
-
-    ranks: int
-    per_node: int
-
-    def beginning(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.ones(len(lengths))
-
-    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        return lengths + lengths**2 / 8
-
-    def shared(self, lengths: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
-        return 1 + self.alone(lengths) * (1 / ranks + 0.01)
-
-    def document_seconds(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        return self.alone(lengths)
-
-
 def _level_plans(ranks: int, documents: RandomDocuments) -> list[StepPlan]:
     """As they are planned, as nobody would plan them, and by chance."""
 
@@ -267,8 +247,13 @@ def _level_plans(ranks: int, documents: RandomDocuments) -> list[StepPlan]:
     chosen = [
         [micro_batch(group.ranks, *group.documents) for group in planned],
         # Rank 0 has nothing, and at the end all others share a document that is too short for them.
-        [micro_batch([last], 1, 2), micro_batch(range(1, ranks), 3), micro_batch([last], 4), micro_batch([last], 5)]
-        + [micro_batch(range(1, ranks), int(documents.lengths.argmin()))],
+        [
+            micro_batch([last], 1, 2),
+            micro_batch(range(1, ranks), 3),
+            micro_batch([last], 4),
+            micro_batch([last], 5),
+            micro_batch(range(1, ranks), int(documents.lengths.argmin())),
+        ],
         [micro_batch(everyone, 6), micro_batch([0], 7, 8, 9), micro_batch(everyone, 10), micro_batch([0, last], 11)],
     ]
     for _ in range(2):

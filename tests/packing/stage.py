@@ -1,0 +1,30 @@
+"""Made-up prices of the ranks of a stage, for tests of level steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Attention by the square of the length; a group of several ranks loses a twentieth by sharing."""
+
+    ranks: int
+    per_node: int
+    fixed: float = 1e-3  # of a micro-batch
+    token: float = 1e-5
+
+    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.asarray(self.token * lengths + 1e-10 * lengths.astype(np.float64) ** 2)
+
+    def document_seconds(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        return self.alone(np.asarray(lengths))
+
+    def beginning(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        return np.asarray(self.fixed + 1e-7 * lengths, np.float64)
+
+    def shared(self, lengths: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
+        return np.asarray(self.fixed + 1.05 * self.alone(lengths) / ranks)
