@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice, pairwise
 
 import numpy as np
 import pytest
 
 from tests.simulate.jobs import WINDOW, documents
+from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
+from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import CAUSES, SimulatedJob, simulate, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
@@ -73,6 +76,14 @@ def test_shards_of_a_micro_batch_are_those_of_its_ranks(job, plans):
             assert (of_ranks[list(micro_batch.ranks)] > 0).all()
             assert not of_ranks[others].any()
             assert keys.any() == (len(micro_batch.ranks) > 1)
+
+
+def test_a_shared_document_takes_longer_on_two_nodes():
+    """Of four ranks each."""
+    plan = StepPlan(1, ((MicroBatch((Segment(0, 0, WINDOW),), 1.0, (0, 1, 2, 3)),),))
+    apart = StepPlan(1, ((replace(plan.ranks[0][0], ranks=(0, 1, 6, 7)),),))
+    near, far = sum(LevelSteps.of_plans([plan, apart], JobCosts(level_job())).phases)
+    assert near < far
 
 
 def test_the_timeline_has_no_rank_in_two_places(job, plans, tmp_path):

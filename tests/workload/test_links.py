@@ -87,6 +87,12 @@ def test_a_group_inside_a_node_takes_nvlink(traffic):
     assert group_link(H100, traffic, 8, 1).bandwidth == group_link(H100, traffic, 2, 4).bandwidth == 345e9
 
 
+@pytest.mark.parametrize("traffic", TRAFFIC)
+def test_a_group_may_lie_on_more_nodes_than_hold_it(traffic):
+    assert group_link(H100, traffic, 2, 4, nodes=2) == group_link(H100, traffic, 2, 8)
+    assert group_link(H100, traffic, 16, 1, nodes=4) == group_link(H100, traffic, 16, 2)
+
+
 def test_adapters_are_not_faster_than_nvlink():
     assert group_link(H100, "all_gather", 64, 1).bandwidth == H100.node_bandwidth < 8 * H100.network_bandwidth
 

@@ -25,7 +25,7 @@ def reproduce(
         str,
         typer.Argument(
             help="imbalance, table2, speedups, breakdown, context-windows, sharding, kernel, published, rivals, "
-            "convergence, or all (but the last three)."
+            "level, convergence, or all (but the last four)."
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of NAME.json and NAME.png.")] = Path("results"),

@@ -70,28 +70,47 @@ class RankGroup(NamedTuple):
     seconds: float
 
 
-def level_step(lengths: Sequence[int], capacity: int, prices: StagePrices) -> list[RankGroup]:
+class Ingredients(NamedTuple):
+    """What a step is made level by: each can be left out, to see what it is worth."""
+
+    fills_gaps: bool = True  # in front of shared documents
+    more_ranks: bool = True  # than its tokens need, for a document that would be done too late
+    fills_nodes: bool = True  # by groups that do, where that is done sooner
+    levels: bool = True  # by the short documents that are left, in place of dealing these in turn
+
+
+def level_step(
+    lengths: Sequence[int], capacity: int, prices: StagePrices, using: Ingredients = Ingredients()
+) -> list[RankGroup]:
     """The micro-batches of a step that trains documents of ``lengths`` tokens, in an order that every rank keeps to.
 
     Every document is in one of them, and no rank holds more than ``capacity`` tokens of any, if a document is shared
     evenly. A document must not be over the capacity of all ranks together.
     """
     tokens = np.asarray(lengths, np.int64)
-    needed, ticks = _sized(tokens, capacity, prices)
-    plans = [_Step(tokens, needed, ticks, capacity, prices)]
+    needed, ticks = _sized(tokens, capacity, prices, more=using.more_ranks)
+    plans = [_Step(tokens, needed, ticks, capacity, prices, using)]
     sizes = _filling_nodes(needed, prices)
-    if (sizes != needed).any():
-        plans.append(
-            _Step(tokens, sizes, _group_ticks(tokens, sizes, ticks, sizes != needed, prices), capacity, prices)
-        )
+    if using.fills_nodes and (larger := sizes != needed).any():
+        ticks = _group_ticks(tokens, sizes, ticks, larger, prices)
+        plans.append(_Step(tokens, sizes, ticks, capacity, prices, using))
     return min(plans, key=lambda plan: plan.end).groups  # of equal ones the first
 
 
 class _Step:
     """``groups`` so far, and when each rank is free after its part of them, in ticks."""
 
-    def __init__(self, lengths: Integers, sizes: Integers, ticks: Integers, capacity: int, prices: StagePrices) -> None:
+    def __init__(
+        self,
+        lengths: Integers,
+        sizes: Integers,
+        ticks: Integers,
+        capacity: int,
+        prices: StagePrices,
+        using: Ingredients,
+    ) -> None:
         self.groups: list[RankGroup] = []
+        self._using = using
         self._per_node, self._capacity, self._lengths = prices.per_node, capacity, lengths.tolist()
         self._free = np.zeros(prices.ranks, np.int64)
         self._even = int((sizes * ticks).sum()) // prices.ranks
@@ -116,8 +135,9 @@ class _Step:
     def _share(self, document: int, size: int, ticks: int) -> None:
         ranks = self._place(size, ticks)
         begins = int(self._free[ranks].max())
-        for rank in ranks.tolist():
-            self._fill(rank, begins - int(self._free[rank]))
+        if self._using.fills_gaps:
+            for rank in ranks.tolist():
+                self._fill(rank, begins - int(self._free[rank]))
         self._free[ranks] = max(begins, int(self._free[ranks].max())) + ticks
         self.groups.append(RankGroup(tuple(ranks.tolist()), (document,), ticks / _TICKS))
 
@@ -148,13 +168,15 @@ class _Step:
         self._run_alone(rank, own)
 
     def _deal_out(self) -> None:
-        """The documents that are left, longest first, each to the rank that is free first."""
-        heap = [(free, rank) for rank, free in enumerate(self._free.tolist())]
+        """The documents that are left, longest first, each to the rank that is free first; or to all in turn."""
+        levels = self._using.levels
+        heap = [(free if levels else 0, rank) for rank, free in enumerate(self._free.tolist())]
         heapify(heap)
         own = [_OwnMicroBatches(self._capacity) for _ in heap]
         while self._short:
             free, rank = heap[0]
-            heapreplace(heap, (free + self._give(-1, own[rank]), rank))
+            ticks = self._give(-1, own[rank])
+            heapreplace(heap, (free + (ticks if levels else 1), rank))
         for rank, micro_batches in enumerate(own):
             self._run_alone(rank, micro_batches)
 
@@ -237,10 +259,10 @@ def _choices(free: Integers, size: int, per_node: int) -> _Choices:
     return _Choices(begins.ravel(), waiting.ravel(), order, rows, first[columns], size)
 
 
-def _sized(lengths: Integers, capacity: int, prices: StagePrices) -> tuple[Integers, Integers]:
+def _sized(lengths: Integers, capacity: int, prices: StagePrices, *, more: bool) -> tuple[Integers, Integers]:
     """The ranks of every document, and the ticks that each of them needs for it.
 
-    As few as hold it; more where a document would need longer than the mean rank has work.
+    As few as hold it; with ``more``, more where a document would need longer than the mean rank has work.
     """
     sizes = np.maximum(1, -(-lengths // capacity))
     fixed = float(prices.beginning(np.array([capacity]))[0]) / capacity  # a token's part of what micro-batches cost
@@ -248,7 +270,7 @@ def _sized(lengths: Integers, capacity: int, prices: StagePrices) -> tuple[Integ
     for _ in range(_ROUNDS):
         even = int((sizes * ticks).sum()) / prices.ranks
         late = (ticks > even) & (sizes < prices.ranks)
-        if not late.any():
+        if not more or not late.any():
             break
         sizes[late] = np.minimum(prices.ranks, np.ceil(sizes[late] * ticks[late] / even)).astype(np.int64)
         ticks = _group_ticks(lengths, sizes, ticks, late, prices)

@@ -42,10 +42,13 @@ _OPTIMIZER_VALUES = 1 + 2 + 7
 
 
 class JobCosts:
-    """Prices of one job; arrays in, arrays of the same shape out."""
+    """Prices of one job; arrays in, arrays of the same shape out.
 
-    def __init__(self, job: SimulatedJob) -> None:
-        self.job, self.layout = job, job.layout
+    A context-parallel group lies on ``nodes`` nodes, by default on as few as hold it.
+    """
+
+    def __init__(self, job: SimulatedJob, nodes: int | None = None) -> None:
+        self.job, self.layout, self._nodes = job, job.layout, nodes
         self._parallel = make_workload(job.shape, job.hardware, tp=self.layout.tp)
         self._alone = make_workload(job.shape, job.hardware.unlinked, tp=self.layout.tp)
         profile = job.pricing.profile
@@ -103,7 +106,7 @@ class JobCosts:
 
     def exchange(self, tokens: ArrayLike) -> Seconds:
         """Keys and values, or their gradients, between ranks of which the busiest moves ``tokens`` tokens."""
-        return self._parallel.kv_gather_seconds(tokens, self.layout.cp) / EXCHANGES
+        return self._parallel.kv_gather_seconds(tokens, self.layout.cp, self._nodes) / EXCHANGES
 
     def copies(self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, direction: Direction) -> Seconds:
         """What a rank spends in its memory on what it exchanges, and on merging the results of ``merged`` queries."""

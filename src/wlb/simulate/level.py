@@ -8,7 +8,7 @@ Weights stay gathered from the start of the step to its end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -110,16 +110,16 @@ class LevelSteps:
             for micro_batch in plan.micro_batches:
                 runs.append(_Run(step, np.array(micro_batch.ranks or everyone)))
                 lengths.append(micro_batch.lengths)
-        sizes = np.array([len(run.ranks) for run in runs])
+        kinds = np.array([(len(run.ranks), nodes_of(run.ranks, costs.job)) for run in runs])
         by_size = []
-        for size in np.unique(sizes).tolist():
-            places = np.flatnonzero(sizes == size)
-            by_size.append((places, _group_steps([lengths[place] for place in places], costs.job, size)))
+        for size, nodes in np.unique(kinds, axis=0).tolist():
+            places = np.flatnonzero((kinds == (size, nodes)).all(axis=1))
+            by_size.append((places, _group_steps([lengths[place] for place in places], costs.job, size, nodes)))
         return cls(costs, len(plans), tuple(runs), tuple(by_size))
 
     @property
     def of_sizes(self) -> tuple[Steps, ...]:
-        """The micro-batches of each size of groups, as one step each."""
+        """The micro-batches of each kind of groups, as one step each."""
         return tuple(steps for _, steps in self.by_size)
 
     @cached_property
@@ -267,22 +267,29 @@ class LevelSteps:
         return values
 
 
-@lru_cache(maxsize=512)
-def group_costs(job: SimulatedJob, size: int, sharding: str) -> JobCosts:
-    """Prices of a context-parallel group of ``size`` of the ranks of a stage of ``job``."""
+def nodes_of(ranks: Iterable[int], job: SimulatedJob) -> int:
+    """How many nodes these ranks of a stage of ``job`` lie on."""
+    on_a_node = max(1, job.hardware.node_size // job.layout.tp)
+    return len({rank // on_a_node for rank in ranks})
+
+
+@lru_cache(maxsize=4096)
+def group_costs(job: SimulatedJob, size: int, sharding: str, nodes: int | None = None) -> JobCosts:
+    """Prices of a context-parallel group of ``size`` of the ranks of a stage of ``job``, as ``JobCosts``."""
     return JobCosts(
         replace(
             job,
             layout=replace(job.layout, cp=size, dp=1),
             packing=PackingConfig().changed(micro_batches=job.layout.pp),
             sharding=ShardingConfig(strategy=sharding),
-        )
+        ),
+        nodes,
     )
 
 
-def _group_steps(lengths: Sequence[Sequence[int]], job: SimulatedJob, size: int) -> Steps:
+def _group_steps(lengths: Sequence[Sequence[int]], job: SimulatedJob, size: int, nodes: int | None = None) -> Steps:
     """Groups of ``size`` ranks, each with segments of ``lengths``, as the micro-batches of one step."""
-    costs = group_costs(job, size, SHARDING)
+    costs = group_costs(job, size, SHARDING, nodes)
     return Steps.of_shards(price_shards(lengths, costs).reshaped(1, 1, len(lengths)), costs)
 
 

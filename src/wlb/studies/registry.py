@@ -11,6 +11,7 @@ from collections.abc import Callable
 from wlb.studies.experiment import Report, Settings
 from wlb.studies.paper import breakdown, context_windows, convergence, imbalance, kernel, sharding, speedups, table2
 from wlb.studies.policies import grid as rivals
+from wlb.studies.policies import ingredients
 from wlb.studies.published import experiment as published
 
 EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
@@ -23,7 +24,8 @@ EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "kernel": kernel.run,  # Figures 7 and 10: attention by length
     "published": published.run,  # what others measured on GPUs, beside the simulator
     "rivals": rivals.run,  # published policies since, beside ours
+    "level": ingredients.run,  # level steps without one of their ingredients
     "convergence": convergence.run,  # Figure 16: what a small model learns
 }
 # What ``wlb reproduce all`` runs: the paper's, in minutes, no training.
-SIMULATED = tuple(name for name in EXPERIMENTS if name not in ("published", "rivals", "convergence"))
+SIMULATED = tuple(name for name in EXPERIMENTS if name not in ("published", "rivals", "level", "convergence"))

@@ -119,9 +119,9 @@ class AnalyticWorkload:
         cost = self.both
         return self._over_documents(lengths, cost, cost.pair_seconds / 2 + cost.padding_seconds + cost.token_seconds)
 
-    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
+    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int, nodes: int | None = None) -> Seconds:
         """Receiving K and V of ``tokens`` tokens from other ranks, returning their gradients; shape of ``tokens``."""
-        link = group_link(self.hardware, "all_to_all", cp_size, stride=self.tp)
+        link = group_link(self.hardware, "all_to_all", cp_size, self.tp, nodes)
         layers = self.shape.layers_of("full", "sliding")
         seconds: Seconds = EXCHANGES * layers * link.seconds(np.asarray(tokens) * self._token_bytes)
         if linear := self.shape.layers_of("linear"):

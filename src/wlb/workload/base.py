@@ -46,11 +46,11 @@ class Workload(DocumentPrices, Protocol):
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
         """The additive price of each document: W_a plus its share of W_l, forward and backward."""
 
-    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
+    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int, nodes: int | None = None) -> Seconds:
         """What a rank of a group of ``cp_size`` pays to receive (or send) K and V of ``tokens`` tokens.
 
-        Over all layers: in the forward, and in the backward their gradients the other way. Shape of ``tokens``; 0 where
-        links were not measured.
+        Over all layers: in the forward, and in the backward their gradients the other way. The group lies on ``nodes``
+        nodes, by default on as few as hold it. Shape of ``tokens``; 0 where links were not measured.
         """
 
     def kv_copy_seconds(

@@ -39,12 +39,12 @@ class Link(NamedTuple):
         return np.where(count > 0, self.latency + count / self.bandwidth, 0.0)
 
 
-def group_link(hardware: Hardware, traffic: Traffic, size: int, stride: int) -> Link:
-    """The link of a group of ``size`` ranks, each ``stride`` GPUs after the one before.
+def group_link(hardware: Hardware, traffic: Traffic, size: int, stride: int, nodes: int | None = None) -> Link:
+    """The link of a group of ``size`` ranks, each ``stride`` GPUs after the one before; or that lie on ``nodes`` nodes.
 
     The group starts with its node and, where it needs more than one, has equally many ranks on each.
     """
-    nodes = min(size, math.ceil(size * stride / hardware.node_size))
+    nodes = nodes or min(size, math.ceil(size * stride / hardware.node_size))
     steps = 1 if traffic == "point_to_point" else size - 1
     inside = min(hardware.node_bandwidth, _peers(traffic, size / nodes) * hardware.peer_bandwidth)
     if nodes == 1:

@@ -186,7 +186,7 @@ class ProfileWorkload:
         seconds: Seconds = d * (rates + token_seconds)
         return seconds
 
-    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int) -> Seconds:
+    def kv_gather_seconds(self, tokens: ArrayLike, cp_size: int, nodes: int | None = None) -> Seconds:
         """None: a profile measures one GPU and knows no links; shape of ``tokens``."""
         return np.zeros(np.shape(tokens))
 

@@ -72,6 +72,18 @@ def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
     assert barrier > 1.2 * apart
 
 
+@pytest.mark.parametrize("exchange", ["keys and values", "heads"])
+def test_a_group_exchanges_over_the_network_where_it_lies_on_several_nodes(exchange):
+    """Nodes have eight GPUs: four ranks of tp 2."""
+
+    def seconds(*members: int, tp: int = 2) -> float:
+        plan = GroupPlan(lengths_of(16_384), (Group(0, members, (0,)),), exchange=exchange)
+        return price(plan, Ranks(ranks(8, tp=tp).job, 8192)).seconds
+
+    assert seconds(0, 3) == seconds(4, 5) < seconds(3, 4) == seconds(0, 7)
+    assert seconds(0, 7, tp=1) == seconds(0, 1, tp=1)
+
+
 def test_only_what_a_strategy_does_not_hold_is_switched():
     """From tp 2 back to tp 1 half the weights come; towards tp 2 a rank has its half already."""
     one, two = (Ranks(simulated_job("deepseek-v3", 8192, "fixed-4d", dp=4 // tp, tp=tp), 8192) for tp in (1, 2))

@@ -28,9 +28,9 @@ from wlb.studies.experiment import Column, Finding, Report, Settings, Table, Val
 from wlb.studies.policies import BASE, POLICIES, Outcome, compare
 
 BATCH_TOKENS = 2**24
-_DOCUMENTS = 20_000
+DOCUMENTS = 20_000
 _STEPS = 2
-_K = 1024
+K = 1024
 _OURS = ("elastic", "best")
 _PICTURED = 6  # policies
 
@@ -42,14 +42,13 @@ class RivalJob(NamedTuple):
 
     @property
     def name(self) -> str:
-        window = self.context_window // _K
-        return f"{self.model}-{f'{window // _K}m' if window >= _K else f'{window}k'}-{self.gpus}"
+        window = self.context_window // K
+        return f"{self.model}-{f'{window // K}m' if window >= K else f'{window}k'}-{self.gpus}"
 
 
 MODELS = ("llama3-8b", "llama3-70b")
 JOBS = tuple(
-    RivalJob(model, gpus, window * _K)
-    for model, window, gpus in product(MODELS, (128, 256, 512, 1024), (64, 256, 1024))
+    RivalJob(model, gpus, window * K) for model, window, gpus in product(MODELS, (128, 256, 512, 1024), (64, 256, 1024))
 )
 
 # Quoted: each publication's own figure, over what it compared with, on its own jobs.
@@ -94,7 +93,7 @@ def run(settings: Settings) -> Report:
     pictured = [*reversed(on_fewest.values())]
     return Report(
         title="Rivals: speed at equal work over plain-4D, each policy in its best layout",
-        documents=settings.lengths or f"synthetic, {_DOCUMENTS:,} documents that grow with the window",
+        documents=settings.lengths or f"synthetic, {DOCUMENTS:,} documents that grow with the window",
         tables=[
             *(_speeds(model, found) for model in MODELS),
             *(_details(job, of_job) for job, of_job in found.items()),
@@ -142,7 +141,7 @@ def _computed(job: RivalJob, settings: Settings, steps: int) -> _Done:
     if settings.lengths is not None:
         lengths = read_lengths(settings.lengths)
     else:
-        lengths = sample_lengths(_DOCUMENTS, job.context_window, settings.seed)
+        lengths = sample_lengths(DOCUMENTS, job.context_window, settings.seed)
     try:
         done = _Done(*compare([*POLICIES], space, lengths))
     except UserError as error:

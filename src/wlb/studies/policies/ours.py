@@ -101,7 +101,7 @@ class ElasticPolicy(Policy):
 
         def attempt(ranks: Ranks) -> None:
             try:
-                job = _decided_in(ranks.job, space, lengths)
+                job = decided_in(ranks.job, space, lengths)
             except UserError:
                 return  # no pool can run the global batch in this pipeline
             if fits(job):
@@ -133,9 +133,12 @@ def _pools_of(job: SimulatedJob) -> str:
     return f"{number}, {job.micro_batches_per_rank} micro-batches, {grouping}"
 
 
-def _decided_in(layout: SimulatedJob, space: SearchSpace, lengths: Integers) -> SimulatedJob:
-    """What the trainer runs where dp ranks of ``layout`` train a global batch of ``space`` in pools."""
-    options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches}
+def decided_in(layout: SimulatedJob, space: SearchSpace, lengths: Integers, grouping: str = "auto") -> SimulatedJob:
+    """What the trainer runs where dp ranks of ``layout`` train a global batch of ``space`` in pools.
+
+    Raises ``UserError`` where it cannot.
+    """
+    options = {"micro_batches": layout.layout.dp, "global_batch": space.micro_batches, "grouping": grouping}
     packing, sharding = preset_sections("elastic", options)
     return decide(replace(layout, packing=packing, sharding=sharding), lengths)
 

@@ -1,9 +1,10 @@
 """What a rival's plan costs: the same workload, links, FSDP and pipeline as those of every simulated job.
 
-Groups are sharded and priced by the simulator itself (``wlb.simulate``), as context-parallel groups of their size.
-Moved attention is priced piece by piece; what it exchanges, and what hides that, is in ``exchange``. From the seconds
-of every rank in every micro-batch follows the step: ranks that run a micro-batch together begin it together, pipelines
-run their schedule, and a step ends when the slowest has reduced gradients and updated weights.
+Groups are sharded and priced by the simulator itself (``wlb.simulate``), as context-parallel groups of their size that
+lie on as many nodes. Moved attention is priced piece by piece; what it exchanges, and what hides that, is in
+``exchange``. From the seconds of every rank in every micro-batch follows the step: ranks that run a micro-batch
+together begin it together, pipelines run their schedule, and a step ends when the slowest has reduced gradients and
+updated weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from wlb.schedules.timing import pipeline_times
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.level import group_costs
+from wlb.simulate.level import group_costs, nodes_of
 from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps
 from wlb.studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moving_seconds, shown_seconds
@@ -81,15 +82,15 @@ def begun_together(plan: GroupPlan, ranks: Ranks) -> NDArray[np.int64]:
 
 def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     """Seconds of all ranks, and bytes that they receive, of all layers, each rank's one tensor-parallel share."""
-    job, by_size = ranks.job, defaultdict(list)
+    job, by_kind = ranks.job, defaultdict(list)
     for group in plan.groups:
-        by_size[len(group.ranks)].append(group)
+        by_kind[len(group.ranks), nodes_of(group.ranks, job)].append(group)
     forward = np.zeros((ranks.count, job.layout.stages, plan.slots))
     backward, moving = np.zeros_like(forward), np.zeros_like(forward)
     exchanged = 0.0
-    for size, groups in by_size.items():
+    for (size, nodes), groups in by_kind.items():
         lengths = [plan.lengths[list(group.documents)].tolist() for group in groups]
-        of_stages = _priced(lengths, size, job, plan)
+        of_stages = _priced(lengths, size, nodes, job, plan)
         exchanged += of_stages.received_bytes
         for index, group in enumerate(groups):
             members = list(group.ranks)
@@ -215,18 +216,20 @@ class _Stages(NamedTuple):
     received_bytes: float  # of all layers
 
 
-def _priced(lengths: Sequence[Sequence[int]], size: int, job: SimulatedJob, plan: GroupPlan) -> _Stages:
-    """Groups of ``size`` ranks with documents of ``lengths``."""
+def _priced(lengths: Sequence[Sequence[int]], size: int, nodes: int, job: SimulatedJob, plan: GroupPlan) -> _Stages:
+    """Groups of ``size`` ranks on so many nodes, with documents of ``lengths``."""
     if plan.exchange == "heads" and size > 1:
-        return _priced_over_heads(lengths, size, job, plan.sharding)
-    costs = group_costs(job, size, plan.sharding)
+        return _priced_over_heads(lengths, size, nodes, job, plan.sharding)
+    costs = group_costs(job, size, plan.sharding, nodes)
     shards = price_shards(lengths, costs)
     steps = Steps.of_shards(shards.reshaped(1, 1, len(lengths)), costs)
     forward, backward, moving = (phase[0, 0] for phase in (*steps.stages[:2], steps.moving))
     return _Stages(forward, backward, moving, received_bytes(shards, job))
 
 
-def _priced_over_heads(lengths: Sequence[Sequence[int]], size: int, job: SimulatedJob, sharding: str) -> _Stages:
+def _priced_over_heads(
+    lengths: Sequence[Sequence[int]], size: int, nodes: int, job: SimulatedJob, sharding: str
+) -> _Stages:
     """Each rank has all tokens of a part of the heads for attention, and a part of the tokens for everything else."""
     costs = group_costs(job, 1, sharding)
     shards = price_shards(lengths, costs)
@@ -237,7 +240,7 @@ def _priced_over_heads(lengths: Sequence[Sequence[int]], size: int, job: Simulat
         drain = costs.attention_drain(longest, direction)  # of however few heads
         attention.append((whole[:, 0] - drain) / size + drain)
     steps = _alone(costs, tokens / size, *attention)
-    wire, received = all_to_all_of_heads(job, tokens, size)
+    wire, received = all_to_all_of_heads(job, tokens, size, nodes)
     of_wire = costs.stage_shares[:, None] * wire
     again = 2 if job.activation_checkpointing == "full" else 1
     forward, backward, moving = (phase[0, 0] for phase in (*steps.stages[:2], steps.moving))

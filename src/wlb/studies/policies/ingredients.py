@@ -1,0 +1,162 @@
+"""Level steps with one ingredient left out each, as a share of what even ranks without any exchange would take.
+
+A job runs in the layout in which level steps are fastest, of those that policies without fixed groups choose from and
+that have no pipeline. Its documents are planned again with one of the ``Ingredients`` of ``wlb.packing.level`` left
+out, or on ranks of any node; and the trainer's own lock-step pools run in the same layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+
+from wlb.documents.lengths import read_lengths
+from wlb.documents.segments import Segment
+from wlb.documents.synthetic import sample_lengths
+from wlb.errors import UserError
+from wlb.job.memory.fit import fits
+from wlb.packing.level import Ingredients, StagePrices, level_step
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.level import LevelPrices
+from wlb.simulate.rate import rate, simulate_step
+from wlb.simulate.search import SearchSpace, search_space
+from wlb.studies.experiment import Column, Report, Settings, Table, grouped_bars
+from wlb.studies.policies.grid import BATCH_TOKENS, DOCUMENTS, K, RivalJob
+from wlb.studies.policies.layouts import candidate_ranks, no_layout
+from wlb.studies.policies.ours import decided_in
+from wlb.studies.policies.plan import Integers, Ranks
+from wlb.studies.policies.policy import first_batches, work_prices
+from wlb.studies.policies.pricing import ideal_seconds
+
+JOBS = (
+    *(RivalJob("llama3-8b", gpus, window * K) for window in (128, 512, 1024) for gpus in (64, 1024)),
+    RivalJob("llama3-70b", 1024, 1024 * K),
+)
+_STEPS = 2
+_EVERYTHING = "nothing"
+_LEFT_OUT = {
+    _EVERYTHING: Ingredients(),
+    "short documents in front of shared ones": Ingredients(fills_gaps=False),
+    "more ranks than hold a document": Ingredients(more_ranks=False),
+    "groups that fill nodes": Ingredients(fills_nodes=False),
+    "short documents level the ranks": Ingredients(levels=False),
+}
+_ANY_NODE = "groups on as few nodes as hold them"
+_POOLS = {"own lists: pools in lock step, even": "even", "own lists: pools in lock step, alike": "alike"}
+
+
+@dataclass(frozen=True)
+class _AnyNode(LevelPrices):
+    """As if all ranks lay on one node."""
+
+    @cached_property
+    def per_node(self) -> int:
+        return self.ranks
+
+
+def run(settings: Settings) -> Report:
+    shares: dict[str, list[float | None]] = {}
+    for job in JOBS:
+        settings.on_progress(job.name)
+        for name, share in _shares(job, settings).items():
+            shares.setdefault(name, []).append(share)
+    names = [job.name.removeprefix("llama3-") for job in JOBS]
+    return Report(
+        title="Level steps with one ingredient left out",
+        documents=settings.lengths or f"synthetic, {DOCUMENTS:,} documents that grow with the window",
+        tables=[
+            Table(
+                "seconds of steps in which all ranks are equally busy and exchange nothing, over seconds of level steps",
+                (Column("left out"), *(Column(name, "simulated") for name in names)),
+                [(name, *of_jobs) for name, of_jobs in shares.items()],
+            )
+        ],
+        draw=partial(
+            grouped_bars,
+            title="level steps with one ingredient left out, simulated",
+            groups=names,
+            series=shares,
+            label="share of the ideal speed",
+            origin=0.5,
+        ),
+        notes=[
+            f"{settings.steps or _STEPS} steps of {BATCH_TOKENS:,} tokens, H100 preset, all rows of a job in one layout "
+            "without a pipeline; the ideal is that of the layout in which it is fastest",
+            "pools: size and micro-batches as the trainer decides; a dash where none of them fits",
+        ],
+    )
+
+
+def _shares(job: RivalJob, settings: Settings) -> dict[str, float | None]:
+    """Of the ideal speed, with each ingredient left out."""
+    steps = settings.steps or _STEPS
+    space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS, steps=steps)
+    if settings.lengths is not None:
+        lengths = read_lengths(settings.lengths)
+    else:
+        lengths = sample_lengths(DOCUMENTS, job.context_window, settings.seed)
+    batches = first_batches(lengths, space)
+    ideal = _ideal(space, batches)
+    ranks, level = _fastest(space, lengths, batches[0])
+    seconds = {name: _seconds(level, LevelPrices(level), batches, using) for name, using in _LEFT_OUT.items()}
+    seconds[_ANY_NODE] = _seconds(level, _AnyNode(level), batches)
+    shares: dict[str, float | None] = {name: ideal / taken for name, taken in seconds.items()}
+    return shares | {name: _pooled(ranks, space, lengths, grouping, ideal) for name, grouping in _POOLS.items()}
+
+
+def _ideal(space: SearchSpace, batches: list[Integers]) -> float:
+    layouts = [
+        ranks
+        for kept in (False, True)
+        for ranks in candidate_ranks(space, batches[0], pipelines=True, interleaves=True, keeps_weights=kept)
+    ]
+    return sum(min(ideal_seconds(batch, ranks) for ranks in layouts) for batch in batches)
+
+
+def _fastest(space: SearchSpace, lengths: Integers, batch: Integers) -> tuple[SimulatedJob, SimulatedJob]:
+    """The layout in which level steps are fastest, and the job there."""
+    layouts: list[Ranks] = candidate_ranks(space, batch, pipelines=False, interleaves=False, keeps_weights=True)
+    fitting = []
+    for ranks in layouts:
+        try:
+            job = decided_in(ranks.job, space, lengths, "level")
+        except UserError:
+            continue  # more ranks than a group may have
+        if fits(job):
+            fitting.append((ranks.job, job))
+    if not fitting:
+        raise no_layout("elastic without a pipeline", space)
+    return min(fitting, key=lambda pair: _seconds(pair[1], LevelPrices(pair[1]), [batch]))
+
+
+def _seconds(
+    job: SimulatedJob, prices: StagePrices, batches: list[Integers], using: Ingredients = Ingredients()
+) -> float:
+    """Of the level steps of ``job`` that train ``batches``, planned by ``prices``."""
+    return sum(float(simulate_step(_plan(job, prices, batch, using), job).seconds[0]) for batch in batches)
+
+
+def _plan(job: SimulatedJob, prices: StagePrices, batch: Integers, using: Ingredients) -> StepPlan:
+    groups = level_step(batch.tolist(), -(-job.longest_micro_batch // prices.ranks), prices, using)
+    micro_batches = (
+        MicroBatch(
+            tuple(Segment(document, 0, int(batch[document])) for document in group.documents),
+            group.seconds * len(group.ranks),
+            group.ranks,
+        )
+        for group in groups
+    )
+    return StepPlan(0, (tuple(micro_batches),))
+
+
+def _pooled(layout: SimulatedJob, space: SearchSpace, lengths: Integers, grouping: str, ideal: float) -> float | None:
+    """The share of pools, at equal work."""
+    job = decided_in(layout, space, lengths, grouping)
+    if not fits(job):
+        return None
+    prices = work_prices(space)
+    work = sum(float(np.sum(prices.document_seconds(batch))) for batch in first_batches(lengths, space))
+    return rate(job, lengths, space.steps, prices).work_rate * ideal / work
