@@ -90,12 +90,8 @@ def test_the_timeline_has_no_rank_in_two_places(job, plans, tmp_path):
     line = timeline(plans[0], job)
     assert line.seconds == pytest.approx(float(simulate_steps(plans[:1], job).seconds[0]))
     for rank in range(8):
-        spans = sorted(
-            (line.starts[index, 0], line.ends[index, 0])
-            for index, operation in enumerate(line.operations)
-            if rank in plans[0].micro_batches[operation.micro_batch].ranks
-        )
-        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(spans))
+        spans = sorted((line.starts[index, 0], line.ends[index, 0]) for index in line.operations_of(0, rank))
+        assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))
     assert write_trace(tmp_path / "trace.json", line) == 8
 
 

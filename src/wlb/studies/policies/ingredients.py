@@ -69,7 +69,7 @@ def run(settings: Settings) -> Report:
         documents=settings.lengths or f"synthetic, {DOCUMENTS:,} documents that grow with the window",
         tables=[
             Table(
-                "seconds of steps in which all ranks are equally busy and exchange nothing, over seconds of level steps",
+                "seconds of steps in which ranks are equally busy and exchange nothing, over those of level steps",
                 (Column("left out"), *(Column(name, "simulated") for name in names)),
                 [(name, *of_jobs) for name, of_jobs in shares.items()],
             )
@@ -83,8 +83,8 @@ def run(settings: Settings) -> Report:
             origin=0.5,
         ),
         notes=[
-            f"{settings.steps or _STEPS} steps of {BATCH_TOKENS:,} tokens, H100 preset, all rows of a job in one layout "
-            "without a pipeline; the ideal is that of the layout in which it is fastest",
+            f"{settings.steps or _STEPS} steps of {BATCH_TOKENS:,} tokens, H100 preset, all rows of a job in one "
+            "layout without a pipeline; the ideal is that of the layout in which it is fastest",
             "pools: size and micro-batches as the trainer decides; a dash where none of them fits",
         ],
     )
