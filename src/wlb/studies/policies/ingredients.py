@@ -35,17 +35,18 @@ JOBS = (
     *(RivalJob("llama3-8b", gpus, window * K) for window in (128, 512, 1024) for gpus in (64, 1024)),
     RivalJob("llama3-70b", 1024, 1024 * K),
 )
+_PICTURED = ("8b-128k-64", "8b-1m-64", "8b-128k-1024", "70b-1m-1024")
 _STEPS = 2
 _EVERYTHING = "nothing"
 _LEFT_OUT = {
     _EVERYTHING: Ingredients(),
-    "short documents in front of shared ones": Ingredients(fills_gaps=False),
-    "more ranks than hold a document": Ingredients(more_ranks=False),
+    "fillers": Ingredients(fills_gaps=False),
+    "group sizes by price": Ingredients(more_ranks=False),
     "groups that fill nodes": Ingredients(fills_nodes=False),
-    "short documents level the ranks": Ingredients(levels=False),
+    "levelling": Ingredients(levels=False),
 }
-_ANY_NODE = "groups on as few nodes as hold them"
-_POOLS = {"own lists: pools in lock step, even": "even", "own lists: pools in lock step, alike": "alike"}
+_ANY_NODE = "locality"
+_POOLS = {"own lists (even pools)": "even", "own lists (alike pools)": "alike"}
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,18 @@ def run(settings: Settings) -> Report:
         draw=partial(
             grouped_bars,
             title="level steps with one ingredient left out, simulated",
-            groups=names,
-            series=shares,
+            groups=[name.replace(" ", "\n") for name in shares],
+            series={name: [of_jobs[names.index(name)] for of_jobs in shares.values()] for name in _PICTURED},
             label="share of the ideal speed",
             origin=0.5,
         ),
         notes=[
             f"{settings.steps or _STEPS} steps of {BATCH_TOKENS:,} tokens, H100 preset, all rows of a job in one "
             "layout without a pipeline; the ideal is that of the layout in which it is fastest",
-            "pools: size and micro-batches as the trainer decides; a dash where none of them fits",
+            "fillers: short documents in front of shared ones; group sizes by price: more ranks than hold a document, "
+            "for one that would be done too late; levelling: the other short documents go to the rank that is free "
+            "first, not to all in turn; locality: groups on as few nodes as hold them",
+            "own lists: pools in lock step instead, of the size and number of micro-batches that the trainer decides",
         ],
     )
 
