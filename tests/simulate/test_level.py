@@ -98,7 +98,7 @@ def test_the_timeline_has_no_rank_in_two_places(job, plans, tmp_path):
 def test_no_document_waits_and_steps_are_alike_in_tokens(job):
     result = simulate(job, documents(), 4)
     assert result.token_delay == 0
-    assert result.imbalance["gpus"] < 1.1
+    assert result.imbalance["dp"] < 1.01
 
 
 @pytest.mark.parametrize(

@@ -171,17 +171,19 @@ class LevelSteps:
 
     @property
     def imbalance(self) -> dict[str, Array]:
-        """As that of ``Steps``, of the ranks that run a micro-batch."""
+        """As that of ``Steps``, of the ranks that run a micro-batch; ``dp`` is of all that ranks do but wait."""
         gpus, groups = self.gpu_seconds[:, 0, 0], self.micro_batch_seconds[:, 0]
         members = np.maximum(1, (groups > 0).sum(axis=2))
         mean, slowest = groups.sum(axis=2) / members, groups.max(axis=2)  # (steps, micro-batches)
-        ones = np.ones(self.steps)
+        busy = np.zeros((self.steps, self.costs.layout.cp))
+        for (step, ranks), seconds in zip(self.runs, np.add(*self.phases), strict=True):
+            busy[step, ranks] += seconds
         return {
             "gpus": gpus.max(axis=1) / gpus.mean(axis=1),
             "cp": slowest.sum(axis=1) / mean.sum(axis=1),
             "micro_batches": mean.max(axis=1) * (mean > 0).sum(axis=1) / mean.sum(axis=1),
-            "dp": ones,
-            "pp": ones,
+            "dp": busy.max(axis=1) / busy.mean(axis=1),
+            "pp": np.ones(self.steps),
         }
 
     @property
