@@ -32,10 +32,11 @@ from wlb.studies.policies.policy import first_batches, work_prices
 from wlb.studies.policies.pricing import ideal_seconds
 
 JOBS = (
-    *(RivalJob("llama3-8b", gpus, window * K) for window in (128, 512, 1024) for gpus in (64, 1024)),
+    *(RivalJob("llama3-8b", 64, window * K) for window in (128, 256, 1024)),
+    *(RivalJob("llama3-8b", 1024, window * K) for window in (128, 512, 1024)),
     RivalJob("llama3-70b", 1024, 1024 * K),
 )
-_PICTURED = ("8b-128k-64", "8b-1m-64", "8b-128k-1024", "70b-1m-1024")
+_PICTURED = ("8b-128k-64", "8b-256k-64", "8b-128k-1024", "70b-1m-1024")
 _STEPS = 2
 _EVERYTHING = "nothing"
 _LEFT_OUT = {
@@ -81,7 +82,7 @@ def run(settings: Settings) -> Report:
             groups=[name.replace(" ", "\n") for name in shares],
             series={name: [of_jobs[names.index(name)] for of_jobs in shares.values()] for name in _PICTURED},
             label="share of the ideal speed",
-            origin=0.5,
+            origin=0.0,
         ),
         notes=[
             f"{settings.steps or _STEPS} steps of {BATCH_TOKENS:,} tokens, H100 preset, all rows of a job in one "
