@@ -114,7 +114,7 @@ def test_a_large_global_batch_of_pools_is_divided_until_it_fits_the_memory(tmp_p
         tmp_path,
         "elastic",
         parallel={"dp": 2},
-        packing={"micro_batches": 640},
+        packing={"micro_batches": 640, "grouping": "even"},
         training={"memory_gib": memory_gib},
     )
     packing = check_job(config, 2).job.packing

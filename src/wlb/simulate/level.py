@@ -82,7 +82,7 @@ class LevelPrices:
         return np.asarray(forward * (2 if self.job.activation_checkpointing == "full" else 1) + backward)
 
 
-class _Run(NamedTuple):
+class _Turn(NamedTuple):
     """A micro-batch: its step, and the ranks that run it."""
 
     step: int
@@ -98,7 +98,7 @@ class LevelSteps:
 
     costs: JobCosts
     steps: int
-    runs: tuple[_Run, ...]
+    runs: tuple[_Turn, ...]
     by_size: tuple[tuple[NDArray[np.intp], Steps], ...]
     modelled: frozenset[str] = EVERYTHING
 
@@ -108,7 +108,7 @@ class LevelSteps:
         runs, lengths = [], []
         for step, plan in enumerate(plans):
             for micro_batch in plan.micro_batches:
-                runs.append(_Run(step, np.array(micro_batch.ranks or everyone)))
+                runs.append(_Turn(step, np.array(micro_batch.ranks or everyone)))
                 lengths.append(micro_batch.lengths)
         kinds = np.array([(len(run.ranks), nodes_of(run.ranks, costs.job)) for run in runs])
         by_size = []
