@@ -41,7 +41,7 @@ from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
-from wlb.simulate import SimulationResult, simulate, simulated_job
+from wlb.simulate import SimulationResult, simulate, simulate_steps, simulated_job
 from wlb.training.preflight import check_job
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,7 +186,7 @@ def measure(preset: str, out: Path, store: Path, arguments: argparse.Namespace) 
         segments=[sorted(plan.segments) for plan in plans],
         tokens=[row["tokens"] for row in rows],
         step_seconds=[row["step_seconds"] for row in rows],
-        rank_seconds=np.array([[sum(batch.workload for batch in rank) for rank in plan.ranks] for plan in plans]),
+        rank_seconds=simulate_steps(plans, job).gpu_seconds.reshape(len(plans), -1),
     )
 
 
