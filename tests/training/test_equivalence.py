@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -250,8 +250,8 @@ class Prices:
     def shared(self, lengths: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
         return 1 + self.alone(lengths) * (1 / ranks + 0.01)
 
-    def document_seconds(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        return self.alone(lengths)
+    def document_seconds(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        return self.alone(np.asarray(lengths))
 
 
 def _level_plans(ranks: int, documents: RandomDocuments) -> list[StepPlan]:
@@ -267,8 +267,12 @@ def _level_plans(ranks: int, documents: RandomDocuments) -> list[StepPlan]:
     chosen = [
         [micro_batch(group.ranks, *group.documents) for group in planned],
         # Rank 0 has nothing, and at the end all others share a document that is too short for them.
-        [micro_batch([last], 1, 2), micro_batch(range(1, ranks), 3), micro_batch([last], 4), micro_batch([last], 5)]
-        + [micro_batch(range(1, ranks), int(documents.lengths.argmin()))],
+        [
+            micro_batch([last], 1, 2),
+            micro_batch(range(1, ranks), 3),
+            micro_batch([last], 4),
+            micro_batch(range(1, ranks), int(documents.lengths.argmin())),
+        ],
         [micro_batch(everyone, 6), micro_batch([0], 7, 8, 9), micro_batch(everyone, 10), micro_batch([0, last], 11)],
     ]
     for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.training.observe.test_imbalance import rows_of
 from wlb.training.observe.diagnosis import RankName, diagnose, render
-from wlb.training.observe.imbalance import RankSteps
+from wlb.training.observe.imbalance import RankStep, RankSteps
 
 SHAPE = (2, 2, 2, 1)
 MICRO_BATCHES = 4
@@ -65,7 +65,7 @@ def test_an_uneven_plan_names_its_setting(axis, what, setting, pooled):
 def test_ranks_of_level_steps_wait_for_the_slowest_of_them():
     """Each has seconds of its own there, of any number of micro-batches."""
     rows = rows_of(np.ones((1, 1, 8, 1, 1)))
-    for name in rows.dtype.names:
+    for name in RankStep._fields:
         if name.endswith("_seconds") and "wait" not in name:
             rows[name][3] = 1.8
     diagnosis = diagnose(

@@ -81,8 +81,8 @@ class LoadedStep:
     """One step, ready to train: ``batches`` are this rank's shares of its micro-batches, in pipeline order.
 
     The plan covers all ranks and ``loss_tokens`` counts their labelled tokens. ``fingerprint`` is equal where plans are
-    equal, ``shard_fingerprint`` where the shard plans of all batches of a data-parallel rank are. ``wait_seconds`` is how long training stood
-    still for this step.
+    equal, ``shard_fingerprint`` where the shard plans of all batches of a data-parallel rank are. ``wait_seconds`` is
+    how long training stood still for this step.
     """
 
     planned: PlannedStep

@@ -206,10 +206,8 @@ def _report(run: RankRun, role: str, found: FoundJob, plan: StepPlan, shards: Sh
     job, (pp, dp, cp, _) = found.job, run.place
     mine = micro_batches_of(plan, dp, cp)
     without_tokens = (0, len(run.rows) - len(mine))  # one that may follow
-    received, sent, kept = (
-        np.pad(column, without_tokens)
-        for column in (shards.received[dp, mine, cp], shards.sent[dp, mine, cp], shards.kept[dp, mine])
-    )
+    received, sent = (np.pad(column[dp, mine, cp], without_tokens) for column in (shards.received, shards.sent))
+    kept = np.pad(shards.kept[dp, mine], without_tokens)
     full = job.activation_checkpointing == "full"
     exchanges = [
         Exchange(int(tokens) if keeps else 0, int(max(tokens, out)))

@@ -132,9 +132,8 @@ def diagnose(
     """Look at measured ``steps``, at least one; the last of them is ``last_step``.
 
     ``names`` are those of the ranks, ``mesh_shape`` is (pp, dp, cp, tp), ``micro_batches`` are those of a data-parallel
-    rank, None where steps are level, and ``step_seconds`` the mean wall time of a step. With ``pooled`` the dp groups of
-    cp ranks are elastic pools.
-    The result is JSON-serialisable.
+    rank, None where steps are level, and ``step_seconds`` the mean wall time of a step. With ``pooled`` the dp groups
+    of cp ranks are elastic pools. The result is JSON-serialisable.
     """
     mean = {name: np.mean([rows[name] for rows in steps], axis=0) for name in steps[0].dtype.names or ()}
     compute, predicted = mean["compute_seconds"], mean["predicted_seconds"]

@@ -58,8 +58,8 @@ def build_stage_modules(
     """Build this rank's pipeline stages, sharded and initialised: ``pp_rank`` and every pp-th after it.
 
     Weights and optimizer state are of the ``master_dtype``, in which gradients are reduced too. Initial weights depend
-    on ``seed`` alone; with None the memory is left as it is, for weights that are loaded. With ``keeps_weights`` gathered
-    weights are kept over a step, as those of a pipeline are anyway.
+    on ``seed`` alone; with None the memory is left as it is, for weights that are loaded. With ``keeps_weights``
+    gathered weights are kept over a step, as those of a pipeline are anyway.
     """
     splits = split_layers(config.shape, layout.stages)
     modules = []

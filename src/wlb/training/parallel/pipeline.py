@@ -3,9 +3,11 @@
 ``PipelineRunner`` is given this rank's share of its data-parallel rank's micro-batches, the same on every pipeline
 rank. With one stage it runs them one after another; with several it hands them to PyTorch's 1F1B or interleaved 1F1B
 schedule. Micro-batches that name their ranks differ in number from rank to rank. A rank then waits for others only
-where it shares a micro-batch, when all weights are gathered at the start, and when gradients are reduced at the end. The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of the whole step,
-over all ranks, so that how documents are packed and sharded cannot change a gradient. Gradients are summed over
-micro-batches and, once per step, over data- and context-parallel ranks; they are left in ``.grad``.
+where it shares a micro-batch, when all weights are gathered at the start, and when gradients are reduced at the end.
+
+The loss is the sum of cross entropy over labelled tokens divided by the labelled tokens of the whole step, over all
+ranks, so that how documents are packed and sharded cannot change a gradient. Gradients are summed over micro-batches
+and, once per step, over data- and context-parallel ranks; they are left in ``.grad``.
 """
 
 from __future__ import annotations
