@@ -7,8 +7,8 @@ rounding every time.
 
 Where a plan is for a whole process group this is an all-to-all. NCCL makes it of messages between the ranks that share
 a segment, and no rank waits for others; gloo sends empty messages too. Where it is for some ranks of a group, these
-send each other messages, while the others do something else. (Messages alone would do for both. But with gloo a small
-exchange as messages takes about twice the CPU time, and with NCCL the first call of a group must be one of all ranks.)
+send each other messages, while the others do something else. (Messages alone would do for both. But with gloo, small
+ones among four processes take about twice the CPU time, and with NCCL a group must first have had a call of all ranks.)
 Two ranks find each other's messages by their order, which is the same on both: they run the plans that they share in
 the same order, each layer by layer, forward, backward and where it is computed again.
 """
