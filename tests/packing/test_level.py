@@ -11,7 +11,7 @@ from tests.limits import examples
 from tests.packing.stage import Prices
 from wlb.errors import UserError
 from wlb.packing import make_packer
-from wlb.packing.level import RankGroup, StagePrices, level_step
+from wlb.packing.level import Ingredients, RankGroup, StagePrices, level_step
 from wlb.packing.plan import StepPlan
 from wlb.workload import make_workload
 
@@ -30,10 +30,10 @@ def steps(draw: st.DrawFn) -> tuple[list[int], int, Prices]:
 
 
 @settings(max_examples=examples(200))
-@given(steps())
-def test_every_document_is_in_one_micro_batch_that_its_ranks_hold(step):
+@given(steps(), st.builds(Ingredients, *[st.booleans()] * len(Ingredients._fields)))
+def test_every_document_is_in_one_micro_batch_that_its_ranks_hold(step, using):
     lengths, capacity, prices = step
-    groups = level_step(lengths, capacity, prices)
+    groups = level_step(lengths, capacity, prices, using)
     assert sorted(document for group in groups for document in group.documents) == list(range(len(lengths)))
     for group in groups:
         assert list(group.ranks) == sorted(set(group.ranks))
@@ -43,7 +43,7 @@ def test_every_document_is_in_one_micro_batch_that_its_ranks_hold(step):
         assert len(group.ranks) == 1 or len(group.documents) == 1
         nodes = {rank // prices.per_node for rank in group.ranks}
         assert len(nodes) == -(-len(group.ranks) // prices.per_node)
-    assert groups == level_step(lengths, capacity, prices)
+    assert groups == level_step(lengths, capacity, prices, using)
 
 
 def ends(groups: list[RankGroup], ranks: int) -> tuple[np.ndarray, np.ndarray]:
