@@ -16,7 +16,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import CAUSES, SimulatedJob, simulate, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
-from wlb.simulate.level import LevelSteps
+from wlb.simulate.level import LevelPrices, LevelSteps
 from wlb.simulate.timeline import timeline
 from wlb.simulate.trace import write_trace
 
@@ -41,6 +41,14 @@ def test_it_is_one_pool_of_all_ranks(job):
     assert job.levels_steps
     assert (job.layout.dp, job.layout.cp) == (1, 8)
     assert decide(job, documents()) == job
+
+
+@pytest.mark.parametrize(("dp", "per_node"), [(2, 2), (4, 4), (6, 2), (12, 4), (16, 4)])
+def test_ranks_that_are_planned_as_a_node_lie_on_one(dp, per_node):
+    """A node has four ranks of two GPUs."""
+    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=dp, micro_batches=2, tp=2, packing={"grouping": "level"})
+    assert job.pools is not None
+    assert LevelPrices(job.with_pools(replace(job.pools, size=dp))).per_node == per_node
 
 
 def test_causes_sum_to_steps_that_are_together_what_they_are_alone(job, plans):
