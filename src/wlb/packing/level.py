@@ -7,7 +7,7 @@ needs to be done when the others are. What is shared comes first, and short docu
 1. The largest groups are placed first, each on ranks of as few nodes as hold it: where its members would wait for each
    other least, of all places where it ends in time.
 2. Where a member is free before the others it runs short documents until then.
-3. The other short documents go, longest first, each to the rank that is free soonest, into a micro-batch of its own.
+3. The other short documents go, longest first, each to the rank that is free soonest, into one of its micro-batches.
 
 Groups as large as documents need may leave ranks over that nothing else fills, such as 6 of 32 beside 26. So the step
 is planned a second time, with groups that fill nodes or divide one, and the plan that is done sooner is taken.
@@ -60,9 +60,9 @@ class StagePrices(DocumentPrices, Protocol):
 
 
 class RankGroup(NamedTuple):
-    """A micro-batch: ``documents``, numbers of a step's, that ``ranks`` run together; several where one is shared.
+    """A micro-batch: ``documents`` of a step, by number, and the ``ranks`` that run it, several where one is shared.
 
-    Each of them is predicted to take ``seconds``.
+    Each rank is predicted to take ``seconds``.
     """
 
     ranks: tuple[int, ...]

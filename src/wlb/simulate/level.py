@@ -44,7 +44,7 @@ class LevelPrices:
 
     @cached_property
     def per_node(self) -> int:
-        """Or of the part of a node that divides both: 4 of 12 ranks, where a node has 8."""
+        """All of a node's, or as many as divide both it and all ranks: 4, where a node has 8 and the stage 12."""
         on_a_node = max(1, self.job.hardware.node_size // self.job.layout.tp)
         return self.ranks if self.ranks <= on_a_node else gcd(self.ranks, on_a_node)
 
@@ -95,7 +95,7 @@ class _Turn(NamedTuple):
 class LevelSteps:
     """Some level steps when only the ``modelled`` of ``CAUSES`` are taken into account; as ``Steps``.
 
-    ``by_size`` has those of ``of_sizes`` with their places among all ``runs``.
+    ``runs`` are the micro-batches, and ``by_size`` has those of each kind of groups with their places among ``runs``.
     """
 
     costs: JobCosts
