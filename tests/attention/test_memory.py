@@ -54,7 +54,7 @@ def _measure(plan: ShardPlan, folder: Path) -> Memory:
     assert len(grads) == 3
     received = sum(sum(part.receive_counts) for part in layout.parts)
     exchanged = received + sum(len(part.send_rows) + len(part.key_rows) for part in layout.parts)
-    attending = sum(len(part.query_rows) for part in layout.parts)
+    attending = sum(sum(part.runs.query_lengths) for part in layout.parts if part.runs)
     return Memory(tokens, attending, received, exchanged, held, forward_peak, backward_peak)
 
 

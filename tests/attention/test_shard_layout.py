@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.attention.plans import random_plan
+from wlb.attention.exchange import take_rows
 from wlb.attention.shard_layout import ShardLayout, _layouts, shard_layout
 from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb.sharding.plan import ShardPlan
@@ -57,7 +58,7 @@ def test_every_query_meets_the_keys_before_it_in_its_segment_once(plan: ShardPla
             assert len(set(received)) == len(received)
             if part.runs is None:
                 continue
-            queries = part.query_rows.split(part.runs.query_lengths)
+            queries = take_rows(torch.arange(len(own)), part.query_rows).split(part.runs.query_lengths)
             keys = part.key_rows.split(part.runs.key_lengths)
             assert not part.runs.causal
             for query_rows, key_rows in zip(queries, keys, strict=True):

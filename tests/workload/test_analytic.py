@@ -210,16 +210,26 @@ def test_bytes_follow_the_shape_and_latency_is_paid_in_every_layer():
     assert make_workload(shape, tp=2).kv_gather_seconds(1000, 8) > 2 * seconds, "across nodes"
 
 
-@pytest.mark.parametrize(("moved", "values"), [((1000, 0, 0), 17), ((0, 1000, 0), 7), ((0, 0, 1000), 2 * 34)])
-def test_copies_follow_the_tokens_and_the_memory(moved, values):
+@pytest.mark.parametrize(
+    ("moved", "alone", "values"),
+    [
+        ((1000, 0, 0), False, 17),
+        ((1000, 0, 0), True, 9),
+        ((0, 1000, 0), True, 7),
+        ((0, 0, 1000), False, 2 * 30),
+        ((0, 0, 1000), True, 2 * 14),
+    ],
+)
+def test_copies_follow_the_tokens_and_the_memory(moved, alone, values):
     workload = make_workload("llama3-8b")  # with 4 query heads for each key/value head
     sent, received, merged = moved
-    both = workload.kv_copy_seconds(sent, received, merged)
+    both = workload.kv_copy_seconds(sent, received, merged, alone=alone)
+    sent_more, received_more, merged_more = (np.multiply(m, [0, 0.5, 1]) for m in moved)
     np.testing.assert_allclose(
-        workload.kv_copy_seconds(*(np.multiply(m, [0, 0.5, 1]) for m in moved)), np.multiply(both, [0, 0.5, 1])
+        workload.kv_copy_seconds(sent_more, received_more, merged_more, alone=alone), np.multiply(both, [0, 0.5, 1])
     )
     phases: tuple[Phase, Phase] = ("forward", "backward")
-    of_phases = [float(workload.kv_copy_seconds(sent, received, merged, phase)) for phase in phases]
+    of_phases = [float(workload.kv_copy_seconds(sent, received, merged, phase, alone)) for phase in phases]
     assert sum(of_phases) == pytest.approx(float(both))
     read_once = 1000 * 32 * 2 * 8 * 128 * 2 / HARDWARE["h100"].memory_bandwidth
     assert float(both) == pytest.approx(values * read_once)

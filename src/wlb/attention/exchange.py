@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb.attention.profiler_regions import region
-from wlb.attention.shard_layout import ExchangePart, ShardLayout
+from wlb.attention.shard_layout import ExchangePart, Rows, ShardLayout
 
 _REGION = "key/value exchange"  # its two ends, in a profiler's trace
 
@@ -70,15 +70,37 @@ def add_returned(grad_TGE: Tensor, returned: Sequence[Tensor], parts: Sequence[E
     """Local gradients plus those ``returned`` for each part, (S, G, E), in the type of the local ones."""
     total_TGE = grad_TGE.to(torch.promote_types(grad_TGE.dtype, torch.float32))
     for part, share_SGE in zip(parts, returned, strict=True):
-        by_rank = (tensor.split(part.send_counts) for tensor in (part.send_rows, share_SGE))
-        for rows, share in zip(*by_rank, strict=True):
-            add_rows(total_TGE, rows, share)
+        if part.first_rows is None:
+            by_rank = (tensor.split(part.send_counts) for tensor in (part.send_rows, share_SGE))
+            for rows, share in zip(*by_rank, strict=True):
+                add_rows(total_TGE, rows, share)
+        else:
+            sum_SGE = total_TGE.new_zeros(len(part.first_rows), *total_TGE.shape[1:])
+            for share in share_SGE.split(part.send_counts):
+                sum_SGE[: len(share)] += share
+            add_rows(total_TGE, part.first_rows, sum_SGE)
     return total_TGE.to(grad_TGE.dtype)
 
 
-def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+def take_rows(x: Tensor, rows: Rows) -> Tensor:
+    """The ``rows`` of ``x``; a view where they follow each other."""
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+
+
+def put_rows(x: Tensor, rows: Rows, values: Tensor) -> None:
+    """Make ``values``, which may be of another type, the ``rows`` of ``x``, each named at most once."""
+    if isinstance(rows, slice):
+        x[rows] = values
+    else:
+        x.index_copy_(0, rows, values.to(x.dtype))
+
+
+def add_rows(total: Tensor, rows: Rows, values: Tensor) -> None:
     """Add ``values`` to the ``rows`` of ``total``, each named at most once; much faster on CPU than ``index_add_``."""
-    total.index_copy_(0, rows, total.index_select(0, rows).add_(values))
+    if isinstance(rows, slice):
+        total[rows] += values
+    else:
+        total.index_copy_(0, rows, total.index_select(0, rows).add_(values))
 
 
 def _exchange(sent: Tensor, send_counts: list[int], receive_counts: list[int], ranks: PlanRanks) -> Arrival:

@@ -30,11 +30,13 @@ from wlb.attention.exchange import (
     Resends,
     add_returned,
     add_rows,
+    put_rows,
     return_gradients,
     send_keys,
+    take_rows,
 )
 from wlb.attention.profiler_regions import region
-from wlb.attention.shard_layout import ExchangePart, ShardLayout
+from wlb.attention.shard_layout import ExchangePart, Rows, ShardLayout
 
 _OWN, _RECEIVED = "attention own", "attention received"  # the two parts, in a profiler's trace
 
@@ -100,7 +102,7 @@ class AttendPacked(torch.autograd.Function):
     def backward(ctx: Any, grad_THE: Tensor) -> tuple[Tensor | None, ...]:
         layout, backend, ranks, resend = ctx.layout, ctx.backend, ctx.ranks, ctx.resend
         q_THE, k_TGE, v_TGE, out_THE, log_sum_exp_HT, *received = ctx.saved_tensors
-        merged: list[tuple[Tensor, Tensor]] = []
+        merged: list[tuple[Rows, Tensor]] = []
         homeward: list[Arrival] = []
         if layout.window_rows is None:
             again = [] if received else (resend or Resend(k_TGE, v_TGE, layout, ranks)).take()
@@ -192,15 +194,15 @@ def _attend_received(
     """Fold attention over the received keys into ``out_THE`` and ``log_sum_exp_HT``, in place."""
     if part.runs is None:
         return
-    rows = part.query_rows
+    rows, log_sum_exp_TH = part.query_rows, log_sum_exp_HT.T
     k_KGE, v_KGE = x_A2GE.index_select(0, part.key_rows).unbind(1)
-    result_QHE, its_log_sum_exp_HQ = backend.forward(q_THE.index_select(0, rows), k_KGE, v_KGE, part.runs)
+    result_QHE, its_log_sum_exp_HQ = backend.forward(take_rows(q_THE, rows), k_KGE, v_KGE, part.runs)
     # Softmax over both sets of keys weights each set's output with its share of the summed exponentials.
-    before_HQ = log_sum_exp_HT.index_select(1, rows)
-    share_QH1 = torch.sigmoid(its_log_sum_exp_HQ - before_HQ).T[..., None]  # of the received keys
-    merged_QHE = out_THE.index_select(0, rows).to(share_QH1.dtype).lerp_(result_QHE.to(share_QH1.dtype), share_QH1)
-    out_THE.index_copy_(0, rows, merged_QHE.to(out_THE.dtype))
-    log_sum_exp_HT.index_copy_(1, rows, torch.logaddexp(before_HQ, its_log_sum_exp_HQ))
+    before_QH, its_QH = take_rows(log_sum_exp_TH, rows), its_log_sum_exp_HQ.T
+    share_QH1, other_QH1 = (torch.sigmoid(x)[..., None] for x in (its_QH - before_QH, before_QH - its_QH))
+    result_QHE = result_QHE * share_QH1
+    put_rows(out_THE, rows, result_QHE.addcmul_(take_rows(out_THE, rows), other_QH1))
+    put_rows(log_sum_exp_TH, rows, torch.logaddexp(before_QH, its_QH))
 
 
 def _received_gradients(
@@ -216,9 +218,9 @@ def _received_gradients(
     grad_A2GE = torch.zeros_like(x_A2GE)
     if part.runs is None:
         return q_THE[:0], grad_A2GE
-    grad_QHE, q_QHE, out_QHE = (x_THE.index_select(0, part.query_rows) for x_THE in (grad_THE, q_THE, out_THE))
+    grad_QHE, q_QHE, out_QHE = (take_rows(x_THE, part.query_rows) for x_THE in (grad_THE, q_THE, out_THE))
     k_KGE, v_KGE = x_A2GE.index_select(0, part.key_rows).unbind(1)
-    log_sum_exp_HQ = log_sum_exp_HT.index_select(1, part.query_rows)
+    log_sum_exp_HQ = take_rows(log_sum_exp_HT.T, part.query_rows).T
     grad_q_QHE, *grads = backend.backward(grad_QHE, q_QHE, k_KGE, v_KGE, out_QHE, log_sum_exp_HQ, part.runs)
     once = len(part.key_rows) == len(x_A2GE)  # each is attended by one piece only
     for side, grad_KGE in enumerate(grads):

@@ -3,8 +3,8 @@
 The tokens of a segment that lie on one rank attend each other causally, in their order: that part needs nothing
 from others. What is missing for the rank's piece ``start`` to ``stop`` are the segment's keys before ``start`` on
 other ranks; the piece attends all of them, so no mask is needed. So each rank sends a piece of its own to every rank
-that holds a later piece of the same segment, and to no other (``ShardPlan.kv_traffic``); in equal parts where that is
-much (``ShardPlan.exchange_parts``), so that the first is attended while the others are on their way.
+that holds a later piece of the same segment, and to no other (``ShardPlan.kv_traffic``); in parts where that is much
+(``ShardPlan.exchange_parts``), so that the first is attended while the others are on their way.
 
 In a layer with a sliding window a token attends the last ``window`` tokens of its segment, itself included. So a piece
 needs the keys from ``start - window + 1`` on and no others, and every piece that lies before another rank's sends just
@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wlb.attention.runs import Runs
-from wlb.sharding.plan import ShardPlan, Table, owners, ranges, receivers
+from wlb.sharding.plan import PART_CUTS, ShardPlan, Table, owners, ranges, receivers
 
 Indices = NDArray[np.int64]
+Rows = Tensor | slice  # of a tensor: int64 on its device, or where they follow each other
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,9 @@ class ExchangePart:
     send_counts: list[int]  # tokens for each rank
     receive_counts: list[int]  # tokens from each rank
     runs: Runs | None  # local pieces against the keys before them on other ranks; None where there are none
-    query_rows: Tensor  # local tokens that attend received keys, run after run
+    query_rows: Rows  # local tokens that attend received keys, run after run
     key_rows: Tensor  # received tokens that they attend, run after run
+    first_rows: Tensor | None = None  # where a segment is alone: local tokens of which every rank gets the first ones
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def _layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
     own = plan.pieces[rank]
     _, start, stop = np.concatenate(plan.pieces).T
     attends, parts = receivers(plan.pieces), plan.exchange_parts if plan.kv_traffic.any() else 0
-    cuts = [start + (stop - start) * part // parts for part in range(parts + 1)] if parts else []
+    cuts = [start + ((stop - start) * cut).astype(np.int64) for cut in PART_CUTS[parts]] if parts else []
     return ShardLayout(
         own_runs=Runs.of_segments(_tokens_per_segment(own)) if len(own) else None,
         parts=tuple([_part(plan, rank, device, begin, (end - begin) * attends) for begin, end in pairwise(cuts)]),
@@ -86,6 +88,9 @@ def _part(plan: ShardPlan, rank: int, device: torch.device, begin: Indices, leng
     """A message, as ``_message``, whose keys the later pieces of this rank attend."""
     own = plan.pieces[rank]
     message, received = _message(plan, rank, device, begin, lengths)
+    if len(plan.segment_lengths) == 1:  # a later piece needs all that an earlier one does
+        to_ranks = message.send_rows.split(message.send_counts)
+        message = replace(message, first_rows=max(to_ranks, key=len))
     key_rows, key_lengths = _keys_seen(own, received)
     if not len(key_rows):
         return message
@@ -93,7 +98,7 @@ def _part(plan: ShardPlan, rank: int, device: torch.device, begin: Indices, leng
     return replace(
         message,
         runs=Runs(tuple(own_lengths[attending].tolist()), tuple(key_lengths[attending].tolist()), causal=False),
-        query_rows=_on(device, ranges(_starts(own_lengths)[attending], own_lengths[attending])),
+        query_rows=_rows(device, ranges(_starts(own_lengths)[attending], own_lengths[attending])),
         key_rows=_on(device, key_rows),
     )
 
@@ -177,6 +182,11 @@ def _starts(lengths: Indices) -> Indices:
 
 def _on(device: torch.device, indices: Indices) -> Tensor:
     return torch.from_numpy(indices).to(device)
+
+
+def _rows(device: torch.device, indices: Indices) -> Rows:
+    follow = len(indices) > 0 and indices[-1] - indices[0] == len(indices) - 1
+    return slice(int(indices[0]), int(indices[-1]) + 1) if follow else _on(device, indices)
 
 
 def _check_order(table: Table, rank: int) -> None:

@@ -5,24 +5,27 @@ exchanges. Where ranks wait follows from how ``wlb.attention.packed_attention`` 
 arrive in parts while the rank attends its own tokens, and then each part while the next is on its way. Backward, the
 received parts come first, and returning the gradients of each overlaps with what follows. A rank waits for those that
 it shares segments with: a message is there when the busiest of them has moved all of its own. Ranks that did not keep
-what they received have it sent again while they compute what lies between the attention of two layers.
+what they received have it sent again, in parts, from when they compute what lies between the attention of two layers.
 
 Every layer takes its share of the seconds, so those of all layers wait as those of one do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.sharding.pieces import Locality, Pieces, last_keys, locality, pieces_of_rows
-from wlb.sharding.plan import ShardPlan, owners
+from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, owners
 from wlb.workload.base import EXCHANGES, Phase, Workload
 
+# ``PART_CUTS`` by row, filled up with empty parts; a micro-batch without documents has none.
+_CUTS = np.array([[*cuts, *[1.0] * (1 + MOST_PARTS - len(cuts))] for cuts in [PART_CUTS[1], *PART_CUTS.values()]])
 _PHASES: tuple[Phase, Phase] = ("forward", "backward")
 
 Seconds = NDArray[np.float64]
@@ -66,18 +69,38 @@ def backward_seconds(
 ) -> Seconds:
     """As ``forward_seconds``; ``kept`` says of each group whether it keeps what it receives in the forward.
 
-    What was not kept is sent again ``ahead``, while the layer above is computed, or only when attention asks for it.
+    What was not kept sets out ``ahead``, while the layer above is computed, or only when attention asks for it.
     """
-    late = np.where(kept[..., None], 0.0, np.maximum(0.0, exchange - ranks.rest) if ahead else exchange)
-    return together(late + attending_seconds(ranks, exchange, parts) + ranks.rest)
+    again = _attending_again(ranks, exchange, parts, ranks.rest * ahead)
+    attending = np.where(kept[..., None], attending_seconds(ranks, exchange, parts), again)
+    return together(attending + ranks.rest)
 
 
 def attending_seconds(ranks: RankSeconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
-    """Attention of ranks, and what they wait for the first or the last part, whichever holds them up longer."""
-    count = np.maximum(parts, 1)[..., None]  # a micro-batch without documents has none
-    first = exchange / count + ranks.received
-    last = exchange + ranks.received / count
-    return np.where(exchange > 0, np.maximum(first, last), 0.0).clip(min=ranks.own + ranks.received)
+    """Attention of ranks, first over their own keys, then over every part of the others when it is there.
+
+    A backward that keeps the others takes as long: it begins with them, and their gradients leave part by part, which
+    is the same in reverse, as ``PART_CUTS`` are.
+    """
+    done = ranks.own
+    for begin, end in _cuts(parts):
+        done = np.maximum(done, exchange * end) + ranks.received * (end - begin)
+    return done
+
+
+def _attending_again(ranks: RankSeconds, exchange: Seconds, parts: NDArray[np.int64], ahead: Seconds) -> Seconds:
+    """Attention of a backward for which parts set out ``ahead`` once more; their gradients leave when all are sent."""
+    attended, home = np.zeros_like(exchange), np.maximum(0.0, exchange - ahead)
+    for begin, end in _cuts(parts):
+        attended = np.maximum(attended, exchange * end - ahead) + ranks.received * (end - begin)
+        home = np.maximum(home, attended) + exchange * (end - begin)
+    return np.maximum(attended + ranks.own, np.where(exchange > 0, home, 0.0))
+
+
+def _cuts(parts: NDArray[np.int64]) -> Iterable[tuple[Seconds, Seconds]]:
+    """Where each part begins and ends, of many groups, with an axis for their ranks; the last ones may be empty."""
+    cuts = _CUTS[parts]
+    return pairwise(np.moveaxis(cuts, -1, 0)[..., None])
 
 
 @dataclass(frozen=True)
@@ -128,7 +151,9 @@ def group_seconds(pieces: Pieces, where: Locality, workload: Workload) -> NDArra
 def _rank_seconds(pieces: Pieces, where: Locality, workload: Workload, phase: Phase) -> RankSeconds:
     attention = _attention(pieces, where, workload, phase)
     own = where.own_share * attention
-    copies = workload.kv_copy_seconds(where.sent, where.received, where.parts[:, None] * where.merged_tokens, phase)
+    copies = workload.kv_copy_seconds(
+        where.sent, where.received, where.parts[:, None] * where.merged_tokens, phase, alone=where.alone[:, None]
+    )
     return RankSeconds(own, attention - own, workload.linear_seconds(where.tokens, phase) + copies)
 
 

@@ -64,6 +64,7 @@ class Locality(NamedTuple):
     gathered_tokens: Integers  # of every plan, whose keys and values another rank attends
     kept: NDArray[np.bool_]  # whether the ranks of every plan keep what they receive until the backward
     parts: Integers  # in which keys and values of every plan arrive
+    alone: NDArray[np.bool_]  # whether every plan has one segment only
 
 
 def merged(lane: Integers, segment: Integers, start: Integers, stop: Integers) -> Pieces:
@@ -159,6 +160,7 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
         gathered_tokens=of_ranks(np.where(receivers > 0, size, 0)).sum(axis=1),
         kept=keeps_received(most_received, tokens.sum(axis=1), cp_size),
         parts=exchange_parts(busiest, tokens.sum(axis=1), cp_size),
+        alone=_segments_of(lane // cp_size, segment, plans) == 1,
     )
 
 
@@ -171,6 +173,11 @@ def _waits_for(pieces: Pieces, moved: Integers, segments: int) -> Integers:
     np.maximum.at(most, lane, of_segment[segment])
     shared: Integers = np.where(moved > 0, most.reshape(moved.shape), 0)
     return shared
+
+
+def _segments_of(plan: Integers, segment: Integers, plans: int) -> Integers:
+    first = np.append(True, segment[1:] != segment[:-1])  # pieces are in order of their segment
+    return np.bincount(plan[first], minlength=plans)
 
 
 def _held_before(pieces: Pieces, holding: Integers) -> Integers:

@@ -20,7 +20,11 @@ from wlb.workload.flops import attended_pairs
 
 Table = NDArray[np.int64]
 
-MOST_PARTS = 4  # in which keys and values arrive
+# Where parts begin and end, by their number: keys and values arrive in so many, each attended while the next is on its
+# way. The first and the last are small where they can be: nothing hides the first, nor the last one's gradients. Even
+# from both ends, and halves, quarters and eighths, so that cuts are exact.
+PART_CUTS = {1: (0.0, 1.0), 2: (0.0, 0.5, 1.0), 3: (0.0, 0.25, 0.75, 1.0), 4: (0.0, 0.125, 0.5, 0.875, 1.0)}
+MOST_PARTS = max(PART_CUTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +135,7 @@ def keeps_received(received: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDAr
 
 
 def exchange_parts(exchanged: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDArray[np.int64]:
-    """In how many parts the keys and values of a micro-batch are sent, each attended while the next is on its way.
+    """In how many parts the keys and values of a micro-batch are sent (``PART_CUTS``).
 
     As many as even shares of the micro-batch's ``tokens`` are in what the busiest rank sends or receives, ``exchanged``
     tokens, up to ``MOST_PARTS``: every part costs passes over the queries' results. Arrays of many micro-batches alike.

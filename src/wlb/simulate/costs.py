@@ -108,9 +108,11 @@ class JobCosts:
         """Keys and values, or their gradients, between ranks of which the busiest moves ``tokens`` tokens."""
         return self._parallel.kv_gather_seconds(tokens, self.layout.cp, self._nodes) / EXCHANGES
 
-    def copies(self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, direction: Direction) -> Seconds:
+    def copies(
+        self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, direction: Direction, alone: ArrayLike = False
+    ) -> Seconds:
         """What a rank spends in its memory on what it exchanges, and on merging the results of ``merged`` queries."""
-        return self._parallel.kv_copy_seconds(sent, received, merged, direction)
+        return self._parallel.kv_copy_seconds(sent, received, merged, direction, alone)
 
     def transfer(self, tokens: ArrayLike) -> Seconds:
         """The residual stream of ``tokens`` tokens to a neighbouring pipeline rank; not of all layers, one message."""

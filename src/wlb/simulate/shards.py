@@ -30,6 +30,7 @@ class Shards(NamedTuple):
     merged_tokens: NDArray[np.int64]  # of the rank, that attend received keys
     kept: NDArray[np.bool_]  # whether ranks keep what they receive until the backward, shape (micro_batches,)
     parts: NDArray[np.int64]  # in which keys and values arrive, shape (micro_batches,)
+    alone: NDArray[np.bool_]  # whether it has one segment only, shape (micro_batches,)
 
     def spread(self, micro_batches: int, present: NDArray[np.int64]) -> Shards:
         """Those of ``present`` micro-batches, among ``micro_batches``; the others hold nothing."""
@@ -94,6 +95,7 @@ def price_shards(lengths: Sequence[Sequence[int]], costs: JobCosts) -> Shards:
         where.merged_tokens,
         where.kept,
         where.parts,
+        where.alone,
     )
     return shards.spread(len(lengths), full)
 

@@ -135,8 +135,8 @@ class Steps:
         elif "cp exchange" in self.modelled:
             exchange = costs.exchange(shards.waits_for)
             moved = shards.sent, shards.received, shards.parts[..., None] * shards.merged_tokens
-            rest_forward = rest_forward + costs.copies(*moved, "forward")
-            rest_backward = rest_backward + costs.copies(*moved, "backward")
+            rest_forward = rest_forward + costs.copies(*moved, "forward", alone=shards.alone[..., None])
+            rest_backward = rest_backward + costs.copies(*moved, "backward", alone=shards.alone[..., None])
         ranks = _ranks(shards.attention_forward, shards.own_share, rest_forward)
         kept, ahead = shards.kept, True
         if "recomputation" in self.modelled and costs.job.activation_checkpointing != "none":

@@ -36,15 +36,18 @@ from wlb.workload.shapes import ModelShape
 from wlb.workload.weights import latent_expansion
 
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
-# Values read and written in a rank's memory, by counting the operations of ``wlb.attention``, each a kernel of its own.
-# For each value of K and V that it sends: picking and stacking it, 4; its gradient, when it returns, is added in
-# float32, which counts twice where values are half as wide, 13.
+# Values read and written in a rank's memory, by counting the operations of ``wlb.attention``, each a kernel of its own;
+# one in float32 counts twice. For each value of K and V that a rank sends: picking and stacking it, 4; its
+# gradient, when it returns, is added in float32, 13.
 _SENT = {"forward": 4.0, "backward": 13.0, "both": 17.0}
 # For each that it receives: lining it up, 2; backward again, and clearing the gradients and putting them in place, 3.
 _RECEIVED = {"forward": 2.0, "backward": 5.0, "both": 7.0}
 # For each value of a query that attends a part of what was received: picking it, 2, and merging two outputs in float32,
-# 19; backward, picking query, output and its gradient, 6, and adding the query's, 7.
-_MERGED = {"forward": 21.0, "backward": 13.0, "both": 34.0}
+# 15; backward, picking query, output and its gradient, 6, and adding the query's, 7.
+_MERGED = {"forward": 17.0, "backward": 13.0, "both": 30.0}
+# Less where a segment is alone: its rows follow each other, so queries need not be picked, and all is added in place.
+_SENT_ALONE = {"forward": 4.0, "backward": 5.0, "both": 9.0}
+_MERGED_ALONE = {"forward": 11.0, "backward": 3.0, "both": 14.0}
 _PIECES = 2  # of documents that are cut: a head and a tail on each rank
 _STATE_BYTES = 4
 _ENDS = 0.5  # embedding and output head together, in blocks' collectives
@@ -130,12 +133,19 @@ class AnalyticWorkload:
         return seconds
 
     def kv_copy_seconds(
-        self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both"
+        self,
+        sent: ArrayLike,
+        received: ArrayLike,
+        merged: ArrayLike,
+        phase: Phase = "both",
+        alone: ArrayLike = False,
     ) -> Seconds:
         """What a rank spends in memory on its part of an exchange, as ``Workload`` says."""
-        moved = _SENT[phase] * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
+        of_sent = np.where(alone, _SENT_ALONE[phase], _SENT[phase])
+        of_merged = np.where(alone, _MERGED_ALONE[phase], _MERGED[phase])
+        moved = of_sent * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
         query_bytes = self.shape.heads * self.shape.head_dim / self.tp * self.hardware.bytes_per_value
-        touched = self._token_bytes * moved + query_bytes * _MERGED[phase] * np.asarray(merged)
+        touched = self._token_bytes * moved + query_bytes * of_merged * np.asarray(merged)
         layers = self.shape.layers_of("full", "sliding")
         seconds: Seconds = layers / self.hardware.memory_bandwidth * touched
         if expansion := latent_expansion(self.shape):

@@ -54,10 +54,16 @@ class Workload(DocumentPrices, Protocol):
         """
 
     def kv_copy_seconds(
-        self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both"
+        self,
+        sent: ArrayLike,
+        received: ArrayLike,
+        merged: ArrayLike,
+        phase: Phase = "both",
+        alone: ArrayLike = False,
     ) -> Seconds:
         """Beside that: what a rank spends in memory on bringing together and taking apart what it exchanges.
 
         It sends and receives the keys of so many tokens, and ``merged`` queries attend what it receives, counted once
-        for every part in which that arrives. Over all layers; 0 where it was not measured.
+        for every part in which that arrives. Of a segment that is ``alone`` in its micro-batch, less has to be copied.
+        Over all layers; 0 where it was not measured.
         """

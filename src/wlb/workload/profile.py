@@ -191,7 +191,12 @@ class ProfileWorkload:
         return np.zeros(np.shape(tokens))
 
     def kv_copy_seconds(
-        self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Phase = "both"
+        self,
+        sent: ArrayLike,
+        received: ArrayLike,
+        merged: ArrayLike,
+        phase: Phase = "both",
+        alone: ArrayLike = False,
     ) -> Seconds:
         """None: a profile measures attention without an exchange."""
         return np.zeros(np.broadcast_shapes(*map(np.shape, (sent, received, merged))))

@@ -270,6 +270,7 @@ def _alone(costs: JobCosts, tokens: Array, forward: Array, backward: Array) -> S
         *(none, none, none, none),
         np.ones(len(tokens), np.bool_),
         np.ones(len(tokens), np.int64),
+        np.zeros(len(tokens), np.bool_),
     )
     return Steps.of_shards(shards.reshaped(1, 1, len(tokens)), costs)
 
