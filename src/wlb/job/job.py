@@ -26,7 +26,7 @@ from wlb.packing.packer import Packer
 from wlb.schedules.layer_split import split_layers
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import ZERO_BUBBLE, rank_operations
-from wlb.settings import MOST_MICRO_BATCHES
+from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload
@@ -67,7 +67,7 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         layout, micro_batches = self.layout, self.packing.micro_batches
-        check_group_size(layout.cp)
+        check_group_size(min(layout.cp, MOST_RANKS) if self.levels_steps else layout.cp)
         split_layers(self.shape, layout.stages)
         if self.pools_decided:  # before, it is not known how many there are
             if micro_batches % layout.dp:
@@ -168,7 +168,8 @@ class JobSpec:
         A document that finds no room, because others do not fill theirs, is trained in the next step. With a window
         more than an even share that never happens.
         """
-        return max(1.0, self.global_batch / self.packing.micro_batches)
+        held_by = self.layout.cp / MOST_RANKS if self.levels_steps else 1.0  # of level steps a document is on so many
+        return max(1.0, held_by, self.global_batch / self.packing.micro_batches)
 
     @property
     def most_step_tokens(self) -> int | None:

@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.settings import MOST_RANKS
 from wlb.workload.base import DocumentPrices
 
 Integers = NDArray[np.int64]
@@ -85,7 +86,7 @@ def level_step(
     """The micro-batches of a step that trains documents of ``lengths`` tokens, in an order that every rank keeps to.
 
     Every document is in one of them, and no rank holds more than ``capacity`` tokens of any, if a document is shared
-    evenly. A document must not be over the capacity of all ranks together.
+    evenly. A document must not be over the capacity of all ranks together, nor of ``MOST_RANKS``.
     """
     tokens = np.asarray(lengths, np.int64)
     needed, ticks = _sized(tokens, capacity, prices, more=using.more_ranks)
@@ -264,15 +265,16 @@ def _sized(lengths: Integers, capacity: int, prices: StagePrices, *, more: bool)
 
     As few as hold it; with ``more``, more where a document would need longer than the mean rank has work.
     """
+    most = min(prices.ranks, MOST_RANKS)
     sizes = np.maximum(1, -(-lengths // capacity))
     fixed = float(prices.beginning(np.array([capacity]))[0]) / capacity  # a token's part of what micro-batches cost
     ticks = _group_ticks(lengths, sizes, _ticks(prices.alone(lengths) + fixed * lengths), sizes > 1, prices)
     for _ in range(_ROUNDS):
         even = int((sizes * ticks).sum()) / prices.ranks
-        late = (ticks > even) & (sizes < prices.ranks)
+        late = (ticks > even) & (sizes < most)
         if not more or not late.any():
             break
-        sizes[late] = np.minimum(prices.ranks, np.ceil(sizes[late] * ticks[late] / even)).astype(np.int64)
+        sizes[late] = np.minimum(most, np.ceil(sizes[late] * ticks[late] / even)).astype(np.int64)
         ticks = _group_ticks(lengths, sizes, ticks, late, prices)
     return sizes, ticks
 
@@ -280,7 +282,7 @@ def _sized(lengths: Integers, capacity: int, prices: StagePrices, *, more: bool)
 def _filling_nodes(sizes: Integers, prices: StagePrices) -> Integers:
     """``sizes`` of groups, raised to whole nodes or, inside a node, to an even part of it."""
     node = prices.per_node
-    whole = np.minimum(prices.ranks, -(-sizes // node) * node)
+    whole = np.minimum(min(prices.ranks, MOST_RANKS), -(-sizes // node) * node)
     return np.where(sizes > node, whole, node // np.maximum(1, node // sizes))
 
 

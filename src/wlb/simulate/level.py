@@ -137,20 +137,14 @@ class LevelSteps:
         assert shards is not None
         return shards.reshaped(self.steps, 1, -1)
 
-    @cached_property
-    def computing(self) -> tuple[Array, Array]:
-        """What each rank computes in a micro-batch, forward and backward; shape (steps, 1, micro-batches, cp)."""
-        forward, backward = np.zeros((2, *self._shape))
-        for places, steps in self.by_size:
-            where = self._rows[places, None], self._ranks_of(places)
-            for phase, of_size in zip((forward, backward), steps.computing, strict=False):
-                phase[where] = of_size[0, 0].sum(axis=0)
-        return forward.reshape(self.steps, 1, -1, self._shape[1]), backward.reshape(self.steps, 1, -1, self._shape[1])
-
     @property
-    def micro_batch_seconds(self) -> Array:
-        """The same, forward and backward together."""
-        return np.asarray(sum(self.computing))
+    def computing(self) -> tuple[Array, Array]:
+        """What ranks compute in every run, forward and backward; shape (runs, cp), 0 for those that do not run it."""
+        phases = np.zeros((2, len(self.runs), self.costs.layout.cp))
+        for places, steps in self.by_size:
+            for phase, of_size in zip(phases, steps.computing, strict=False):
+                phase[places[:, None], self._ranks_of(places)] = of_size[0, 0].sum(axis=0)
+        return phases[0], phases[1]
 
     @cached_property
     def seconds(self) -> Array:
@@ -174,16 +168,17 @@ class LevelSteps:
     @property
     def imbalance(self) -> dict[str, Array]:
         """As that of ``Steps``, of the ranks that run a micro-batch; ``dp`` is of all that ranks do but wait."""
-        gpus, groups = self.gpu_seconds[:, 0, 0], self.micro_batch_seconds[:, 0]
-        members = np.maximum(1, (groups > 0).sum(axis=2))
-        mean, slowest = groups.sum(axis=2) / members, groups.max(axis=2)  # (steps, micro-batches)
+        gpus = self.gpu_seconds[:, 0, 0]
+        mean = self._of_runs([of_size.mean(axis=1) for of_size in self._computed])
+        slowest = self._of_runs([of_size.max(axis=1) for of_size in self._computed])
+        of_steps = np.array([(of_one.max(), of_one.mean()) for of_one in self._by_step(mean)]).T
         busy = np.zeros((self.steps, self.costs.layout.cp))
         for (step, ranks), seconds in zip(self.runs, np.add(*self.phases), strict=True):
             busy[step, ranks] += seconds
         return {
             "gpus": gpus.max(axis=1) / gpus.mean(axis=1),
-            "cp": slowest.sum(axis=1) / mean.sum(axis=1),
-            "micro_batches": mean.max(axis=1) * (mean > 0).sum(axis=1) / mean.sum(axis=1),
+            "cp": np.divide(*([of_one.sum() for of_one in self._by_step(seconds)] for seconds in (slowest, mean))),
+            "micro_batches": of_steps[0] / of_steps[1],
             "dp": busy.max(axis=1) / busy.mean(axis=1),
             "pp": np.ones(self.steps),
         }
@@ -197,7 +192,15 @@ class LevelSteps:
     @cached_property
     def gpu_seconds(self) -> Array:
         """What each GPU computes in the steps; shape (steps, 1, 1, cp)."""
-        return np.asarray(self.micro_batch_seconds.sum(axis=2)[:, None])
+        seconds = np.zeros((self.steps, self.costs.layout.cp))
+        for (places, _), of_size in zip(self.by_size, self._computed, strict=True):
+            np.add.at(seconds, (self._step_of_run[places, None], self._ranks_of(places)), of_size)
+        return seconds[:, None, None]
+
+    @cached_property
+    def _computed(self) -> list[Array]:
+        """What the ranks of runs compute, of each kind of groups; shape (runs, ranks of each)."""
+        return [steps.micro_batch_seconds[0, 0] for _, steps in self.by_size]
 
     @cached_property
     def phases(self) -> tuple[Array, Array]:
@@ -263,6 +266,10 @@ class LevelSteps:
     def _ranks_of(self, places: Integers) -> Integers:
         """Of runs of as many ranks; shape (places, ranks of each)."""
         return np.stack([self.runs[place].ranks for place in places])
+
+    def _by_step(self, of_runs: Array) -> list[Array]:
+        """Values of runs, which are in order of their steps."""
+        return np.split(of_runs, np.searchsorted(self._step_of_run, np.arange(1, self.steps)))
 
     def _of_runs(self, of_sizes: Sequence[NDArray[np.float64]]) -> Array:
         values = np.zeros(len(self.runs))

@@ -88,7 +88,7 @@ def _level(plan: StepPlan, steps: LevelSteps) -> Timeline:
         pipeline_ranks=(0,) * len(operations),
         starts=np.concatenate([starts, turns])[:, None],
         ends=np.concatenate([turns, ends])[:, None],
-        compute=np.concatenate([phase[0, 0] for phase in steps.computing])[:, None],
+        compute=np.concatenate(steps.computing)[:, None],
         rank_ends=np.array([[ends.max()]]),
         reduction=steps.late_reduction,
         optimizer=steps.costs.optimizer,

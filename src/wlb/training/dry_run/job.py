@@ -124,12 +124,7 @@ class DryRun:
     @property
     def imbalance(self) -> dict[str, float]:
         """Slowest over mean, in predicted seconds: of micro-batches, and of GPUs over the step."""
-        micro_batches = self.simulated.micro_batch_seconds.max(axis=-1)
-        gpus = self.simulated.gpu_seconds
-        return {
-            "micro_batches": float(micro_batches.max() / micro_batches.mean()),
-            "gpus": float(gpus.max() / gpus.mean()),
-        }
+        return {name: float(self.simulated.imbalance[name][0]) for name in ("micro_batches", "gpus")}
 
 
 def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = "h100") -> DryRun:
