@@ -137,5 +137,5 @@ def test_what_level_steps_cannot_have(settings, said):
 
 
 def test_a_loop_in_lock_step_gets_pools():
-    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=8, micro_batches=2, tp=2)
-    assert not decide(job, documents(), lock_step=True).levels_steps
+    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=2, micro_batches=2, tp=2)
+    assert [decide(job, documents(500), lock_step=only).levels_steps for only in (False, True)] == [True, False]
