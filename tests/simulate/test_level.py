@@ -78,7 +78,9 @@ def test_recomputation_is_in_the_prices(kind):
 
 
 def test_measured_prices_replace_those_of_hardware():
-    job = decide(simulated_job("tiny", 4096, "elastic", hardware="cpu", dp=2, packing={"grouping": "level"}), [4096])
+    job = decide(
+        simulated_job("tiny", 4096, "elastic", hardware="cpu", dp=2, packing={"grouping": "level"}), documents()
+    )
     plan = StepPlan(0, ((MicroBatch((Segment(0, 0, 4096),), 1.0, (0, 1)), MicroBatch((Segment(1, 0, 9),), 1.0, (0,))),))
     twice = {phase: tuple(2 * s for s in getattr(MEASURED, phase)) for phase in ("forward_seconds", "backward_seconds")}
     slower = Measurements(tokens=MEASURED.tokens, **twice)
