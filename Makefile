@@ -47,7 +47,8 @@ test-torch:
 slowest: setup
 	$(BIN)/pytest -n 2 --dist worksteal -m "" --durations 20
 
-# Loss and gradients in every layout of up to 8 processes, and 20 steps of every preset, against single documents.
+# Loss and gradients in every layout of up to 8 processes, those of level steps, and 20 steps of every preset, against single
+# documents.
 equivalence: setup
 	$(BIN)/pytest tests/training/test_equivalence.py tests/training/test_steps_equivalence.py -m "" --all-layouts --timeout 18000
 

@@ -22,34 +22,30 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from statistics import mean, median
 
 from parts.measurement import chosen, command, console, facts, show, write
-from parts.training import critical_path
 from parts.training.turns import (
+    NAMES,
     PROCESSES,
     Trained,
-    folder,
+    in_cpu_seconds,
     measure_profile,
     parser_of_turns,
     prepare,
-    processes_of,
     train_in_turns,
     trained,
 )
-from wlb.job.config import PRESETS
 
 TARGET = 0.05  # median absolute error that the simulator is held to
 SPEED_TARGET = 0.03  # distance of predicted from measured speed
-PROGRAM = Path(critical_path.__file__)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parser_of_turns(__doc__, "runs/benchmark-fidelity").parse_args(arguments)
-    options.presets = chosen(options.presets, [*PRESETS], "preset")
+    options.presets = chosen(options.presets, NAMES, "preset")
     options.directory.mkdir(parents=True, exist_ok=True)
     store = prepare(options.directory)
     rows: list[Trained] = []
@@ -57,31 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for layout in options.layouts.split(","):
         profiles = [measure_profile(options.directory)]
         for repetition in range(options.repetitions):
-            program = (PROGRAM, "--out", folder(options, layout, "notes", repetition))
-            train_in_turns(layout, repetition, options, store, program)
+            train_in_turns(layout, repetition, options, store)
             profiles.append(measure_profile(options.directory))
             loads.append(os.getloadavg()[0])
         of_layout = [trained(layout, preset, options, store, profiles) for preset in options.presets]
         rows += [in_cpu_seconds(row, options) for row in of_layout]
     report(rows, loads, options)
-
-
-def in_cpu_seconds(row: Trained, options: argparse.Namespace) -> Trained:
-    """``row`` with the CPU seconds of its steps' critical paths for what was measured."""
-    job = options.presets.index(row.preset)
-    steps = [(job, step) for step in range(2, options.steps + 2)]  # counted from 1, without the first
-    repetitions = [
-        critical_path.read_notes(folder(options, row.layout, "notes", n), processes_of(row.layout))
-        for n in range(options.repetitions)
-    ]
-    measured = [
-        critical_path.step_seconds(
-            [*map(critical_path.typical, zip(*(notes[step] for notes in repetitions), strict=True))]
-        )
-        for step in steps
-    ]
-    alone = [sum(critical_path.step_seconds(notes[step]) for step in steps) for notes in repetitions]
-    return replace(row, measured=measured, in_repetitions=alone)
 
 
 def report(rows: Sequence[Trained], loads: Sequence[float], options: argparse.Namespace) -> None:

@@ -14,6 +14,12 @@ the speed in predicted seconds of work; "in tokens" is that of tokens/s. "predic
 the simulator, from times measured on this machine at the start (``wlb profile``), and "error" what it predicts for a
 step's seconds over those measured, less one, the median; it holds where every process has a core of its own.
 
+Wall time says little on a machine that others use. "CPU s" are the CPU seconds of a step's critical path: those of the
+slowest rank, and of others while it waits for them (``parts/training/critical_path.py``). "busy" is the mean rank's
+share of them. "of ideal" is the speed at equal work over that of plain-4d if its ranks shared its CPU seconds evenly.
+"exchanged" counts tokens whose keys and values go to another rank, once for each, over all tokens. ``--presets
+plain-4d,best,elastic:even,elastic:level`` compares pools in lock step with level steps.
+
 ``--peer`` adds a Hugging Face Trainer with padding-free packing for dp = 2, on the same documents with the same model.
 """
 
@@ -24,15 +30,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from parts.measurement import chosen, command, facts, show, write
 from parts.training.turns import (
+    NAMES,
     PROCESSES,
     Trained,
     counted_rows,
     folder,
+    in_cpu_seconds,
     measure_profile,
     median_seconds,
     parser_of_turns,
@@ -41,7 +49,6 @@ from parts.training.turns import (
     train_in_turns,
     trained,
 )
-from wlb.job.config import PRESETS
 
 PEER = "hf-trainer"
 TRAINER = Path(__file__).parent / "parts" / "training" / "hf_trainer.py"
@@ -55,6 +62,11 @@ COLUMNS = {
     "in tokens": "{measured_speed:.3f}x",
     "in tokens, predicted": "{predicted_speed:.3f}x",
     "error": "{prediction_error:+.0%}",
+    "CPU s": "{cpu_seconds:.3f}",
+    "equal work, CPU": "{cpu_speed_at_equal_work:.3f}x",
+    "busy": "{share_of_busy_ranks:.0%}",
+    "of ideal": "{share_of_ideal:.0%}",
+    "exchanged": "{exchanged:.0%}",
 }
 
 
@@ -65,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--peer", action="store_true", help="also run a Hugging Face Trainer (needs transformers and accelerate)"
     )
     options = parser.parse_args(arguments)
-    options.presets = chosen(options.presets, [*PRESETS], "preset")
+    options.presets = chosen(options.presets, NAMES, "preset")
     options.directory.mkdir(parents=True, exist_ok=True)
     store = prepare(options.directory)
     profile = measure_profile(options.directory)
@@ -77,9 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 train_peer(repetition, options, store)
         jobs = {preset: trained(layout, preset, options, store, [profile]) for preset in options.presets}
         base = jobs.get("plain-4d", jobs[options.presets[0]])
-        rows += [row_of(job, base) for job in jobs.values()]
+        cpu_base = in_cpu_seconds(base, options)
+        rows += [row_of(job, base) | cpu_row(in_cpu_seconds(job, options), cpu_base) for job in jobs.values()]
         if options.peer and layout == "dp":
-            rows.append(peer_row(base, options))
+            rows.append(peer_row(base, options) | dict.fromkeys(cpu_row(cpu_base, cpu_base)))
     results = facts("torch", "transformers") | {"steps": options.steps, "repetitions": options.repetitions}
     title = (
         f"measured, a thread for each process; medians of {options.repetitions} repetitions of {options.steps} steps"
@@ -101,6 +114,17 @@ def row_of(job: Trained, base: Trained) -> dict[str, Any]:
         "measured_speed_at_equal_work": job.measured_speed(base),
         "predicted_speed_at_equal_work": job.predicted_speed(base),
         "prediction_error": median(job.errors),
+    }
+
+
+def cpu_row(job: Trained, base: Trained) -> dict[str, Any]:
+    """The same in CPU seconds; see the top of this file."""
+    return {
+        "cpu_seconds": mean(job.measured),
+        "cpu_speed_at_equal_work": job.measured_speed(base),
+        "share_of_busy_ranks": job.busy,
+        "share_of_ideal": job.measured_speed(base) * base.busy,
+        "exchanged": job.exchanged,
     }
 
 

@@ -8,17 +8,19 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
+from tests.sharding.micro_batches import MEASURED, PROFILE
 from tests.simulate.jobs import WINDOW, documents
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.simulate import CAUSES, SimulatedJob, simulate, simulate_steps, simulated_job
+from wlb.simulate import CAUSES, SimulatedJob, simulate, simulate_step, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.simulate.level import LevelPrices, LevelSteps
 from wlb.simulate.timeline import timeline
 from wlb.simulate.trace import write_trace
+from wlb.workload.profile import Measurements
 
 
 def level_job(**settings) -> SimulatedJob:
@@ -75,6 +77,19 @@ def test_recomputation_is_in_the_prices(kind):
     np.testing.assert_allclose(sum(LevelSteps.of_plans([plan], JobCosts(job)).phases), expected, rtol=0.02)
 
 
+def test_measured_prices_replace_those_of_hardware():
+    job = decide(
+        simulated_job("tiny", 4096, "elastic", hardware="cpu", dp=2, packing={"grouping": "level"}), documents()
+    )
+    plan = StepPlan(0, ((MicroBatch((Segment(0, 0, 4096),), 1.0, (0, 1)), MicroBatch((Segment(1, 0, 9),), 1.0, (0,))),))
+    twice = {phase: tuple(2 * s for s in getattr(MEASURED, phase)) for phase in ("forward_seconds", "backward_seconds")}
+    slower = Measurements(tokens=MEASURED.tokens, **twice)
+    profiles = PROFILE, PROFILE.model_copy(update={"attention": slower, "linear": slower})
+    one, other = (simulate_step(plan, job.priced(profile=profile)).micro_batch_seconds for profile in profiles)
+    np.testing.assert_allclose(other, 2 * one)
+    assert one.any()
+
+
 def test_shards_of_a_micro_batch_are_those_of_its_ranks(job, plans):
     steps = simulate_steps(plans, job)
     for plan, tokens, received in zip(plans, steps.shards.tokens[:, 0], steps.shards.received[:, 0], strict=True):
@@ -124,5 +139,5 @@ def test_what_level_steps_cannot_have(settings, said):
 
 
 def test_a_loop_in_lock_step_gets_pools():
-    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=8, micro_batches=2, tp=2)
-    assert not decide(job, documents(), lock_step=True).levels_steps
+    job = simulated_job("llama3-8b", WINDOW, "elastic", dp=2, micro_batches=2, tp=2)
+    assert [decide(job, documents(500), lock_step=only).levels_steps for only in (False, True)] == [True, False]

@@ -100,7 +100,7 @@ def ranks_of(launcher: int) -> list[int]:
     try:
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         return [int(child) for child in children if _is_rank(Path("/proc", child))]
-    except FileNotFoundError:  # one of them has just ended
+    except (FileNotFoundError, ProcessLookupError):  # one of them has just ended, its file perhaps open already
         return []
 
 
@@ -113,7 +113,7 @@ def _is_rank(child: Path) -> bool:
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

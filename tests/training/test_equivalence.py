@@ -6,8 +6,10 @@ plain model computes in one process from one segment at a time, with the referen
 segment is a whole document, except under ``sequential``, which cuts documents at the context window: there the oracle
 runs the same pieces, because a cut document is trained as its pieces.
 
-``make equivalence`` (``--all-layouts``) runs every layout of up to 8 processes; without it a selection runs, in which
-every dimension meets the others.
+Level steps are planned and drawn at random, so that every rank runs micro-batches of its own beside those it shares.
+
+``make equivalence`` (``--all-layouts``) runs every layout of up to 8 processes, and level steps with every kind of
+activation checkpointing; without it a selection runs, in which every dimension meets the others.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 from unittest import mock
 
 import numpy as np
@@ -52,6 +54,9 @@ from wlb.workload import ModelShape, make_workload
 # up to 8), odd widths over 2 shards.
 LAYERS, LAYERS_OF_ALL_LAYOUTS = 5, 9
 MICRO_BATCHES, MICRO_BATCHES_OF_ALL_LAYOUTS = 4, 8
+LEVEL_LAYERS = 2
+LEVEL_DOCUMENTS = 24
+BY_CHANCE, BY_CHANCE_OF_ALL_LAYOUTS = 2, 12  # level steps
 VOCABULARY = 38
 SEED = 3
 CONTEXT_WINDOW = 24
@@ -180,8 +185,10 @@ def _unlike(steps: list[Step]) -> list[Step]:
     return [kind[-1] for kind in (cut, empty, masked, long)]
 
 
-def _errors_of_level_steps(model: TransformerConfig, jobs: list[LevelJob]) -> list[dict[str, float]]:
-    return [_errors(model, job.layout, job.steps, job.checkpointing, keeps_weights=True) for job in jobs]
+def _errors_of_level_steps(
+    model: TransformerConfig, jobs: list[LevelJob], steps: dict[int, list[Step]]
+) -> list[dict[str, float]]:
+    return [_errors(model, job.layout, steps[job.layout.cp], job.checkpointing, keeps_weights=True) for job in jobs]
 
 
 def _errors(
@@ -230,12 +237,23 @@ class LevelJob(NamedTuple):
     """Steps in which every context-parallel rank of ``layout`` runs micro-batches of its own."""
 
     layout: Layout
-    steps: list[Step]
     checkpointing: Checkpointing
 
 
-def _level_plans(ranks: int, documents: RandomDocuments) -> list[StepPlan]:
-    """As they are planned, as nobody would plan them, and by chance."""
+ALL_LEVEL_JOBS = [
+    LevelJob(Layout(cp=cp, tp=tp), kind)
+    for cp, tp, kind in product((2, 3, 4, 8), (1, 2), get_args(Checkpointing))
+    if cp * tp in (3, 4, 8)
+]
+SELECTED_LEVEL_JOBS = [
+    *(LevelJob(Layout(cp=3), kind) for kind in get_args(Checkpointing)),
+    LevelJob(Layout(cp=2, tp=2), "selective"),
+    LevelJob(Layout(cp=8), "full"),
+]
+
+
+def _level_plans(ranks: int, documents: RandomDocuments, by_chance: int) -> list[StepPlan]:
+    """As they are planned, as nobody would plan them, and some by chance."""
 
     def micro_batch(of: Sequence[int], *indices: int) -> MicroBatch:
         segments = [Segment(index, 0, int(documents.lengths[index])) for index in indices]
@@ -243,7 +261,7 @@ def _level_plans(ranks: int, documents: RandomDocuments) -> list[StepPlan]:
 
     everyone, last = range(ranks), ranks - 1
     count, rng = len(documents.lengths), np.random.default_rng(ranks)
-    planned = level_step(documents.lengths.tolist(), CONTEXT_WINDOW // 2, Prices(ranks, ranks))
+    planned = level_step(documents.lengths[:LEVEL_DOCUMENTS].tolist(), CONTEXT_WINDOW // 2, Prices(ranks, ranks))
     chosen = [
         [micro_batch(group.ranks, *group.documents) for group in planned],
         # Rank 0 has nothing, and at the end all others share a document that is too short for them.
@@ -256,7 +274,7 @@ def _level_plans(ranks: int, documents: RandomDocuments) -> list[StepPlan]:
         ],
         [micro_batch(everyone, 6), micro_batch([0], 7, 8, 9), micro_batch(everyone, 10), micro_batch([0, last], 11)],
     ]
-    for _ in range(2):
+    for _ in range(by_chance):
         order = iter(rng.permutation(count).tolist())
         step = []
         for _ in range(8):
@@ -267,23 +285,25 @@ def _level_plans(ranks: int, documents: RandomDocuments) -> list[StepPlan]:
     return [StepPlan(number, (tuple(step),)) for number, step in enumerate(chosen)]
 
 
-# Eight processes repeat, in groups of more sizes, what four prove.
-@pytest.mark.parametrize("world_size", [2, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world_size", sorted({job.layout.world_size for job in ALL_LEVEL_JOBS}))
 def test_level_steps_have_the_loss_and_gradients_of_one_document_at_a_time(
-    world_size: int, model: TransformerConfig, documents: RandomDocuments
+    world_size: int, model: TransformerConfig, documents: RandomDocuments, request: pytest.FixtureRequest
 ) -> None:
-    kinds: dict[int, list[Checkpointing]] = {1: ["none", "selective", "full"], 2: ["selective"]}
-    jobs = []
-    for tp in (1, 2) if world_size > 2 else (1,):
-        plans = _level_plans(world_size // tp, documents)
-        steps = [
-            Step(plan, documents, "per_document", *_one_segment_at_a_time(plan, documents, model)) for plan in plans
+    every = request.config.getoption("--all-layouts")
+    model = replace(model, shape=replace(model.shape, layers=LEVEL_LAYERS))
+    jobs = [job for job in (ALL_LEVEL_JOBS if every else SELECTED_LEVEL_JOBS) if job.layout.world_size == world_size]
+    steps = {}
+    for ranks in {job.layout.cp for job in jobs}:
+        plans = _level_plans(ranks, documents, BY_CHANCE_OF_ALL_LAYOUTS if every else BY_CHANCE)
+        labelled = [documents, *[replace(documents, labelled=0.3)] * (len(plans) - 1)]
+        steps[ranks] = [
+            Step(plan, source, "per_document", *_one_segment_at_a_time(plan, source, model))
+            for plan, source in zip(plans, labelled, strict=True)
         ]
-        jobs += [LevelJob(Layout(cp=world_size // tp, tp=tp), steps, kind) for kind in kinds[tp]]
-    by_rank = run_ranks(world_size, _errors_of_level_steps, model, jobs)
+    by_rank = run_ranks(world_size, _errors_of_level_steps, model, jobs, steps)
     for job, errors_of_ranks in zip(jobs, zip(*by_rank, strict=True), strict=True):
-        assert {name for errors in errors_of_ranks for name in errors} == {"loss", *job.steps[0].gradients}
-        assert max(error for errors in errors_of_ranks for error in errors.values()) < TOLERANCE, job[::2]
+        assert {name for errors in errors_of_ranks for name in errors} == {"loss", *steps[job.layout.cp][0].gradients}
+        assert max(error for errors in errors_of_ranks for error in errors.values()) < TOLERANCE, job
 
 
 def test_the_steps_cover_the_hard_cases(steps: list[Step], micro_batches: int) -> None:

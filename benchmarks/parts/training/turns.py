@@ -1,9 +1,10 @@
 """Every preset trained in turns on real processes, and the same steps simulated: what two benchmarks share.
 
-A layout names the parallel sizes that are 2: ``dp``, or ``dp+cp`` on four processes. Presets take turns, a step each,
-in the same processes (``examples/side_by_side.py``). Each repetition leaves a ``steps.jsonl`` per preset, whose first
-step is not counted. The plans of those steps, and their predicted seconds, come from the configuration, the document
-lengths and a profile measured on this machine.
+A layout names the parallel sizes that are 2: ``dp``, or ``dp+cp`` on four processes. ``elastic:even`` is the preset
+with that ``packing.grouping``. Presets take turns, a step each, in the same processes (``critical_path.py``). Each
+repetition leaves a ``steps.jsonl`` per preset, whose first step is not counted, and notes of CPU seconds. The plans of
+those steps, and their predicted seconds, come from the configuration, the document lengths and a profile measured on
+this machine.
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from parts.measurement import make_parser
+from parts.training import critical_path
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import PRESETS
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
 from wlb.packing.arrange import micro_batch_seconds
-from wlb.simulate import SimulatedJob, simulate_steps
+from wlb.simulate import simulate_steps
 from wlb.training.preflight import check_job
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "configs" / "tiny.toml"
-IN_TURNS = ROOT / "examples" / "side_by_side.py"
+PROGRAM = Path(critical_path.__file__)
+NAMES = [*PRESETS, *(f"elastic:{grouping}" for grouping in ("even", "alike", "level"))]
 VOCABULARY = 512  # that of the preset tiny, which is what is profiled
 PROCESSES = 2
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -51,6 +54,8 @@ class Trained:
     in_repetitions: list[float] = field(default_factory=list)  # measured seconds of all steps, each by itself
     tokens: list[int] = field(default_factory=list)
     imbalance_degree: float = 1.0
+    exchanged: float = 0.0  # tokens whose keys a rank gets from another, over all tokens
+    busy: float = 1.0  # the mean rank's share of the CPU seconds of critical paths
 
     @property
     def errors(self) -> list[float]:
@@ -87,7 +92,9 @@ def parser_of_turns(description: str | None, directory: str) -> argparse.Argumen
     """The options of a benchmark that trains every preset in turns; working files go to ``directory``."""
     parser = make_parser(description)
     parser.add_argument("--layouts", default="pp,dp,cp", help="which of pp, dp and cp are 2, as in dp,dp+cp")
-    parser.add_argument("--presets", default=",".join(PRESETS), help="which to train; default: all")
+    parser.add_argument(
+        "--presets", default=",".join(PRESETS), help="which to train, as in plain-4d,elastic:even; default: all"
+    )
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="counted steps of every preset in a repetition")
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a step, over all ranks")
@@ -135,8 +142,10 @@ def folder(arguments: argparse.Namespace, layout: str, name: str, repetition: in
 
 def _overrides(arguments: argparse.Namespace, store: Path, layout: str, preset: str, repetition: int) -> list[str]:
     directory = folder(arguments, layout, preset, repetition)
+    name, _, grouping = preset.partition(":")
     return [
-        f"preset={preset}",
+        f"preset={name}",
+        *([f"packing.grouping={grouping}"] if grouping else []),
         *(f"parallel.{name}={2 if name in layout.split('+') else 1}" for name in ("pp", "dp", "cp")),
         f"data.store={store}",
         f"packing.micro_batches={arguments.micro_batches}",
@@ -148,15 +157,14 @@ def _overrides(arguments: argparse.Namespace, store: Path, layout: str, preset: 
     ]
 
 
-def train_in_turns(
-    layout: str, repetition: int, arguments: argparse.Namespace, store: Path, program: Sequence[object] = (IN_TURNS,)
-) -> None:
-    """Train a step of every preset in turn with ``program``, a file and its own options."""
+def train_in_turns(layout: str, repetition: int, arguments: argparse.Namespace, store: Path) -> None:
+    """Train a step of every preset in turn, and note the ranks' CPU seconds."""
     words: list[str] = []
     for preset in arguments.presets:
         shutil.rmtree(folder(arguments, layout, preset, repetition), ignore_errors=True)
         words += ["--job", str(CONFIG), *_overrides(arguments, store, layout, preset, repetition)]
-    run(*program, *words, processes=processes_of(layout))
+    notes = folder(arguments, layout, "notes", repetition)
+    run(PROGRAM, "--out", notes, *words, processes=processes_of(layout))
 
 
 def processes_of(layout: str) -> int:
@@ -182,26 +190,40 @@ def trained(
     Steps are planned once more, from the job's configuration and document lengths alone; others are refused.
     """
     config = load_config(CONFIG, _overrides(arguments, store, layout, preset, 0))
-    config = check_job(config, config.parallel.world_size).config  # nothing is left to decide
-    documents = TokenStore.open(store)
-
-    def job(profile: WorkloadProfile | None = None) -> SimulatedJob:
-        return SimulatedJob.from_config(config, "cpu", vocab_size=documents.vocab_size, profile=profile)
-
-    plans = [*islice(StepPlanner(job(), documents.lengths).plans(), 1, arguments.steps + 1)]
+    job = check_job(config, config.parallel.world_size).job
+    plans = [*islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, arguments.steps + 1)]
     rows = counted_rows(layout, preset, arguments)
     tokens = [plan.tokens for plan in plans]
     if any(tokens != [row["tokens"] for row in repetition] for repetition in rows):
         raise SystemExit(f"{layout} {preset}: the steps trained are not the steps planned")
-    predicted = [simulate_steps(plans, job(profile)).seconds.tolist() for profile in profiles]
+    simulated = [simulate_steps(plans, job.priced(profile=profile)) for profile in profiles]
     prices = [profile.workload() for profile in profiles]
     works = [sum(float(micro_batch_seconds(plan.ranks, workload).sum()) for plan in plans) for workload in prices]
     return Trained(
         layout,
         preset,
         median_seconds(rows),
-        [median(of_step) for of_step in zip(*predicted, strict=True)],
+        [median(of_step) for of_step in zip(*(steps.seconds.tolist() for steps in simulated), strict=True)],
         mean(works),
         tokens=tokens,
         imbalance_degree=mean(plan.imbalance for plan in plans),
+        exchanged=float(simulated[0].shards.received.sum()) / sum(tokens),
     )
+
+
+def in_cpu_seconds(row: Trained, options: argparse.Namespace) -> Trained:
+    """``row`` with the CPU seconds of its steps' critical paths for what was measured."""
+    job = options.presets.index(row.preset)
+    steps = [(job, step) for step in range(2, options.steps + 2)]  # counted from 1, without the first
+    repetitions = [
+        critical_path.read_notes(folder(options, row.layout, "notes", n), processes_of(row.layout))
+        for n in range(options.repetitions)
+    ]
+    ranks = [
+        [critical_path.typical(of_rank) for of_rank in zip(*(notes[step] for notes in repetitions), strict=True)]
+        for step in steps
+    ]
+    measured = [critical_path.step_seconds(of_step) for of_step in ranks]
+    alone = [sum(critical_path.step_seconds(notes[step]) for step in steps) for notes in repetitions]
+    busy = sum(mean(notes[-1].cpu_seconds for notes in of_step) for of_step in ranks) / sum(measured)
+    return replace(row, measured=measured, in_repetitions=alone, busy=busy)

@@ -45,7 +45,7 @@ class Pricing:
     """
 
     hardware: Hardware
-    profile: WorkloadProfile | None = None
+    profile: WorkloadProfile | None = field(default=None, hash=False)  # it has a dict
     packed_by: DocumentPrices | None = None
     software: Software = field(default_factory=Software)
 

@@ -46,6 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
     "tp": {"tp": 2},
     "cp-tp": {"cp": 2, "tp": 2},
+    "three": {"cp": 3},
     "pool": {"dp": 2, "pool": 2},
     "pools": {"dp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 1},
 }
@@ -126,7 +127,8 @@ def exhaustive(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "job_name", ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), "pool elastic", "dp level"]
+    "job_name",
+    ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), exhaustive("pool elastic"), "dp level"],
 )
 def test_resuming_changes_nothing(straight, job_name, tmp_path):
     folder = stopped_after_two(straight[job_name], tmp_path)
@@ -144,17 +146,20 @@ def test_resuming_changes_nothing(straight, job_name, tmp_path):
         exhaustive("pp", "dp"),
         ("dp", "interleaved"),
         exhaustive("interleaved", "pp"),
-        exhaustive("tp sequential", "dp"),
-        ("pp sequential", "cp-tp"),
-        exhaustive("pool elastic", "tp"),
-        ("pool elastic", "pools"),
+        exhaustive("tp sequential", "dp sequential"),
+        ("pp sequential", "cp-tp sequential"),
+        exhaustive("pool elastic", "tp elastic"),
+        exhaustive("pool elastic", "pools elastic"),
+        ("pool elastic", "three level"),
+        ("dp level", "pools elastic"),
+        exhaustive("dp level", "cp-tp level"),
     ],
 )
 def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tmp_path):
     """With other tp or cp documents have other prices; no document changes its step under these packers for that."""
     folder = stopped_after_two(straight[saved], tmp_path)
-    _, *method = saved.split()
-    train(configure(folder, LAYOUTS[resumed], 4, *method))
+    layout, *method = resumed.split()
+    train(configure(folder, LAYOUTS[layout], 4, *method))
     expected, actual = read_steps(straight[saved]), read_steps(folder)
     assert [row["document_ids"] for row in actual] == [row["document_ids"] for row in expected]
     assert [row["loss"] for row in actual] == pytest.approx([row["loss"] for row in expected], rel=1e-9)
@@ -272,7 +277,17 @@ def test_resuming_with_other_micro_batches_trains_every_document_once(straight, 
     assert {document for document in trained if document < 400} == set(range(400))
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("dp", "pool elastic"), ("pool elastic", "dp")])
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        exhaustive("dp", "pool elastic"),
+        exhaustive("pool elastic", "dp"),
+        ("dp", "dp level"),
+        ("dp level", "pp"),
+        exhaustive("dp level", "cp-tp sequential"),
+        exhaustive("tp sequential", "three level"),
+    ],
+)
 def test_resuming_under_another_preset_trains_every_document_once(straight, saved, resumed, tmp_path):
     folder = stopped_after_two(straight[saved], tmp_path)
     layout, *method = resumed.split()

@@ -34,11 +34,15 @@ LAYOUTS = [
     Layout(pp=2),
     Layout(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
 ]
-COMPILED_LAYOUTS = [Layout(pp=2), Layout(tp=2)]  # with FSDP inside; each takes seconds to compile
+# With FSDP inside, under cp in level steps; each takes seconds to compile.
+COMPILED_LAYOUTS = [Layout(pp=2), Layout(tp=2), Layout(cp=2)]
+OWN_RANKS = ((0, 1), (0,), (1,), (0, 1))  # of the micro-batches of a level step
 GRAPHS = 5  # those of test_parallelize.py, and one more under tp
 
 
-def _gradients(parallel: Layout, strategy: Checkpointing = "none", compiled: bool = False) -> dict[str, Tensor]:
+def _gradients(
+    parallel: Layout, strategy: Checkpointing = "none", *, compiled: bool = False, level: bool = False
+) -> dict[str, Tensor]:
     """Loss and gradients of this rank after two steps of four micro-batches, by name."""
     mesh, device = build_mesh(parallel, "cpu"), torch.device("cpu")
     stages = build_stage_modules(
@@ -49,17 +53,22 @@ def _gradients(parallel: Layout, strategy: Checkpointing = "none", compiled: boo
         seed=0,
         activation_checkpointing=strategy,
         compiled=compiled,
+        keeps_weights=level,
     )
     runner = PipelineRunner(stages, parallel, mesh, 4, Execution(device, torch.float64))
     found = {}
     for step, lengths in enumerate(STEPS):
         batches = []
-        for segments in lengths:
+        for segments, own_ranks in zip(lengths, OWN_RANKS, strict=True):
+            ranks = own_ranks if level else tuple(range(parallel.cp))
+            if mesh.rank("cp") not in ranks:
+                continue
             tokens = torch.arange(sum(segments)) * 7 % CONFIG.shape.vocab_size
             positions = torch.cat([torch.arange(length) for length in segments])
             batch = TokenBatch(tokens, tokens.roll(-1), positions, segments)
-            plan = make_shard_plan(segments, parallel.cp, "per_document")
-            batches.append(shard_batch(batch, plan, mesh.rank("cp"), parallel.tp))
+            plan = make_shard_plan(segments, len(ranks), "per_document")
+            rank = ranks.index(mesh.rank("cp"))
+            batches.append(shard_batch(batch, plan, rank, parallel.tp, ranks if level else ()))
         found[f"loss of step {step}"] = runner.run_step(batches, 100)
     for stage in stages:
         for name, weight in stage.named_parameters():
@@ -96,7 +105,8 @@ def _compiled(layouts: list[Layout]) -> list[tuple[float, int]]:
         for parallel in layouts:
             torch.compiler.reset()
             counters.clear()
-            difference = _largest_difference(_gradients(parallel, "selective", compiled=True), _gradients(parallel))
+            gradients = partial(_gradients, parallel, level=parallel.cp > 1)
+            difference = _largest_difference(gradients("selective", compiled=True), gradients())
             results.append((difference, counters["stats"]["unique_graphs"]))
     dist.barrier()
     return results
