@@ -13,6 +13,7 @@ from wlb.errors import UserError
 from wlb.packing import make_packer
 from wlb.packing.level import Ingredients, RankGroup, StagePrices, level_step
 from wlb.packing.plan import StepPlan
+from wlb.settings import MOST_RANKS
 from wlb.workload import make_workload
 
 
@@ -70,6 +71,18 @@ def test_what_no_rank_can_do_in_time_is_shared_by_more():
     prices = Prices(4, 4, fixed=0.0)
     (shared,) = (group for group in level_step(lengths, 8192, prices) if 0 in group.documents)
     assert len(shared.ranks) > 1
+
+
+def test_too_few_documents_to_be_even_are_shared_too():
+    groups = level_step([4000] * 3 + [50] * 2, 8192, Prices(2, 2))
+    assert [group.documents for group in groups if len(group.ranks) > 1] == [(0,)]
+    free, busy = ends(groups, 2)
+    assert free.max() <= 1.01 * busy.mean()
+
+
+def test_no_document_lies_on_more_ranks_than_a_group_may_have():
+    groups = level_step([2**20] + [1000] * 100, 4096, Prices(2048, 8))
+    assert max(len(group.ranks) for group in groups) == MOST_RANKS
 
 
 def test_a_packer_alone_does_not_know_the_ranks():

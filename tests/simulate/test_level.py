@@ -85,7 +85,7 @@ def test_measured_prices_replace_those_of_hardware():
     twice = {phase: tuple(2 * s for s in getattr(MEASURED, phase)) for phase in ("forward_seconds", "backward_seconds")}
     slower = Measurements(tokens=MEASURED.tokens, **twice)
     profiles = PROFILE, PROFILE.model_copy(update={"attention": slower, "linear": slower})
-    one, other = (simulate_step(plan, job.priced(profile=profile)).micro_batch_seconds for profile in profiles)
+    one, other = (simulate_step(plan, job.priced(profile=profile)).gpu_seconds for profile in profiles)
     np.testing.assert_allclose(other, 2 * one)
     assert one.any()
 

@@ -10,7 +10,8 @@ needs to be done when the others are. What is shared comes first, and short docu
 3. The other short documents go, longest first, each to the rank that is free soonest, into one of its micro-batches.
 
 Groups as large as documents need may leave ranks over that nothing else fills, such as 6 of 32 beside 26. So the step
-is planned a second time, with groups that fill nodes or divide one, and the plan that is done sooner is taken.
+is planned a second time, with groups that fill nodes or divide one, and the plan that is done sooner is taken. Where a
+step has too few documents to be even, as three that are alike on two ranks, the longest are shared by two ranks each.
 
 Every rank runs its micro-batches in the order in which the plan lists them. So of all that are not done, the first can
 always run, and no ranks wait for each other in a circle.
@@ -32,6 +33,8 @@ from wlb.workload.base import DocumentPrices
 Integers = NDArray[np.int64]
 
 _TICKS = 1e9  # a second: whole numbers add up to the same on every machine
+_SHARED_TOO = 4  # documents that one rank could hold
+_EVENLY = 1.01
 _ROUNDS = 4  # of giving more ranks to documents that would be done too late
 
 
@@ -75,7 +78,7 @@ class Ingredients(NamedTuple):
     """What a step is made level by: each can be left out, to see what it is worth."""
 
     fills_gaps: bool = True  # in front of shared documents
-    more_ranks: bool = True  # than its tokens need, for a document that would be done too late
+    more_ranks: bool = True  # than its tokens need, for a document that would be done too late, or leave ranks uneven
     fills_nodes: bool = True  # by groups that do, where that is done sooner
     levels: bool = True  # by the short documents that are left, in place of dealing these in turn
 
@@ -90,12 +93,22 @@ def level_step(
     """
     tokens = np.asarray(lengths, np.int64)
     needed, ticks = _sized(tokens, capacity, prices, more=using.more_ranks)
-    plans = [_Step(tokens, needed, ticks, capacity, prices, using)]
+    best = _Step(tokens, needed, ticks, capacity, prices, using)
+
+    def attempt(sizes: Integers) -> _Step:
+        changed = _group_ticks(tokens, sizes, ticks, sizes != needed, prices)
+        return min(best, _Step(tokens, sizes, changed, capacity, prices, using), key=lambda plan: plan.end)
+
     sizes = _filling_nodes(needed, prices)
-    if using.fills_nodes and (larger := sizes != needed).any():
-        ticks = _group_ticks(tokens, sizes, ticks, larger, prices)
-        plans.append(_Step(tokens, sizes, ticks, capacity, prices, using))
-    return min(plans, key=lambda plan: plan.end).groups  # of equal ones the first
+    if using.fills_nodes and (sizes != needed).any():
+        best = attempt(sizes)
+    for longest in np.lexsort((-tokens, best.sizes))[:_SHARED_TOO]:
+        if not using.more_ranks or best.is_even or best.sizes[longest] > 1 or prices.ranks == 1:
+            break
+        sizes = best.sizes.copy()
+        sizes[longest] = 2
+        best = attempt(sizes)
+    return best.groups
 
 
 class _Step:
@@ -111,6 +124,7 @@ class _Step:
         using: Ingredients,
     ) -> None:
         self.groups: list[RankGroup] = []
+        self.sizes = sizes
         self._using = using
         self._per_node, self._capacity, self._lengths = prices.per_node, capacity, lengths.tolist()
         self._free = np.zeros(prices.ranks, np.int64)
@@ -132,6 +146,11 @@ class _Step:
     def end(self) -> int:
         """When the last rank is done."""
         return int(self._free.max())
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are done at nearly the same time."""
+        return self.end <= _EVENLY * self._even
 
     def _share(self, document: int, size: int, ticks: int) -> None:
         ranks = self._place(size, ticks)

@@ -177,7 +177,7 @@ class LevelSteps:
             busy[step, ranks] += seconds
         return {
             "gpus": gpus.max(axis=1) / gpus.mean(axis=1),
-            "cp": np.divide(*([of_one.sum() for of_one in self._by_step(seconds)] for seconds in (slowest, mean))),
+            "cp": np.bincount(self._step_of_run, slowest) / np.bincount(self._step_of_run, mean),
             "micro_batches": of_steps[0] / of_steps[1],
             "dp": busy.max(axis=1) / busy.mean(axis=1),
             "pp": np.ones(self.steps),

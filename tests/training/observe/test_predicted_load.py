@@ -26,6 +26,7 @@ def planned(cp: int, tp: int, stages: int) -> tuple[SimulatedJob, StepPlan, list
 def test_stages_share_what_the_simulator_predicts(cp: int, tp: int, stages: int):
     job, plan, shard_plans = planned(cp, tp, stages)
     simulated = simulate_step(plan, job)
+    assert isinstance(simulated, Steps)
     chunks = split_layers(job.shape, stages)
     loads = [PredictedLoad(job.shape, "cpu", [chunk], tp).seconds(shard_plans) for chunk in chunks]
     np.testing.assert_allclose(np.sum(loads, axis=0), simulated.micro_batch_seconds[0, 0])
