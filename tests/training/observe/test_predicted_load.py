@@ -10,6 +10,7 @@ from wlb.packing.plan import StepPlan
 from wlb.schedules.layer_split import split_layers
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob, simulate_step, simulated_job
+from wlb.simulate.step import Steps
 from wlb.training.observe.monitor import PredictedLoad
 
 LENGTHS = np.array([3000, 40, 700, 4096, 1, 2500, 12, 4000] * 4)
