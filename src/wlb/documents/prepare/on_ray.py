@@ -1,0 +1,91 @@
+"""Tasks on a Ray cluster: each on a free core of any node, again on another one when its process or node dies.
+
+https://docs.ray.io/en/latest/ray-core/fault_tolerance/tasks.html says what Ray does about failures.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import lru_cache
+from itertools import islice
+from typing import Any, TypeVar
+
+from wlb.errors import UserError, require
+
+T = TypeVar("T")
+R = TypeVar("R")
+_RETRIES = 3  # of a task whose process or node dies
+_WAITING = 2  # tasks in the hands of Ray per core; those that wait make a cluster that can grow do so
+_CONNECT_SECONDS = 30.0
+
+
+def map_on_ray(
+    function: Callable[[T], R], items: Iterable[T], address: str, at_once: int | None = None
+) -> Generator[R, None, None]:
+    """``function(item)`` of every item, each on a core of a Ray cluster, as they get done.
+
+    ``address`` is that of ``ray.init``: ``auto`` is the running cluster that this machine belongs to, ``local`` a new
+    one on this machine. An initialised Ray is used as it is. ``at_once`` bounds the tasks under way. Raises ``UserError``
+    where there is no cluster, where a task has lost its process again and again, and where ``function`` does.
+    """
+    ray = require("ray", "ray")
+    ours = not ray.is_initialized()
+    if ours:
+        _connect(ray, address)
+    try:
+        yield from _results(ray, function, iter(items), at_once)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"Ray gave a task up after {_RETRIES} retries, perhaps for lack of memory: {reason}") from error
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str) -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    host, _, port = address.rpartition(":")
+    try:
+        if host and port.isdecimal() and "://" not in address:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"no Ray cluster at {address}: {reason}; start one with ray start, or give --ray local"
+        ) from error
+
+
+def _results(ray: Any, function: Callable[[T], R], items: Iterator[T], at_once: int | None) -> Iterator[R]:
+    # In a tuple, or Ray would send the function, and with it the tokenizer, to every task anew.
+    shared = (ray.put(function),)
+    task = ray.remote(num_cpus=1, max_retries=_RETRIES)(_call)
+    running: list[Any] = []
+    try:
+        while True:
+            most = at_once or _WAITING * int(ray.cluster_resources().get("CPU", 1))
+            running += [task.remote(shared, item) for item in islice(items, max(0, most - len(running)))]
+            if not running:
+                return
+            done, running = ray.wait(running)
+            yield from ray.get(done)
+    finally:
+        for unfinished in running:
+            ray.cancel(unfinished, force=True)
+
+
+def _call(shared: tuple[Any], item: Any) -> Any:
+    return _function(shared[0])(item)
+
+
+@lru_cache(maxsize=1)
+def _function(reference: Any) -> Callable[[Any], Any]:
+    function: Callable[[Any], Any] = require("ray", "ray").get(reference)
+    return function
