@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from wlb.documents.prepare.batches import (
     tokenize_batch,
 )
 from wlb.documents.prepare.chat import ChatFormat
-from wlb.documents.prepare.on_ray import map_on_ray
+from wlb.documents.prepare.on_ray import cluster, map_on_ray
 from wlb.documents.prepare.parts import StoreParts, TaskShard, parts_directory, write_part
 from wlb.documents.prepare.sources import Corpus, CorpusTask
 from wlb.documents.prepare.tokenization import HuggingFaceTokenizer, Tokenizer, train_bpe
@@ -143,7 +143,7 @@ def prepare_parts(
 ) -> StoreParts:
     """Make those parts of the store ``prefix`` that are missing and that ``shard`` is to make, each from one task.
 
-    ``workers`` processes of this machine do so, or the Ray cluster at the address ``ray`` (see ``map_on_ray``), on all
+    ``workers`` processes of this machine do so, or the Ray cluster at the address ``ray`` (see ``cluster``), on all
     its cores or ``workers`` of them; its nodes must have the files of ``corpus`` and ``prefix`` under the same paths.
     ``on_progress`` is called with the bytes of source of the parts that ``shard`` has. Raises ``UserError`` as
     ``prepare_store`` does.
@@ -154,16 +154,17 @@ def prepare_parts(
     if not chosen:  # the other shards may have made the store already
         return parts
     check_target(prefix, overwrite)
-    parts.begin(_settings(corpus, tokenizer, chat), corpus.skipped_files)
-    missing = {*parts.missing()}
-    todo = [(parts.path(number), tasks[number]) for number in chosen if number in missing]
-    on_progress(sum(tasks[number].bytes for number in chosen if number not in missing))
     make = partial(_make_part, tokenize=_tokenize(tokenizer, chat))
-    done: Generator[int, None, None]
-    done = map_in_order(make, todo, workers or 1) if ray is None else map_on_ray(make, todo, ray, workers)
-    with closing(done):
-        for source_bytes in done:
-            on_progress(source_bytes)
+    with nullcontext() if ray is None else cluster(ray):
+        parts.begin(_settings(corpus, tokenizer, chat), corpus.skipped_files)
+        missing = {*parts.missing()}
+        on_progress(sum(tasks[number].bytes for number in chosen if number not in missing))
+        todo = [(parts.path(number), tasks[number]) for number in chosen if number in missing]
+        with closing(
+            map_in_order(make, todo, workers or 1) if ray is None else map_on_ray(make, todo, workers)
+        ) as done:
+            for source_bytes in done:
+                on_progress(source_bytes)
     return parts
 
 

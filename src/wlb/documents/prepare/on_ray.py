@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from typing import Any, TypeVar
@@ -22,34 +23,17 @@ _WAITING = 2  # tasks in the hands of Ray per core; those that wait make a clust
 _CONNECT_SECONDS = 30.0
 
 
-def map_on_ray(
-    function: Callable[[T], R], items: Iterable[T], address: str, at_once: int | None = None
-) -> Generator[R, None, None]:
-    """``function(item)`` of every item, each on a core of a Ray cluster, as they get done.
+@contextmanager
+def cluster(address: str) -> Iterator[None]:
+    """A connection to the Ray cluster at ``address``, as ``ray.init`` takes it.
 
-    ``address`` is that of ``ray.init``: ``auto`` is the running cluster that this machine belongs to, ``local`` a new
-    one on this machine. An initialised Ray is used as it is. ``at_once`` bounds the tasks under way. Raises ``UserError``
-    where there is no cluster, where a task has lost its process again and again, and where ``function`` does.
+    ``auto`` is the running cluster that this machine belongs to, ``local`` a new one on this machine. Where Ray is
+    initialised already, it is used as it is. Raises ``UserError`` where there is no cluster.
     """
     ray = require("ray", "ray")
-    ours = not ray.is_initialized()
-    if ours:
-        _connect(ray, address)
-    try:
-        yield from _results(ray, function, iter(items), at_once)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise error.cause from None
-        raise
-    except ray.exceptions.RayError as error:
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"Ray gave a task up after {_RETRIES} retries, perhaps for lack of memory: {reason}") from error
-    finally:
-        if ours:
-            ray.shutdown()
-
-
-def _connect(ray: Any, address: str) -> None:
+    if ray.is_initialized():
+        yield
+        return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     host, _, port = address.rpartition(":")
     try:
@@ -57,9 +41,34 @@ def _connect(ray: Any, address: str) -> None:
             socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].rstrip(".")
         raise UserError(
             f"no Ray cluster at {address}: {reason}; start one with ray start, or give --ray local"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def map_on_ray(function: Callable[[T], R], items: Iterable[T], at_once: int | None = None) -> Generator[R, None, None]:
+    """``function(item)`` of every item, each on a core of the connected Ray cluster, as they get done.
+
+    ``at_once`` bounds how many are under way. Raises ``UserError`` where ``function`` does, and where an item has lost
+    its process again and again.
+    """
+    ray = require("ray", "ray")
+    try:
+        yield from _results(ray, function, iter(items), at_once)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"Ray lost a task, and again in {_RETRIES} retries, perhaps for lack of memory: {reason}; "
+            "the same command goes on from here"
         ) from error
 
 

@@ -13,10 +13,11 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 import numpy as np
@@ -33,7 +34,8 @@ _MANIFEST = "manifest.json"
 _MERGING = "merging"  # names the shard that merges
 
 
-class TaskShard(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TaskShard:
     """The share of tasks that one of ``count`` processes does: every ``count``-th from ``index`` on, from 1."""
 
     index: int
@@ -168,7 +170,7 @@ class StoreParts:
                 return False
         return True
 
-    def batches(self, dtype: np.dtype[Any]) -> Iterator[TokenizedBatch]:
+    def batches(self, dtype: np.dtype[Any]) -> Generator[TokenizedBatch, None, None]:
         """What all parts hold, in the order of their tasks."""
         for number in range(len(self.tasks)):
             yield from read_part(self.path(number), dtype)
@@ -216,7 +218,11 @@ def read_part(path: Path, dtype: np.dtype[Any]) -> Iterator[TokenizedBatch]:
 
 
 def _write_batch(file: BinaryIO, batch: TokenizedBatch) -> None:
-    head = {"tokens": batch.tokens.size, "documents": batch.lengths.size, "masked": batch.mask is not None}
+    head: dict[str, Any] = {
+        "tokens": batch.tokens.size,
+        "documents": batch.lengths.size,
+        "masked": batch.mask is not None,
+    }
     head |= {"rejects": batch.rejects, "text_bytes": batch.text_bytes, "progress": batch.progress}
     _write_line(file, head)
     for array in (batch.tokens, batch.lengths, batch.mask):

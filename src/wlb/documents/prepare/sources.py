@@ -196,12 +196,13 @@ class FileCorpus(Corpus):
         cuts = [size * share // shares for share in range(shares)]
         for share, (start, end) in enumerate(pairwise([*cuts, size])):
             name = str(path) if shares == 1 else f"{path} ({share + 1} of {shares})"
-            items, texts = partial(parquet_cells, path, self._field, share, shares), utf8_text
-            if kind == "jsonl":
+            identity = (name, _digest([state, share, shares]), end - start)
+            if kind == "parquet":
+                yield CorpusTask(*identity, partial(parquet_cells, path, self._field, share, shares), utf8_text)
+            else:
                 # The last share has no end: a pipe has no size.
-                items = partial(json_lines, path, start, None if share + 1 == shares else end)
-                texts = partial(self._read_line, field=self._field)
-            yield CorpusTask(name, _digest([state, share, shares]), end - start, items, texts)
+                lines = partial(json_lines, path, start, None if share + 1 == shares else end)
+                yield CorpusTask(*identity, lines, partial(self._read_line, field=self._field))
 
 
 def _is_searched_for(path: Path) -> bool:
