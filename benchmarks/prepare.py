@@ -1,6 +1,6 @@
 """How fast a Ray cluster prepares documents, beside worker processes of one command and beside shards.
 
-    .venv/bin/python benchmarks/prepare.py [--workers 4] [--copies 4] [--turns 5] [--out FILE.json]
+    .venv/bin/python benchmarks/prepare.py [--workers 4] [--copies 2] [--turns 5] [--out FILE.json]
 
 Measured on this machine: seconds until the store of the standard library's documents is there (``--copies`` times, as
 JSON Lines, with a BPE of 1,024 tokens trained on them). The Ray cluster has as many cores as the others have processes
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,7 @@ def measured(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     tokenizer = train_tokenizer(StdlibCorpus(), 1024)
     corpus = FileCorpus([source])
     made = methods(directory, corpus, tokenizer, source, options.workers)
-    results = in_turns(
-        {name: lambda make=make: seconds_of(make, directory) for name, make in made.items()}, options.turns
-    )
+    results = in_turns({name: partial(seconds_of, make, directory) for name, make in made.items()}, options.turns)
     if len(digests := {digest for turns in results.values() for _, digest in turns}) != 1:
         raise UserError(f"stores differ: {digests}")
     medians = {name: statistics.median(seconds for seconds, _ in turns) for name, turns in results.items()}
@@ -105,13 +104,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, and write it as JSON."""
     parser = make_parser(__doc__)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--copies", type=int, default=4)
+    parser.add_argument("--copies", type=int, default=2)
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args(arguments)
     began = time.perf_counter()
     ray = require("ray", "ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=options.workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=options.workers, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with tempfile.TemporaryDirectory() as directory:
         starting = time.perf_counter() - began
         results = facts("ray", "tokenizers") | {"cluster_start_seconds": starting, "workers": options.workers}

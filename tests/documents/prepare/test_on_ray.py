@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import wlb.documents.prepare.sources as prepare_sources
 from tests.documents.prepare.test_parts import write_corpus
 from tests.documents.prepare.test_prepare import contents
 from wlb.documents.prepare import prepare_parts, prepare_store, train_tokenizer
-from wlb.documents.prepare.on_ray import cluster
+from wlb.documents.prepare.on_ray import cluster, map_on_ray
 from wlb.documents.prepare.tokenization import BytesTokenizer
 from wlb.errors import UserError
 
@@ -23,7 +24,7 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (the extra ray)")
 @pytest.fixture(scope="module", autouse=True)
 def four_processes():
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
@@ -85,6 +86,21 @@ def test_a_damaged_source_is_one_line(tmp_path, corpus):
     damaged.write_bytes(damaged.read_bytes()[:-20])
     with pytest.raises(UserError, match=r"^[^\n]*b\.jsonl\.gz is damaged[^\n]*$"):
         prepare_parts(corpus, tmp_path / "s", BytesTokenizer(), ray="auto")
+
+
+class Uninstalled:
+    """A function of a package that the processes of Ray lack."""
+
+    def __call__(self, item):
+        return item
+
+    def __reduce__(self):
+        return import_module, ("not_installed_here",)
+
+
+def test_a_node_without_the_package_is_one_line():
+    with pytest.raises(UserError, match=r"^a node of the Ray cluster cannot run .*'not_installed_here'.* all nodes$"):
+        list(map_on_ray(Uninstalled(), [1]))
 
 
 def test_a_cluster_that_is_not_there_is_one_line(monkeypatch):

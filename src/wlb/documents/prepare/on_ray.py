@@ -41,9 +41,8 @@ def cluster(address: str) -> Iterator[None]:
             socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
         raise UserError(
-            f"no Ray cluster at {address}: {reason}; start one with ray start, or give --ray local"
+            f"no Ray cluster at {address}: {_first_line(error)}; start one with ray start, or give --ray local"
         ) from error
     try:
         yield
@@ -63,11 +62,15 @@ def map_on_ray(function: Callable[[T], R], items: Iterable[T], at_once: int | No
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, UserError):
             raise error.cause from None
-        raise
+        if not isinstance(error.cause, ray.exceptions.RayError):
+            raise
+        raise UserError(  # before the function ran
+            f"a node of the Ray cluster cannot run a task: {_first_line(error.cause)}; install the same wlb-llm, with "
+            "its extra ray, on all nodes"
+        ) from error
     except ray.exceptions.RayError as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
         raise UserError(
-            f"Ray lost a task, and again in {_RETRIES} retries, perhaps for lack of memory: {reason}; "
+            f"Ray lost a task, and again in {_RETRIES} retries, perhaps for lack of memory: {_first_line(error)}; "
             "the same command goes on from here"
         ) from error
 
@@ -79,7 +82,8 @@ def _results(ray: Any, function: Callable[[T], R], items: Iterator[T], at_once: 
     running: list[Any] = []
     try:
         while True:
-            most = at_once or _WAITING * int(ray.cluster_resources().get("CPU", 1))
+            # A cluster that grows on demand may begin without a core.
+            most = at_once or max(1, _WAITING * int(ray.cluster_resources().get("CPU", 0)))
             running += [task.remote(shared, item) for item in islice(items, max(0, most - len(running)))]
             if not running:
                 return
@@ -98,3 +102,7 @@ def _call(shared: tuple[Any], item: Any) -> Any:
 def _function(reference: Any) -> Callable[[Any], Any]:
     function: Callable[[Any], Any] = require("ray", "ray").get(reference)
     return function
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0].rstrip(".")
