@@ -68,6 +68,24 @@ def test_stdlib(wlb, tmp_path, unit):
     assert TokenStore.open(tmp_path / "s").tokens == result["tokens"] > 5_000_000
 
 
+def test_shards_say_what_is_missing_and_the_last_one_reports(wlb, tmp_path, corpus):
+    assert wlb("prepare", corpus, "--out", tmp_path / "alone", "--json")[0] == 0
+    command = ("prepare", corpus, "--out", tmp_path / "s", "--shard")
+    status, out, _ = wlb(*command, "2/2")
+    assert (status, out.splitlines()[-1]) == (
+        0,
+        "shard 2/2 is done; 1 of 2 parts are missing, and the last shard to finish makes the store",
+    )
+    status, out, err = wlb(*command, "1/2", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["documents_out"] == 2
+    for suffix in (".bin", ".idx", ".json"):
+        assert (tmp_path / f"s{suffix}").read_bytes() == (tmp_path / f"alone{suffix}").read_bytes()
+    assert "s.bin exists; choose another --out" in wlb(*command, "1/2")[2]
+    # One that comes late and has nothing to do is no failure.
+    assert json.loads(wlb(*command, "9/9", "--json")[1]) == {"shard": "9/9", "parts": 2, "missing": 0}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -86,6 +104,10 @@ def test_stdlib(wlb, tmp_path, unit):
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "100"], "100 is too small"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--tokenizer", "bytes"], "leave out --tokenizer"),
         (["{tmp}/corpus", "--out", "{tmp}/s", "--train-bpe", "300", "--end-token", "x"], "leave out --end-token"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--shard", "0/2"], "0/2 is neither slurm nor I/N with I from 1 to N"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--shard", "slurm"], "needs a SLURM job array"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--shard", "1/2", "--ray", "auto"], "--ray runs all shards at once"),
+        (["{tmp}/corpus", "--out", "{tmp}/s", "--shard", "1/2", "--train-bpe", "300"], "--train-bpe learns from all"),
         (["{tmp}/corpus/c.png", "--out", "{tmp}/new/s"], "no documents are left of 1: 1 undecodable"),
     ],
 )

@@ -152,6 +152,7 @@ OUTPUTS: dict[str, Any] = {
         "end_token": int,
         "files": [str],
     },
+    "prepare --shard": {"shard": str, "parts": int, "missing": int},
     "compare": {
         "methods": [_METHOD],
         "workload": _WORKLOAD,

@@ -136,7 +136,7 @@ HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 
 COMMANDS = {
     "prepare": "--stdlib --out --tokenizer --train-bpe --end-token --text-field --chat --unit --workers "
-    "--overwrite --json",
+    "--shard --ray --overwrite --json",
     "compare": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --methods "
         "--max-length-factor --max-delay --steps --overlong --solver-seconds --plot --prefill --token-budget --chunked "

@@ -82,7 +82,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_prepare(tmp_path: Path):
     (tmp_path / "documents.jsonl").write_text('{"text": "one"}\n{oops\n')
-    check("prepare", wlb("prepare", tmp_path / "documents.jsonl", "--out", tmp_path / "store"))
+    command = ("prepare", tmp_path / "documents.jsonl", "--out", tmp_path / "store")
+    check("prepare --shard", wlb(*command, "--shard", "2/2"))
+    check("prepare", wlb(*command))
 
 
 @pytest.mark.parametrize(

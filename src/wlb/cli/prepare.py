@@ -18,6 +18,7 @@ from wlb.os_limits import usable_cores
 
 if TYPE_CHECKING:
     from wlb.documents.prepare import PrepareReport
+    from wlb.documents.prepare.parts import TaskShard
     from wlb.documents.prepare.sources import Corpus
     from wlb.documents.prepare.tokenization import Tokenizer
 
@@ -62,7 +63,21 @@ def prepare(
         UnitOption.DEFINITION, help="With --stdlib: one document per top-level definition or module."
     ),
     workers: int | None = typer.Option(
-        None, metavar="N", min=1, max=1024, help="Tokenising processes (default: one for bytes, else one per core)."
+        None,
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Tokenising processes (default: one for bytes, else one per core; all cores of a Ray cluster).",
+    ),
+    shard: str | None = typer.Option(
+        None,
+        metavar="I/N|slurm",
+        help="Do the I-th of N shares, as one of N processes on any machines; slurm: as an element of a job array.",
+    ),
+    ray: str | None = typer.Option(
+        None,
+        metavar="auto|local|ADDRESS",
+        help="Tokenise on a Ray cluster: the running one, a new one on this machine, or that at ADDRESS.",
     ),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace an existing store."),
     json: options.Json = False,
@@ -72,31 +87,61 @@ def prepare(
     The store is in Megatron's .bin/.idx format, with one end token after every document. It appears whole or not at
     all, and documents that cannot be taken are counted by reason.
 
+    With --shard and --ray, what is done is kept in PREFIX.parts until the store is made. After a kill, the same command
+    does only what is missing. The last shard to finish makes the store; so does the command without --shard.
+
     Example: wlb prepare corpus/ more.jsonl.zst --out data/corpus --train-bpe 32000
     """
-    from wlb.documents.prepare import prepare_store
+    from wlb.documents.prepare import prepare_parts, prepare_store
     from wlb.documents.prepare.chat import ChatFormat
+    from wlb.documents.prepare.parts import TaskShard
     from wlb.documents.store.writer import check_target
 
-    check_target(out, overwrite)
+    chosen_shard = None if shard is None else TaskShard.parse(shard)
+    if chosen_shard is None:
+        check_target(out, overwrite)
+    else:
+        refuse_unused(context, ["ray"], "runs all shards at once")
+        refuse_unused(
+            context, ["bpe_size"], "learns from all documents; make a tokenizer first and name it in --tokenizer"
+        )
     unused = ["text_field", "chat"] if stdlib else ["unit"]
     refuse_unused(context, unused, f"has no effect {'with' if stdlib else 'without'} --stdlib")
     if chat:
         refuse_unused(context, ["bpe_size"], "learns from text, not from conversations")
+    if ray is not None:  # processes of Ray have working directories of their own
+        sources, out = [path.absolute() for path in sources or []], out.absolute()
     corpus = _corpus(sources or [], stdlib, text_field, unit, chat, out)
     chosen = _tokenizer(corpus, tokenizer, bpe_size, end_token)
-    if workers is None:
-        # Bytes cost less to tokenise than to send to another process.
-        workers = 1 if chosen.identity["kind"] == "bytes" else usable_cores()
     chat_format = ChatFormat.of_tokenizer(tokenizer, chosen.special_tokens) if chat else None
-    with _progress("tokenising", corpus) as on_progress:
+    # Bytes cost less to tokenise than to send to another process.
+    cores = workers or (1 if chosen.identity["kind"] == "bytes" else usable_cores())
+    what = "tokenising"
+    if chosen_shard is not None or ray is not None:
+        with _progress(what, corpus, chosen_shard) as on_progress:
+            parts = prepare_parts(
+                corpus,
+                out,
+                chosen,
+                chat=chat_format,
+                shard=chosen_shard or TaskShard(1, 1),
+                ray=ray,
+                workers=cores if ray is None else workers,
+                overwrite=overwrite,
+                on_progress=on_progress,
+            )
+        if chosen_shard is not None and not parts.claim_merging(chosen_shard):
+            _show_shard(chosen_shard, len(parts.tasks), len(parts.missing()), json)
+            return
+        what = "merging"
+    with _progress(what, corpus) as on_progress:
         report = prepare_store(
             corpus,
             out,
             chosen,
             chat=chat_format,
             save_tokenizer=bpe_size is not None,
-            workers=workers,
+            workers=cores,
             overwrite=overwrite,
             on_progress=on_progress,
         )
@@ -141,11 +186,20 @@ def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_tok
 
 
 @contextmanager
-def _progress(what: str, corpus: Corpus) -> Iterator[Callable[[int], None]]:
+def _progress(what: str, corpus: Corpus, shard: TaskShard | None = None) -> Iterator[Callable[[int], None]]:
     mebibyte = 1 << 20
     with progress_bar() as progress:
-        task = progress.add_task(f"{what}, MiB", total=corpus.total_bytes / mebibyte)
+        total = corpus.total_bytes / (shard.count if shard else 1)
+        task = progress.add_task(f"{what}, MiB", total=total / mebibyte)
         yield lambda source_bytes: progress.advance(task, source_bytes / mebibyte)
+
+
+def _show_shard(shard: TaskShard, parts: int, missing: int, json: bool) -> None:
+    if json:
+        emit_json({"shard": str(shard), "parts": parts, "missing": missing})
+        return
+    rest = "the last shard to finish makes the store" if missing else "another shard makes the store"
+    stdout.print(f"shard {shard} is done; {missing:,} of {parts:,} parts are missing, and {rest}", highlight=False)
 
 
 def _show(report: PrepareReport) -> None:

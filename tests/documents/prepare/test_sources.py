@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+import wlb.documents.prepare.sources as prepare_sources
 from wlb.documents.prepare.batches import Reject, documents_of
 from wlb.documents.prepare.sources import FileCorpus, StdlibCorpus, stdlib_documents, stdlib_files, stdlib_root
 from wlb.errors import UserError
@@ -31,6 +33,7 @@ PIECES = [
     "\f\n",
     "s = 'é\u2028'\n",
 ]
+task_bytes = st.sampled_from([3, 60, 10**6])
 documents = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30), max_size=20)
 
 
@@ -52,21 +55,25 @@ def compressed(path, content):
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.jsonl.zst", "d.ndjson", "d.json", "d.json.gz"])
 def test_json_lines_give_their_texts(tmp_path, name):
-    @given(documents.filter(bool), st.sampled_from(["\n", "\r\n"]), st.booleans())
-    def same(texts, newline, escape):
-        body = "".join(json.dumps({"id": 1, "text": t}, ensure_ascii=escape) + newline for t in texts)
-        path = compressed(tmp_path / name, body.encode())
-        assert read(path) == texts
+    @given(documents.filter(bool), st.sampled_from(["\n", "\r\n"]), st.booleans(), task_bytes)
+    def same(texts, newline, escape, most):
+        body = newline.join(json.dumps({"id": 1, "text": t}, ensure_ascii=escape) for t in texts)
+        path = compressed(tmp_path / name, (body + newline * escape).encode())
+        with mock.patch.object(prepare_sources, "_TASK_BYTES", (most, most)):
+            assert read(path) == texts
 
     same()
 
 
 def test_parquet_gives_its_texts(tmp_path):
-    @given(documents, st.sampled_from([pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]))
-    def same(texts, kind):
+    kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+
+    @given(documents, st.sampled_from(kinds), task_bytes)
+    def same(texts, kind, most):
         path = tmp_path / "d.parquet"
         pq.write_table(pa.table({"body": pa.array(texts).cast(kind)}), path, row_group_size=7)
-        assert read(path, text_field="body") == texts
+        with mock.patch.object(prepare_sources, "_TASK_BYTES", (most, most)):
+            assert read(path, text_field="body") == texts
 
     same()
 

@@ -67,11 +67,25 @@ def utf8_text(content: bytes | None, encoding: str = "utf-8") -> list[str | Reje
         return [Reject.UNDECODABLE]
 
 
-def json_lines(path: Path) -> Iterator[Item]:
-    """The lines of a file, undecoded."""
+def is_compressed(path: Path) -> bool:
+    """Whether a file, by its name, can only be read from its beginning."""
+    return path.suffix.lower() in _COMPRESSED
+
+
+def json_lines(path: Path, start: int = 0, end: int | None = None) -> Iterator[Item]:
+    """The lines of a file that begin at byte ``start`` or later and before byte ``end``, undecoded.
+
+    A compressed file is only read whole.
+    """
     with _open(path) as (file, raw):
-        position = 0
+        position = start
+        if start:  # the line that holds the byte before it began earlier
+            file.seek(start - 1)
+            file.readline()
+            position = file.tell()
         for line in file:
+            if end is not None and position >= end:
+                return
             now = raw.tell()
             yield Item(line, len(line), now - position)
             position = now
@@ -96,15 +110,16 @@ def json_line_text(line: bytes, field: str) -> list[str | Reject]:
     return [text if isinstance(text, str) else Reject.NOT_TEXT]
 
 
-def parquet_cells(path: Path, column: str) -> Iterator[Item]:
-    """The cells of a text column, as UTF-8 bytes or None."""
+def parquet_cells(path: Path, column: str, share: int = 0, shares: int = 1) -> Iterator[Item]:
+    """The cells of a text column, as UTF-8 bytes or None, in one of ``shares`` runs of the file's row groups."""
     arrow = require("pyarrow", "data")
     parquet = require("pyarrow.parquet", "data")
     try:
         with parquet.ParquetFile(path) as file:
             _check_column(arrow, file, path, column)
             progress = path.stat().st_size // max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=[column]):
+            groups = range(*(file.num_row_groups * cut // shares for cut in (share, share + 1)))
+            for batch in file.iter_batches(_PARQUET_ROWS, groups, columns=[column]):
                 # As bytes: text of a Parquet file need not be valid UTF-8, and one bad cell is not the file's end.
                 for cell in batch.column(0).cast(arrow.large_binary()).to_pylist():
                     yield Item(cell, len(cell or b""), progress)

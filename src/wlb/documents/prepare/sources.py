@@ -1,30 +1,35 @@
 """Where raw documents come from: files and directories, or the standard library.
 
 A corpus is walked twice. Making it is the survey: every path is checked and its bytes counted, so that mistakes show
-before any work is done. ``batches`` then reads it as a stream, always in the same order (arguments as given,
-directories sorted by name), holding one batch at a time.
+before any work is done. ``tasks`` then divides it, always in the same order (arguments as given, directories sorted by
+name) and, for the same files, in the same way; each task is read as a stream, holding one batch at a time.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import io
+import json
 import os
 import platform
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from wlb.documents.prepare.batches import Batch
 from wlb.documents.prepare.chat import json_line_chat
 from wlb.documents.prepare.raw_files import (
+    FileKind,
     Item,
     file_kind,
     format_suffix,
+    is_compressed,
     json_line_text,
     json_lines,
     parquet_cells,
@@ -38,6 +43,9 @@ DocumentUnit = Literal["definition", "module"]
 # Enough that sending a batch to another process costs little beside tokenising it; a few are in memory at a time.
 _BATCH_BYTES = 1 << 20
 _BATCH_ITEMS = 4096
+# Of a task: the least costs little beside tokenising it, the most is a minute or so of work to lose.
+_TASK_BYTES = (_BATCH_BYTES, 256 << 20)
+_TASKS = 8192  # in a corpus between those limits
 # What directories are searched for. A file that is named itself is read as text whatever its name.
 _PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc")
 _CODE = (
@@ -51,7 +59,52 @@ _TOPICS = Path("pydoc_data", "topics.py")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-class StdlibCorpus:
+@dataclass(frozen=True, slots=True)
+class CorpusTask:
+    """A part of a corpus that is read on its own: some whole files, or a range of one.
+
+    ``bytes`` is about its size; ``state`` changes with its files; ``items`` gives its raw items, and ``texts`` the
+    documents of one.
+    """
+
+    name: str
+    state: str
+    bytes: int
+    items: Callable[[], Iterator[Item]]
+    texts: Callable[[Any], Iterable[Any]]
+
+    def batches(self) -> Iterator[Batch]:
+        """Its documents in order, in batches of about a megabyte."""
+        batch: list[Any] = []
+        size = progress = 0
+        for item in self.items():
+            batch.append(item.content)
+            size += item.size
+            progress += item.progress
+            if size >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
+                yield Batch(batch, self.texts, progress)
+                batch, size, progress = [], 0, 0
+        if batch:
+            yield Batch(batch, self.texts, progress)
+
+
+class Corpus:
+    """Documents that are always read in the same order; ``tasks`` divides them, in the same way every time."""
+
+    total_bytes: int
+    skipped_files: int
+    description: dict[str, Any]
+
+    def tasks(self) -> Iterator[CorpusTask]:
+        """Tasks that have all documents between them, in order."""
+        raise NotImplementedError
+
+    def batches(self) -> Iterator[Batch]:
+        """All documents in order, in batches of about a megabyte."""
+        return chain.from_iterable(task.batches() for task in self.tasks())
+
+
+class StdlibCorpus(Corpus):
     """The source code and prose of the running Python's own standard library: a corpus that is always there.
 
     It needs no network, has documents of very different lengths (a few bytes to hundreds of kilobytes), and is the same
@@ -67,12 +120,18 @@ class StdlibCorpus:
         self.skipped_files = 0
         self.description = {"kind": "stdlib", "python": platform.python_version(), "unit": unit}
 
-    def batches(self) -> Iterator[Batch]:
-        """All documents, in an order that does not change, in batches of about a megabyte."""
-        return _batches(_sized(stdlib_files(self._root)), partial(stdlib_documents, unit=self._unit))
+    def tasks(self) -> Iterator[CorpusTask]:
+        texts = partial(stdlib_documents, unit=self._unit)
+        # The release of Python says what the files hold; where they lie and since when is a matter of each machine.
+        return _of_whole_files(
+            stdlib_files(self._root),
+            _task_bytes(self.total_bytes),
+            texts,
+            lambda path: [path.relative_to(self._root).as_posix(), path.stat().st_size],
+        )
 
 
-class FileCorpus:
+class FileCorpus(Corpus):
     """Text files, JSON Lines and Parquet, named one by one or found in directories; with ``chat``, conversations.
 
     Conversations are read from JSON Lines. Raises ``UserError`` when a source does not exist or cannot be read, and
@@ -122,20 +181,28 @@ class FileCorpus:
             else:
                 self.skipped_files += count_skipped
 
-    def batches(self) -> Iterator[Batch]:
-        """All documents, in an order that does not change, in batches of about a megabyte."""
+    def tasks(self) -> Iterator[CorpusTask]:
+        most = _task_bytes(self.total_bytes)
         for kind, paths in groupby(self.files(), file_kind):
             if kind == "text":
-                yield from _batches(_sized(paths), read_text)
+                yield from _of_whole_files(paths, most, read_text, _file_state)
                 continue
             for path in paths:
-                if kind == "jsonl":
-                    yield from _batches(json_lines(path), partial(self._read_line, field=self._field))
-                else:
-                    yield from _batches(parquet_cells(path, self._field), utf8_text)
+                yield from self._of_one_file(path, kind, most)
 
-
-Corpus: TypeAlias = StdlibCorpus | FileCorpus
+    def _of_one_file(self, path: Path, kind: FileKind, most: int) -> Iterator[CorpusTask]:
+        size, state = path.stat().st_size, _file_state(path)
+        shares = 1 if is_compressed(path) else -(-size // most) or 1
+        cuts = [size * share // shares for share in range(shares)]
+        for share, (start, end) in enumerate(pairwise([*cuts, size])):
+            name = str(path) if shares == 1 else f"{path} ({share + 1} of {shares})"
+            identity = (name, _digest([state, share, shares]), end - start)
+            if kind == "parquet":
+                yield CorpusTask(*identity, partial(parquet_cells, path, self._field, share, shares), utf8_text)
+            else:
+                # The last share has no end: a pipe has no size.
+                lines = partial(json_lines, path, start, None if share + 1 == shares else end)
+                yield CorpusTask(*identity, lines, partial(self._read_line, field=self._field))
 
 
 def _is_searched_for(path: Path) -> bool:
@@ -204,21 +271,44 @@ def _definitions(source: str, tree: ast.Module) -> list[str]:
     return ["".join(lines[first:end]) for first, end in pairwise([*cuts, len(lines)])]
 
 
+def _task_bytes(corpus_bytes: int) -> int:
+    least, most = _TASK_BYTES
+    return min(most, max(least, corpus_bytes // _TASKS))
+
+
+def _of_whole_files(
+    paths: Iterable[Path], most: int, texts: Callable[[Any], Iterable[Any]], state: Callable[[Path], Any]
+) -> Iterator[CorpusTask]:
+    """Tasks of consecutive files, of ``most`` bytes or somewhat more each."""
+    group: list[Path] = []
+    size = 0
+    for path in paths:
+        group.append(path)
+        size += path.stat().st_size
+        if size >= most:
+            yield _of_group(group, size, texts, state)
+            group, size = [], 0
+    if group:
+        yield _of_group(group, size, texts, state)
+
+
+def _of_group(
+    group: list[Path], size: int, texts: Callable[[Any], Iterable[Any]], state: Callable[[Path], Any]
+) -> CorpusTask:
+    name = str(group[0]) if len(group) == 1 else f"{group[0]} to {group[-1]}, {len(group)} files"
+    return CorpusTask(name, _digest(map(state, group)), size, partial(_sized, tuple(group)), texts)
+
+
+def _file_state(path: Path) -> Any:
+    status = path.stat()
+    return [str(path.absolute()), status.st_size, status.st_mtime_ns]
+
+
+def _digest(states: Iterable[Any]) -> str:
+    return hashlib.sha256(json.dumps([*states]).encode()).hexdigest()
+
+
 def _sized(paths: Iterable[Path]) -> Iterator[Item]:
     for path in paths:
         size = path.stat().st_size
         yield Item(path, size, size)
-
-
-def _batches(items: Iterable[Item], texts: Callable[[Any], Iterable[Any]]) -> Iterator[Batch]:
-    batch: list[Any] = []
-    size = progress = 0
-    for item in items:
-        batch.append(item.content)
-        size += item.size
-        progress += item.progress
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
-            yield Batch(batch, texts, progress)
-            batch, size, progress = [], 0, 0
-    if batch:
-        yield Batch(batch, texts, progress)
