@@ -152,6 +152,7 @@ OUTPUTS: dict[str, Any] = {
         "end_token": int,
         "files": [str],
     },
+    "prepare --check": {"store": str, "documents": int, "tokens": int},
     "compare": {
         "methods": [_METHOD],
         "workload": _WORKLOAD,

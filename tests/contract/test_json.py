@@ -83,6 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_prepare(tmp_path: Path):
     (tmp_path / "documents.jsonl").write_text('{"text": "one"}\n{oops\n')
     check("prepare", wlb("prepare", tmp_path / "documents.jsonl", "--out", tmp_path / "store"))
+    check("prepare --check", wlb("prepare", "--check", tmp_path / "store"))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from wlb.documents.length_counts import Lengths, chunks, counts_of
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
@@ -97,12 +98,12 @@ class StorePlace(NamedTuple):
 class DocumentStream:
     """An endless stream of documents, taken a few at a time and never across the end of an epoch.
 
-    ``lengths`` are tokens per document of the store. Empty documents are passed over; those longer than the
-    context window meet ``data.overlong``. In a mixture, ``among`` is the place of the store. Raises ``UserError`` if
-    nothing is left to train on.
+    ``lengths`` are tokens per document of the store, read when a document is taken. Empty documents are passed over;
+    those longer than the context window meet ``data.overlong``. In a mixture, ``among`` is the place of the store.
+    Raises ``UserError`` if nothing is left to train on.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], config: DataConfig, among: StorePlace | None = None) -> None:
+    def __init__(self, lengths: Lengths, config: DataConfig, among: StorePlace | None = None) -> None:
         self._lengths = lengths
         self._config = config
         self._place = among or StorePlace(0, 0, len(lengths))
@@ -197,22 +198,19 @@ def ids_used(state: dict[str, Any]) -> int:
     return epochs * documents
 
 
-def summarise_epoch(lengths: NDArray[np.int64], config: DataConfig, store: Path | None = None) -> EpochSummary:
+def summarise_epoch(lengths: Lengths, config: DataConfig, store: Path | None = None) -> EpochSummary:
     """What an epoch does with documents of ``lengths`` of ``store``, by default the first of ``config``.
 
     Raises ``UserError`` if it leaves nothing to train on.
     """
     store = store or config.stores[0]
-    summary = EpochSummary(
-        documents=len(lengths),
-        empty=int(np.count_nonzero(lengths == 0)),
-        overlong=int(np.count_nonzero(lengths > config.context_window)),
-    )
+    counts = counts_of(lengths)
+    summary = EpochSummary(len(lengths), counts.empty, counts.over(config.context_window))
     if summary.overlong and config.overlong == "error":
-        document = int(np.argmax(lengths > config.context_window))
+        document, tokens = _first_over(config.context_window, lengths)
         where = f" of {store}" if config.mixture else ""
         raise UserError(
-            f"document {document}{where} has {lengths[document]} tokens, over data.context_window = "
+            f"document {document}{where} has {tokens} tokens, over data.context_window = "
             f"{config.context_window} ({summary.overlong} documents are); raise it or set data.overlong = 'split'"
         )
     dropped = summary.overlong if config.overlong == "drop" else 0
@@ -222,6 +220,13 @@ def summarise_epoch(lengths: NDArray[np.int64], config: DataConfig, store: Path 
             f"are empty and {dropped} dropped as longer than data.context_window = {config.context_window}"
         )
     return summary
+
+
+def _first_over(limit: int, lengths: Lengths) -> tuple[int, int]:
+    """The first document of more than ``limit`` tokens, of which there is one, and its tokens."""
+    first, chunk = next((first, chunk) for first, chunk in chunks(lengths) if (chunk > limit).any())
+    place = int(np.argmax(chunk > limit))
+    return first + place, int(chunk[place])
 
 
 def _sorted_draws(documents: int, seed: int, epoch: int, store: int) -> NDArray[np.int64]:
