@@ -185,6 +185,33 @@ def test_counts_of_a_large_store_are_kept_beside_it(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.bin", "s.idx", "s.json"]
 
 
+def test_documents_of_one_sequence_each_are_planned_by_their_lengths_and_checked_when_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
+    monkeypatch.setattr(index_module, "_BLOCK", 4)
+    monkeypatch.setattr(index_module, "_SAMPLED_BLOCKS", 2)
+    monkeypatch.setattr(lengths_module, "_HASHED_WHOLE", 10)
+    documents = np.array([20, 3, 20])
+    others = ([[1]] * 4 + [[1, 1], []] + [[1]] * 4, [[1]] * 4 + [[2, 1]] + [[1]] * 4)
+    for name, several in zip("ab", others, strict=True):
+        store = TokenStore.open(write_index(tmp_path / name, several))
+        assert store.stored_lengths.counts.total_documents == len(several)
+        assert store.stored_lengths[np.arange(len(several))].tolist() == [sum(of_one) for of_one in several]
+    prefix = write_lengths(tmp_path / "s", [3] * 40)
+    for damaged, value in ((7, 7), (-1, None)):
+        damage(tmp_path / "s.idx", 34 + 4 * 20, "<i", damaged)
+        store = TokenStore.open(prefix)
+        assert store.stored_lengths.counts.tokens == 120  # as was kept
+        if value is None:
+            with pytest.raises(UserError, match="sequence 20 has -1 tokens"):
+                store.stored_lengths[documents]
+        else:
+            assert store.stored_lengths[documents].tolist() == [value, 3, value]
+            with pytest.raises(
+                UserError, match="sequence 21 starts at byte 126, the sequences before it end at byte 134"
+            ):
+                store.read(20, 0, value)
+
+
 def test_where_counts_cannot_be_kept_they_are_counted_again(tmp_path, monkeypatch):
     passes = Passes(monkeypatch)
     (tmp_path / "s.lengths").mkdir()

@@ -97,6 +97,15 @@ class TokenIndex:
                 self.run(document)  # says what is wrong
         return lengths
 
+    def one_sequence_each(self) -> bool:
+        """Whether document d is sequence d, as ``wlb prepare`` writes them; reads all of ``firsts``."""
+        return len(self.sequence_lengths) == self.documents and all(
+            np.array_equal(
+                self.firsts[first : first + _CHUNK], np.arange(first, min(first + _CHUNK, self.documents + 1))
+            )
+            for first in range(0, self.documents + 1, _CHUNK)
+        )
+
     def lengths_between(self, start: int, stop: int) -> NDArray[np.int64]:
         """Tokens of the documents from ``start`` to ``stop``; shape (stop - start,)."""
         return np.diff(self.offsets_between(start, stop))
@@ -225,13 +234,15 @@ def read_index(path: Path, *, whole: bool = False) -> TokenIndex:
         raise UserError(f"token store index {path} does not exist; make the store with wlb prepare") from None
     except OSError as error:
         raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
-    if hasattr(content, "madvise"):  # else each of a document's few bytes would come with 128 KiB that are not needed
-        content.madvise(mmap.MADV_SEQUENTIAL if whole else mmap.MADV_RANDOM)
+    if whole and hasattr(content, "madvise"):
+        content.madvise(mmap.MADV_SEQUENTIAL)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
     firsts = np.frombuffer(content, "<i8", starts, _HEADER.size + 12 * sequences)
     index = TokenIndex(path, dtype, lengths, pointers, firsts)
     index.check_sample()
+    if not whole and hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
+        content.madvise(mmap.MADV_RANDOM)
     return index
 
 

@@ -4,6 +4,9 @@ Counting them takes a pass over the index. What it finds about a large store is 
 with the identity of the index that it is of; ``wlb prepare`` makes that file at once. Where the directory cannot be
 written, every process makes the pass. As the pass also checks the whole index, damage that opening did not find is
 found here.
+
+A large index whose documents are one sequence each is planned by its sequence lengths alone, 4 bytes in one place for
+each document instead of 28 in three. That they agree with the rest is checked again when its tokens are read.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class IndexLengths:
     def __init__(self, index: TokenIndex, kept_at: Path | None = None) -> None:
         self.index = index
         self._kept_at = kept_at
+        self.one_sequence_each = False  # or not known
 
     def __len__(self) -> int:
         return self.index.documents
@@ -40,6 +44,10 @@ class IndexLengths:
         if isinstance(documents, slice):
             start, stop, _ = documents.indices(len(self))
             return self.index.lengths_between(start, stop)
+        if self.one_sequence_each:
+            lengths = self.index.sequence_lengths[documents].astype(np.int64)
+            if not lengths.size or lengths.min() >= 0:
+                return lengths
         return self.index.lengths(documents)
 
     @cached_property
@@ -49,7 +57,9 @@ class IndexLengths:
             return counted([self])
         if (kept := self._kept()) is not None:
             return kept
-        found = counted([IndexLengths(read_index(self.index.path, whole=True))])
+        whole = read_index(self.index.path, whole=True)
+        found = counted([IndexLengths(whole)])
+        self.one_sequence_each = whole.one_sequence_each()
         self._keep(found)
         return found
 
@@ -60,6 +70,7 @@ class IndexLengths:
             counts = LengthCounts(kept["lengths"], kept["documents"])
             of_this = str(kept["index"]) == index_digest(self.index).hexdigest()
             if of_this and (counts.total_documents, counts.tokens) == (len(self), self.index.tokens):
+                self.one_sequence_each = bool(kept["one_sequence_each"])
                 return counts
         return None
 
@@ -69,8 +80,13 @@ class IndexLengths:
         with suppress(OSError):
             try:
                 with part.open("wb") as file:
-                    index = np.array(index_digest(self.index).hexdigest())
-                    np.savez(file, index=index, lengths=counts.lengths, documents=counts.documents)
+                    np.savez(
+                        file,
+                        index=np.array(index_digest(self.index).hexdigest()),
+                        one_sequence_each=np.array(self.one_sequence_each),
+                        lengths=counts.lengths,
+                        documents=counts.documents,
+                    )
                 os.replace(part, self._kept_at)
             finally:
                 part.unlink(missing_ok=True)

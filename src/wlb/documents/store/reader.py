@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import StoredLengths, chunks
+from wlb.documents.length_counts import chunks
 from wlb.documents.store.index import (
     TokenIndex,
     bin_path,
@@ -55,7 +55,7 @@ class TokenStore:
         self.prefix = prefix
         self.sidecar = sidecar
         self._index = index
-        self.stored_lengths: StoredLengths = IndexLengths(index, counts_path(prefix))
+        self.stored_lengths = IndexLengths(index, counts_path(prefix))
         self._data = data
         self._mask = mask
         self._vocab_size: int | None = sidecar.get("vocab_size")
