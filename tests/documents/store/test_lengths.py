@@ -86,6 +86,7 @@ def test_an_index_is_not_held_in_memory(tmp_path):
 @pytest.fixture
 def few_checked(monkeypatch):
     """Opening checks the first block of four documents, the last, and no other."""
+    monkeypatch.setattr(index_module, "_CHECKED_WHOLE", 0)
     monkeypatch.setattr(index_module, "_BLOCK", 4)
     monkeypatch.setattr(index_module, "_SAMPLED_BLOCKS", 2)
 
@@ -185,10 +186,10 @@ def test_counts_of_a_large_store_are_kept_beside_it(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.bin", "s.idx", "s.json"]
 
 
-def test_documents_of_one_sequence_each_are_planned_by_their_lengths_and_checked_when_read(tmp_path, monkeypatch):
+def test_documents_of_one_sequence_each_are_planned_by_their_lengths_and_checked_when_read(
+    tmp_path, few_checked, monkeypatch
+):
     monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
-    monkeypatch.setattr(index_module, "_BLOCK", 4)
-    monkeypatch.setattr(index_module, "_SAMPLED_BLOCKS", 2)
     monkeypatch.setattr(lengths_module, "_HASHED_WHOLE", 10)
     documents = np.array([20, 3, 20])
     others = ([[1]] * 4 + [[1, 1], []] + [[1]] * 4, [[1]] * 4 + [[2, 1]] + [[1]] * 4)

@@ -46,7 +46,8 @@ MAX_DOCUMENT_TOKENS = 2**31 - 1
 _HEADER = struct.Struct("<9sQBQQ")
 _COUNTS = struct.Struct("<QQ")
 _CHUNK = 1 << 18  # entries converted or checked at a time: a few MiB of memory
-_BLOCK, _SAMPLED_BLOCKS = 1 << 14, 64  # documents of a block, and blocks, that are checked when an index is opened
+# Opening checks all of an index of up to a million documents, and of a larger one so many blocks of documents.
+_CHECKED_WHOLE, _BLOCK, _SAMPLED_BLOCKS = 1 << 20, 1 << 11, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +133,13 @@ class TokenIndex:
 
     def sampled_offsets(self) -> Iterator[NDArray[np.int64]]:
         """The ``offsets_between`` of each block that ``check_sample`` reads; the blocks follow from their number."""
-        blocks: Sequence[int] = range(-(-self.documents // _BLOCK))
-        if len(blocks) > _SAMPLED_BLOCKS:
+        size = _CHUNK if self.documents <= _CHECKED_WHOLE else _BLOCK
+        blocks: Sequence[int] = range(-(-self.documents // size))
+        if self.documents > _CHECKED_WHOLE and len(blocks) > _SAMPLED_BLOCKS:
             drawn = Permutation(len(blocks), 0).between(0, _SAMPLED_BLOCKS - 2)
             blocks = sorted({0, *drawn.tolist(), blocks[-1]})
         for block in blocks:
-            yield self._offsets(_BLOCK * block, min(_BLOCK * (block + 1), self.documents))
+            yield self._offsets(size * block, min(size * (block + 1), self.documents))
 
     def _offsets(self, start: int, stop: int) -> NDArray[np.int64]:
         firsts = self.firsts[start : stop + 1]
