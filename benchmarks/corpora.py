@@ -48,7 +48,7 @@ from wlb.simulate.decide import decide
 
 WINDOW, PERIOD = 131_072, 1 << 20
 TOKENS = np.dtype("<u2")
-BLOCK, BLOCKS = 64, 2000  # documents taken together, and how often
+BLOCK, BLOCKS = 64, 1500  # documents taken together, and how often
 STEPS = 20  # planned before memory is read
 
 

@@ -47,7 +47,7 @@ _HEADER = struct.Struct("<9sQBQQ")
 _COUNTS = struct.Struct("<QQ")
 _CHUNK = 1 << 18  # entries converted or checked at a time: a few MiB of memory
 # Opening checks all of an index of up to a million documents, and of a larger one so many blocks of documents.
-_CHECKED_WHOLE, _BLOCK, _SAMPLED_BLOCKS = 1 << 20, 1 << 11, 64
+_CHECKED_WHOLE, _BLOCK, _SAMPLED_BLOCKS = 1 << 20, 1 << 11, 32
 
 
 @dataclass(frozen=True, slots=True)
