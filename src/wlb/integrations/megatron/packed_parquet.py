@@ -37,7 +37,7 @@ _SCHEMA = pa.schema(
 )
 
 
-class Documents(Protocol):
+class RowDocuments(Protocol):
     """The part of a token store that rows are made of; ``lengths`` counts all tokens of each document."""
 
     @property
@@ -56,7 +56,7 @@ class PackedRows(NamedTuple):
 
 def write_packed_parquet(
     path: str | Path,
-    documents: Documents,
+    documents: RowDocuments,
     plans: Iterable[StepPlan],
     *,
     trained: Callable[[int], ArrayLike] | None = None,
@@ -99,7 +99,7 @@ def write_packed_parquet(
 class _Rows:
     """Makes rows, and counts them."""
 
-    documents: Documents
+    documents: RowDocuments
     trained: Callable[[int], ArrayLike] | None
     multiple_of: int
     end_token: int
