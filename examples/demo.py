@@ -35,7 +35,7 @@ from rich.table import Table
 
 from wlb.documents.filling import cut_at_windows
 from wlb.documents.lengths import read_lengths
-from wlb.documents.order import shuffled
+from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.job.config_file import load_config
@@ -127,7 +127,7 @@ def prepare(out: Path) -> Path:
         run("-m", "wlb", "prepare", "--stdlib", "--train-bpe", VOCABULARY, "--out", corpus)
     if not segments.with_suffix(".idx").exists():
         documents = TokenStore.open(corpus)
-        order = shuffled(len(documents), seed=0, epoch=0).tolist()
+        order = Permutation(len(documents), 0).between(0, len(documents)).tolist()
         whole = (Segment(document, 0, int(documents.lengths[document])) for document in order)
         with TokenStoreWriter(segments, vocab_size=VOCABULARY) as writer:
             for piece in cut_at_windows(whole, WINDOW):

@@ -9,7 +9,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 
 
 @pytest.fixture
@@ -144,3 +144,26 @@ def test_a_disk_that_takes_no_more_is_one_line_and_status_2(tmp_path):
     assert "cannot write token store" in result.stderr
     assert result.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["d.txt"]
+
+
+def test_a_store_is_checked_in_full(tmp_path, wlb):
+    with TokenStoreWriter(tmp_path / "s", vocab_size=50) as writer:
+        for tokens in ([1, 2, 3], [4]):
+            writer.add(tokens)
+    status, out, _ = wlb("prepare", "--check", tmp_path / "s")
+    assert (status, out) == (0, f"{tmp_path / 's'} is whole: 2 documents, 4 tokens\n")
+    for arguments, message in (
+        (
+            ["--check", tmp_path / "s", "--out", tmp_path / "t"],
+            f"--out has no effect with --check (got {tmp_path / 't'})",
+        ),
+        (["--check", tmp_path / "t"], "t.idx does not exist"),
+    ):
+        status, _, err = wlb("prepare", *arguments)
+        assert status == 2
+        assert message in err
+    (tmp_path / "s.bin").write_bytes(b"\1\0\2\0\3\0\5\0")
+    status, _, err = wlb("prepare", "--check", tmp_path / "s")
+    assert status == 2
+    assert "s.bin is not what was written: its sha256 is" in err
+    assert err.count("\n") == 1

@@ -153,6 +153,7 @@ OUTPUTS: dict[str, Any] = {
         "files": [str],
     },
     "prepare --shard": {"shard": str, "parts": int, "missing": int},
+    "prepare --check": {"store": str, "documents": int, "tokens": int},
     "compare": {
         "methods": [_METHOD],
         "workload": _WORKLOAD,

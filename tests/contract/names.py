@@ -135,7 +135,7 @@ MODELS = (
 HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 
 COMMANDS = {
-    "prepare": "--stdlib --out --tokenizer --train-bpe --end-token --text-field --chat --unit --workers "
+    "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --chat --unit --workers "
     "--shard --ray --overwrite --json",
     "compare": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --methods "

@@ -51,6 +51,16 @@ class Documents:
     identity: str = "documents"
     tokenizer_identity: str = "none"
 
+    @property
+    def stored_lengths(self) -> NDArray[np.int64]:
+        return self.lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.lengths[documents]
+
     def loss_mask(self, document: int, start: int, length: int) -> None:
         """Every token is a label."""
 

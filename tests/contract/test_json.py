@@ -85,6 +85,7 @@ def test_prepare(tmp_path: Path):
     command = ("prepare", tmp_path / "documents.jsonl", "--out", tmp_path / "store")
     check("prepare --shard", wlb(*command, "--shard", "2/2"))
     check("prepare", wlb(*command))
+    check("prepare --check", wlb("prepare", "--check", tmp_path / "store"))
 
 
 @pytest.mark.parametrize(

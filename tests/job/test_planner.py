@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.limits import examples
-from wlb.documents.order import DocumentStream, shuffled
+from wlb.documents.order import DocumentStream
+from wlb.documents.permutation import Permutation
 from wlb.job.config import DataConfig, PackingConfig
 from wlb.job.job import JobSpec
 from wlb.job.planner import PlannedStep, StepPlanner
@@ -179,7 +180,7 @@ def test_the_delay_is_true_where_documents_find_no_room_in_other_pools(lengths, 
     steps = resumed_in_turn(lengths, chain, pools)
     assert tokens_of(steps) == Counter((i, t) for i, n in enumerate(lengths) for t in range(n))
     global_batch = 4 * WINDOW
-    coming = shuffled(len(lengths), 4, 0).tolist()[::-1]
+    coming = Permutation(len(lengths), 4, 0, 0).between(0, len(lengths)).tolist()[::-1]
     arrived: dict[int, int] = {}  # step of each document that waits
     ahead = 0
     for number, step in enumerate(steps):
@@ -340,5 +341,5 @@ def test_resuming_takes_in_only_what_the_next_step_needs(method, monkeypatch):
     step = next(planner)
     assert sum(taken) == 64
     assert step.plan.step == 10_000_000
-    order = shuffled(5000, 4, 10_000)[4000:4064]
+    order = Permutation(5000, 4, 10_000, 0).between(4000, 4064)
     assert {segment.document for segment in step.plan.segments} <= {10_000 * 5000 + i for i in order.tolist()}

@@ -19,6 +19,12 @@ class RandomDocuments:
     vocab_size: int
     labelled: float = 1.0
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.lengths[documents]
+
     def loss_mask(self, document: int, start: int, length: int) -> NDArray[np.bool_] | None:
         if self.labelled == 1.0:
             return None

@@ -41,8 +41,11 @@ def prepare(
     stdlib: bool = typer.Option(
         False, "--stdlib", help="Take source and prose of this Python's standard library instead of SOURCE."
     ),
-    out: Path = typer.Option(
-        ..., "--out", metavar="PREFIX", help="Store to make: PREFIX.bin, PREFIX.idx, PREFIX.json."
+    out: Path | None = typer.Option(
+        None, "--out", metavar="PREFIX", help="Store to make: PREFIX.bin, PREFIX.idx, PREFIX.json.", show_default=False
+    ),
+    check: Path | None = typer.Option(
+        None, "--check", metavar="PREFIX", help="Read all of an existing store and say whether it is whole; make none."
     ),
     tokenizer: str | None = typer.Option(
         None, metavar="bytes|FILE|DIR", help="Bytes (default), a tokenizer.json, or a directory that holds one."
@@ -92,6 +95,12 @@ def prepare(
 
     Example: wlb prepare corpus/ more.jsonl.zst --out data/corpus --train-bpe 32000
     """
+    if check is not None:
+        refuse_unused(context, context.params.keys() - {"check", "json"}, "has no effect with --check")
+        _check(check, json)
+        return
+    if out is None:
+        raise UserError("--out is missing; name the store to make, or one to --check")
     from wlb.documents.prepare import prepare_parts, prepare_store
     from wlb.documents.prepare.chat import ChatFormat
     from wlb.documents.prepare.parts import TaskShard
@@ -151,6 +160,16 @@ def prepare(
     _show(report)
     if chat_format is not None and chat_format.is_chatml:
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
+
+
+def _check(prefix: Path, json: bool) -> None:
+    from wlb.documents.store.reader import check_store
+
+    store = check_store(prefix)
+    if json:
+        emit_json({"store": str(prefix), "documents": len(store), "tokens": store.tokens})
+    else:
+        stdout.print(f"{prefix} is whole: {len(store):,} documents, {store.tokens:,} tokens", highlight=False)
 
 
 def _corpus(

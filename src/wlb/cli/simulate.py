@@ -15,7 +15,7 @@ from wlb.cli.console import counted, emit_json, show_columns, stdout, with_progr
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
-    from wlb.documents.mixture import DocumentLengths
+    from wlb.documents.length_counts import DocumentLengths
     from wlb.simulate import SimulatedJob, SimulationResult
     from wlb.simulate.search import SearchResult
 

@@ -4,7 +4,8 @@
 file with a column ``length``, a Megatron ``.idx``, the prefix of a token store, or
 ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by ``wlb.documents.synthetic``.
 What it returns is checked: whole, positive, in order. Only a store may have empty documents; they are passed over, as
-in training, and counted in a note on stderr.
+in training, and counted in a note on stderr. Of a store of more than 16 million documents a sample is taken, and a note
+says so.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
 from wlb.token_count import parse_count, parse_tokens
 
+_MOST_READ = 1 << 24  # documents of a store; a sample of as many says the same of more
+_BLOCK = 1 << 10  # documents that lie together in a sample: reading one costs as much as reading its page
+
 Integers = NDArray[np.integer[Any]]
 
 
 def read_lengths(source: str | Path, *, keep_empty: bool = False) -> NDArray[np.int64]:
-    """Tokens of every document of ``source``, in order; shape (documents,).
+    """Tokens of every document of ``source``, in order; shape (documents,), or (sample,) of a large store.
 
     Empty documents, which a store may have, are left out unless ``keep_empty``: the order in which a job trains its
     documents counts them.
@@ -155,7 +160,18 @@ def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
 
 
 def _from_index(path: Path) -> Integers:
-    return np.diff(read_index(path).offsets)
+    """All lengths; of a large store those of blocks of documents from all over it, in their order."""
+    index = read_index(path)
+    if index.documents <= _MOST_READ:
+        return index.lengths_between(0, index.documents)
+    blocks = np.sort(Permutation(index.documents // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
+    sample = np.concatenate([index.lengths_between(first, first + _BLOCK) for first in (blocks * _BLOCK).tolist()])
+    print(
+        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its {index.documents:,} documents, "
+        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0",
+        file=sys.stderr,
+    )
+    return sample
 
 
 def _synthetic(source: str) -> NDArray[np.int64]:

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.arriving import ArrivingDocuments
+from wlb.documents.length_counts import DocumentLengths, Lengths
 from wlb.documents.order import DataConfig, DocumentStream, EpochSummary, StorePlace, ids_used
 from wlb.documents.overlong import OverlongReport
 from wlb.documents.segments import Segment
-
-# Tokens per document: of one store, shape (documents,), or one such array for every store of a mixture.
-DocumentLengths: TypeAlias = "NDArray[np.int64] | Sequence[NDArray[np.int64]]"
 
 
 def document_stream(
@@ -38,12 +36,12 @@ def document_stream(
 
 def stored_documents(lengths: DocumentLengths, config: DataConfig) -> DocumentStream | MixtureStream:
     """The documents of one store, or of the stores of ``config.mixture``, in their order."""
-    return DocumentStream(lengths, config) if isinstance(lengths, np.ndarray) else MixtureStream(lengths, config)
+    return MixtureStream(lengths, config) if isinstance(lengths, Sequence) else DocumentStream(lengths, config)
 
 
-def joined_lengths(lengths: DocumentLengths) -> NDArray[np.int64]:
+def joined_lengths(lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """The lengths of all documents as they are counted, shape (documents,)."""
-    return lengths if isinstance(lengths, np.ndarray) else np.concatenate(lengths)
+    return np.concatenate(lengths) if isinstance(lengths, Sequence) else lengths
 
 
 class MixtureStream:
@@ -53,7 +51,7 @@ class MixtureStream:
     to train on, and ``ValueError`` unless there are lengths of every store.
     """
 
-    def __init__(self, lengths: Sequence[NDArray[np.int64]], config: DataConfig) -> None:
+    def __init__(self, lengths: Sequence[Lengths], config: DataConfig) -> None:
         if len(lengths) != len(config.mixture):
             raise ValueError(f"lengths are of {len(lengths)} stores, data.mixture names {len(config.mixture)}")
         firsts = np.cumsum([0, *map(len, lengths)]).tolist()

@@ -1,7 +1,8 @@
 """Which document comes next: the order of documents over epochs, as a few integers of state.
 
-Every epoch visits every document once, in an order that follows from ``[seed, epoch]`` alone, so a position
-in the order is (epoch, cursor) and any rank can go there directly. Document ids count up over the
+Every epoch visits every document once, in an order that follows from seed, epoch and store alone
+(``wlb.documents.permutation``), so a position in the order is (epoch, cursor) and any rank can go there directly,
+whatever the number of documents. Document ids count up over the
 whole history, ``epoch * documents in the store + index in the store``; an id is never used twice. In a mixture of
 stores (``wlb.documents.mixture``) documents are counted through all of them.
 """
@@ -9,6 +10,7 @@ stores (``wlb.documents.mixture``) documents are counted through all of them.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,11 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from wlb.documents.length_counts import Lengths, chunks, counts_of
 from wlb.documents.overlong import OverlongReport, split_overlong
+from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
 from wlb.documents.store.index import index_path
 from wlb.errors import UserError
 from wlb.settings import NonEmptyPath, NonNegativeInt, Number, Section, Tokens
+
+_ORDER = "feistel"  # of every epoch that begins
+_OLD_ORDER = "sorted"  # of epochs that older versions began; their states do not name it
 
 
 class MixtureStore(Section):
@@ -77,6 +84,9 @@ class EpochSummary:
     overlong: int
 
 
+_Between = Callable[[int, int], NDArray[np.int64]]  # the documents from one place in an epoch to another
+
+
 class StorePlace(NamedTuple):
     """Of a store in a mixture: its number, the index of its first document, and the documents of all stores."""
 
@@ -88,12 +98,12 @@ class StorePlace(NamedTuple):
 class DocumentStream:
     """An endless stream of documents, taken a few at a time and never across the end of an epoch.
 
-    ``lengths`` are tokens per document of the store. Empty documents are passed over; those longer than the
-    context window meet ``data.overlong``. In a mixture, ``among`` is the place of the store. Raises ``UserError`` if
-    nothing is left to train on.
+    ``lengths`` are tokens per document of the store, read when a document is taken. Empty documents are passed over;
+    those longer than the context window meet ``data.overlong``. In a mixture, ``among`` is the place of the store.
+    Raises ``UserError`` if nothing is left to train on.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], config: DataConfig, among: StorePlace | None = None) -> None:
+    def __init__(self, lengths: Lengths, config: DataConfig, among: StorePlace | None = None) -> None:
         self._lengths = lengths
         self._config = config
         self._place = among or StorePlace(0, 0, len(lengths))
@@ -102,7 +112,8 @@ class DocumentStream:
         self._cursor = 0
         self._overlong = OverlongReport()  # of all documents taken, over all epochs
         self._seed, self._shuffle = config.seed, config.shuffle  # of this epoch
-        self._order: NDArray[np.int64] | None = None  # of this epoch, once it is asked for
+        self._order = _ORDER
+        self._between: _Between | None = None  # documents by their place in this epoch, once they are asked for
 
     @property
     def epoch(self) -> int:
@@ -115,12 +126,11 @@ class DocumentStream:
 
     def take(self, documents: int) -> list[Segment]:
         """The segments of the next ``documents`` documents of this epoch, or of as many as remain."""
-        if self._order is None:
-            count = len(self._lengths)
-            number = self._place.number
-            self._order = shuffled(count, self._seed, self._epoch, number) if self._shuffle else np.arange(count)
-        chosen = self._order[self._cursor : self._cursor + documents]
-        self._cursor += len(chosen)
+        if self._between is None:
+            self._between = self._ordered()
+        stop = min(self._cursor + documents, len(self._lengths))
+        chosen = self._between(self._cursor, stop)
+        self._cursor = stop
         lengths = self._lengths[chosen]
         ids = chosen[lengths > 0] + self._place.first + self._epoch * self._place.documents
         segments = [
@@ -141,13 +151,23 @@ class DocumentStream:
             "cursor": self._cursor,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "order": self._order,
             "overlong": asdict(self._overlong),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue an epoch of the same documents, in the order that it began with."""
-        self._epoch, self._cursor, self._order = state["epoch"], state["cursor"], None
-        self._seed, self._shuffle = state["seed"], state["shuffle"]
+        """Continue an epoch of the same documents, in the order that it began with.
+
+        Raises ``UserError`` for an order that a later version began.
+        """
+        order = state.get("order", _OLD_ORDER)
+        if order not in (_ORDER, _OLD_ORDER):
+            raise UserError(
+                f"the state is of documents in the order {order!r}, which this version does not know; continue with "
+                "the version that wrote it"
+            )
+        self._epoch, self._cursor, self._between = state["epoch"], state["cursor"], None
+        self._seed, self._shuffle, self._order = state["seed"], state["shuffle"], order
         self._overlong = OverlongReport(**state["overlong"])
 
     def begin_after(self, state: dict[str, Any]) -> None:
@@ -157,8 +177,18 @@ class DocumentStream:
 
     def begin(self, epoch: int) -> None:
         """Go to the first document of ``epoch``, in the order that the configuration asks for."""
-        self._epoch, self._cursor, self._order = epoch, 0, None
-        self._seed, self._shuffle = self._config.seed, self._config.shuffle
+        self._epoch, self._cursor, self._between = epoch, 0, None
+        self._seed, self._shuffle, self._order = self._config.seed, self._config.shuffle, _ORDER
+
+    def _ordered(self) -> _Between:
+        """The documents of this epoch by their place in it."""
+        if not self._shuffle:
+            return np.arange
+        key = len(self._lengths), self._seed, self._epoch, self._place.number
+        if self._order == _OLD_ORDER:
+            documents = _sorted_draws(*key)
+            return lambda start, stop: documents[start:stop]
+        return Permutation(*key).between
 
 
 def ids_used(state: dict[str, Any]) -> int:
@@ -168,22 +198,19 @@ def ids_used(state: dict[str, Any]) -> int:
     return epochs * documents
 
 
-def summarise_epoch(lengths: NDArray[np.int64], config: DataConfig, store: Path | None = None) -> EpochSummary:
+def summarise_epoch(lengths: Lengths, config: DataConfig, store: Path | None = None) -> EpochSummary:
     """What an epoch does with documents of ``lengths`` of ``store``, by default the first of ``config``.
 
     Raises ``UserError`` if it leaves nothing to train on.
     """
     store = store or config.stores[0]
-    summary = EpochSummary(
-        documents=len(lengths),
-        empty=int(np.count_nonzero(lengths == 0)),
-        overlong=int(np.count_nonzero(lengths > config.context_window)),
-    )
+    counts = counts_of(lengths)
+    summary = EpochSummary(len(lengths), counts.empty, counts.over(config.context_window))
     if summary.overlong and config.overlong == "error":
-        document = int(np.argmax(lengths > config.context_window))
+        document, tokens = _first_over(config.context_window, lengths)
         where = f" of {store}" if config.mixture else ""
         raise UserError(
-            f"document {document}{where} has {lengths[document]} tokens, over data.context_window = "
+            f"document {document}{where} has {tokens} tokens, over data.context_window = "
             f"{config.context_window} ({summary.overlong} documents are); raise it or set data.overlong = 'split'"
         )
     dropped = summary.overlong if config.overlong == "drop" else 0
@@ -195,12 +222,15 @@ def summarise_epoch(lengths: NDArray[np.int64], config: DataConfig, store: Path 
     return summary
 
 
-def shuffled(documents: int, seed: int, epoch: int, store: int = 0) -> NDArray[np.int64]:
-    """The order of ``documents`` documents of a mixture's ``store`` in ``epoch``: the same on every version of NumPy.
+def _first_over(limit: int, lengths: Lengths) -> tuple[int, int]:
+    """The first document of more than ``limit`` tokens, of which there is one, and its tokens."""
+    first, chunk = next((first, chunk) for first, chunk in chunks(lengths) if (chunk > limit).any())
+    place = int(np.argmax(chunk > limit))
+    return first + place, int(chunk[place])
 
-    NumPy promises the stream of its bit generators but not what ``permutation`` makes of it, and a job may be
-    continued on another version; so each document draws a number, and they are sorted by it.
-    """
+
+def _sorted_draws(documents: int, seed: int, epoch: int, store: int) -> NDArray[np.int64]:
+    """All documents in ``_OLD_ORDER``: each drew a number, and they were sorted by it."""
     entropy = [seed, epoch, store] if store else [seed, epoch]
     drawn = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(documents)
     return np.argsort(drawn, kind="stable")

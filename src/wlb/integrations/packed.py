@@ -283,6 +283,12 @@ class _Arrays:
     lengths: NDArray[np.int64]
     of: dict[int, NDArray[np.int64]]
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.lengths[documents]
+
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[np.int64]:
         return self.of[document][start : None if length is None else start + length]
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from wlb.documents.mixture import DocumentLengths
+from wlb.documents.length_counts import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import fits, largest_factor, too_large

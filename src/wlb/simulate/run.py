@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.filling import check_filling
-from wlb.documents.mixture import DocumentLengths, joined_lengths
+from wlb.documents.mixture import joined_lengths
 from wlb.packing.plan import StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
@@ -90,7 +90,7 @@ class SimulationResult:
 
 def simulate(
     job: SimulatedJob,
-    lengths: DocumentLengths,
+    lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]],
     steps: int,
     *,
     work_prices: DocumentPrices | None = None,

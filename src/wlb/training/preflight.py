@@ -24,7 +24,7 @@ from wlb.os_limits import usable_memory
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import read_manifest
 from wlb.training.checkpoint.resuming import check_model, newest_checkpoint
-from wlb.training.data.loader import check_identity, data_identity
+from wlb.training.data.loader import check_identity
 from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.runtime.collectives import gathered
 from wlb.training.runtime.environment import device_type, hardware_name, trained_model
@@ -51,7 +51,7 @@ class CheckedJob:
         """Raise ``UserError`` where the job continues on other documents, or in another order, than it was saved on."""
         if self.saved is not None:
             allowed = self.config.checkpoint.allow_changed_data
-            check_identity(self.saved, data_identity(self.store, self.job), allow_changes=allowed)
+            check_identity(self.saved, self.store, self.job, allow_changes=allowed)
 
 
 def memory_limit(device_type: str, local_processes: int) -> MemoryLimit:

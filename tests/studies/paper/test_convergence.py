@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from wlb.documents.order import shuffled
+from wlb.documents.permutation import Permutation
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
@@ -91,7 +91,7 @@ def test_a_failing_run_is_told_with_its_last_line(tmp_path):
 
 def test_arrival_order_is_no_displacement():
     lengths = np.array([30, 10, 20, 40, 50, 50])
-    order, room = shuffled(6, 0, 0).tolist(), 0
+    order, room = Permutation(6, 0, 0, 0).between(0, 6).tolist(), 0
     steps: list[list[int]] = [[], []]
     for document in order:
         room += lengths[document]
@@ -101,7 +101,7 @@ def test_arrival_order_is_no_displacement():
 
 def test_a_late_document_counts_with_its_tokens():
     lengths, tokens = np.full(8, 50), [100, 100, 100, 100]
-    order = shuffled(8, 3, 0).tolist()
+    order = Permutation(8, 3, 0, 0).between(0, 8).tolist()
     late = [order[1:3], order[3:5], order[5:7], [order[7], order[0]]]  # the first three steps late, others early by one
     found = displacement(late, tokens, lengths, 3)
     assert found.longest == 3
@@ -111,6 +111,6 @@ def test_a_late_document_counts_with_its_tokens():
 
 def test_documents_of_later_epochs_have_places_after_the_first():
     lengths = np.full(4, 50)
-    first, second = (shuffled(4, 1, epoch) + 4 * epoch for epoch in (0, 1))
+    first, second = (Permutation(4, 1, epoch, 0).between(0, 4) + 4 * epoch for epoch in (0, 1))
     steps = [first[:2].tolist(), first[2:].tolist(), second[:2].tolist(), second[2:].tolist()]
     assert displacement(steps, [100] * 4, lengths, 1) == (0.0, 0.0, 0.0)

@@ -12,13 +12,19 @@ The format is Megatron-Core's (``megatron.core.datasets.indexed_dataset``), litt
     int64[D]  first sequence of each document, then S
 
 A document is one or more whole sequences. Sequences follow each other without gaps, so a document is one
-run of tokens whatever its number of sequences, and ``read_index`` reduces the file to one array of token
-offsets. Everything in the file is checked against everything else: what opens is consistent.
+run of tokens whatever its number of sequences.
+
+The file is mapped into memory and read where a document is asked for, so an index of any size opens at once and all
+processes of a machine share what they have read of it. Whatever is read is checked against what the file says of it
+elsewhere: a length against byte offsets, documents against sequences. Opening reads a sample in this way,
+``check`` everything.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +32,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.permutation import Permutation
 from wlb.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -38,26 +45,145 @@ FLOAT_CODES = {6: "float64", 7: "float32"}
 MAX_DOCUMENT_TOKENS = 2**31 - 1
 _HEADER = struct.Struct("<9sQBQQ")
 _COUNTS = struct.Struct("<QQ")
-_CHUNK = 1 << 18  # entries converted at a time when writing: a few MiB of memory
+_CHUNK = 1 << 18  # entries converted or checked at a time: a few MiB of memory
+# Opening checks all of an index of up to a million documents, and of a larger one so many blocks of documents.
+_CHECKED_WHOLE, _BLOCK, _SAMPLED_BLOCKS = 1 << 20, 1 << 11, 32
 
 
 @dataclass(frozen=True, slots=True)
 class TokenIndex:
-    """What an index file says: the token type and where documents start.
+    """What an index file says: the token type, and where documents lie.
 
-    ``offsets`` has shape (documents + 1,): document d is tokens ``offsets[d]`` to ``offsets[d + 1]``.
+    The arrays are those of the file: ``sequence_lengths`` and ``pointers`` have the shape (sequences,), ``firsts`` has
+    (documents + 1,). All methods raise ``UserError`` where what they read contradicts itself.
     """
 
+    path: Path
     dtype: np.dtype[Any]
-    offsets: NDArray[np.int64]
+    sequence_lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    firsts: NDArray[np.int64]
 
     @property
     def documents(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.firsts) - 1
 
     @property
     def tokens(self) -> int:
-        return int(self.offsets[-1])
+        return self._pointer(len(self.sequence_lengths)) // self.dtype.itemsize
+
+    def run(self, document: int) -> tuple[int, int]:
+        """The first token of a document in the token file, and its tokens."""
+        first, last = int(self.firsts[document]), int(self.firsts[document + 1])
+        if not 0 <= first <= last <= len(self.sequence_lengths):
+            raise self._uncovered()
+        start, stop = self._pointer(first), self._pointer(last)
+        tokens = int(self.sequence_lengths[first:last].sum(dtype=np.int64))
+        follows = start + tokens * self.dtype.itemsize == stop <= self._pointer(len(self.sequence_lengths))
+        if start < 0 or start % self.dtype.itemsize or not follows:
+            self._check_sequences(first, last)
+            raise UserError(f"{self.path} is corrupt: document {document} is at bytes {start} to {stop}")
+        return start // self.dtype.itemsize, tokens
+
+    def lengths(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of each of ``documents``, in any order; int64 of their shape."""
+        first, last = self.firsts[documents], self.firsts[documents + 1]
+        sequences = len(self.sequence_lengths)
+        if not ((last - first == 1) & (first >= 0) & (last < sequences)).all():
+            return np.array([self.run(document)[1] for document in documents.tolist()], np.int64)
+        lengths = self.sequence_lengths[first].astype(np.int64)
+        ends = self.pointers[first] + lengths * self.dtype.itemsize
+        if (lengths < 0).any() or (ends != self.pointers[last]).any():
+            for document in documents.tolist():
+                self.run(document)  # says what is wrong
+        return lengths
+
+    def one_sequence_each(self) -> bool:
+        """Whether document d is sequence d, as ``wlb prepare`` writes them; reads all of ``firsts``."""
+        return len(self.sequence_lengths) == self.documents and all(
+            np.array_equal(
+                self.firsts[first : first + _CHUNK], np.arange(first, min(first + _CHUNK, self.documents + 1))
+            )
+            for first in range(0, self.documents + 1, _CHUNK)
+        )
+
+    def lengths_between(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Tokens of the documents from ``start`` to ``stop``; shape (stop - start,)."""
+        return np.diff(self.offsets_between(start, stop))
+
+    def offsets_between(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Where in the token file the documents from ``start`` to ``stop`` begin, and the last of them ends."""
+        offsets = np.empty(stop - start + 1, np.int64)
+        for first in range(start, max(stop, start + 1), _CHUNK):
+            last = min(first + _CHUNK, stop)
+            offsets[first - start : last - start + 1] = self._offsets(first, last)
+        return offsets
+
+    def check(self) -> None:
+        """Read all of it."""
+        self._check_ends()
+        for first in range(0, self.documents, _CHUNK):
+            self._offsets(first, min(first + _CHUNK, self.documents))
+
+    def check_sample(self) -> None:
+        """Read its ends and blocks at random places; all of it where it has no more than that."""
+        self._check_ends()
+        for _ in self.sampled_offsets():
+            pass
+
+    def sampled_offsets(self) -> Iterator[NDArray[np.int64]]:
+        """The ``offsets_between`` of each block that ``check_sample`` reads; the blocks follow from their number."""
+        size = _CHUNK if self.documents <= _CHECKED_WHOLE else _BLOCK
+        blocks: Sequence[int] = range(-(-self.documents // size))
+        if self.documents > _CHECKED_WHOLE and len(blocks) > _SAMPLED_BLOCKS:
+            drawn = Permutation(len(blocks), 0).between(0, _SAMPLED_BLOCKS - 2)
+            blocks = sorted({0, *drawn.tolist(), blocks[-1]})
+        for block in blocks:
+            yield self._offsets(size * block, min(size * (block + 1), self.documents))
+
+    def _offsets(self, start: int, stop: int) -> NDArray[np.int64]:
+        firsts = self.firsts[start : stop + 1]
+        low, high = int(firsts[0]), int(firsts[-1])
+        if not 0 <= low <= high <= len(self.sequence_lengths) or (np.diff(firsts) < 0).any():
+            raise self._uncovered()
+        for first in range(low, high, _CHUNK):
+            self._check_sequences(first, min(first + _CHUNK, high))
+        inside = firsts[: np.searchsorted(firsts, len(self.sequence_lengths))]
+        offsets = np.full(len(firsts), self._pointer(len(self.sequence_lengths)))
+        offsets[: len(inside)] = self.pointers[inside]
+        return offsets // self.dtype.itemsize
+
+    def _check_sequences(self, first: int, last: int) -> None:
+        """Raise ``UserError`` unless these sequences follow each other, and the one before them."""
+        first = max(0, first - 1)
+        lengths = self.sequence_lengths[first:last].astype(np.int64)
+        pointers = np.append(self.pointers[first:last], self._pointer(last))
+        expected = np.append(pointers[0], pointers[:-1] + lengths * self.dtype.itemsize)
+        if first == 0:
+            expected[0] = 0
+        if lengths.size and lengths.min() < 0:
+            bad = int(np.argmax(lengths < 0))
+            raise UserError(f"{self.path} is corrupt: sequence {first + bad} has {lengths[bad]} tokens")
+        if (pointers != expected).any():
+            bad = int(np.argmax(pointers != expected))
+            raise UserError(
+                f"{self.path} is corrupt: sequence {first + bad} starts at byte {pointers[bad]}, "
+                f"the sequences before it end at byte {expected[bad]}"
+            )
+
+    def _check_ends(self) -> None:
+        if self.firsts[0] != 0 or self.firsts[-1] != len(self.sequence_lengths):
+            raise self._uncovered()
+
+    def _pointer(self, sequence: int) -> int:
+        """The byte at which a sequence starts, or after the last one the byte at which that ends."""
+        if sequence < len(self.pointers):
+            return int(self.pointers[sequence])
+        return int(self.pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize if sequence else 0
+
+    def _uncovered(self) -> UserError:
+        sequences = len(self.sequence_lengths)
+        return UserError(f"{self.path} is corrupt: its documents do not cover its {sequences} sequences in order")
 
 
 def index_path(prefix: Path) -> Path:
@@ -80,6 +206,11 @@ def sidecar_path(prefix: Path) -> Path:
     return store_path(prefix, ".json")
 
 
+def counts_path(prefix: Path) -> Path:
+    """``PREFIX.lengths``: how many documents have how many tokens, of a large store."""
+    return store_path(prefix, ".lengths")
+
+
 def store_path(prefix: Path, ending: str) -> Path:
     """The file of a store with this ``ending``; the prefix may itself contain dots.
 
@@ -90,21 +221,38 @@ def store_path(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
 
 
-def read_index(path: Path) -> TokenIndex:
-    """Read and check an index file, in time and memory proportional to its number of documents.
+def read_index(path: Path, *, whole: bool = False) -> TokenIndex:
+    """Open an index file and check a sample of it; with ``whole`` it is to be read from its beginning to its end.
 
     Raises ``UserError`` when the file is missing, foreign, truncated, contradicts itself, or holds floats or
     no documents.
     """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            header, size = file.read(_HEADER.size), path.stat().st_size
+            dtype, sequences, starts = _parsed_header(path, header, size)
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise UserError(f"token store index {path} does not exist; make the store with wlb prepare") from None
     except OSError as error:
         raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
-    if len(content) < _HEADER.size or not content.startswith(MAGIC):
+    if whole and hasattr(content, "madvise"):
+        content.madvise(mmap.MADV_SEQUENTIAL)
+    lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
+    pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
+    firsts = np.frombuffer(content, "<i8", starts, _HEADER.size + 12 * sequences)
+    index = TokenIndex(path, dtype, lengths, pointers, firsts)
+    index.check_sample()
+    if not whole and hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
+        content.madvise(mmap.MADV_RANDOM)
+    return index
+
+
+def _parsed_header(path: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
+    """The token type, sequences, and documents plus one, of an index file of ``size`` bytes."""
+    if len(header) < _HEADER.size or not header.startswith(MAGIC):
         raise UserError(f"{path} is not a Megatron index (no MMIDIDX header of {_HEADER.size} bytes)")
-    _, version, code, sequences, starts = _HEADER.unpack_from(content)
+    _, version, code, sequences, starts = _HEADER.unpack(header)
     if version != VERSION:
         raise UserError(f"{path} has index version {version}; only version {VERSION} is known")
     if code in FLOAT_CODES:
@@ -112,35 +260,13 @@ def read_index(path: Path) -> TokenIndex:
     if code not in TOKEN_TYPES:
         raise UserError(f"{path} has token type code {code}; known are {', '.join(map(str, TOKEN_TYPES))}")
     expected = _HEADER.size + 12 * sequences + 8 * starts
-    if len(content) != expected:
+    if size != expected:
         raise UserError(
-            f"{path} has {len(content)} bytes where its header asks for {expected}: truncated, corrupt or multimodal"
+            f"{path} has {size} bytes where its header asks for {expected}: truncated, corrupt or multimodal"
         )
     if starts < 2:
         raise UserError(f"{path} holds no documents")
-    dtype = TOKEN_TYPES[code]
-    return TokenIndex(dtype, _document_offsets(path, content, sequences, starts, dtype.itemsize))
-
-
-def _document_offsets(path: Path, content: bytes, sequences: int, starts: int, itemsize: int) -> NDArray[np.int64]:
-    lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
-    pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
-    firsts = np.frombuffer(content, "<i8", starts, _HEADER.size + 12 * sequences)
-    if sequences and lengths.min() < 0:
-        bad = int(np.argmax(lengths < 0))
-        raise UserError(f"{path} is corrupt: sequence {bad} has {lengths[bad]} tokens")
-    offsets = np.zeros(sequences + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    if not np.array_equal(pointers, offsets[:-1] * itemsize):
-        bad = int(np.argmax(pointers != offsets[:-1] * itemsize))
-        raise UserError(
-            f"{path} is corrupt: sequence {bad} starts at byte {pointers[bad]}, "
-            f"the sequences before it end at byte {offsets[bad] * itemsize}"
-        )
-    if firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
-        raise UserError(f"{path} is corrupt: its documents do not cover its {sequences} sequences in order")
-    documents: NDArray[np.int64] = offsets[firsts]
-    return documents
+    return TOKEN_TYPES[code], sequences, starts
 
 
 class IndexWriter:

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.mixture import DocumentLengths
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.length_counts import DocumentLengths
+from wlb.documents.store.reader import SAMPLED, TokenStore
 from wlb.errors import UserError
 
 
@@ -44,14 +44,14 @@ class StoreMixture:
         """The prefixes of the stores, for messages."""
         return " + ".join(str(store.prefix) for store in self.stores)
 
-    @property
-    def lengths_by_store(self) -> tuple[NDArray[np.int64], ...]:
-        return tuple(store.lengths for store in self.stores)
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every document of all stores; shape (documents,)."""
-        return np.concatenate(self.lengths_by_store)
+    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As ``TokenStore.lengths_of``, of documents counted through all stores."""
+        numbers = np.searchsorted(self._firsts, documents, side="right") - 1
+        lengths = np.empty(len(documents), np.int64)
+        for number in np.unique(numbers).tolist():
+            of_store = numbers == number
+            lengths[of_store] = self.stores[number].lengths_of(documents[of_store] - self._firsts[number])
+        return lengths
 
     @property
     def vocab_size(self) -> int | None:
@@ -68,7 +68,14 @@ class StoreMixture:
     @cached_property
     def identity(self) -> str:
         """sha256 in hex over the identities of the stores, in their order."""
-        return hashlib.sha256("".join(store.identity for store in self.stores).encode()).hexdigest()
+        identities = [store.identity for store in self.stores]
+        sampled = any(identity.startswith(SAMPLED) for identity in identities)
+        return SAMPLED * sampled + hashlib.sha256("".join(identities).encode()).hexdigest()
+
+    @cached_property
+    def whole_identity(self) -> str:
+        """As ``TokenStore.whole_identity``."""
+        return hashlib.sha256("".join(store.whole_identity for store in self.stores).encode()).hexdigest()
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """As ``TokenStore.read``, of a document counted through all stores."""
@@ -95,7 +102,9 @@ TrainedStore: TypeAlias = TokenStore | StoreMixture
 
 def document_lengths(store: TrainedStore) -> DocumentLengths:
     """What a ``DocumentStream`` or a ``MixtureStream`` of ``store`` needs."""
-    return store.lengths_by_store if isinstance(store, StoreMixture) else store.lengths
+    if isinstance(store, StoreMixture):
+        return [of_mixture.stored_lengths for of_mixture in store.stores]
+    return store.stored_lengths
 
 
 def open_stores(prefixes: Sequence[Path]) -> TrainedStore:

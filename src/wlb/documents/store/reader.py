@@ -2,14 +2,16 @@
 
 A store is ``PREFIX.idx`` (where documents lie) and ``PREFIX.bin`` (their tokens), in Megatron-Core's format, so that
 existing Megatron corpora open as they are. ``wlb prepare`` adds a sidecar ``PREFIX.json`` that names the tokenizer, and
-where only some tokens are labels, ``PREFIX.mask`` says which. ``TokenStore`` maps the tokens into memory: any slice of
-any document is an array view, O(1). ``TokenStoreWriter`` (in ``store_writer``) makes stores.
+where only some tokens are labels, ``PREFIX.mask`` says which. ``TokenStore`` maps all of them into memory,
+so a store of any size opens at once: any slice of any document is an array view, O(1). ``TokenStoreWriter`` (in
+``store_writer``) makes stores.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.store.index import TokenIndex, bin_path, index_path, mask_path, read_index, sidecar_path
+from wlb.documents.length_counts import chunks
+from wlb.documents.store.index import (
+    TokenIndex,
+    bin_path,
+    counts_path,
+    index_path,
+    mask_path,
+    read_index,
+    sidecar_path,
+)
+from wlb.documents.store.lengths import IndexLengths, index_digest, is_hashed_whole, keep_counts
 from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
 from wlb.errors import UserError
 
@@ -26,6 +38,7 @@ __all__ = ["TokenStore", "TokenStoreWriter"]
 # Sidecars have a few KiB; a larger PREFIX.json is somebody's data and is not parsed.
 _LARGEST_SIDECAR = 1 << 20
 _MASK_CHUNK = 1 << 20  # tokens whose mask is looked at together
+SAMPLED = "sampled:"  # before the identity of a store whose index was not read for it
 
 
 class TokenStore:
@@ -42,6 +55,7 @@ class TokenStore:
         self.prefix = prefix
         self.sidecar = sidecar
         self._index = index
+        self.stored_lengths = IndexLengths(index, counts_path(prefix))
         self._data = data
         self._mask = mask
         self._vocab_size: int | None = sidecar.get("vocab_size")
@@ -65,8 +79,15 @@ class TokenStore:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every document, its end token included; shape (documents,)."""
-        return np.diff(self._index.offsets)
+        """Tokens of every document, its end token included; shape (documents,), which are 8 bytes for each in memory.
+
+        ``stored_lengths`` are the same without that memory.
+        """
+        return self._index.lengths_between(0, len(self))
+
+    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of some documents, in any order; int64 of their shape."""
+        return self._index.lengths(documents)
 
     @property
     def tokens(self) -> int:
@@ -98,14 +119,23 @@ class TokenStore:
         """sha256 in hex over the index, the size of the token file and, where the sidecar has it, its own sha256.
 
         The tokens are not read: the writer of the store hashed them, and their mask, if there is one. A store without
-        that, such as one made by Megatron-Core, keeps its identity when tokens change and lengths do not.
+        that, such as one made by Megatron-Core, keeps its identity when tokens change and lengths do not. Of an index
+        over 64 MiB a sample is taken, and the identity begins with ``SAMPLED``.
         """
-        digest = hashlib.sha256(index_path(self.prefix).read_bytes())
+        return ("" if is_hashed_whole(self._index) else SAMPLED) + self._identity()
+
+    @cached_property
+    def whole_identity(self) -> str:
+        """The identity over all of the index, whatever its size, as older versions saved it."""
+        return self._identity(whole=True)
+
+    def _identity(self, *, whole: bool = False) -> str:
+        digest = index_digest(self._index, whole=whole)
         digest.update(str(self._data.nbytes).encode())
         digest.update(self.sidecar.get("content_sha256", "").encode())
         if self._mask is not None:
             digest.update(b"mask" + self.sidecar.get("mask_sha256", "").encode())
-        return digest.hexdigest()
+        return str(digest.hexdigest())
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]:
         """``length`` tokens of a document from token ``start`` on (default: the rest), as a read-only view.
@@ -114,8 +144,7 @@ class TokenStore:
         """
         if not 0 <= document < len(self):
             raise UserError(f"document {document} is not in {self.prefix}, which holds {len(self)} documents")
-        first, end = (int(offset) for offset in self._index.offsets[document : document + 2])
-        tokens = end - first
+        first, tokens = self._index.run(document)
         length = tokens - start if length is None else length
         if start < 0 or length < 0 or start + length > tokens:
             raise UserError(
@@ -133,7 +162,7 @@ class TokenStore:
         """
         if self._mask is None:
             return None
-        first = int(self._index.offsets[document]) + start
+        first = self._index.run(document)[0] + start
         flags = self._mask[first : first + length]
         if flags.size and flags.max() > 1:
             raise UserError(
@@ -149,7 +178,7 @@ class TokenStore:
         Reads the mask, if there is one, up to the first such token.
         """
         if self._mask is None:
-            learnt = bool((self.lengths > 1).any())
+            learnt = any((lengths > 1).any() for _, lengths in chunks(self.stored_lengths))
         else:
             learnt = any(map(self._has_labels, range(0, self.tokens, _MASK_CHUNK)))
         if not learnt:
@@ -162,8 +191,11 @@ class TokenStore:
         """Whether ``_MASK_CHUNK`` tokens from ``start`` on have a label that is not the first token of its document."""
         assert self._mask is not None
         labels = self._mask[start : start + _MASK_CHUNK] != 0
-        first, last = np.searchsorted(self._index.offsets, [start, start + len(labels)])
-        labels[self._index.offsets[first:last] - start] = False
+        first, last = (
+            bisect_left(range(len(self)), token, key=lambda document: self._index.run(document)[0])
+            for token in (start, start + len(labels))
+        )
+        labels[self._index.offsets_between(first, last)[:-1] - start] = False
         return bool(labels.any())
 
     def _check_ids(self, view: NDArray[Any], document: int) -> None:
@@ -207,6 +239,29 @@ def _mapped(path: Path, dtype: np.dtype[Any], index: TokenIndex) -> NDArray[Any]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     raise UserError(f"{path} has {size} bytes where its index asks for {expected}: truncated or of another store")
+
+
+def check_store(prefix: Path) -> TokenStore:
+    """Open a store and read all of it: its index, and where the sidecar says what tokens and mask are, these too.
+
+    Raises ``UserError`` for whatever is damaged.
+    """
+    store = TokenStore.open(prefix)
+    read_index(index_path(prefix), whole=True).check()
+    for path, key in ((bin_path(prefix), "content_sha256"), (mask_path(prefix), "mask_sha256")):
+        if (expected := store.sidecar.get(key)) is not None:
+            try:
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                raise UserError(f"{path} cannot be read: {error.strerror}") from error
+            if found != expected:
+                raise UserError(
+                    f"{path} is not what was written: its sha256 is {found}, the sidecar says {key} = {expected}; "
+                    "prepare the store again"
+                )
+    keep_counts(prefix)
+    return store
 
 
 def stored_vocab_size(prefix: Path) -> int | None:

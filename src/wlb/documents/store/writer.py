@@ -24,11 +24,14 @@ from wlb.documents.store.index import (
     MAX_DOCUMENT_TOKENS,
     IndexWriter,
     bin_path,
+    counts_path,
     index_path,
     mask_path,
+    read_index,
     sidecar_path,
     store_path,
 )
+from wlb.documents.store.lengths import keep_counts
 from wlb.errors import UserError
 from wlb.files import flush, move, open_locked, sync, write_synced
 
@@ -186,6 +189,7 @@ class TokenStoreWriter:
         complete = [data, sidecar]
         for file in (self._bin, self._idx):
             flush(file)
+        read_index(_part(index), whole=True).check()
         if self._mask is not None:
             flush(self._mask)
             complete.append(mask)
@@ -194,13 +198,14 @@ class TokenStoreWriter:
             write_synced(_part(tokenizer), self._tokenizer_json)
             complete.append(tokenizer)
         index.unlink(missing_ok=True)
-        for optional in (tokenizer, mask):  # of the store that is replaced
+        for optional in (tokenizer, mask, counts_path(self.prefix)):  # of the store that is replaced
             optional.unlink(missing_ok=True)
         sync(index.parent)
         for target in complete:
             os.replace(_part(target), target)
         sync(index.parent)
         move(_part(index), index)
+        keep_counts(self.prefix)
 
     def _sidecar_text(self) -> str:
         sidecar = {

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -31,13 +31,19 @@ from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 
-if TYPE_CHECKING:
-    from wlb.training.data.batch import TokenSource
-
 _ROWS_AT_ONCE = 500  # of a row group: Bridge reads and keeps one at a time
 _SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("seq_start_id", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.int8()))]
 )
+
+
+class RowDocuments(Protocol):
+    """The part of a token store that rows are made of; ``lengths`` counts all tokens of each document."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
+
+    def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]: ...
 
 
 class PackedRows(NamedTuple):
@@ -50,7 +56,7 @@ class PackedRows(NamedTuple):
 
 def write_packed_parquet(
     path: str | Path,
-    documents: TokenSource,
+    documents: RowDocuments,
     plans: Iterable[StepPlan],
     *,
     trained: Callable[[int], ArrayLike] | None = None,
@@ -93,7 +99,7 @@ def write_packed_parquet(
 class _Rows:
     """Makes rows, and counts them."""
 
-    documents: TokenSource
+    documents: RowDocuments
     trained: Callable[[int], ArrayLike] | None
     multiple_of: int
     end_token: int

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.order import shuffled
+from wlb.documents.permutation import Permutation
 from wlb.documents.store.reader import TokenStore
 from wlb.report.plots import pyplot_without_display, save
 from wlb.studies.experiment import COLOURS, Column, Finding, Report, Settings, Table, tidy
@@ -100,7 +100,9 @@ def displacement(
     documents = np.array([document for of_step in finished for document in of_step], np.int64)
     step = np.repeat(np.arange(len(finished)), [len(of_step) for of_step in finished])
     epochs = int(documents.max(initial=0)) // len(lengths) + 1
-    order = np.concatenate([shuffled(len(lengths), seed, epoch) + epoch * len(lengths) for epoch in range(epochs)])
+    count = len(lengths)
+    orders = [Permutation(count, seed, epoch, 0).between(0, count) + epoch * count for epoch in range(epochs)]
+    order = np.concatenate(orders)
     ends = np.empty(len(order))
     ends[order] = np.cumsum(lengths[order % len(lengths)])
     place = (ends[documents] - 1) // np.mean(tokens)  # the step in which its last token would be

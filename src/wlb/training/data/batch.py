@@ -28,10 +28,11 @@ IGNORE_LABEL = -100  # cross_entropy's default ignore_index
 
 
 class TokenSource(Protocol):
-    """The part of a token store that a batch needs; ``lengths`` counts all tokens of each document."""
+    """The part of a token store that a batch needs; ``lengths_of`` counts all tokens of each of some documents."""
 
-    @property
-    def lengths(self) -> NDArray[np.int64]: ...
+    def __len__(self) -> int: ...
+
+    def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
     def read(self, document: int, start: int = 0, length: int | None = None) -> NDArray[Any]: ...
 
@@ -71,9 +72,10 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     ends = np.cumsum(segment_lengths)
     tokens = np.empty(ends[-1], dtype=np.int64)
     labels = np.empty(ends[-1], dtype=np.int64)
-    for (document, start, length), end in zip(micro_batch.segments, ends, strict=True):
-        index = document % len(store.lengths)
-        follows = start + length < store.lengths[index]
+    indices = np.array([segment.document for segment in micro_batch.segments]) % len(store)
+    places = zip(micro_batch.segments, ends, indices.tolist(), store.lengths_of(indices).tolist(), strict=True)
+    for (_, start, length), end, index, document_length in places:
+        follows = start + length < document_length
         run = store.read(index, start, length + 1 if follows else length)
         tokens[end - length : end] = run[:length]
         following = labels[end - length : end - length + len(run) - 1]
@@ -110,8 +112,8 @@ def labelled_tokens(step_plan: StepPlan, store: TokenSource) -> int:
 def labels_of_segments(segments: Sequence[Segment], store: TokenSource) -> NDArray[np.int64]:
     """Tokens with a label of each of ``segments``."""
     documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
-    indices = documents % len(store.lengths)
-    labelled = lengths - (starts + lengths >= store.lengths[indices])
+    indices = documents % len(store)
+    labelled = lengths - (starts + lengths >= store.lengths_of(indices))
     places = zip(indices.tolist(), (starts + 1).tolist(), labelled.tolist(), strict=True)
     for number, place in enumerate(places):
         if (mask := store.loss_mask(*place)) is not None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from wlb.documents.mixture import stored_documents
 from wlb.documents.store.mixture import TrainedStore, document_lengths
+from wlb.documents.store.reader import SAMPLED
 from wlb.errors import UserError
 from wlb.job.config import TrainingConfig
 from wlb.job.job import JobSpec
@@ -126,7 +127,7 @@ class StepLoader(Iterator[LoadedStep]):
         self.epoch_summary = stored_documents(lengths, job.data).summary
         self.changed_data: str | None = None
         if state is not None:
-            changed = check_identity(state, self._identity, allow_changes=allow_changes)
+            changed = check_identity(state, store, job, allow_changes=allow_changes)
             waiting = _continue(planner, state["planner"], changed)
             if changed:
                 self.changed_data = f"{_accepted_changes(state, self._identity, changed)}; {waiting}"
@@ -216,12 +217,16 @@ def data_identity(store: TrainedStore, job: JobSpec) -> dict[str, Any]:
     }
 
 
-def check_identity(state: dict[str, Any], current: dict[str, Any], *, allow_changes: bool = False) -> list[str]:
-    """The names in which identity ``current`` differs from what loader ``state`` is valid for.
+def check_identity(
+    state: dict[str, Any], store: TrainedStore, job: JobSpec, *, allow_changes: bool = False
+) -> list[str]:
+    """The names in which the identity of ``store`` and ``job`` differs from what loader ``state`` is valid for.
 
     Raises ``UserError``, naming the first of them, unless there is none or ``allow_changes`` is set.
     """
-    saved = state["identity"]
+    saved, current = state["identity"], data_identity(store, job)
+    if current[_STORE].startswith(SAMPLED) and not str(saved.get(_STORE)).startswith(SAMPLED):
+        current[_STORE] = store.whole_identity  # of an older version, which read the whole index
     changed = [name for name, value in current.items() if saved.get(name) != value]
     if changed and not allow_changes:
         name, *others = changed

@@ -39,9 +39,12 @@ class SyntheticStore(TokenStore):
 
     def __init__(self, documents: int, context_window: int, vocab_size: int) -> None:
         self._arguments = documents, context_window, vocab_size
-        offsets = np.concatenate([[0], np.cumsum(sample_lengths(documents, context_window))])
-        tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(offsets[-1]))
-        super().__init__(Path("synthetic"), TokenIndex(_TOKEN_TYPE, offsets), tokens, {"vocab_size": vocab_size})
+        lengths = sample_lengths(documents, context_window)
+        ends = np.cumsum(lengths)
+        pointers, firsts = (ends - lengths) * _TOKEN_TYPE.itemsize, np.arange(documents + 1)
+        index = TokenIndex(Path("synthetic"), _TOKEN_TYPE, lengths.astype(np.int32), pointers, firsts)
+        tokens = np.broadcast_to(np.zeros(1, _TOKEN_TYPE), int(ends[-1]))
+        super().__init__(Path("synthetic"), index, tokens, {"vocab_size": vocab_size})
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return SyntheticStore, self._arguments

@@ -92,7 +92,8 @@ class HeldOut:
         segments = _segments(self.store, evaluation, job.data)
         self.plans = [arrange(plan, job.layout.dp, order="arrival") for plan in _pack(segments, job)]
         self._boundaries = bucket_boundaries(evaluation, job.context_window)
-        self._bucket: NDArray[np.int64] = np.searchsorted(self._boundaries, self.store.lengths, side="right")
+        lengths = self.store.stored_lengths[: evaluation.documents]
+        self._bucket: NDArray[np.int64] = np.searchsorted(self._boundaries, lengths, side="right")
         documents = np.array([segment.document for segment in segments])
         labelled = labels_of_segments(segments, self.store)
         self._tokens = np.bincount(self._bucket[documents], labelled, self.buckets).astype(np.int64).tolist()
@@ -159,7 +160,7 @@ def bucket_boundaries(evaluation: EvaluationConfig, context_window: int) -> list
 
 
 def _segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig) -> list[Segment]:
-    lengths = store.lengths[: evaluation.documents]
+    lengths = store.stored_lengths[: evaluation.documents]
     summarise_epoch(lengths, data.changed(store=store.prefix, mixture=()))
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist()) if length]
     return split_overlong(whole, data.context_window, data.overlong)[0]

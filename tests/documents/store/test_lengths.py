@@ -1,0 +1,253 @@
+"""Lengths read from the index where they are asked for, and counts of them kept beside the store."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.limits import examples
+from wlb.documents.length_counts import counted
+from wlb.documents.lengths import read_lengths
+from wlb.documents.store import index as index_module
+from wlb.documents.store import lengths as lengths_module
+from wlb.documents.store.index import MAGIC, index_path, read_index
+from wlb.documents.store.lengths import IndexLengths
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter, check_store
+from wlb.errors import UserError
+
+UINT16 = 8
+
+
+def write_index(prefix: Path, documents: Sequence[Sequence[int]]) -> Path:
+    """A store, without a sidecar, of documents that are sequences of these lengths."""
+    sequences = np.array([length for document in documents for length in document], np.int64)
+    ends = np.cumsum(sequences)
+    firsts = np.cumsum([0, *map(len, documents)])
+    header = MAGIC + struct.pack("<QBQQ", 1, UINT16, len(sequences), len(firsts))
+    arrays = sequences.astype("<i4"), (2 * (ends - sequences)).astype("<i8"), firsts.astype("<i8")
+    index_path(prefix).write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    np.arange(sequences.sum(), dtype=np.uint16).tofile(prefix.with_suffix(".bin"))
+    return prefix
+
+
+def write_lengths(prefix: Path, lengths: Sequence[int]) -> Path:
+    with TokenStoreWriter(prefix, vocab_size=50, overwrite=True) as writer:
+        writer.add_documents(np.ones(sum(lengths), np.int64), np.array(lengths))
+    return prefix
+
+
+def test_any_documents_in_any_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "_CHUNK", 3)
+
+    @settings(max_examples=examples(60))
+    @given(st.lists(st.lists(st.integers(0, 9), max_size=4) | st.tuples(st.integers(0, 9)), min_size=1), st.data())
+    def agree(documents, data):
+        store = TokenStore.open(write_index(tmp_path / "s", documents))
+        expected = np.array([sum(document) for document in documents])
+        assert np.array_equal(store.lengths, expected)
+        chosen = np.array(data.draw(st.lists(st.integers(0, len(documents) - 1))), np.int64)
+        lengths = store.stored_lengths
+        assert len(lengths) == len(documents)
+        assert np.array_equal(lengths[chosen], expected[chosen])
+        assert np.array_equal(store.lengths_of(chosen), expected[chosen])
+        start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(documents))] * 2)))
+        assert np.array_equal(lengths[start:stop], expected[start:stop])
+        runs = [store.read(document).tolist() for document in range(len(store))]
+        assert [token for run in runs for token in run] == list(range(expected.sum()))
+
+    agree()
+
+
+def test_an_index_is_not_held_in_memory(tmp_path):
+    """As many empty documents, without a sequence, as a sparse file holds: 800 MB of index."""
+    documents = 10**8
+    with (tmp_path / "s.idx").open("wb") as file:
+        file.write(MAGIC + struct.pack("<QBQQ", 1, UINT16, 0, documents + 1))
+        file.truncate(34 + 8 * (documents + 1))
+    (tmp_path / "s.bin").touch()
+    tracemalloc.start()
+    try:
+        store = TokenStore.open(tmp_path / "s")
+        assert store.stored_lengths[np.array([0, 5 * 10**7, documents - 1])].tolist() == [0, 0, 0]
+        assert store.identity == TokenStore.open(tmp_path / "s").identity
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert held < 10e6
+
+
+@pytest.fixture
+def few_checked(monkeypatch):
+    """Opening checks the first block of four documents, the last, and no other."""
+    monkeypatch.setattr(index_module, "_CHECKED_WHOLE", 0)
+    monkeypatch.setattr(index_module, "_BLOCK", 4)
+    monkeypatch.setattr(index_module, "_SAMPLED_BLOCKS", 2)
+
+
+def damage(path: Path, place: int, code: str, value: int) -> None:
+    content = bytearray(path.read_bytes())
+    struct.pack_into(code, content, place, value)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("place", "code", "value", "message"),
+    [
+        (34 + 4 * 20, "<i", 7, "sequence 21 starts at byte 126, the sequences before it end at byte 134"),
+        (34 + 4 * 20, "<i", -3, "sequence 20 has -3 tokens"),
+        (34 + 4 * 40 + 8 * 20, "<q", 2, "sequence 20 starts at byte 2, the sequences before it end at byte 120"),
+        (34 + 12 * 40 + 8 * 20, "<q", 41, "its documents do not cover its 40 sequences in order"),
+    ],
+)
+def test_damage_that_opening_does_not_meet_is_found_where_it_lies(
+    tmp_path, few_checked, monkeypatch, place, code, value, message
+):
+    prefix = write_lengths(tmp_path / "s", [3] * 40)
+    damage(tmp_path / "s.idx", place, code, value)
+    store = TokenStore.open(prefix)
+    assert store.lengths_of(np.array([0, 5, 39])).tolist() == [3, 3, 3]
+    for find in (
+        lambda: store.lengths_of(np.array([5, 20, 3])),
+        lambda: store.stored_lengths[:],
+        lambda: store.read(20),
+        lambda: check_store(prefix),
+        lambda: store.stored_lengths.counts,
+    ):
+        with pytest.raises(UserError, match=message):
+            find()
+    with pytest.raises(UserError, match=message):
+        read_lengths(prefix)
+
+
+def test_a_damaged_sample_is_found_when_it_is_opened(tmp_path, few_checked):
+    prefix = write_lengths(tmp_path / "s", [3] * 40)
+    damage(tmp_path / "s.idx", 34 + 4 * 40 + 8 * 38, "<q", 2)
+    with pytest.raises(UserError, match="sequence 38 starts at byte 2, the sequences before it end at byte 228"):
+        TokenStore.open(prefix)
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.lists(st.integers(0, 40) | st.integers(0, 2**31 - 1)), max_size=3), st.integers(0, 50))
+def test_counts_are_those_of_the_lengths(parts, limit):
+    every = np.array([length for part in parts for length in part], np.int64)
+    counts = counted([np.array(part, np.int64) for part in parts])
+    lengths, documents = np.unique(every, return_counts=True)
+    assert counts.lengths.tolist() == lengths.tolist()
+    assert counts.documents.tolist() == documents.tolist()
+    assert (counts.total_documents, counts.tokens) == (len(every), every.sum())
+    assert (counts.empty, counts.over(limit)) == ((every == 0).sum(), (every > limit).sum())
+
+
+class Passes:
+    """Counts the passes over whole indexes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
+        monkeypatch.setattr(lengths_module, "counted", self)
+        self.made = 0
+
+    def __call__(self, parts):
+        self.made += 1
+        return counted(parts)
+
+
+def counts_of(prefix: Path) -> list[int]:
+    counts = TokenStore.open(prefix).stored_lengths.counts
+    return np.repeat(counts.lengths, counts.documents).tolist()
+
+
+def test_counts_of_a_large_store_are_kept_beside_it(tmp_path, monkeypatch):
+    passes = Passes(monkeypatch)
+    prefix, kept = write_lengths(tmp_path / "s", [3, 0, 7, 3, 3]), tmp_path / "s.lengths"
+    assert kept.exists()
+    assert passes.made == 1  # while it was written
+    assert counts_of(prefix) == [0, 3, 3, 3, 7]
+    assert passes.made == 1
+    kept.unlink()
+    assert counts_of(prefix) == counts_of(prefix) == [0, 3, 3, 3, 7]
+    assert passes.made == 2
+    other = kept.read_bytes()
+    for damaged in (b"", other[:100], other[:-30], b"no archive"):
+        kept.write_bytes(damaged)
+        assert counts_of(prefix) == [0, 3, 3, 3, 7]
+        assert kept.read_bytes() == other
+    assert write_lengths(prefix, [3, 0, 7, 3, 4])
+    kept.write_bytes(other)  # of the store that was replaced
+    assert counts_of(prefix) == [0, 3, 3, 4, 7]
+    write_lengths(prefix, [1])
+    assert not kept.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.bin", "s.idx", "s.json"]
+
+
+def test_documents_of_one_sequence_each_are_planned_by_their_lengths_and_checked_when_read(
+    tmp_path, few_checked, monkeypatch
+):
+    monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
+    monkeypatch.setattr(lengths_module, "_HASHED_WHOLE", 10)
+    documents = np.array([20, 3, 20])
+    others = ([[1]] * 4 + [[1, 1], []] + [[1]] * 4, [[1]] * 4 + [[2, 1]] + [[1]] * 4)
+    for name, several in zip("ab", others, strict=True):
+        store = TokenStore.open(write_index(tmp_path / name, several))
+        assert store.stored_lengths.counts.total_documents == len(several)
+        assert store.stored_lengths[np.arange(len(several))].tolist() == [sum(of_one) for of_one in several]
+    prefix = write_lengths(tmp_path / "s", [3] * 40)
+    for damaged, value in ((7, 7), (-1, None)):
+        damage(tmp_path / "s.idx", 34 + 4 * 20, "<i", damaged)
+        store = TokenStore.open(prefix)
+        assert store.stored_lengths.counts.tokens == 120  # as was kept
+        if value is None:
+            with pytest.raises(UserError, match="sequence 20 has -1 tokens"):
+                store.stored_lengths[documents]
+        else:
+            assert store.stored_lengths[documents].tolist() == [value, 3, value]
+            with pytest.raises(
+                UserError, match="sequence 21 starts at byte 126, the sequences before it end at byte 134"
+            ):
+                store.read(20, 0, value)
+
+
+def test_where_counts_cannot_be_kept_they_are_counted_again(tmp_path, monkeypatch):
+    passes = Passes(monkeypatch)
+    (tmp_path / "s.lengths").mkdir()
+    prefix = write_index(tmp_path / "s", [[3], [0], [7], [3]])
+    assert counts_of(prefix) == counts_of(prefix) == [0, 3, 3, 7]
+    assert passes.made == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.bin", "s.idx", "s.lengths"]
+
+
+def test_a_large_index_is_known_by_a_sample_of_it(tmp_path, monkeypatch):
+    prefix = write_lengths(tmp_path / "s", [3, 1, 2])
+    whole = TokenStore.open(prefix).identity
+    monkeypatch.setattr(lengths_module, "_HASHED_WHOLE", 10)
+    store = TokenStore.open(prefix)
+    assert store.identity.startswith("sampled:")
+    assert store.whole_identity == whole
+    assert TokenStore.open(write_lengths(tmp_path / "t", [3, 1, 2])).identity == store.identity
+    assert TokenStore.open(write_lengths(tmp_path / "t", [3, 2, 1])).identity != store.identity
+
+
+def test_lengths_of_a_large_store_are_those_of_a_sample(tmp_path, monkeypatch, capsys):
+    lengths = np.arange(1, 401)
+    prefix = write_lengths(tmp_path / "s", lengths.tolist())
+    assert np.array_equal(read_lengths(prefix), lengths)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("wlb.documents.lengths._MOST_READ", 40)
+    monkeypatch.setattr("wlb.documents.lengths._BLOCK", 4)
+    sample = read_lengths(prefix)
+    assert len(sample) == 40
+    assert (np.diff(sample) > 0).all()
+    assert (sample.reshape(10, 4)[:, 0] % 4 == 1).all()
+    assert (np.diff(sample.reshape(10, 4)) == 1).all()
+    assert capsys.readouterr().err == (
+        f"wlb: note: {prefix}.idx: lengths are those of a sample of 40 of its 400 documents, 10 runs of 4 from places "
+        "drawn with seed 0\n"
+    )
+    assert np.array_equal(read_lengths(prefix), sample)
+    assert IndexLengths(read_index(index_path(prefix)))[:].tolist() == lengths.tolist()
