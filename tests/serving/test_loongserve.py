@@ -90,8 +90,8 @@ def test_degree_two_by_hand():
     # K and V of a token in a layer: 2 x 2 x 16 values of 2 bytes. Two layers, 4,096 tokens, over NVLink.
     link = group_link(hardware, "all_to_all", 2, stride=1)
     exchange = 2 * float(link.seconds(4096 * 128))
-    # One part: 4 x sent and 2 x received in memory, and 21 values for each of the 4,096 queries that merge two outputs.
-    copies = 2 * (4096 * 128 * 6 + 4096 * 21 * 2 * 16 * 2) / hardware.memory_bandwidth
+    # One part: 4 x sent and 2 x received in memory, and 17 values for each of the 4,096 queries that merge two outputs.
+    copies = 2 * (4096 * 128 * 6 + 4096 * 17 * 2 * 16 * 2) / hardware.memory_bandwidth
     alone = attention + 0.25 + 8192 * 1e-5
     shared = max(attention / 2, exchange + attention / 4) + 0.25 + 4096 * 1e-5 + copies
     seconds = [float(prices.seconds(attention, 8192, degree)) for degree in (1, 2)]

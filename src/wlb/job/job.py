@@ -17,12 +17,13 @@ from wlb.job.configured_model import configured_model
 from wlb.job.memory.layers import Checkpointing, MemorySettings
 from wlb.job.memory.step import MemoryLimit, limit_of_gpu
 from wlb.job.model import TransformerConfig
-from wlb.job.prices import sharded_prices
+from wlb.job.prices import priced_as_sharded, sharded_prices
 from wlb.job.pricing import Pricing
 from wlb.packing import PACKERS
 from wlb.packing.arrange import Pipeline
 from wlb.packing.options import Pools
 from wlb.packing.packer import Packer
+from wlb.packing.plan import StepPlan
 from wlb.schedules.layer_split import split_layers
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import ZERO_BUBBLE, rank_operations
@@ -201,6 +202,16 @@ class JobSpec:
             return self.workload
         strategy, window = self.sharding.strategy, self.context_window
         return sharded_prices(self.shape, self.hardware, self.layout.tp, self.layout.cp, strategy, window)
+
+    def priced_as_run(self, plan: StepPlan) -> StepPlan:
+        """``plan`` with the workloads by which its micro-batches are dealt and ordered.
+
+        In pools, which may be large, what a document costs depends on those beside it, so they are what their groups
+        take.
+        """
+        if self.pools is None or self.levels_steps or self.layout.cp == 1:
+            return plan
+        return priced_as_sharded(plan, self.sharding_workload, self.layout.cp, self.sharding.strategy)
 
     @property
     def pipeline(self) -> Pipeline:

@@ -71,6 +71,7 @@ class StepPlanner(Iterator[PlannedStep]):
         self._packing = job.packing
         self._dp = job.layout.dp
         self._pipeline = job.pipeline
+        self._priced = job.priced_as_run
         self._last_epoch = None if epochs is None else first_epoch + epochs - 1
         self._emitted: deque[StepPlan] = deque()
         self._drained = False
@@ -167,7 +168,7 @@ class StepPlanner(Iterator[PlannedStep]):
             self._drained = False
 
     def _arranged(self, plan: StepPlan) -> StepPlan:
-        packing = self._packing
+        packing, plan = self._packing, self._priced(plan)
         return arrange(plan, self._dp, assignment=packing.assignment, order=packing.order, pipeline=self._pipeline)
 
     def _waiting_documents(self) -> set[int]:

@@ -12,12 +12,13 @@ not quite even: what is added depends on what is there, as one exchange hides be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.sharding import MicroBatches, shard_many
 from wlb.sharding.latency import group_seconds
 from wlb.sharding.pieces import locality
@@ -69,6 +70,20 @@ def sharded_prices(
     ratios = [each / float(alone.document_seconds(short)), *(added.mean(axis=1) / alone.document_seconds(probes))]
     corrections = np.clip(np.round(ratios, _DECIMALS), _LEAST, _MOST)
     return ShardedPrices(alone, np.array([short, *probes], np.float64), corrections)
+
+
+def priced_as_sharded(plan: StepPlan, workload: Workload, cp: int, strategy: str) -> StepPlan:
+    """``plan`` with the seconds that groups of ``cp`` ranks take for its micro-batches, as sharded, for workloads.
+
+    ``workload`` is that of one of these ranks. Seconds are whole nanoseconds, so that machines agree.
+    """
+    filled = [list(micro_batch.lengths) for micro_batch in plan.micro_batches if micro_batch.segments]
+    seconds = iter(np.round(_group_seconds(filled, workload, cp, strategy), 9).tolist())
+
+    def priced(micro_batch: MicroBatch) -> MicroBatch:
+        return replace(micro_batch, workload=next(seconds)) if micro_batch.segments else micro_batch
+
+    return replace(plan, ranks=tuple(tuple(map(priced, rank)) for rank in plan.ranks))
 
 
 def _group_seconds(micro_batches: list[list[int]], workload: Workload, cp: int, strategy: str) -> NDArray[np.float64]:
