@@ -85,6 +85,14 @@ def counted(parts: Sequence[Lengths]) -> LengthCounts:
     return LengthCounts(np.append(few, rest[:, 0]), np.append(short[few], rest[:, 1]))
 
 
+def added_counts(parts: Sequence[LengthCounts]) -> LengthCounts:
+    """Those of the documents of all ``parts``."""
+    lengths, places = np.unique(np.concatenate([part.lengths for part in parts]), return_inverse=True)
+    documents = np.zeros(len(lengths), np.int64)
+    np.add.at(documents, places, np.concatenate([part.documents for part in parts]))
+    return LengthCounts(lengths, documents)
+
+
 def chunks(lengths: Lengths) -> Iterator[tuple[int, NDArray[np.int64]]]:
     """All lengths, a chunk at a time, each with the number of its first document."""
     for first in range(0, len(lengths), _CHUNK):

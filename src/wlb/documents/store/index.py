@@ -25,6 +25,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -221,31 +222,48 @@ def store_path(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
 
 
-def read_index(path: Path, *, whole: bool = False) -> TokenIndex:
-    """Open an index file and check a sample of it; with ``whole`` it is to be read from its beginning to its end.
+def read_header(path: Path) -> tuple[np.dtype[Any], int]:
+    """The token type of an index file, and its documents, which may be none. Raises ``UserError`` as ``read_index``."""
+    with _opened(path) as file:
+        dtype, _, starts = _parsed_header(path, file.read(_HEADER.size), path.stat().st_size)
+    return dtype, starts - 1
+
+
+def read_index(path: Path, *, whole: bool = False, sample: bool = True) -> TokenIndex:
+    """Open an index file and check a sample of it, unless that has been done before (not ``sample``).
+
+    With ``whole`` it is to be read from its beginning to its end.
 
     Raises ``UserError`` when the file is missing, foreign, truncated, contradicts itself, or holds floats or
     no documents.
     """
-    try:
-        with path.open("rb") as file:
-            header, size = file.read(_HEADER.size), path.stat().st_size
-            dtype, sequences, starts = _parsed_header(path, header, size)
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise UserError(f"token store index {path} does not exist; make the store with wlb prepare") from None
-    except OSError as error:
-        raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
+    with _opened(path) as file:
+        dtype, sequences, starts = _parsed_header(path, file.read(_HEADER.size), path.stat().st_size)
+        if starts < 2:
+            raise UserError(f"{path} holds no documents")
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if whole and hasattr(content, "madvise"):
         content.madvise(mmap.MADV_SEQUENTIAL)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
     firsts = np.frombuffer(content, "<i8", starts, _HEADER.size + 12 * sequences)
     index = TokenIndex(path, dtype, lengths, pointers, firsts)
-    index.check_sample()
+    if sample:
+        index.check_sample()
     if not whole and hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
         content.madvise(mmap.MADV_RANDOM)
     return index
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"token store index {path} does not exist; make the store with wlb prepare") from None
+    except OSError as error:
+        raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
 
 
 def _parsed_header(path: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
@@ -264,7 +282,7 @@ def _parsed_header(path: Path, header: bytes, size: int) -> tuple[np.dtype[Any],
         raise UserError(
             f"{path} has {size} bytes where its header asks for {expected}: truncated, corrupt or multimodal"
         )
-    if starts < 2:
+    if starts < 1:
         raise UserError(f"{path} holds no documents")
     return TOKEN_TYPES[code], sequences, starts
 
