@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _CHUNK = 1 << 20  # documents counted together
+_FEW = 1 << 12  # documents that are sorted to count them
 _SHORT = 1 << 17  # tokens; lengths below are counted by their place in an array
 
 
@@ -70,6 +71,8 @@ def counts_of(lengths: Lengths) -> LengthCounts:
 
 def counted(parts: Sequence[Lengths]) -> LengthCounts:
     """Count all lengths of ``parts``, one after another."""
+    if len(parts) == 1 and len(parts[0]) < _FEW:
+        return LengthCounts(*np.unique(parts[0][:], return_counts=True))
     short = np.zeros(0, np.int64)
     long: dict[int, int] = {}
     for lengths in parts:

