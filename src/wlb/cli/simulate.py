@@ -65,7 +65,7 @@ class SimulateOptions:
         Path | None, typer.Option(metavar="FILE", help="Write the last step of the last system as a Perfetto trace.")
     ] = None
 
-    def jobs(self) -> tuple[dict[str, SimulatedJob], list[str]]:
+    def jobs(self) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
         """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from.
 
         That is one source, or each store of a mixture.
@@ -115,7 +115,7 @@ class SimulateOptions:
             system: SimulatedJob.from_config(config, self.hardware, vocab_size=vocab_size)
             for system, config in configs.items()
         }
-        return jobs, [str(prefix) for prefix in stores]
+        return jobs, [*stores]
 
 
 def simulate(
@@ -154,7 +154,7 @@ def simulate(
     if asked.trace is not None:
         options.check_writable(asked.trace)
     jobs, own_lengths = asked.jobs()
-    sources = own_lengths if lengths is None else [lengths]
+    sources: list[StoreSource] = own_lengths if lengths is None else [lengths]
     documents = _lengths(sources)
     results = {
         system: run(job, documents, steps, on_progress=advance)
@@ -165,7 +165,12 @@ def simulate(
     if asked.trace is not None:
         _write_trace(asked.trace, [*jobs.values()][-1], documents, steps)
     profile = asked.profile and asked.profile.name
-    shown = {"job": asked.job, "lengths": " + ".join(sources), "hardware": asked.hardware, "profile": profile}
+    shown = {
+        "job": asked.job,
+        "lengths": " + ".join(map(source_name, sources)),
+        "hardware": asked.hardware,
+        "profile": profile,
+    }
     if json:
         emit_json(shown | {"systems": _simulation_json(results)})
         return
@@ -190,7 +195,7 @@ def _synthetic(context_window: int) -> str:
     return f"synthetic:{_DOCUMENTS}:{context_window}:0"
 
 
-def _lengths(sources: list[str]) -> Any:
+def _lengths(sources: Sequence[StoreSource]) -> Any:
     from wlb.documents.lengths import read_lengths
 
     read = [read_lengths(source, keep_empty=True) for source in sources]

@@ -121,13 +121,13 @@ class TokenIndex:
 
     def check(self) -> None:
         """Read all of it."""
-        self._check_ends()
+        self.check_ends()
         for first in range(0, self.documents, _CHUNK):
             self._offsets(first, min(first + _CHUNK, self.documents))
 
     def check_sample(self) -> None:
         """Read its ends and blocks at random places; all of it where it has no more than that."""
-        self._check_ends()
+        self.check_ends()
         for _ in self.sampled_offsets():
             pass
 
@@ -171,7 +171,8 @@ class TokenIndex:
                 f"the sequences before it end at byte {expected[bad]}"
             )
 
-    def _check_ends(self) -> None:
+    def check_ends(self) -> None:
+        """Raise ``UserError`` unless documents begin with the first sequence and end with the last."""
         if self.firsts[0] != 0 or self.firsts[-1] != len(self.sequence_lengths):
             raise self._uncovered()
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.length_counts import LengthCounts, StoredLengths, added_counts, counted
-from wlb.documents.store.index import index_path, read_index
+from wlb.documents.store.index import bin_path, index_path, read_index
 from wlb.documents.store.lengths import IndexLengths, keep_arrays
 from wlb.documents.store.reader import TokenStore, check_store, identity_of_tokenizer
 from wlb.documents.store.sources import StoreSource, source_name, source_parts
@@ -222,7 +222,7 @@ class ShardedStore(TokenStore):
 
     def _open_store(self, number: int) -> TokenStore:
         shard = self._shards[number]
-        self._check_unchanged(shard, _stamps(self._prefix(shard)) == shard.stamps)
+        self._check_unchanged(shard, _stamp(bin_path(self._prefix(shard))) == shard.stamps[1])
         return TokenStore.with_index(self._prefix(shard), self._lengths_at(number).index)
 
     def _check_unchanged(self, shard: Shard, unchanged: bool) -> None:
@@ -244,7 +244,10 @@ class _Manifest:
         names = [os.path.relpath(prefix, self._root).replace(os.sep, "/") for prefix in prefixes]
         current = {name: _stamps(prefix) for name, prefix in zip(names, prefixes, strict=True)}
         kept: dict[str, tuple[Shard, LengthCounts]] = {}
-        with suppress(OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile), np.load(self._path) as file:
+        with (
+            suppress(OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile),
+            np.load(self._path) as file,
+        ):
             shards = _kept_shards(file)
             if [(shard.name, shard.stamps) for shard in shards] == [*current.items()]:
                 return shards, LengthCounts(file["lengths"], file["documents"])
@@ -290,10 +293,11 @@ def _narrowed(numbers: NDArray[np.int64]) -> NDArray[Any]:
 
 def _described(name: str, stamps: list[list[int] | None], prefix: Path) -> tuple[Shard, LengthCounts]:
     """Read all of the index of a shard, which has no documents where a task of the tool that wrote it had none."""
-    store = TokenStore.with_index(prefix, read_index(index_path(prefix), may_be_empty=True))
+    store = TokenStore.with_index(prefix, read_index(index_path(prefix), sample=False, may_be_empty=True))
     lengths = store.stored_lengths
     assert isinstance(lengths, IndexLengths)
-    counts = lengths.counts
+    lengths.index.check_ends()
+    counts = lengths.counts  # checks all else, if that was not done when they were kept
     shard = Shard(
         name,
         stamps,

@@ -29,6 +29,14 @@ def store_prefixes(source: StoreSource) -> list[Path]:
     return sorted(prefixes, key=lambda prefix: _natural(str(prefix)))
 
 
+def names_store(source: StoreSource) -> bool:
+    """Whether ``source`` names a store that exists."""
+    try:
+        return all(index_path(prefix).exists() for prefix in store_prefixes(source))
+    except UserError:
+        return False
+
+
 def source_parts(source: StoreSource) -> tuple[Path, ...]:
     """``source`` as a list."""
     return (Path(source),) if isinstance(source, str | Path) else tuple(map(Path, source))
