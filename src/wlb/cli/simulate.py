@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from wlb.errors import UserError
 
 if TYPE_CHECKING:
     from wlb.documents.length_counts import DocumentLengths
+    from wlb.documents.store.sources import StoreSource
     from wlb.simulate import SimulatedJob, SimulationResult
     from wlb.simulate.search import SearchResult
 
@@ -148,6 +149,7 @@ def simulate(
     if isinstance(asked, options.SpaceOptions):
         _search(asked, lengths, steps or _SEARCH_STEPS, json)
         return
+    from wlb.documents.store.sources import source_name
     from wlb.simulate import simulate as run
 
     steps = steps or _STEPS

@@ -1,11 +1,11 @@
 """A store of many shards: Megatron stores whose documents are counted through them, as one ``TokenStore``.
 
-Tools that tokenize on many machines write a store for each task. What opening has to know of the shards is kept
-beside them in a manifest, ``shards-KEY.lengths``, of which the key follows from how the store is named: of every shard the
-size and time of its files, its documents, tokens, token type, tokenizer, identity, and how many documents have how many
+Tools that tokenize on many machines write a store for each task. What opening has to know of them is kept beside them
+in a manifest, ``shards-KEY.lengths``, whose key follows from how the store is named. For every shard it has the size
+and time of its files, its documents, tokens, token type, tokenizer and identity, and how many documents have how many
 tokens. So a shard is read and checked when it is first met, and again when one of its files has changed. Where the
-directory cannot be written, every process reads all shards. Afterwards a shard is mapped where one of its documents is
-asked for, and only so many at a time.
+directory cannot be written, every process reads all shards. Afterwards a shard is mapped when one of its documents is
+asked for, and only a bounded number of them at a time.
 """
 
 from __future__ import annotations

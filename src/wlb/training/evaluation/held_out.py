@@ -136,13 +136,13 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: Tr
     store = TokenStore.open(evaluation.store)
     if store.vocab_size is not None and store.vocab_size > vocab_size:
         raise UserError(
-            f"evaluation.store {store.prefix} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; prepare "
-            "both stores with the same tokenizer"
+            f"evaluation.store {store.prefix} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; "
+            "prepare both stores with the same tokenizer"
         )
     if store.tokenizer and trained.tokenizer and store.tokenizer_identity != trained.tokenizer_identity:
         raise UserError(
-            f"evaluation.store {store.prefix} was prepared with another tokenizer than {trained.prefix} of [data]; prepare "
-            "both with the same"
+            f"evaluation.store {store.prefix} was prepared with another tokenizer than {trained.prefix} of [data]; "
+            "prepare both with the same"
         )
     if not labels_of_segments(_segments(store, evaluation, data), store).any():
         raise UserError(f"evaluation.store {store.prefix} has no label, so there is no loss to take; prepare it again")
