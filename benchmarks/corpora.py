@@ -38,7 +38,7 @@ from wlb.documents.length_counts import LengthCounts, counted
 from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import IndexWriter, TokenIndex, bin_path, index_path
-from wlb.documents.store.lengths import keep_counts
+from wlb.documents.store.lengths import IndexLengths, keep_counts
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
@@ -158,6 +158,7 @@ class _VirtualStore(TokenStore):
         counts = times * of_period.documents
         counts[np.searchsorted(of_period.lengths, of_rest.lengths)] += of_rest.documents
         vars(self.stored_lengths)["counts"] = LengthCounts(of_period.lengths, counts)  # as kept beside a store
+        assert isinstance(self.stored_lengths, IndexLengths)
         self.stored_lengths.one_sequence_each = True
 
 

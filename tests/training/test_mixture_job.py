@@ -1,4 +1,4 @@
-"""A job on a mixture, with a loss mask and a sliding window, goes on in another layout with the same steps."""
+"""A job on a mixture, with shards, a loss mask and a sliding window, goes on in another layout with the same steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _configure(folder: Path, name: str, steps: int, **parallel: int) -> JobConfi
 
 def test_a_resumed_mixture_trains_the_steps_of_one_left_in_peace(tmp_path: Path) -> None:
     random = np.random.default_rng(2)
-    write_store(tmp_path / "store")
+    write_store(tmp_path / "store", shards=3)
     with TokenStoreWriter(tmp_path / "chats", vocab_size=VOCABULARY, masked=True) as writer:
         for length in random.integers(5, 60, 40):
             writer.add(random.integers(0, VOCABULARY, length), random.random(length) < 0.3)

@@ -90,7 +90,7 @@ class SimulateOptions:
         prices = {} if self.profile is None else {"profile": read_profile(self.profile)}
         return {system: job.with_layout(**layout).priced(**prices) for system, job in jobs.items()}, sources
 
-    def _named(self, name: str) -> tuple[dict[str, SimulatedJob], list[str]]:
+    def _named(self, name: str) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
         from wlb.job.config import PRESETS
         from wlb.simulate.job import NAMED_JOBS, named_job
 
@@ -100,7 +100,7 @@ class SimulateOptions:
         jobs = {preset: named_job(name, preset, hardware=self.hardware) for preset in presets}
         return jobs, [_synthetic(NAMED_JOBS[name].context_window)]
 
-    def _configured(self, path: Path) -> tuple[dict[str, SimulatedJob], list[str]]:
+    def _configured(self, path: Path) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
         from wlb.documents.store.reader import stored_vocab_size
         from wlb.job.config_file import load_config
         from wlb.simulate import SimulatedJob

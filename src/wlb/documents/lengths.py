@@ -49,7 +49,7 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
     path = Path(source_name(source))
     try:
         if path.suffix not in _READERS or (not path.exists() and names_store(source)):
-            lengths, where = _from_store(source), "document"
+            (path, lengths), where = _from_store(source), "document"
         else:
             read, where = _READERS[path.suffix]
             lengths = read(path)
@@ -148,45 +148,47 @@ def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
     return array
 
 
-def _from_store(source: StoreSource) -> Integers:
-    """All lengths; of a large store those of blocks of documents from all over it, in their order."""
-    lengths = _stored_lengths(source)
+def _from_store(source: StoreSource) -> tuple[Path, Integers]:
+    """What to call a store, and all lengths; of a large one those of blocks of documents from all over it, in order."""
+    path, lengths = _stored_lengths(source)
     if len(lengths) <= _MOST_READ:
-        return lengths[:]
+        return path, lengths[:]
     blocks = np.sort(Permutation(len(lengths) // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
     sample = np.concatenate([lengths[first : first + _BLOCK] for first in (blocks * _BLOCK).tolist()])
     print(
-        f"wlb: note: {source_name(source)}: lengths are those of a sample of {len(sample):,} of its "
+        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its "
         f"{len(lengths):,} documents, "
         f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0",
         file=sys.stderr,
     )
-    return sample
+    return path, sample
 
 
-def _stored_lengths(source: StoreSource) -> StoredLengths:
+def _stored_lengths(source: StoreSource) -> tuple[Path, StoredLengths]:
     """Of a store whose token files need not be there."""
     prefixes = store_prefixes(source)
     if len(prefixes) == 1:
-        return IndexLengths(read_index(_index_of(prefixes[0])))
+        path = index_path(prefixes[0])
+        if not path.exists() and not str(source).endswith(".idx"):
+            raise _no_lengths(prefixes[0])
+        return path, IndexLengths(read_index(path))
 
     def shard(number: int) -> IndexLengths:
         return IndexLengths(read_index(index_path(prefixes[number]), sample=False, may_be_empty=True))
 
-    return ShardedLengths([len(shard(number)) for number in range(len(prefixes))], shard)
+    documents = [len(shard(number)) for number in range(len(prefixes))]
+    return Path(source_name(source)), ShardedLengths(documents, shard)
 
 
-def _index_of(path: Path) -> Path:
-    if path.is_file() and not index_path(path).exists():
-        raise UserError(
+def _no_lengths(path: Path) -> UserError:
+    if path.is_file():
+        return UserError(
             f"{path} is of no known kind; lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
         )
-    if not index_path(path).exists():
-        raise UserError(
-            f"neither {path} nor a token store {index_path(path)} exists; name a file of lengths, or make a store "
-            f"with: wlb prepare SOURCE --out {path}"
-        )
-    return index_path(path)
+    return UserError(
+        f"neither {path} nor a token store {index_path(path)} exists; name a file of lengths, or make a store with: "
+        f"wlb prepare SOURCE --out {path}"
+    )
 
 
 def _synthetic(source: str) -> NDArray[np.int64]:

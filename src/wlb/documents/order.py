@@ -70,10 +70,10 @@ class DataConfig(Section):
         if self.store is not None and self.mixture:
             raise ValueError("data.store and data.mixture both say what to train on; leave one out")
         spelled: dict[str, Path] = {}
-        for store in (path for source in self.stores for path in source_parts(source)):
-            first = spelled.setdefault(os.path.realpath(str(store).removesuffix(".idx")), store)
+        for store in (path for part in self.mixture for path in source_parts(part.store)):
+            first = spelled.setdefault(os.path.realpath(f"{str(store).removesuffix('.idx')}.idx"), store)
             if first is not store:
-                raise ValueError(f"[data] names a store twice, as {first} and as {store}; name it once")
+                raise ValueError(f"data.mixture names a store twice, as {first} and as {store}; add up its weights")
         return self
 
 

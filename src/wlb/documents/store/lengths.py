@@ -85,7 +85,7 @@ class IndexLengths:
         )
 
 
-def keep_arrays(path: Path, **arrays: NDArray[Any]) -> None:
+def keep_arrays(path: Path, **arrays: Any) -> None:
     """Write ``arrays`` to ``path`` for ``np.load``, unless that cannot be written."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with suppress(OSError):

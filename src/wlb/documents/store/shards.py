@@ -191,8 +191,10 @@ class ShardedStore(TokenStore):
         number, of_shard = place_in(self._ends, document)
         return self._store_at(number).loss_mask(of_shard, start, length) if self._shards[number].masked else None
 
-    def has_labels(self) -> bool:
-        return any(self._store_at(number).has_labels() for number in range(len(self._shards)))
+    def check_labels(self) -> None:
+        """Raise ``UserError`` unless some shard has a token that follows another and is a label."""
+        if not any(self._store_at(number).has_labels() for number in range(len(self._shards))):
+            raise UserError(f"no shard of {self.prefix} has a label, so nothing would be learnt; prepare it again")
 
     def _prefix(self, shard: Shard) -> Path:
         return self._root / shard.name
@@ -255,8 +257,8 @@ class _Manifest:
         for (name, stamps), prefix in zip(current.items(), prefixes, strict=True):
             if name not in kept or kept[name][0].stamps != stamps:
                 kept[name] = _described(name, stamps, prefix)
-        shards, parts = zip(*(kept[name] for name in current), strict=True)
-        return [*shards], self._keep(shards, parts)
+        shards = [kept[name][0] for name in current]
+        return shards, self._keep(shards, [kept[name][1] for name in current])
 
     def _keep(self, shards: Sequence[Shard], parts: Sequence[LengthCounts]) -> LengthCounts:
         """Write the manifest of ``shards``, which have the counts ``parts``; the counts of all."""
