@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.limits import HUNG_SECONDS
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.documents.store.shards import open_store
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import JobConfig
 
@@ -40,7 +41,7 @@ def write_store(prefix: Path, documents: int = 400, longest: int = 2 * WINDOW, s
         with TokenStoreWriter(part, vocab_size=VOCABULARY) as writer:
             for length in lengths:
                 writer.add(rng.integers(0, VOCABULARY, length))
-    return TokenStore.open(prefix)
+    return open_store(prefix)
 
 
 def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of, write_store
-from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.documents.store.reader import TokenStoreWriter
+from wlb.documents.store.shards import open_store
 from wlb.job.config import JobConfig
 
 WEIGHTS = {"store": 2.0, "chats": 1.0}
@@ -57,7 +58,7 @@ def test_a_resumed_mixture_trains_the_steps_of_one_left_in_peace(tmp_path: Path)
 
 def _labels(folder: Path, segments: list[tuple[int, int, int]]) -> int:
     """Tokens of ``segments`` with a label, document by document."""
-    plain, chats = (TokenStore.open(folder / name) for name in WEIGHTS)
+    plain, chats = (open_store(folder / name) for name in WEIGHTS)
     labels = 0
     for document, start, length in segments:
         index = document % (len(plain) + len(chats))

@@ -21,7 +21,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.documents.store import shards as shards_module
 from wlb.documents.store.mixture import open_stores
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, stored_vocab_size
-from wlb.documents.store.shards import ShardedStore, check_stores
+from wlb.documents.store.shards import ShardedStore, check_stores, open_store
 from wlb.documents.store.sources import names_store, store_prefixes
 from wlb.errors import UserError
 
@@ -55,7 +55,7 @@ def test_a_directory_a_glob_and_a_list_are_one_store(corpus):
     sources += [files, [*reversed(files)], [str(corpus / "?_tokens.idx"), files[2]]]
     identities = set()
     for source in sources:
-        store = TokenStore.open(source)
+        store = open_store(source)
         assert isinstance(store, ShardedStore)
         identities.add(store.identity)
         assert every_document(store) == tokens
@@ -65,7 +65,7 @@ def test_a_directory_a_glob_and_a_list_are_one_store(corpus):
         assert read_lengths(source, keep_empty=True).tolist() == expected
     assert len(identities) == 1
     assert len(check_stores(corpus)) == 5
-    assert type(TokenStore.open(corpus / "2_tokens.idx")) is TokenStore
+    assert type(open_store(corpus / "2_tokens.idx")) is TokenStore
 
 
 def test_names_that_are_no_store_are_refused(corpus, tmp_path):
@@ -78,7 +78,7 @@ def test_names_that_are_no_store_are_refused(corpus, tmp_path):
         ([corpus / "9_tokens", write_index(tmp_path / "none", [])], "holds no documents in 2 token stores"),
     ):
         with pytest.raises(UserError, match=message):
-            TokenStore.open(source)
+            open_store(source)
         assert names_store(source) == message.startswith("holds")
     (corpus / "other.idx").symlink_to(corpus / "2_tokens.idx")
     with pytest.raises(UserError, match="named twice"):
@@ -91,15 +91,15 @@ def test_shards_must_be_alike(tmp_path):
 
     write(tmp_path / "a/1", [[1]], tokenizer=tokenizer("x"))
     write_index(tmp_path / "a/2", [[1]])  # does not say what made it
-    assert TokenStore.open(tmp_path / "a").vocab_size is None
-    assert TokenStore.open(tmp_path / "a").tokenizer == tokenizer("x")
+    assert open_store(tmp_path / "a").vocab_size is None
+    assert open_store(tmp_path / "a").tokenizer == tokenizer("x")
     for other, message in (
         (write(tmp_path / "b", [[1]], tokenizer=tokenizer("y")), "the tokenizer .*'y'.*, .*a/1 .*'x'"),
         (write(tmp_path / "c", [[1]], 51), "c has a vocabulary of 51, .*a/1 50; prepare all with the same tokenizer"),
         (write(tmp_path / "d", [[1]], 70_000), "d has the token type <i4, .*a/1 <u2; prepare"),
     ):
         with pytest.raises(UserError, match=f"shards of a store must be alike: .*{message}"):
-            TokenStore.open([tmp_path / "a", other])
+            open_store([tmp_path / "a", other])
     assert stored_vocab_size([tmp_path / "a/1", tmp_path / "a/2"]) == 50
 
 
@@ -116,7 +116,7 @@ def test_any_documents_in_any_order(tmp_path, monkeypatch):
         for number, lengths in enumerate(shards):
             write_index(folder / f"s{number}", [[length] for length in lengths])
         expected = np.array([length for lengths in shards for length in lengths])
-        store = TokenStore.open(folder)
+        store = open_store(folder)
         chosen = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1))), np.int64)
         start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(expected))] * 2)))
         for lengths in (store.stored_lengths, pickle.loads(pickle.dumps(store)).stored_lengths):
@@ -148,27 +148,27 @@ def described(monkeypatch) -> list[str]:
 
 
 def test_only_shards_that_changed_are_read_again(corpus, described):
-    before = TokenStore.open(corpus)
+    before = open_store(corpus)
     assert described == ["2_tokens", "9_tokens", "10_tokens"]
-    assert TokenStore.open(corpus).identity == before.identity
+    assert open_store(corpus).identity == before.identity
     assert len(described) == 3
 
     write_index(corpus / "3_tokens", [[7]])
     write_index(corpus / "10_tokens", [[4]])
-    after = TokenStore.open(corpus)
+    after = open_store(corpus)
     assert described[3:] == ["3_tokens", "10_tokens"]
     assert after.lengths.tolist() == [3, 1, 7, 4]
     assert after.stored_lengths.counts.lengths.tolist() == [1, 3, 4, 7]
     assert after.identity != before.identity
     (corpus / "3_tokens.idx").unlink()
-    without = TokenStore.open(corpus)
+    without = open_store(corpus)
     assert without.stored_lengths.counts.lengths.tolist() == [1, 3, 4]
     assert len(described) == 5
 
     (kept,) = corpus.glob("shards-*.lengths")
     for damaged in (b"", b"PK\3\4", kept.read_bytes()[:500]):
         kept.write_bytes(damaged)
-        assert TokenStore.open(corpus).identity == without.identity
+        assert open_store(corpus).identity == without.identity
     assert len(described) == 5 + 3 * 3
 
 
@@ -177,13 +177,13 @@ def test_a_manifest_that_cannot_be_written_is_done_without(corpus, described, mo
         raise PermissionError
 
     monkeypatch.setattr(np, "savez", refuse)
-    assert TokenStore.open(corpus).identity == TokenStore.open(corpus).identity
+    assert open_store(corpus).identity == open_store(corpus).identity
     assert len(described) == 6
     assert not [*corpus.glob("*shards*")]
 
 
 def test_a_shard_that_changes_while_it_is_used_is_refused(corpus):
-    store = TokenStore.open(corpus)
+    store = open_store(corpus)
     write_index(corpus / "2_tokens", [[4]])
     for use in (lambda: store.read(0), lambda: store.lengths_of(np.array([1]))):
         with pytest.raises(UserError, match=r"2_tokens has changed since it was opened with .*corpus; start again"):
@@ -193,7 +193,7 @@ def test_a_shard_that_changes_while_it_is_used_is_refused(corpus):
     with pytest.raises(UserError, match="10_tokens has changed"):
         store.read(2)
     with pytest.raises(UserError, match=r"10_tokens\.bin has 2 bytes where its index asks for 12"):
-        TokenStore.open(corpus)
+        open_store(corpus)
 
 
 def test_few_shards_stay_open(tmp_path, monkeypatch):
@@ -201,7 +201,7 @@ def test_few_shards_stay_open(tmp_path, monkeypatch):
     monkeypatch.setattr(shards_module, "_OPEN_STORES", 2)
     for number in range(40):
         write_index(tmp_path / f"s{number}", [[5]] * 4)
-    store = TokenStore.open(tmp_path)
+    store = open_store(tmp_path)
     handles = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
     assert (store.stored_lengths[np.arange(160)] == 5).all()
     assert len(every_document(store)) == 160
@@ -213,12 +213,12 @@ def test_masks_of_some_shards(tmp_path):
     write(tmp_path / "a/1", [[1]])
     with TokenStoreWriter(tmp_path / "a/2", vocab_size=50, masked=True) as writer:
         writer.add([1, 2, 3], np.array([False, False, False]))
-    store = TokenStore.open(tmp_path / "a")
+    store = open_store(tmp_path / "a")
     with pytest.raises(UserError, match="so nothing would be learnt"):
         store.check_labels()
     with TokenStoreWriter(tmp_path / "a/3", vocab_size=50, masked=True) as writer:
         writer.add([1, 2, 3], np.array([False, False, True]))
-    store = TokenStore.open(tmp_path / "a")
+    store = open_store(tmp_path / "a")
     store.check_labels()
     assert store.loss_mask(0, 0, 1) is None
     mask = store.loss_mask(2, 0, 3)

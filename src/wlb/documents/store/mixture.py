@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from wlb.documents.length_counts import DocumentLengths
 from wlb.documents.store.reader import SAMPLED, TokenStore
-from wlb.documents.store.shards import gathered
+from wlb.documents.store.shards import gathered, open_store
 from wlb.documents.store.sources import StoreSource, refuse_twice, store_prefixes
 from wlb.errors import UserError
 
@@ -105,8 +105,8 @@ def document_lengths(store: TrainedStore) -> DocumentLengths:
 
 
 def open_stores(sources: Sequence[StoreSource]) -> TrainedStore:
-    """The store of a job, or its stores as one. Raises ``UserError`` as ``TokenStore.open`` and ``StoreMixture``."""
+    """The store of a job, or its stores as one. Raises ``UserError`` as ``open_store`` and ``StoreMixture``."""
     if len(sources) > 1:
         refuse_twice([prefix for source in sources for prefix in store_prefixes(source)])
-    stores = [TokenStore.open(source) for source in sources]
+    stores = [open_store(source) for source in sources]
     return stores[0] if len(stores) == 1 else StoreMixture(stores)

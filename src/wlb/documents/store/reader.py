@@ -62,19 +62,14 @@ class TokenStore:
         self._vocab_size: int | None = sidecar.get("vocab_size")
 
     @classmethod
-    def open(cls, prefix: StoreSource) -> TokenStore:
+    def open(cls, prefix: str | Path) -> TokenStore:
         """Open ``PREFIX.idx``, ``PREFIX.bin`` and, if they are there, ``PREFIX.json`` and ``PREFIX.mask``.
 
-        The stores of a directory, a glob or a list are opened as one, whose documents are counted through all of them,
-        sorted by name. Raises ``UserError`` when a file is missing, truncated, corrupt or does not belong to the
-        others, and for stores that cannot be one.
+        Raises ``UserError`` when a file is missing, truncated, corrupt or does not belong to the others. For stores in
+        many shards there is ``wlb.documents.store.shards.open_store``.
         """
-        prefixes = store_prefixes(prefix)
-        if len(prefixes) > 1:
-            from wlb.documents.store.shards import ShardedStore
-
-            return ShardedStore.of(prefix, prefixes)
-        return TokenStore.with_index(prefixes[0], read_index(index_path(prefixes[0])))
+        prefix = Path(prefix)
+        return TokenStore.with_index(prefix, read_index(index_path(prefix)))
 
     @classmethod
     def with_index(cls, prefix: Path, index: TokenIndex) -> TokenStore:

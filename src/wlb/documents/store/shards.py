@@ -29,7 +29,7 @@ from wlb.documents.length_counts import LengthCounts, StoredLengths, added_count
 from wlb.documents.store.index import bin_path, index_path, read_index
 from wlb.documents.store.lengths import IndexLengths, keep_arrays
 from wlb.documents.store.reader import TokenStore, check_store, identity_of_tokenizer
-from wlb.documents.store.sources import StoreSource, source_name, source_parts
+from wlb.documents.store.sources import StoreSource, source_name, source_parts, store_prefixes
 from wlb.errors import UserError
 
 # Shards that stay mapped. An index is one file handle, a store up to two more; a process may often have 1,024.
@@ -118,7 +118,7 @@ def gathered(
 
 
 class ShardedStore(TokenStore):
-    """``shards`` below ``root`` as one store, which ``TokenStore.open`` makes; a shard without documents is left out.
+    """``shards`` below ``root`` as one store, which ``open_store`` makes; a shard without documents is left out.
 
     Raises ``UserError`` where no shard has documents, and where two have another token type, tokenizer or vocabulary.
     """
@@ -145,7 +145,7 @@ class ShardedStore(TokenStore):
     def of(cls, source: StoreSource, prefixes: Sequence[Path]) -> ShardedStore:
         """The stores at ``prefixes``, in this order, which ``source`` names."""
         root = Path(os.path.commonpath([os.path.abspath(prefix.parent) for prefix in prefixes]))
-        return cls(source, root, *_Manifest(source, root).of(prefixes))
+        return cls(source, root, *_ManifestFile(source, root).of(prefixes))
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return ShardedStore, self._arguments
@@ -232,7 +232,7 @@ class ShardedStore(TokenStore):
             raise UserError(f"{self._prefix(shard)} has changed since it was opened with {self.prefix}; start again")
 
 
-class _Manifest:
+class _ManifestFile:
     """What is kept of the shards that ``source`` names below ``root``."""
 
     def __init__(self, source: StoreSource, root: Path) -> None:
@@ -327,9 +327,19 @@ def _stamp(path: str | Path) -> list[int] | None:
     return [found.st_size, found.st_mtime_ns]
 
 
+def open_store(source: StoreSource) -> TokenStore:
+    """The store that ``source`` names; all of them as one where it is a directory, a glob or a list.
+
+    Documents are counted through the shards, sorted by name. Raises ``UserError`` as ``TokenStore.open`` for any shard,
+    where ``source`` names none or one twice, and as ``ShardedStore``.
+    """
+    prefixes = store_prefixes(source)
+    return TokenStore.open(prefixes[0]) if len(prefixes) == 1 else ShardedStore.of(source, prefixes)
+
+
 def check_stores(source: StoreSource) -> TokenStore:
     """As ``check_store``, of every shard that ``source`` names; the store."""
-    store = TokenStore.open(source)
+    store = open_store(source)
     if not isinstance(store, ShardedStore):
         return check_store(store.prefix)
     for shard in store._shards:

@@ -21,6 +21,7 @@ from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.documents.store.mixture import TrainedStore
 from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.shards import open_store
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, EvaluationConfig
 from wlb.job.job import JobSpec
@@ -88,7 +89,7 @@ class HeldOut:
 
     def __init__(self, evaluation: EvaluationConfig, job: JobSpec) -> None:
         assert evaluation.store is not None, "evaluating needs evaluation.store"
-        self.store = TokenStore.open(evaluation.store)
+        self.store = open_store(evaluation.store)
         segments = _segments(self.store, evaluation, job.data)
         self.plans = [arrange(plan, job.layout.dp, order="arrival") for plan in _pack(segments, job)]
         self._boundaries = bucket_boundaries(evaluation, job.context_window)
@@ -133,7 +134,7 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: Tr
     """
     if evaluation.store is None:
         return
-    store = TokenStore.open(evaluation.store)
+    store = open_store(evaluation.store)
     if store.vocab_size is not None and store.vocab_size > vocab_size:
         raise UserError(
             f"evaluation.store {store.prefix} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; "
