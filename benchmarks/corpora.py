@@ -1,6 +1,6 @@
 """Benchmark of large corpora: how soon the first step is planned, what a rank holds, and how soon it resumes.
 
-    .venv/bin/python benchmarks/corpora.py [--documents N ...] [--on-disk N] [--out FILE]
+    .venv/bin/python benchmarks/corpora.py [--documents N ...] [--on-disk N] [--shards N] [--out FILE]
 
 Every corpus is opened in a process of its own, which plans steps of a 7B model (window 128K, 32 micro-batches, tp 8,
 cp 2, pp 4, dp 4) with the preset ``best``. "First step" goes from opening the store to the first plan, ``decide``
@@ -13,6 +13,10 @@ These are CPU times.
 Up to ``--on-disk`` documents the index is really written, 20 bytes for each, to ``--directory``, and dropped from the
 page cache before it is opened; the token file is sparse. Above that, index and counts are virtual: a million lengths
 that repeat, computed where the reader asks for them, so that nothing is read from a disk. Needs Linux.
+
+Last come ``--shards`` stores of ``SHARD_DOCUMENTS`` documents that are opened as one: without a manifest, and
+with the one that the first opening wrote. Their token files are sparse. The documents of a block of 64 lie in as many
+shards, whose indexes are mapped for it; a read maps the token file as well, for one token.
 """
 
 from __future__ import annotations
@@ -38,8 +42,9 @@ from wlb.documents.length_counts import LengthCounts, counted
 from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import IndexWriter, TokenIndex, bin_path, index_path
-from wlb.documents.store.lengths import keep_counts
+from wlb.documents.store.lengths import IndexLengths, keep_counts
 from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.shards import open_store
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
@@ -49,6 +54,7 @@ from wlb.simulate.decide import decide
 WINDOW, PERIOD = 131_072, 1 << 20
 TOKENS = np.dtype("<u2")
 BLOCK, BLOCKS = 64, 1500  # documents taken together, and how often
+SHARD_DOCUMENTS, SHARD_BLOCKS = 100, 100
 STEPS = 20  # planned before memory is read
 
 
@@ -58,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--documents", type=int, nargs="+", default=[10**8, 10**9, 10**10], metavar="N")
     parser.add_argument("--on-disk", type=int, default=10**8, metavar="N", help="write the index of up to N documents")
+    parser.add_argument("--shards", type=int, default=10_000, metavar="N", help="stores that are opened as one")
     parser.add_argument("--directory", type=Path, help="where (default: a temporary directory)")
     options = parser.parse_args(arguments)
     if sys.platform != "linux":
@@ -79,7 +86,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "as segments (us)": "{segments_microseconds:.2f}",
     }
     show("Large corpora: one rank that plans", rows, columns)
-    write(facts() | {"seed": 0, "rows": rows}, options.out)
+    shards = _apart(options.directory, _write_shards, _measured_shards, options.shards)
+    columns = {
+        "shards": "{shards}",
+        "cold (s)": "{cold[seconds]:.2f}",
+        "CPU s": "{cold[cpu_seconds]:.2f}",
+        "with manifest (s)": "{kept[seconds]:.2f}",
+        "manifest, CPU s": "{kept[cpu_seconds]:.2f}",
+        "manifest (MB)": "{manifest_mb:.1f}",
+        "handles": "{handles}",
+        "turn (us)": "{turn_microseconds:.1f}",
+        "read (us)": "{read_microseconds:.1f}",
+    }
+    show(f"Shards of {SHARD_DOCUMENTS} documents, opened as one store", [shards], columns)
+    write(facts() | {"seed": 0, "rows": rows, "shards": shards}, options.out)
 
 
 def _measured_apart(documents: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -93,6 +113,54 @@ def _measured_apart(documents: int, options: argparse.Namespace) -> dict[str, An
                 apart.submit(_write, prefix, documents).result()
         with ProcessPoolExecutor(1, get_context("spawn")) as apart:
             return apart.submit(_measured, prefix, documents, written).result()
+
+
+def _apart(directory: Path | None, make: Callable[..., None], measure: Callable[..., Any], number: int) -> Any:
+    """What ``measure`` finds in a process of its own of the ``number`` that ``make`` wrote in another."""
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        for step in (make, measure):
+            with ProcessPoolExecutor(1, get_context("spawn")) as apart:
+                found = apart.submit(step, Path(folder), number).result()
+        return found
+
+
+def _write_shards(folder: Path, shards: int) -> None:
+    lengths = sample_lengths(SHARD_DOCUMENTS, WINDOW, seed=0)
+    for number in range(shards):
+        prefix = folder / f"{number:05}_tokens"
+        with index_path(prefix).open("w+b") as file:
+            writer = IndexWriter(file, TOKENS)
+            writer.add(lengths)
+            writer.finish()
+        with bin_path(prefix).open("wb") as file:
+            file.truncate(int(lengths.sum()) * TOKENS.itemsize)
+
+
+def _measured_shards(folder: Path, shards: int) -> dict[str, Any]:
+    freeze_imports()
+    handles = len(os.listdir("/proc/self/fd"))
+    since = _Clock()
+    identity = open_store(folder).identity
+    cold, since = since(), _Clock()
+    store = open_store(folder)
+    kept = since()
+    assert store.identity == identity
+    order = Permutation(len(store), 0, 0, 0)
+    blocks = [order.between(start, start + BLOCK) for start in range(0, BLOCK * SHARD_BLOCKS, BLOCK)]
+    lengths = store.stored_lengths
+    turn_seconds = _cpu_seconds(lambda: [lengths[block] for block in blocks])
+    read_seconds = _cpu_seconds(lambda: [store.read(document, 0, 1) for document in np.concatenate(blocks).tolist()])
+    (manifest,) = folder.glob("shards-*.lengths")
+    return {
+        "shards": shards,
+        "documents": len(store),
+        "cold": cold,
+        "kept": kept,
+        "manifest_mb": manifest.stat().st_size / 1e6,
+        "handles": len(os.listdir("/proc/self/fd")) - handles,
+        "turn_microseconds": 1e6 * turn_seconds / (BLOCK * SHARD_BLOCKS),
+        "read_microseconds": 1e6 * read_seconds / (BLOCK * SHARD_BLOCKS),
+    }
 
 
 def _lengths() -> NDArray[np.int64]:
@@ -158,6 +226,7 @@ class _VirtualStore(TokenStore):
         counts = times * of_period.documents
         counts[np.searchsorted(of_period.lengths, of_rest.lengths)] += of_rest.documents
         vars(self.stored_lengths)["counts"] = LengthCounts(of_period.lengths, counts)  # as kept beside a store
+        assert isinstance(self.stored_lengths, IndexLengths)
         self.stored_lengths.one_sequence_each = True
 
 

@@ -28,8 +28,13 @@ def run(*arguments: str) -> None:
 
 def test_a_small_run_measures_every_corpus(tmp_path):
     out = tmp_path / "corpora.json"
-    run("corpora.py", "--documents", "100000", "3000000000", "--on-disk", "100000", "--out", str(out))
-    small, large = json.loads(out.read_text())["rows"]
+    run(
+        "corpora.py", "--documents", "100000", "3000000000", "--on-disk", "100000", "--shards", "300", "--out", str(out)
+    )
+    results = json.loads(out.read_text())
+    assert results["shards"]["documents"] == 300 * 100
+    assert results["shards"]["handles"] <= 300 + 2 * 128
+    small, large = results["rows"]
     assert (small["documents"], large["documents"]) == (100_000, 3_000_000_000)
     assert large["index"] == "virtual"
     assert all(row["first_step"]["cpu_seconds"] > 0 and row["private_mib"] > 0 for row in (small, large))

@@ -195,8 +195,8 @@ def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys
 
 @pytest.mark.parametrize("source", [".", "/", "", "..", "folder"])
 def test_directories_are_no_lengths(source, tmp_path, monkeypatch):
-    (tmp_path / "folder").mkdir()
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here/folder").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(UserError, match="is a directory; name a"):
         read_lengths(source)
 

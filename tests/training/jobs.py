@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.limits import HUNG_SECONDS
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.documents.store.shards import open_store
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import JobConfig
 
@@ -28,13 +29,19 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def write_store(prefix: Path, documents: int = 400, longest: int = 2 * WINDOW) -> TokenStore:
-    """Random tokens in documents of very different lengths, some over the context window."""
+def write_store(prefix: Path, documents: int = 400, longest: int = 2 * WINDOW, shards: int = 1) -> TokenStore:
+    """Random tokens in documents of very different lengths, some over the context window.
+
+    In several ``shards``, ``prefix`` is the directory that they lie in.
+    """
     rng = np.random.default_rng(5)
-    with TokenStoreWriter(prefix, vocab_size=VOCABULARY) as writer:
-        for length in sample_lengths(documents, longest, seed=3):
-            writer.add(rng.integers(0, VOCABULARY, length))
-    return TokenStore.open(prefix)
+    parts = [prefix] if shards == 1 else [prefix / f"shard{number}" for number in range(shards)]
+    for part, lengths in zip(parts, np.array_split(sample_lengths(documents, longest, seed=3), shards), strict=True):
+        part.parent.mkdir(parents=True, exist_ok=True)
+        with TokenStoreWriter(part, vocab_size=VOCABULARY) as writer:
+            for length in lengths:
+                writer.add(rng.integers(0, VOCABULARY, length))
+    return open_store(prefix)
 
 
 def settings(folder: Path, **changes: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -49,7 +49,7 @@ class Listener:
 
 
 def test_a_job_outlives_a_machine_and_takes_it_back(tmp_path: Path, config: Path) -> None:
-    store = write_store(tmp_path / "store")
+    store = write_store(tmp_path / "store", shards=12)
 
     def agent(port: int) -> AbstractContextManager[subprocess.Popen[str]]:
         arguments = (f"localhost:{port}", "1:2", "1", config)

@@ -1,4 +1,4 @@
-"""A job on a mixture, with a loss mask and a sliding window, goes on in another layout with the same steps."""
+"""A job on a mixture, with shards, a loss mask and a sliding window, goes on in another layout with the same steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of, write_store
-from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.documents.store.reader import TokenStoreWriter
+from wlb.documents.store.shards import open_store
 from wlb.job.config import JobConfig
 
 WEIGHTS = {"store": 2.0, "chats": 1.0}
@@ -36,7 +37,7 @@ def _configure(folder: Path, name: str, steps: int, **parallel: int) -> JobConfi
 
 def test_a_resumed_mixture_trains_the_steps_of_one_left_in_peace(tmp_path: Path) -> None:
     random = np.random.default_rng(2)
-    write_store(tmp_path / "store")
+    write_store(tmp_path / "store", shards=3)
     with TokenStoreWriter(tmp_path / "chats", vocab_size=VOCABULARY, masked=True) as writer:
         for length in random.integers(5, 60, 40):
             writer.add(random.integers(0, VOCABULARY, length), random.random(length) < 0.3)
@@ -57,7 +58,7 @@ def test_a_resumed_mixture_trains_the_steps_of_one_left_in_peace(tmp_path: Path)
 
 def _labels(folder: Path, segments: list[tuple[int, int, int]]) -> int:
     """Tokens of ``segments`` with a label, document by document."""
-    plain, chats = (TokenStore.open(folder / name) for name in WEIGHTS)
+    plain, chats = (open_store(folder / name) for name in WEIGHTS)
     labels = 0
     for document, start, length in segments:
         index = document % (len(plain) + len(chats))

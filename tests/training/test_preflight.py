@@ -148,7 +148,8 @@ def spec(config: JobConfig) -> JobSpec:
 
 def decide(config: JobConfig, saved: dict[str, Any] | None = None) -> JobSpec:
     """As before the job starts; ``saved`` is the identity in its checkpoint."""
-    (store,) = config.data.stores
+    store = config.data.store
+    assert isinstance(store, Path)
     if not store.with_suffix(".idx").exists():
         write_store(store)
     with mock.patch.object(preflight, "_saved_loader_state", return_value=saved and {"identity": saved}):

@@ -55,8 +55,8 @@ def list_of_names(help: str) -> Any:
 Lengths = Annotated[
     str,
     typer.Argument(
-        help="Document lengths: .json list, .txt, .npy, .parquet (column length), .idx, a token store prefix, "
-        "or synthetic:DOCUMENTS:WINDOW:SEED."
+        help="Document lengths: .json list, .txt, .npy, .parquet (column length), .idx, a token store (prefix, "
+        "directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED."
     ),
 ]
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]

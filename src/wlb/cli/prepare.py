@@ -44,8 +44,8 @@ def prepare(
     out: Path | None = typer.Option(
         None, "--out", metavar="PREFIX", help="Store to make: PREFIX.bin, PREFIX.idx, PREFIX.json.", show_default=False
     ),
-    check: Path | None = typer.Option(
-        None, "--check", metavar="PREFIX", help="Read all of an existing store and say whether it is whole; make none."
+    check: str | None = typer.Option(
+        None, "--check", metavar="STORE", help="Read all of an existing store and say whether it is whole; make none."
     ),
     tokenizer: str | None = typer.Option(
         None, metavar="bytes|FILE|DIR", help="Bytes (default), a tokenizer.json, or a directory that holds one."
@@ -162,14 +162,14 @@ def prepare(
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
 
 
-def _check(prefix: Path, json: bool) -> None:
-    from wlb.documents.store.reader import check_store
+def _check(source: str, json: bool) -> None:
+    from wlb.documents.store.shards import check_stores
 
-    store = check_store(prefix)
+    store = check_stores(source)
     if json:
-        emit_json({"store": str(prefix), "documents": len(store), "tokens": store.tokens})
+        emit_json({"store": source, "documents": len(store), "tokens": store.tokens})
     else:
-        stdout.print(f"{prefix} is whole: {len(store):,} documents, {store.tokens:,} tokens", highlight=False)
+        stdout.print(f"{source} is whole: {len(store):,} documents, {store.tokens:,} tokens", highlight=False)
 
 
 def _corpus(

@@ -87,10 +87,13 @@ def report(
 
     Example: wlb report synthetic:20000:128K:0 --model 7b --dp 4 --pp 4 --cp 2 --tp 8 --out report.html
     """
+    from wlb.documents.store.sources import names_store
     from wlb.report.html.page import write_page
 
     options.check_writable(out)
-    if before is not None or isdir(source):  # reading complains of a directory without a job
+    if before is not None or (
+        isdir(source) and not names_store(source)
+    ):  # reading complains of a directory without a job
         why = "has no effect on the report of a training run, which is measured"
         refuse_unused(context, names_of(ReportOptions), why)
         text, summary = _measured(Path(source), before)
@@ -117,7 +120,7 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
 
 def _predicted(source: str, asked: ReportOptions, job: SimulatedJob) -> tuple[str, dict[str, Any]]:
     from wlb.documents.lengths import read_lengths
-    from wlb.documents.store.index import index_path
+    from wlb.documents.store.sources import names_store
     from wlb.report.evidence import gather_evidence
     from wlb.report.predicted import predicted_report, read_rivals
 
@@ -128,7 +131,7 @@ def _predicted(source: str, asked: ReportOptions, job: SimulatedJob) -> tuple[st
         evidence = gather_evidence(
             lengths, job, asked.steps, on_progress=lambda what: bar.update(task, description=what)
         )
-    store = source if index_path(Path(source)).exists() else None
+    store = source if names_store(source) else None
     text = predicted_report(
         evidence, source=source, model=asked.model, hardware=asked.hardware, store=store, rivals=rivals
     )

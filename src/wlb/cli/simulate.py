@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from wlb.errors import UserError
 
 if TYPE_CHECKING:
     from wlb.documents.length_counts import DocumentLengths
+    from wlb.documents.store.sources import StoreSource
     from wlb.simulate import SimulatedJob, SimulationResult
     from wlb.simulate.search import SearchResult
 
@@ -65,7 +66,7 @@ class SimulateOptions:
         Path | None, typer.Option(metavar="FILE", help="Write the last step of the last system as a Perfetto trace.")
     ] = None
 
-    def jobs(self) -> tuple[dict[str, SimulatedJob], list[str]]:
+    def jobs(self) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
         """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from.
 
         That is one source, or each store of a mixture.
@@ -89,7 +90,7 @@ class SimulateOptions:
         prices = {} if self.profile is None else {"profile": read_profile(self.profile)}
         return {system: job.with_layout(**layout).priced(**prices) for system, job in jobs.items()}, sources
 
-    def _named(self, name: str) -> tuple[dict[str, SimulatedJob], list[str]]:
+    def _named(self, name: str) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
         from wlb.job.config import PRESETS
         from wlb.simulate.job import NAMED_JOBS, named_job
 
@@ -99,7 +100,7 @@ class SimulateOptions:
         jobs = {preset: named_job(name, preset, hardware=self.hardware) for preset in presets}
         return jobs, [_synthetic(NAMED_JOBS[name].context_window)]
 
-    def _configured(self, path: Path) -> tuple[dict[str, SimulatedJob], list[str]]:
+    def _configured(self, path: Path) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
         from wlb.documents.store.reader import stored_vocab_size
         from wlb.job.config_file import load_config
         from wlb.simulate import SimulatedJob
@@ -115,7 +116,7 @@ class SimulateOptions:
             system: SimulatedJob.from_config(config, self.hardware, vocab_size=vocab_size)
             for system, config in configs.items()
         }
-        return jobs, [str(prefix) for prefix in stores]
+        return jobs, [*stores]
 
 
 def simulate(
@@ -148,13 +149,14 @@ def simulate(
     if isinstance(asked, options.SpaceOptions):
         _search(asked, lengths, steps or _SEARCH_STEPS, json)
         return
+    from wlb.documents.store.sources import source_name
     from wlb.simulate import simulate as run
 
     steps = steps or _STEPS
     if asked.trace is not None:
         options.check_writable(asked.trace)
     jobs, own_lengths = asked.jobs()
-    sources = own_lengths if lengths is None else [lengths]
+    sources: list[StoreSource] = own_lengths if lengths is None else [lengths]
     documents = _lengths(sources)
     results = {
         system: run(job, documents, steps, on_progress=advance)
@@ -165,7 +167,12 @@ def simulate(
     if asked.trace is not None:
         _write_trace(asked.trace, [*jobs.values()][-1], documents, steps)
     profile = asked.profile and asked.profile.name
-    shown = {"job": asked.job, "lengths": " + ".join(sources), "hardware": asked.hardware, "profile": profile}
+    shown = {
+        "job": asked.job,
+        "lengths": " + ".join(map(source_name, sources)),
+        "hardware": asked.hardware,
+        "profile": profile,
+    }
     if json:
         emit_json(shown | {"systems": _simulation_json(results)})
         return
@@ -190,7 +197,7 @@ def _synthetic(context_window: int) -> str:
     return f"synthetic:{_DOCUMENTS}:{context_window}:0"
 
 
-def _lengths(sources: list[str]) -> Any:
+def _lengths(sources: Sequence[StoreSource]) -> Any:
     from wlb.documents.lengths import read_lengths
 
     read = [read_lengths(source, keep_empty=True) for source in sources]

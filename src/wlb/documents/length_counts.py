@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _CHUNK = 1 << 20  # documents counted together
+_FEW = 1 << 12  # documents that are sorted to count them
 _SHORT = 1 << 17  # tokens; lengths below are counted by their place in an array
 
 
@@ -70,6 +71,8 @@ def counts_of(lengths: Lengths) -> LengthCounts:
 
 def counted(parts: Sequence[Lengths]) -> LengthCounts:
     """Count all lengths of ``parts``, one after another."""
+    if len(parts) == 1 and len(parts[0]) < _FEW:
+        return LengthCounts(*np.unique(parts[0][:], return_counts=True))
     short = np.zeros(0, np.int64)
     long: dict[int, int] = {}
     for lengths in parts:
@@ -83,6 +86,14 @@ def counted(parts: Sequence[Lengths]) -> LengthCounts:
     many = sorted(long.items())
     rest = np.array(many, np.int64).reshape(-1, 2)
     return LengthCounts(np.append(few, rest[:, 0]), np.append(short[few], rest[:, 1]))
+
+
+def added_counts(parts: Sequence[LengthCounts]) -> LengthCounts:
+    """Those of the documents of all ``parts``."""
+    lengths, places = np.unique(np.concatenate([part.lengths for part in parts]), return_inverse=True)
+    documents = np.zeros(len(lengths), np.int64)
+    np.add.at(documents, places, np.concatenate([part.documents for part in parts]))
+    return LengthCounts(lengths, documents)
 
 
 def chunks(lengths: Lengths) -> Iterator[tuple[int, NDArray[np.int64]]]:

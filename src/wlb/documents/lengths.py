@@ -1,7 +1,7 @@
 """Reading document lengths from files, stores or a random distribution: all that planning needs of a corpus.
 
 ``read_lengths`` takes a ``.json`` list, a ``.txt`` with one length per line, a ``.npy`` array, a ``.parquet``
-file with a column ``length``, a Megatron ``.idx``, the prefix of a token store, or
+file with a column ``length``, a Megatron ``.idx``, the prefix of a token store, a directory, glob or list of them, or
 ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by ``wlb.documents.synthetic``.
 What it returns is checked: whole, positive, in order. Only a store may have empty documents; they are passed over, as
 in training, and counted in a note on stderr. Of a store of more than 16 million documents a sample is taken, and a note
@@ -19,8 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.documents.length_counts import StoredLengths
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
+from wlb.documents.store.lengths import IndexLengths
+from wlb.documents.store.shards import ShardedLengths
+from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
 from wlb.token_count import parse_count, parse_tokens
@@ -31,7 +35,7 @@ _BLOCK = 1 << 10  # documents that lie together in a sample: reading one costs a
 Integers = NDArray[np.integer[Any]]
 
 
-def read_lengths(source: str | Path, *, keep_empty: bool = False) -> NDArray[np.int64]:
+def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np.int64]:
     """Tokens of every document of ``source``, in order; shape (documents,), or (sample,) of a large store.
 
     Empty documents, which a store may have, are left out unless ``keep_empty``: the order in which a job trains its
@@ -42,13 +46,13 @@ def read_lengths(source: str | Path, *, keep_empty: bool = False) -> NDArray[np.
     """
     if str(source).startswith("synthetic:"):
         return _synthetic(str(source))
-    path = Path(source)
-    suffix = path.suffix
+    path = Path(source_name(source))
     try:
-        if suffix not in _READERS or (not path.exists() and index_path(path).exists()):
-            suffix, path = ".idx", _index_of(path)
-        read, where = _READERS[suffix]
-        lengths = read(path)
+        if path.suffix not in _READERS or (not path.exists() and names_store(source)):
+            (path, lengths), where = _from_store(source), "document"
+        else:
+            read, where = _READERS[path.suffix]
+            lengths = read(path)
     except FileNotFoundError:
         raise UserError(f"lengths {path} does not exist") from None
     except OSError as error:
@@ -64,21 +68,6 @@ def read_lengths(source: str | Path, *, keep_empty: bool = False) -> NDArray[np.
         raise UserError(f"{path} holds only empty documents")
     print(f"wlb: note: {path}: {len(tokens) - len(trained)} empty documents are passed over", file=sys.stderr)
     return trained
-
-
-def _index_of(path: Path) -> Path:
-    if path.suffix == ".idx":
-        return path
-    if index_path(path).exists():
-        return index_path(path)
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; name a file of lengths or a token store in it")
-    if path.is_file():
-        raise UserError(f"{path} is of no known kind; lengths come from {', '.join(_READERS)} or a token store prefix")
-    raise UserError(
-        f"neither {path} nor a token store {index_path(path)} exists; name a file of lengths, or make a store with: "
-        f"wlb prepare SOURCE --out {path}"
-    )
 
 
 def _check_range(path: Path, lengths: Integers, where: str) -> None:
@@ -159,19 +148,47 @@ def _from_integer_array(path: Path, array: NDArray[Any]) -> Integers:
     return array
 
 
-def _from_index(path: Path) -> Integers:
-    """All lengths; of a large store those of blocks of documents from all over it, in their order."""
-    index = read_index(path)
-    if index.documents <= _MOST_READ:
-        return index.lengths_between(0, index.documents)
-    blocks = np.sort(Permutation(index.documents // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
-    sample = np.concatenate([index.lengths_between(first, first + _BLOCK) for first in (blocks * _BLOCK).tolist()])
+def _from_store(source: StoreSource) -> tuple[Path, Integers]:
+    """What to call a store, and all lengths; of a large one those of blocks of documents from all over it, in order."""
+    path, lengths = _stored_lengths(source)
+    if len(lengths) <= _MOST_READ:
+        return path, lengths[:]
+    blocks = np.sort(Permutation(len(lengths) // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
+    sample = np.concatenate([lengths[first : first + _BLOCK] for first in (blocks * _BLOCK).tolist()])
     print(
-        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its {index.documents:,} documents, "
+        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its "
+        f"{len(lengths):,} documents, "
         f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0",
         file=sys.stderr,
     )
-    return sample
+    return path, sample
+
+
+def _stored_lengths(source: StoreSource) -> tuple[Path, StoredLengths]:
+    """Of a store whose token files need not be there."""
+    prefixes = store_prefixes(source)
+    if len(prefixes) == 1:
+        path = index_path(prefixes[0])
+        if not path.exists() and not str(source).endswith(".idx"):
+            raise _no_lengths(prefixes[0])
+        return path, IndexLengths(read_index(path))
+
+    def shard(number: int) -> IndexLengths:
+        return IndexLengths(read_index(index_path(prefixes[number]), sample=False, may_be_empty=True))
+
+    documents = [len(shard(number)) for number in range(len(prefixes))]
+    return Path(source_name(source)), ShardedLengths(documents, shard)
+
+
+def _no_lengths(path: Path) -> UserError:
+    if path.is_file():
+        return UserError(
+            f"{path} is of no known kind; lengths come from {', '.join(_READERS)}, .idx or a token store prefix"
+        )
+    return UserError(
+        f"neither {path} nor a token store {index_path(path)} exists; name a file of lengths, or make a store with: "
+        f"wlb prepare SOURCE --out {path}"
+    )
 
 
 def _synthetic(source: str) -> NDArray[np.int64]:
@@ -192,5 +209,4 @@ _READERS: dict[str, tuple[Callable[[Path], Integers], str]] = {
     ".txt": (_from_txt, "line"),
     ".npy": (_from_npy, "entry"),
     ".parquet": (_from_parquet, "row"),
-    ".idx": (_from_index, "document"),
 }

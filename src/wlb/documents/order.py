@@ -23,9 +23,9 @@ from wlb.documents.length_counts import Lengths, chunks, counts_of
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
-from wlb.documents.store.index import index_path
+from wlb.documents.store.sources import StoreSource, source_name, source_parts
 from wlb.errors import UserError
-from wlb.settings import NonEmptyPath, NonNegativeInt, Number, Section, Tokens
+from wlb.settings import NonNegativeInt, Number, Section, StoreSetting, Tokens
 
 _ORDER = "feistel"  # of every epoch that begins
 _OLD_ORDER = "sorted"  # of epochs that older versions began; their states do not name it
@@ -34,15 +34,17 @@ _OLD_ORDER = "sorted"  # of epochs that older versions began; their states do no
 class MixtureStore(Section):
     """One store of a mixture and its share of the trained tokens. In a file each is a [[data.mixture]]."""
 
-    store: NonEmptyPath = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
+    store: StoreSetting = Field(description="The token store, as data.store names it")
     weight: Number = Field(gt=0, le=1e9, description="Its share of the tokens, over the sum of all weights")
 
 
 class DataConfig(Section):
     """Which documents, and what happens to those longer than the context window."""
 
-    store: NonEmptyPath | None = Field(
-        None, description="Prefix of the token store (PREFIX.bin and PREFIX.idx); required without a mixture"
+    store: StoreSetting | None = Field(
+        None,
+        description="Prefix of the token store (PREFIX.bin and PREFIX.idx), or its shards: a directory, a glob or a "
+        "list; required without a mixture",
     )
     mixture: tuple[MixtureStore, ...] = Field((), description="Several stores with weights, instead of store")
     context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")
@@ -53,8 +55,8 @@ class DataConfig(Section):
     shuffle: bool = Field(True, description="Shuffle documents anew in every epoch")
 
     @property
-    def stores(self) -> tuple[Path, ...]:
-        """Prefixes of all stores, in the order in which their documents are counted."""
+    def stores(self) -> tuple[Path | tuple[Path, ...], ...]:
+        """What names each store, in the order in which their documents are counted."""
         return tuple(part.store for part in self.mixture) if self.store is None else (self.store,)
 
     @property
@@ -68,8 +70,8 @@ class DataConfig(Section):
         if self.store is not None and self.mixture:
             raise ValueError("data.store and data.mixture both say what to train on; leave one out")
         spelled: dict[str, Path] = {}
-        for store in self.stores:
-            first = spelled.setdefault(os.path.realpath(index_path(store)), store)
+        for store in (path for part in self.mixture for path in source_parts(part.store)):
+            first = spelled.setdefault(os.path.realpath(f"{str(store).removesuffix('.idx')}.idx"), store)
             if first is not store:
                 raise ValueError(f"data.mixture names a store twice, as {first} and as {store}; add up its weights")
         return self
@@ -198,12 +200,12 @@ def ids_used(state: dict[str, Any]) -> int:
     return epochs * documents
 
 
-def summarise_epoch(lengths: Lengths, config: DataConfig, store: Path | None = None) -> EpochSummary:
+def summarise_epoch(lengths: Lengths, config: DataConfig, store: StoreSource | None = None) -> EpochSummary:
     """What an epoch does with documents of ``lengths`` of ``store``, by default the first of ``config``.
 
     Raises ``UserError`` if it leaves nothing to train on.
     """
-    store = store or config.stores[0]
+    store = source_name(store or config.stores[0])
     counts = counts_of(lengths)
     summary = EpochSummary(len(lengths), counts.empty, counts.over(config.context_window))
     if summary.overlong and config.overlong == "error":

@@ -29,7 +29,7 @@ from torch import Tensor
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.override import derive, override
 
-from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.shards import open_store
 from wlb.errors import UserError
 from wlb.integrations.batches import ItemsOfSteps, WholeSteps, balanced_job
 from wlb.integrations.batches.processes import Processes, digest
@@ -74,7 +74,7 @@ class BalancedDataLoader(BaseDataLoader):
                 f"training.local_batch_size = {local_batch_size}, but a balanced micro-batch is one packed row; set it "
                 'to 1 and give its number as "micro_batches" of the override'
             )
-        self._store = TokenStore.open(config.dataset_path)
+        self._store = open_store(config.dataset_path)
         self._rank, self._multiple_of = dp_rank, config.multiple_of
         job = balanced_job(
             self._store.lengths,

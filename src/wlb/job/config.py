@@ -29,6 +29,7 @@ from wlb.settings import (
     Number,
     PositiveInt,
     Section,
+    StoreSetting,
     Tokens,
     one_of,
 )
@@ -364,7 +365,7 @@ class MetricsConfig(Section):
 class EvaluationConfig(Section):
     """Whether and how the loss on held-out documents is measured."""
 
-    store: NonEmptyPath | None = Field(None, description="Prefix of a token store of held-out documents")
+    store: StoreSetting | None = Field(None, description="Token store of held-out documents, named as data.store is")
     every: PositiveInt = Field(100, description="Steps between evaluations; one more follows the last step")
     documents: PositiveInt | None = Field(None, description="Only the first so many documents of the store")
     length_buckets: Literal["auto"] | tuple[Tokens, ...] = Field(

@@ -161,7 +161,7 @@ def _train_without_store(config: JobConfig) -> None:
     for step in trainer_of(config).steps():
         if step == 2:
             for suffix in (".bin", ".idx"):
-                config.data.stores[0].with_suffix(suffix).unlink()
+                Path(str(config.data.store)).with_suffix(suffix).unlink()
 
 
 def test_a_store_removed_while_it_is_read_is_missed_at_the_next_start(folder):

@@ -57,8 +57,9 @@ def same_step(left: LoadedStep, right: LoadedStep) -> bool:
     )
 
 
-def test_an_epoch_trains_every_document_once(folder):
-    store = TokenStore.open(folder / "store")
+@pytest.mark.parametrize("shards", [1, 12])
+def test_an_epoch_trains_every_document_once(tmp_path, shards):
+    folder, store = tmp_path, write_store(tmp_path / "store", shards=shards)
     tokens: dict[int, dict[int, int]] = {}
     finished: list[int] = []
     labelled = 0
@@ -96,6 +97,19 @@ def test_a_large_store_is_continued_by_the_identity_that_older_versions_saved(fo
     for saved in (state, again):
         with pytest.raises(UserError, match=r"the checkpoint was written with token store = "):
             open_loader(tmp_path, state=saved)
+
+
+def test_other_shards_are_refused_in_the_middle_of_an_epoch(tmp_path):
+    write_store(tmp_path / "store", shards=3)
+    with open_loader(tmp_path) as loader:
+        next(loader)
+        state = json.loads(json.dumps(loader.state_dict()))
+    write_store(tmp_path / "store" / "shard3", documents=1)
+    with pytest.raises(UserError, match=r"the checkpoint was written with token store = "):
+        open_loader(tmp_path, state=state)
+    with open_loader(tmp_path, {"checkpoint": {"allow_changed_data": True}}, state=state) as loader:
+        assert "the new one starts with a new epoch" in str(loader.changed_data)
+        assert min(segment.document for segment in next(loader).plan.segments) >= 401
 
 
 def test_ranks_share_a_step(folder):

@@ -17,6 +17,7 @@ from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, WINDOW, job, read_steps, trainer_of, write_store
 from wlb.attention import segment_attention
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
+from wlb.documents.store.shards import open_store
 from wlb.errors import UserError
 from wlb.job.config import EvaluationConfig, JobConfig
 from wlb.job.configured_model import configured_model
@@ -46,7 +47,7 @@ def write_held_out(prefix: Path, tokens: int = VOCABULARY) -> TokenStore:
     with TokenStoreWriter(prefix, vocab_size=tokens) as writer:
         for length in [1, 0, 2 * WINDOW + 5, WINDOW + 1, WINDOW, *rng.integers(2, WINDOW, 15)]:
             writer.add(rng.integers(0, tokens, length))
-    return TokenStore.open(prefix)
+    return open_store(prefix)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def _evaluate(configs: list[JobConfig]) -> list[Evaluation]:
 def _alone(config: JobConfig, piece: int = WINDOW) -> tuple[list[float], list[int], list[int]]:
     """Losses summed, labelled tokens and documents by bucket, from one piece of one document at a time."""
     assert config.evaluation.store is not None
-    store = TokenStore.open(config.evaluation.store)
+    store = open_store(config.evaluation.store)
     model = Transformer(configured_model(config.model, 68)).double()
     initialise_weights(model, layers=4, seed=0)
     sums, tokens, documents = [0.0] * 5, [0] * 5, [0] * 5
@@ -246,7 +247,7 @@ def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path
         writer.add(np.arange(0))
     with pytest.raises(UserError, match=r"nothing to train on in token store .*empty"):
         check_job(_job(folder, evaluation={"store": str(tmp_path / "empty")}), 1)
-    (tmp_path / "large.mask").write_bytes(bytes(TokenStore.open(tmp_path / "large").tokens))
+    (tmp_path / "large.mask").write_bytes(bytes(open_store(tmp_path / "large").tokens))
     (tmp_path / "large.json").unlink()
     with pytest.raises(UserError, match=r"evaluation.store .*large has no label, so there is no loss to take"):
         check_job(_job(folder, evaluation={"store": str(tmp_path / "large")}), 1)
@@ -270,6 +271,6 @@ def test_a_store_without_a_vocabulary_is_checked_token_by_token(folder: Path, tm
     (tmp_path / "held_out.json").unlink()
     config = _job(folder, evaluation={"store": str(tmp_path / "held_out")}, metrics={"dir": str(tmp_path / "metrics")})
     check_job(config, 1)
-    assert trained_model(config, TokenStore.open(config.data.stores[0])).shape.vocab_size == VOCABULARY
+    assert trained_model(config, open_store(config.data.stores[0])).shape.vocab_size == VOCABULARY
     with pytest.raises(AssertionError, match=r"is outside the vocabulary of model\.vocab_size = 67"):
         run_ranks(1, _train, config)

@@ -121,13 +121,13 @@ class TokenIndex:
 
     def check(self) -> None:
         """Read all of it."""
-        self._check_ends()
+        self.check_ends()
         for first in range(0, self.documents, _CHUNK):
             self._offsets(first, min(first + _CHUNK, self.documents))
 
     def check_sample(self) -> None:
         """Read its ends and blocks at random places; all of it where it has no more than that."""
-        self._check_ends()
+        self.check_ends()
         for _ in self.sampled_offsets():
             pass
 
@@ -171,7 +171,8 @@ class TokenIndex:
                 f"the sequences before it end at byte {expected[bad]}"
             )
 
-    def _check_ends(self) -> None:
+    def check_ends(self) -> None:
+        """Raise ``UserError`` unless documents begin with the first sequence and end with the last."""
         if self.firsts[0] != 0 or self.firsts[-1] != len(self.sequence_lengths):
             raise self._uncovered()
 
@@ -221,11 +222,13 @@ def store_path(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
 
 
-def read_index(path: Path, *, whole: bool = False) -> TokenIndex:
-    """Open an index file and check a sample of it; with ``whole`` it is to be read from its beginning to its end.
+def read_index(path: Path, *, whole: bool = False, sample: bool = True, may_be_empty: bool = False) -> TokenIndex:
+    """Open an index file and check a sample of it, unless that has been done before (not ``sample``).
 
-    Raises ``UserError`` when the file is missing, foreign, truncated, contradicts itself, or holds floats or
-    no documents.
+    With ``whole`` it is to be read from its beginning to its end.
+
+    Raises ``UserError`` when the file is missing, foreign, truncated, contradicts itself, or holds floats or, unless
+    it ``may_be_empty``, no documents.
     """
     try:
         with path.open("rb") as file:
@@ -236,13 +239,16 @@ def read_index(path: Path, *, whole: bool = False) -> TokenIndex:
         raise UserError(f"token store index {path} does not exist; make the store with wlb prepare") from None
     except OSError as error:
         raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
+    if starts < 2 - may_be_empty:
+        raise UserError(f"{path} holds no documents")
     if whole and hasattr(content, "madvise"):
         content.madvise(mmap.MADV_SEQUENTIAL)
     lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size)
     pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
     firsts = np.frombuffer(content, "<i8", starts, _HEADER.size + 12 * sequences)
     index = TokenIndex(path, dtype, lengths, pointers, firsts)
-    index.check_sample()
+    if sample:
+        index.check_sample()
     if not whole and hasattr(content, "madvise"):  # else a document's few bytes come with 128 KiB that nobody needs
         content.madvise(mmap.MADV_RANDOM)
     return index
@@ -264,8 +270,6 @@ def _parsed_header(path: Path, header: bytes, size: int) -> tuple[np.dtype[Any],
         raise UserError(
             f"{path} has {size} bytes where its header asks for {expected}: truncated, corrupt or multimodal"
         )
-    if starts < 2:
-        raise UserError(f"{path} holds no documents")
     return TOKEN_TYPES[code], sequences, starts
 
 

@@ -76,20 +76,25 @@ class IndexLengths:
 
     def _keep(self, counts: LengthCounts) -> None:
         assert self._kept_at is not None
-        part = self._kept_at.with_name(f".{self._kept_at.name}.{os.getpid()}.part")
-        with suppress(OSError):
-            try:
-                with part.open("wb") as file:
-                    np.savez(
-                        file,
-                        index=np.array(index_digest(self.index).hexdigest()),
-                        one_sequence_each=np.array(self.one_sequence_each),
-                        lengths=counts.lengths,
-                        documents=counts.documents,
-                    )
-                os.replace(part, self._kept_at)
-            finally:
-                part.unlink(missing_ok=True)
+        keep_arrays(
+            self._kept_at,
+            index=np.array(index_digest(self.index).hexdigest()),
+            one_sequence_each=np.array(self.one_sequence_each),
+            lengths=counts.lengths,
+            documents=counts.documents,
+        )
+
+
+def keep_arrays(path: Path, **arrays: Any) -> None:
+    """Write ``arrays`` to ``path`` for ``np.load``, unless that cannot be written."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with suppress(OSError):
+        try:
+            with part.open("wb") as file:
+                np.savez(file, **arrays)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def keep_counts(prefix: Path) -> None:

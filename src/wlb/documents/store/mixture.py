@@ -6,7 +6,6 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 
 from wlb.documents.length_counts import DocumentLengths
 from wlb.documents.store.reader import SAMPLED, TokenStore
+from wlb.documents.store.shards import gathered, open_store
+from wlb.documents.store.sources import StoreSource, refuse_twice, store_prefixes
 from wlb.errors import UserError
 
 
@@ -46,12 +47,8 @@ class StoreMixture:
 
     def lengths_of(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """As ``TokenStore.lengths_of``, of documents counted through all stores."""
-        numbers = np.searchsorted(self._firsts, documents, side="right") - 1
-        lengths = np.empty(len(documents), np.int64)
-        for number in np.unique(numbers).tolist():
-            of_store = numbers == number
-            lengths[of_store] = self.stores[number].lengths_of(documents[of_store] - self._firsts[number])
-        return lengths
+        ends = np.array(self._firsts[1:])
+        return gathered(ends, documents, lambda number, of_store: self.stores[number].lengths_of(of_store))
 
     @property
     def vocab_size(self) -> int | None:
@@ -107,7 +104,9 @@ def document_lengths(store: TrainedStore) -> DocumentLengths:
     return store.stored_lengths
 
 
-def open_stores(prefixes: Sequence[Path]) -> TrainedStore:
-    """The store of a job, or its stores as one. Raises ``UserError`` as ``TokenStore.open`` and ``StoreMixture``."""
-    stores = [TokenStore.open(prefix) for prefix in prefixes]
+def open_stores(sources: Sequence[StoreSource]) -> TrainedStore:
+    """The store of a job, or its stores as one. Raises ``UserError`` as ``open_store`` and ``StoreMixture``."""
+    if len(sources) > 1:
+        refuse_twice([prefix for source in sources for prefix in store_prefixes(source)])
+    stores = [open_store(source) for source in sources]
     return stores[0] if len(stores) == 1 else StoreMixture(stores)

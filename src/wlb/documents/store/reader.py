@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import chunks
+from wlb.documents.length_counts import StoredLengths, chunks
 from wlb.documents.store.index import (
     TokenIndex,
     bin_path,
@@ -30,6 +30,7 @@ from wlb.documents.store.index import (
     sidecar_path,
 )
 from wlb.documents.store.lengths import IndexLengths, index_digest, is_hashed_whole, keep_counts
+from wlb.documents.store.sources import StoreSource, store_prefixes
 from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
 from wlb.errors import UserError
 
@@ -55,7 +56,7 @@ class TokenStore:
         self.prefix = prefix
         self.sidecar = sidecar
         self._index = index
-        self.stored_lengths = IndexLengths(index, counts_path(prefix))
+        self.stored_lengths: StoredLengths = IndexLengths(index, counts_path(prefix))
         self._data = data
         self._mask = mask
         self._vocab_size: int | None = sidecar.get("vocab_size")
@@ -64,10 +65,15 @@ class TokenStore:
     def open(cls, prefix: str | Path) -> TokenStore:
         """Open ``PREFIX.idx``, ``PREFIX.bin`` and, if they are there, ``PREFIX.json`` and ``PREFIX.mask``.
 
-        Raises ``UserError`` when a file is missing, truncated, corrupt or does not belong to the others.
+        Raises ``UserError`` when a file is missing, truncated, corrupt or does not belong to the others. For stores in
+        many shards there is ``wlb.documents.store.shards.open_store``.
         """
         prefix = Path(prefix)
-        index = read_index(index_path(prefix))
+        return TokenStore.with_index(prefix, read_index(index_path(prefix)))
+
+    @classmethod
+    def with_index(cls, prefix: Path, index: TokenIndex) -> TokenStore:
+        """Open the files of ``PREFIX`` beside its ``index``."""
         sidecar = _read_sidecar(prefix, index)
         return cls(prefix, index, _map_tokens(bin_path(prefix), index), sidecar, _map_mask(prefix, index, sidecar))
 
@@ -112,7 +118,7 @@ class TokenStore:
     @property
     def tokenizer_identity(self) -> dict[str, Any] | None:
         """Equal for stores of the same tokenizer: ``tokenizer`` without its name, which is only that of a file."""
-        return {key: value for key, value in self.tokenizer.items() if key != "name"} if self.tokenizer else None
+        return identity_of_tokenizer(self.tokenizer)
 
     @cached_property
     def identity(self) -> str:
@@ -177,17 +183,19 @@ class TokenStore:
 
         Reads the mask, if there is one, up to the first such token.
         """
-        if self._mask is None:
-            learnt = any((lengths > 1).any() for _, lengths in chunks(self.stored_lengths))
-        else:
-            learnt = any(map(self._has_labels, range(0, self.tokens, _MASK_CHUNK)))
-        if not learnt:
+        if not self.has_labels():
             reason = (
                 "has documents of one token only" if self._mask is None else f"has no label in {mask_path(self.prefix)}"
             )
             raise UserError(f"token store {self.prefix} {reason}, so nothing would be learnt; prepare it again")
 
-    def _has_labels(self, start: int) -> bool:
+    def has_labels(self) -> bool:
+        """Whether ``check_labels`` finds one."""
+        if self._mask is None:
+            return any((lengths > 1).any() for _, lengths in chunks(self.stored_lengths))
+        return any(map(self._labels_from, range(0, self.tokens, _MASK_CHUNK)))
+
+    def _labels_from(self, start: int) -> bool:
         """Whether ``_MASK_CHUNK`` tokens from ``start`` on have a label that is not the first token of its document."""
         assert self._mask is not None
         labels = self._mask[start : start + _MASK_CHUNK] != 0
@@ -208,6 +216,11 @@ class TokenStore:
             )
         if view.dtype.kind == "i" and view.min() < 0:
             raise UserError(f"document {document} of {self.prefix} holds the negative token {view.min()}")
+
+
+def identity_of_tokenizer(tokenizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A sidecar's ``tokenizer`` without its name."""
+    return {key: value for key, value in tokenizer.items() if key != "name"} if tokenizer else None
 
 
 def _map_tokens(path: Path, index: TokenIndex) -> NDArray[Any]:
@@ -233,7 +246,7 @@ def _mapped(path: Path, dtype: np.dtype[Any], index: TokenIndex) -> NDArray[Any]
     try:
         size = path.stat().st_size
         if size == expected:  # an empty file cannot be mapped
-            return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+            return np.memmap(str(path), dtype, mode="r") if size else np.empty(0, dtype)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -264,11 +277,13 @@ def check_store(prefix: Path) -> TokenStore:
     return store
 
 
-def stored_vocab_size(prefix: Path) -> int | None:
-    """The vocabulary of the store at ``prefix``; None where there is no store, or it does not say."""
-    if not index_path(prefix).exists():
-        return None
-    return _read_sidecar(prefix, read_index(index_path(prefix))).get("vocab_size")
+def stored_vocab_size(source: StoreSource) -> int | None:
+    """The vocabulary of the store that ``source`` names; None where there is no store, or it does not say."""
+    for prefix in store_prefixes(source):
+        if index_path(prefix).exists():
+            index = read_index(index_path(prefix), may_be_empty=True)
+            return _read_sidecar(prefix, index).get("vocab_size")  # all shards have the same
+    return None
 
 
 def _read_sidecar(prefix: Path, index: TokenIndex) -> dict[str, Any]:

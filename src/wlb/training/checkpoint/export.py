@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.sources import StoreSource, store_prefixes
 from wlb.documents.store.writer import tokenizer_path
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig
@@ -122,12 +123,21 @@ def _deleted(checkpoint: Path, error: BaseException) -> UserError:
     return UserError(f"checkpoint {checkpoint} cannot be read: {error}; was it deleted by its job?")
 
 
+def _prefixes(source: StoreSource) -> list[Path]:
+    """Those of a store, which may be elsewhere by now."""
+    try:
+        return store_prefixes(source)
+    except UserError:
+        return []
+
+
 def _companions(config: JobConfig) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Files and settings of the pretrained model, or of the tokenizer that was trained for the store."""
     if (directory := config.model.pretrained) is not None:
         kept = [directory / name for name in _KEPT_FILES if (directory / name).is_file()]
         return {path.name: path.read_bytes() for path in kept}, read_config_json(directory)
-    prefix = next((prefix for prefix in config.data.stores if tokenizer_path(prefix).is_file()), None)
+    prefixes = (prefix for source in config.data.stores for prefix in _prefixes(source))
+    prefix = next((prefix for prefix in prefixes if tokenizer_path(prefix).is_file()), None)
     if prefix is None:
         return {}, {}
     store = TokenStore.open(prefix)

@@ -21,6 +21,7 @@ from wlb.documents.overlong import split_overlong
 from wlb.documents.segments import Segment
 from wlb.documents.store.mixture import TrainedStore
 from wlb.documents.store.reader import TokenStore
+from wlb.documents.store.shards import open_store
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, EvaluationConfig
 from wlb.job.job import JobSpec
@@ -88,7 +89,7 @@ class HeldOut:
 
     def __init__(self, evaluation: EvaluationConfig, job: JobSpec) -> None:
         assert evaluation.store is not None, "evaluating needs evaluation.store"
-        self.store = TokenStore.open(evaluation.store)
+        self.store = open_store(evaluation.store)
         segments = _segments(self.store, evaluation, job.data)
         self.plans = [arrange(plan, job.layout.dp, order="arrival") for plan in _pack(segments, job)]
         self._boundaries = bucket_boundaries(evaluation, job.context_window)
@@ -131,22 +132,21 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: Tr
 
     ``trained`` is the store that the job trains on.
     """
-    prefix = evaluation.store
-    if prefix is None:
+    if evaluation.store is None:
         return
-    store = TokenStore.open(prefix)
+    store = open_store(evaluation.store)
     if store.vocab_size is not None and store.vocab_size > vocab_size:
         raise UserError(
-            f"evaluation.store {prefix} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; prepare "
-            "both stores with the same tokenizer"
+            f"evaluation.store {store.prefix} has a vocabulary of {store.vocab_size}, the model one of {vocab_size}; "
+            "prepare both stores with the same tokenizer"
         )
     if store.tokenizer and trained.tokenizer and store.tokenizer_identity != trained.tokenizer_identity:
         raise UserError(
-            f"evaluation.store {prefix} was prepared with another tokenizer than {trained.prefix} of [data]; prepare "
-            "both with the same"
+            f"evaluation.store {store.prefix} was prepared with another tokenizer than {trained.prefix} of [data]; "
+            "prepare both with the same"
         )
     if not labels_of_segments(_segments(store, evaluation, data), store).any():
-        raise UserError(f"evaluation.store {prefix} has no label, so there is no loss to take; prepare it again")
+        raise UserError(f"evaluation.store {store.prefix} has no label, so there is no loss to take; prepare it again")
 
 
 def bucket_boundaries(evaluation: EvaluationConfig, context_window: int) -> list[int]:
@@ -161,7 +161,7 @@ def bucket_boundaries(evaluation: EvaluationConfig, context_window: int) -> list
 
 def _segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig) -> list[Segment]:
     lengths = store.stored_lengths[: evaluation.documents]
-    summarise_epoch(lengths, data.changed(store=store.prefix, mixture=()))
+    summarise_epoch(lengths, data.changed(store=evaluation.store, mixture=()))
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist()) if length]
     return split_overlong(whole, data.context_window, data.overlong)[0]
 

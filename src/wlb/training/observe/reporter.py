@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from wlb.documents.store.mixture import StoreMixture
+from wlb.documents.store.sources import source_name
 from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
 from wlb.training.data.loader import LoadedStep, StepLoader
@@ -183,7 +184,7 @@ class Reporter:
         )
         if mixture := config.data.mixture:
             total = sum(config.data.weights)
-            shares = ", ".join(f"{part.store} {part.weight / total:.1%}" for part in mixture)
+            shares = ", ".join(f"{source_name(part.store)} {part.weight / total:.1%}" for part in mixture)
             yield f"mixture, by tokens: {shares}"
         if config.training.steps and self._first >= config.training.steps:
             yield f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on"

@@ -1,0 +1,83 @@
+"""What a token store may be named by: its prefix, or a directory, a glob or a list of stores that are one."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from wlb.documents.store.index import index_path
+from wlb.errors import UserError
+
+# A prefix or PREFIX.idx, a directory of stores, a glob of them, or a list of these.
+StoreSource: TypeAlias = "str | Path | Sequence[str | Path]"
+
+
+def store_prefixes(source: StoreSource) -> list[Path]:
+    """The prefixes of all stores that ``source`` names, sorted by name, in which 10 comes after 9.
+
+    A prefix is returned whether or not there is a store. Raises ``UserError`` for a directory or a glob without
+    stores, and for one that is named twice.
+    """
+    parts = source_parts(source)
+    prefixes = [prefix for part in parts for prefix in _expanded(part)]
+    if len(prefixes) > 1:
+        refuse_twice(prefixes)
+    return sorted(prefixes, key=lambda prefix: _natural(str(prefix)))
+
+
+def names_store(source: StoreSource) -> bool:
+    """Whether ``source`` names a store that exists."""
+    try:
+        return all(index_path(prefix).exists() for prefix in store_prefixes(source))
+    except UserError:
+        return False
+
+
+def source_parts(source: StoreSource) -> tuple[Path, ...]:
+    """``source`` as a list."""
+    return (Path(source),) if isinstance(source, str | Path) else tuple(map(Path, source))
+
+
+def source_name(source: StoreSource) -> str:
+    """``source`` in messages."""
+    first, *others = source_parts(source)
+    return f"{first} and {len(others)} more" if others else str(first)
+
+
+def refuse_twice(prefixes: Sequence[Path]) -> None:
+    """Raise ``UserError`` where two of ``prefixes`` are the same store."""
+    seen: dict[tuple[int, int] | str, Path] = {}
+    for prefix in prefixes:
+        index = f"{prefix}.idx"
+        try:
+            found = os.stat(index)  # a tenth of the time of realpath
+            first = seen.setdefault((found.st_dev, found.st_ino), prefix)
+        except OSError:
+            first = seen.setdefault(index, prefix)
+        if first is not prefix and os.path.realpath(f"{first}.idx") == os.path.realpath(index):
+            raise UserError(f"a token store is named twice, as {first} and as {prefix}; name it once")
+
+
+def _expanded(path: Path) -> list[Path]:
+    if path.name and index_path(path).exists():
+        return [path]
+    if path.is_dir():
+        pattern, missing = glob.escape(str(path)) + "/*.idx", f"{path} is a directory; name a token store in it"
+        missing += f", or '{path}/**/*.idx' for all that are further below"
+    elif glob.has_magic(str(path)) and not path.exists():
+        pattern = str(path) if path.suffix == ".idx" else f"{path}.idx"
+        missing = f"no token store matches {path}; make one with wlb prepare"
+    else:
+        return [path.with_suffix("") if path.suffix == ".idx" else path]
+    if found := glob.glob(pattern, recursive=True):
+        return [Path(name.removesuffix(".idx")) for name in found]
+    raise UserError(missing)
+
+
+def _natural(name: str) -> tuple[list[str | int], str]:
+    parts = re.split("([0-9]+)", name)
+    return [int(part) if number % 2 else part for number, part in enumerate(parts)], name

@@ -1,0 +1,246 @@
+"""Many stores as one: named, counted through, kept in a manifest, opened a few at a time, refused where they differ."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.documents.store.test_lengths import write_index
+from tests.limits import examples
+from wlb.documents import lengths as lengths_module
+from wlb.documents.length_counts import counted
+from wlb.documents.lengths import read_lengths
+from wlb.documents.store import shards as shards_module
+from wlb.documents.store.mixture import open_stores
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter, stored_vocab_size
+from wlb.documents.store.shards import ShardedStore, check_stores, open_store
+from wlb.documents.store.sources import names_store, store_prefixes
+from wlb.errors import UserError
+
+
+def write(prefix: Path, documents: list[list[int]], vocab_size: int = 50, **details: Any) -> Path:
+    prefix.parent.mkdir(exist_ok=True)
+    with TokenStoreWriter(prefix, vocab_size=vocab_size, overwrite=True, details=details) as writer:
+        for tokens in documents:
+            writer.add(tokens)
+    return prefix
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """As datatrove leaves it: a store of each task, without sidecars, and one task had no document."""
+    (tmp_path / "corpus").mkdir()
+    for number, documents in ((2, [[3], [1]]), (9, []), (10, [[2], [], [1, 3]])):
+        write_index(tmp_path / f"corpus/{number}_tokens", documents)
+    return tmp_path / "corpus"
+
+
+def every_document(store: TokenStore) -> list[list[int]]:
+    return [store.read(document).tolist() for document in range(len(store))]
+
+
+def test_a_directory_a_glob_and_a_list_are_one_store(corpus):
+    tokens = [[0, 1, 2], [3], [0, 1], [], [2, 3, 4, 5]]
+    expected = [len(document) for document in tokens]
+    files = [corpus / "2_tokens.idx", corpus / "9_tokens", corpus / "10_tokens"]
+    sources: list[Any] = [corpus, str(corpus), corpus / "*.idx", corpus / "*_tokens", f"{corpus}/../**/*.idx"]
+    sources += [files, [*reversed(files)], [str(corpus / "?_tokens.idx"), files[2]]]
+    identities = set()
+    for source in sources:
+        store = open_store(source)
+        assert isinstance(store, ShardedStore)
+        identities.add(store.identity)
+        assert every_document(store) == tokens
+        assert store.lengths.tolist() == expected
+        assert (len(store), store.tokens, store.vocab_size, store.tokenizer) == (5, 10, None, None)
+        assert store.dtype == np.uint16
+        assert read_lengths(source, keep_empty=True).tolist() == expected
+    assert len(identities) == 1
+    assert len(check_stores(corpus)) == 5
+    assert type(open_store(corpus / "2_tokens.idx")) is TokenStore
+
+
+def test_names_that_are_no_store_are_refused(corpus, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for source, message in (
+        (tmp_path / "empty", "is a directory; name a token store in it, or '.*' for all that are further below"),
+        (corpus / "x*.idx", "no token store matches .*; make one with wlb prepare"),
+        ([corpus, corpus / "2_tokens"], "a token store is named twice, as .*2_tokens and as .*2_tokens; name it once"),
+        ([corpus / "2_tokens", corpus / "3_tokens"], "3_tokens.idx does not exist"),
+        ([corpus / "9_tokens", write_index(tmp_path / "none", [])], "holds no documents in 2 token stores"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_store(source)
+        assert names_store(source) == message.startswith("holds")
+    (corpus / "other.idx").symlink_to(corpus / "2_tokens.idx")
+    with pytest.raises(UserError, match="named twice"):
+        store_prefixes(corpus)
+
+
+def test_shards_must_be_alike(tmp_path):
+    def tokenizer(name: str) -> dict[str, str]:
+        return {"kind": "huggingface", "name": name, "sha256": name}
+
+    write(tmp_path / "a/1", [[1]], tokenizer=tokenizer("x"))
+    write_index(tmp_path / "a/2", [[1]])  # does not say what made it
+    assert open_store(tmp_path / "a").vocab_size is None
+    assert open_store(tmp_path / "a").tokenizer == tokenizer("x")
+    for other, message in (
+        (write(tmp_path / "b", [[1]], tokenizer=tokenizer("y")), "the tokenizer .*'y'.*, .*a/1 .*'x'"),
+        (write(tmp_path / "c", [[1]], 51), "c has a vocabulary of 51, .*a/1 50; prepare all with the same tokenizer"),
+        (write(tmp_path / "d", [[1]], 70_000), "d has the token type <i4, .*a/1 <u2; prepare"),
+    ):
+        with pytest.raises(UserError, match=f"shards of a store must be alike: .*{message}"):
+            open_store([tmp_path / "a", other])
+    assert stored_vocab_size([tmp_path / "a/1", tmp_path / "a/2"]) == 50
+
+
+def test_any_documents_in_any_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards_module, "_OPEN_INDEXES", 2)
+    monkeypatch.setattr(shards_module, "_OPEN_STORES", 1)
+    folder = tmp_path / "corpus"
+
+    @settings(max_examples=examples(40))
+    @given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=2, max_size=5).filter(any), st.data())
+    def agree(shards, data):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for number, lengths in enumerate(shards):
+            write_index(folder / f"s{number}", [[length] for length in lengths])
+        expected = np.array([length for lengths in shards for length in lengths])
+        store = open_store(folder)
+        chosen = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1))), np.int64)
+        start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(expected))] * 2)))
+        for lengths in (store.stored_lengths, pickle.loads(pickle.dumps(store)).stored_lengths):
+            assert len(lengths) == len(store) == len(expected)
+            assert np.array_equal(lengths[chosen], expected[chosen])
+            assert np.array_equal(lengths[start:stop], expected[start:stop])
+            assert np.array_equal(lengths.counts.lengths, counted([expected]).lengths)
+            assert np.array_equal(lengths.counts.documents, counted([expected]).documents)
+        assert np.array_equal(store.lengths_of(chosen), expected[chosen])
+        assert [len(document) for document in every_document(store)] == expected.tolist()
+        if expected.max() > 1:
+            store.check_labels()
+
+    agree()
+
+
+@pytest.fixture
+def described(monkeypatch) -> list[str]:
+    """The names of the shards that are read for the manifest."""
+    names: list[str] = []
+    describe = shards_module._described
+
+    def noted(name: str, *rest: Any) -> Any:
+        names.append(name)
+        return describe(name, *rest)
+
+    monkeypatch.setattr(shards_module, "_described", noted)
+    return names
+
+
+def test_only_shards_that_changed_are_read_again(corpus, described):
+    before = open_store(corpus)
+    assert described == ["2_tokens", "9_tokens", "10_tokens"]
+    assert open_store(corpus).identity == before.identity
+    assert len(described) == 3
+
+    write_index(corpus / "3_tokens", [[7]])
+    write_index(corpus / "10_tokens", [[4]])
+    after = open_store(corpus)
+    assert described[3:] == ["3_tokens", "10_tokens"]
+    assert after.lengths.tolist() == [3, 1, 7, 4]
+    assert after.stored_lengths.counts.lengths.tolist() == [1, 3, 4, 7]
+    assert after.identity != before.identity
+    (corpus / "3_tokens.idx").unlink()
+    without = open_store(corpus)
+    assert without.stored_lengths.counts.lengths.tolist() == [1, 3, 4]
+    assert len(described) == 5
+
+    (kept,) = corpus.glob("shards-*.lengths")
+    for damaged in (b"", b"PK\3\4", kept.read_bytes()[:500]):
+        kept.write_bytes(damaged)
+        assert open_store(corpus).identity == without.identity
+    assert len(described) == 5 + 3 * 3
+
+
+def test_a_manifest_that_cannot_be_written_is_done_without(corpus, described, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(np, "savez", refuse)
+    assert open_store(corpus).identity == open_store(corpus).identity
+    assert len(described) == 6
+    assert not [*corpus.glob("*shards*")]
+
+
+def test_a_shard_that_changes_while_it_is_used_is_refused(corpus):
+    store = open_store(corpus)
+    write_index(corpus / "2_tokens", [[4]])
+    for use in (lambda: store.read(0), lambda: store.lengths_of(np.array([1]))):
+        with pytest.raises(UserError, match=r"2_tokens has changed since it was opened with .*corpus; start again"):
+            use()
+    os.truncate(corpus / "10_tokens.bin", 2)
+    assert store.lengths_of(np.array([2])).tolist() == [2]
+    with pytest.raises(UserError, match="10_tokens has changed"):
+        store.read(2)
+    with pytest.raises(UserError, match=r"10_tokens\.bin has 2 bytes where its index asks for 12"):
+        open_store(corpus)
+
+
+def test_few_shards_stay_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards_module, "_OPEN_INDEXES", 3)
+    monkeypatch.setattr(shards_module, "_OPEN_STORES", 2)
+    for number in range(40):
+        write_index(tmp_path / f"s{number}", [[5]] * 4)
+    store = open_store(tmp_path)
+    handles = len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
+    assert (store.stored_lengths[np.arange(160)] == 5).all()
+    assert len(every_document(store)) == 160
+    if handles:
+        assert len(os.listdir("/proc/self/fd")) <= handles + 3 + 2 * 2
+
+
+def test_masks_of_some_shards(tmp_path):
+    write(tmp_path / "a/1", [[1]])
+    with TokenStoreWriter(tmp_path / "a/2", vocab_size=50, masked=True) as writer:
+        writer.add([1, 2, 3], np.array([False, False, False]))
+    store = open_store(tmp_path / "a")
+    with pytest.raises(UserError, match="so nothing would be learnt"):
+        store.check_labels()
+    with TokenStoreWriter(tmp_path / "a/3", vocab_size=50, masked=True) as writer:
+        writer.add([1, 2, 3], np.array([False, False, True]))
+    store = open_store(tmp_path / "a")
+    store.check_labels()
+    assert store.loss_mask(0, 0, 1) is None
+    mask = store.loss_mask(2, 0, 3)
+    assert mask is not None
+    assert mask.tolist() == [False, False, True]
+
+
+def test_a_mixture_of_sharded_stores(corpus, tmp_path):
+    other = [write_index(tmp_path / f"other{number}", [[number]]) for number in (1, 2)]
+    mixture = open_stores([corpus, tmp_path / "other*"])
+    assert len(mixture) == 7
+    assert mixture.lengths_of(np.array([6, 0, 4, 5])).tolist() == [2, 3, 4, 1]
+    with pytest.raises(UserError, match=r"a token store is named twice, as .*other1 and as .*other1"):
+        open_stores([other[0], tmp_path / "other*"])
+
+
+def test_a_sample_of_many_shards(tmp_path, monkeypatch, capsys):
+    for number in range(4):
+        write_index(tmp_path / f"s{number}", [[10 * number + place] for place in range(5)])
+    monkeypatch.setattr(lengths_module, "_MOST_READ", 8)
+    monkeypatch.setattr(lengths_module, "_BLOCK", 4)
+    sample = read_lengths(tmp_path, keep_empty=True).reshape(-1, 4)
+    every = [10 * number + place for number in range(4) for place in range(5)]
+    assert all(row.tolist() == every[every.index(row[0]) :][:4] for row in sample)
+    assert "a sample of 8 of its 20 documents" in capsys.readouterr().err
