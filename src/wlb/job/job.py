@@ -209,7 +209,8 @@ class JobSpec:
         In pools, which may be large, what a document costs depends on those beside it, so they are what their groups
         take.
         """
-        if self.pools is None or self.levels_steps or self.layout.cp == 1:
+        alike = self.layout.cp == 1 or self.layout.dp * self.layout.pp == 1  # one pool runs them one after another
+        if self.pools is None or self.levels_steps or alike:
             return plan
         return priced_as_sharded(plan, self.sharding_workload, self.layout.cp, self.sharding.strategy)
 

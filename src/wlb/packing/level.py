@@ -10,8 +10,9 @@ needs to be done when the others are. What is shared comes first, and short docu
 3. The other short documents go, longest first, each to the rank that is free soonest, into one of its micro-batches.
 
 Groups as large as documents need may leave ranks over that nothing else fills, such as 6 of 32 beside 26. So the step
-is planned a second time, with groups that fill nodes or divide one, and the plan that is done sooner is taken. Where a
-step has too few documents to be even, as three that are alike on two ranks, the longest are shared by two ranks each.
+is planned a second time, with groups that fill nodes or divide one, and the plan that is done sooner is taken. Where
+ranks still end unevenly, as with few documents, larger groups are tried: such that one, two, three ... of a kind take as
+long as the mean rank, or that divide all ranks; and the longest documents of one rank are shared by two.
 
 Every rank runs its micro-batches in the order in which the plan lists them. So of all that are not done, the first can
 always run, and no ranks wait for each other in a circle.
@@ -96,12 +97,17 @@ def level_step(
     best = _Step(tokens, needed, ticks, capacity, prices, using)
 
     def attempt(sizes: Integers) -> _Step:
+        if (sizes == needed).all():
+            return best
         changed = _group_ticks(tokens, sizes, ticks, sizes != needed, prices)
         return min(best, _Step(tokens, sizes, changed, capacity, prices, using), key=lambda plan: plan.end)
 
-    sizes = _filling_nodes(needed, prices)
-    if using.fills_nodes and (sizes != needed).any():
-        best = attempt(sizes)
+    if using.fills_nodes:
+        best = attempt(_dividing(needed, prices.per_node, prices))
+    if using.more_ranks and not best.is_even:
+        in_turn = _in_turn(needed, ticks, prices)
+        for sizes in (in_turn, _dividing(in_turn, prices.per_node, prices), _dividing(needed, prices.ranks, prices)):
+            best = attempt(sizes)
     for longest in np.lexsort((-tokens, best.sizes))[:_SHARED_TOO]:
         if not using.more_ranks or best.is_even or best.sizes[longest] > 1 or prices.ranks == 1:
             break
@@ -298,11 +304,19 @@ def _sized(lengths: Integers, capacity: int, prices: StagePrices, *, more: bool)
     return sizes, ticks
 
 
-def _filling_nodes(sizes: Integers, prices: StagePrices) -> Integers:
-    """``sizes`` of groups, raised to whole nodes or, inside a node, to an even part of it."""
-    node = prices.per_node
-    whole = np.minimum(min(prices.ranks, MOST_RANKS), -(-sizes // node) * node)
-    return np.where(sizes > node, whole, node // np.maximum(1, node // sizes))
+def _dividing(sizes: Integers, unit: int, prices: StagePrices) -> Integers:
+    """``sizes`` of groups, raised to whole units of so many ranks or, inside a unit, to an even part of it."""
+    whole = np.minimum(prices.ranks, -(-sizes // unit) * unit)
+    raised = np.where(sizes > unit, whole, unit // np.maximum(1, unit // sizes))
+    return np.minimum(raised, np.maximum(sizes, MOST_RANKS))
+
+
+def _in_turn(sizes: Integers, ticks: Integers, prices: StagePrices) -> Integers:
+    """``sizes`` of groups, raised so that one, two, three ... of a kind take as long as the mean rank."""
+    even = int((sizes * ticks).sum()) / prices.ranks
+    turns = np.ceil(even / np.maximum(1, ticks))
+    larger = np.ceil(sizes * ticks * turns / even).astype(np.int64)
+    return np.where(sizes > 1, np.clip(larger, sizes, min(prices.ranks, MOST_RANKS)), sizes)
 
 
 def _group_ticks(
