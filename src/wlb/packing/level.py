@@ -11,8 +11,8 @@ needs to be done when the others are. What is shared comes first, and short docu
 
 Groups as large as documents need may leave ranks over that nothing else fills, such as 6 of 32 beside 26. So the step
 is planned a second time, with groups that fill nodes or divide one, and the plan that is done sooner is taken. Where
-ranks still end unevenly, as with few documents, larger groups are tried: such that one, two, three ... of a kind take as
-long as the mean rank, or that divide all ranks; and the longest documents of one rank are shared by two.
+ranks still end unevenly, as with few documents, larger groups are tried: such that one, two, three ... of a kind take
+as long as the mean rank, or that divide all ranks; and the longest documents of one rank are shared by two.
 
 Every rank runs its micro-batches in the order in which the plan lists them. So of all that are not done, the first can
 always run, and no ranks wait for each other in a circle.
