@@ -22,7 +22,9 @@ gets that plan where it is predicted to be over one per cent faster.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -38,9 +40,46 @@ _MOST_CELLS = 2**18  # of a micro-batch: longer ones, of over 32M tokens, are cu
 _SHORT = 1 / 24  # of an even share: a document up to this is kept for the end
 _SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
 
+# Of micro-batches that were sharded last: each is when it is planned, and again when it is simulated or run.
+_KEPT = 1024
+_sharded: dict[tuple[bytes, int, Workload], Pieces | None] = {}
+
 
 def elastic(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
     """Level tokens and attention of all ranks, moving keys and values only as far as that makes the group faster."""
+    keys = [
+        (lengths.tobytes(), cp_size, workload) for lengths in np.split(micro_batches.sizes, micro_batches.first[1:])
+    ]
+    found = {key: _sharded.get(key) for key in keys}
+    if missing := [key for key, pieces in found.items() if pieces is None]:
+        sizes = [np.frombuffer(lengths, np.int64) for lengths, _, _ in missing]
+        counts = np.array([len(of_one) for of_one in sizes])
+        found |= zip(missing, _each(MicroBatches(np.concatenate(sizes), counts), cp_size, workload), strict=True)
+    pieces = [of_one for key in keys if (of_one := found[key]) is not None]
+    _sharded.update(found)
+    while len(_sharded) > _KEPT:
+        _sharded.pop(next(iter(_sharded)), None)
+    counts = np.array([len(of_one.lane) for of_one in pieces])
+    lane, segment, start, stop = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return Pieces(
+        lane + cp_size * np.repeat(np.arange(len(pieces)), counts),
+        segment + np.repeat(micro_batches.first, counts),
+        start,
+        stop,
+    )
+
+
+def _each(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Iterator[Pieces]:
+    """The pieces of every micro-batch for itself."""
+    lane, segment, start, stop = _all(micro_batches, cp_size, workload)
+    bounds = np.searchsorted(segment, micro_batches.first).tolist()
+    for index, (first, last) in enumerate(pairwise([*bounds, len(segment)])):
+        mine = slice(first, last)
+        own = segment[mine] - micro_batches.first[index]
+        yield Pieces(lane[mine] - index * cp_size, own, start[mine], stop[mine])
+
+
+def _all(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
     slices = Candidates(np.arange(len(micro_batches.counts)), uneven_slices(micro_batches, cp_size, workload))
     levelled = levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)
     candidates = joined([slices, levelled], micro_batches, cp_size)
