@@ -118,6 +118,7 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
 def _predicted(source: str, asked: ReportOptions, job: SimulatedJob) -> tuple[str, dict[str, Any]]:
     from wlb.documents.lengths import read_lengths
     from wlb.documents.store.index import index_path
+    from wlb.documents.store.remote import store_prefix
     from wlb.report.evidence import gather_evidence
     from wlb.report.predicted import predicted_report, read_rivals
 
@@ -128,7 +129,7 @@ def _predicted(source: str, asked: ReportOptions, job: SimulatedJob) -> tuple[st
         evidence = gather_evidence(
             lengths, job, asked.steps, on_progress=lambda what: bar.update(task, description=what)
         )
-    store = source if index_path(Path(source)).exists() else None
+    store = source if index_path(store_prefix(source)).exists() else None
     text = predicted_report(
         evidence, source=source, model=asked.model, hardware=asked.hardware, store=store, rivals=rivals
     )

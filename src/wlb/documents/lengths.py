@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
+from wlb.documents.store.remote import store_prefix
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
 from wlb.token_count import parse_count, parse_tokens
@@ -42,7 +43,7 @@ def read_lengths(source: str | Path, *, keep_empty: bool = False) -> NDArray[np.
     """
     if str(source).startswith("synthetic:"):
         return _synthetic(str(source))
-    path = Path(source)
+    path = store_prefix(source)
     suffix = path.suffix
     try:
         if suffix not in _READERS or (not path.exists() and index_path(path).exists()):

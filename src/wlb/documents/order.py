@@ -24,8 +24,9 @@ from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
 from wlb.documents.store.index import index_path
+from wlb.documents.store.remote import StorePath
 from wlb.errors import UserError
-from wlb.settings import NonEmptyPath, NonNegativeInt, Number, Section, Tokens
+from wlb.settings import NonNegativeInt, Number, Section, Tokens
 
 _ORDER = "feistel"  # of every epoch that begins
 _OLD_ORDER = "sorted"  # of epochs that older versions began; their states do not name it
@@ -34,15 +35,16 @@ _OLD_ORDER = "sorted"  # of epochs that older versions began; their states do no
 class MixtureStore(Section):
     """One store of a mixture and its share of the trained tokens. In a file each is a [[data.mixture]]."""
 
-    store: NonEmptyPath = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx)")
+    store: StorePath = Field(description="Prefix of the token store (PREFIX.bin and PREFIX.idx), a path or a URL")
     weight: Number = Field(gt=0, le=1e9, description="Its share of the tokens, over the sum of all weights")
 
 
 class DataConfig(Section):
     """Which documents, and what happens to those longer than the context window."""
 
-    store: NonEmptyPath | None = Field(
-        None, description="Prefix of the token store (PREFIX.bin and PREFIX.idx); required without a mixture"
+    store: StorePath | None = Field(
+        None,
+        description="Prefix of the token store (PREFIX.bin and PREFIX.idx), a path or a URL; required without a mixture",
     )
     mixture: tuple[MixtureStore, ...] = Field((), description="Several stores with weights, instead of store")
     context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from wlb.documents.order import DataConfig
+from wlb.documents.store.remote import StorePath
 from wlb.job.memory.layers import Checkpointing
 from wlb.packing import PACKERS, checked_name
 from wlb.packing.arrange import Assignment, Order
@@ -364,7 +365,7 @@ class MetricsConfig(Section):
 class EvaluationConfig(Section):
     """Whether and how the loss on held-out documents is measured."""
 
-    store: NonEmptyPath | None = Field(None, description="Prefix of a token store of held-out documents")
+    store: StorePath | None = Field(None, description="Prefix of a token store of held-out documents, a path or a URL")
     every: PositiveInt = Field(100, description="Steps between evaluations; one more follows the last step")
     documents: PositiveInt | None = Field(None, description="Only the first so many documents of the store")
     length_buckets: Literal["auto"] | tuple[Tokens, ...] = Field(
