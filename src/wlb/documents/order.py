@@ -44,7 +44,8 @@ class DataConfig(Section):
 
     store: StorePath | None = Field(
         None,
-        description="Prefix of the token store (PREFIX.bin and PREFIX.idx), a path or a URL; required without a mixture",
+        description="Prefix of the token store (PREFIX.bin and PREFIX.idx), a path or a URL; required without "
+        "a mixture",
     )
     mixture: tuple[MixtureStore, ...] = Field((), description="Several stores with weights, instead of store")
     context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")
