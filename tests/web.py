@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from http.server import HTTPServer
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -17,7 +18,7 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class Faults:
-    """An application whose next answers to GET requests for ``.bin`` files are those in ``faults``, one each.
+    """An application whose next answers to requests for ranges of ``.bin`` files are those in ``faults``, one each.
 
     "error" is the status 503, "short" half of what was asked for, "cut" a connection that ends in the middle, and
     "hang" no answer until ``released`` is set.
@@ -26,12 +27,12 @@ class Faults:
     def __init__(self, application: Application) -> None:
         self._application = application
         self.faults: deque[str] = deque()
-        self.gets: list[str] = []  # names of the files
+        self.gets: list[str] = []  # names of the files of which ranges were asked for
         self.released = threading.Event()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         name = environ["PATH_INFO"].rpartition("/")[2]
-        if environ["REQUEST_METHOD"] != "GET":
+        if environ["REQUEST_METHOD"] != "GET" or "HTTP_RANGE" not in environ:
             return self._application(environ, start_response)
         self.gets.append(name)
         fault = self.faults.popleft() if self.faults and name.endswith(".bin") else ""
@@ -91,11 +92,17 @@ class _Handler(WSGIRequestHandler):
 @contextmanager
 def served(application: Application) -> Iterator[str]:
     """The URL of a server of ``application``."""
-    with make_server("127.0.0.1", 0, application, _Server, _Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with make_server("127.0.0.1", 0, application, _Server, _Handler) as server, running(server) as url:
+        yield url
+
+
+@contextmanager
+def running(server: HTTPServer) -> Iterator[str]:
+    """The URL of ``server``, which answers in a thread."""
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()

@@ -17,7 +17,7 @@ import pytest
 
 from tests.cases import in_turn
 from tests.limits import HUNG_SECONDS
-from tests.web import Faults, files_of, served
+from tests.web import Faults, files_of, running, served
 from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
 from wlb.documents.store import lengths as lengths_module
@@ -27,7 +27,7 @@ from wlb.documents.store.remote import RemotePath, store_prefix
 from wlb.errors import UserError
 
 VOCAB = 300
-BLOCK = 64  # bytes
+BLOCK = 256  # bytes
 
 
 class Place:
@@ -94,7 +94,8 @@ def _in_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pl
     moto = pytest.importorskip("moto.server", exc_type=ImportError)
     server, place = Faults(moto.DomainDispatcherApplication(moto.create_backend_app)), Place()
     place.faults, place.gets, place.released = server.faults, server.gets, server.released
-    with served(server) as endpoint:
+    serving = pytest.importorskip("werkzeug.serving")  # which reads the chunks in which s3fs uploads
+    with running(serving.make_server("127.0.0.1", 0, server, threaded=True)) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
