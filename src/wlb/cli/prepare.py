@@ -167,9 +167,9 @@ def _check(prefix: Path, json: bool) -> None:
 
     store = check_store(prefix)
     if json:
-        emit_json({"store": str(prefix), "documents": len(store), "tokens": store.tokens})
+        emit_json({"store": str(store.prefix), "documents": len(store), "tokens": store.tokens})
     else:
-        stdout.print(f"{prefix} is whole: {len(store):,} documents, {store.tokens:,} tokens", highlight=False)
+        stdout.print(f"{store.prefix} is whole: {len(store):,} documents, {store.tokens:,} tokens", highlight=False)
 
 
 def _corpus(
