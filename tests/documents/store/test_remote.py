@@ -22,6 +22,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
 from wlb.documents.store import lengths as lengths_module
 from wlb.documents.store import remote
+from wlb.documents.store.cache import cache_folder
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, check_store
 from wlb.documents.store.remote import RemotePath, store_prefix
 from wlb.errors import UserError
@@ -183,7 +184,7 @@ def test_eight_processes_fetch_everything_once(place, local):
     pieces = -(-(34 + 20 * 40 + 8) // (3 * BLOCK))
     assert place.gets.count("corpus.idx") == pieces
     assert place.gets.count("corpus.bin") == -(-2 * local.tokens // BLOCK)
-    assert not [*Path(remote._cache_folder()).glob("*.lock"), *Path(remote._cache_folder()).glob("*.part")]
+    assert not [*cache_folder().glob("*.lock"), *cache_folder().glob("*.part")]
 
 
 def test_failing_reads_are_repeated_and_lose_nothing(place, local):

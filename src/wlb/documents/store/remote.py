@@ -16,11 +16,9 @@ import errno
 import hashlib
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PosixPath
@@ -31,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator
 
+from wlb.documents.store.cache import cached_bytes, cached_file
 from wlb.errors import UserError, require
-from wlb.files import flush, open_locked
 from wlb.settings import NonEmptyPath
 
 _T = TypeVar("_T")
@@ -42,8 +40,6 @@ _FIRST_DELAY = 1.0  # seconds before the second try; doubles with each
 _TIMEOUT = 60.0  # seconds for one request
 _BLOCK = 2 << 20  # bytes read of a token file: no more takes the time that a request takes anyway, on 1 Gbit/s
 _PIECE = 32 << 20  # bytes of a file that is read whole
-_POLL = 0.02  # seconds
-_CACHE_GIB = 64.0
 # What file systems call the version of a file; all that are there are compared.
 _VERSIONS = (
     *("ETag", "etag", "Content-MD5", "content_md5", "md5Hash", "generation", "blob_id"),
@@ -85,22 +81,7 @@ class RemotePath(PosixPath):
 
     def local(self) -> Path:
         """The whole file in the cache of this machine. Raises ``FileNotFoundError`` where the server has none."""
-        target, size = _cache_folder() / f"{self._key}-{self.name}", self._found.size
-
-        def is_there() -> bool:
-            return _has_size(target, size)
-
-        def write(file: IO[bytes]) -> None:
-            for piece in self.pieces():
-                file.write(piece)
-
-        with _cache_errors():
-            if not is_there():
-                with _alone(target):
-                    if not is_there():
-                        _put(target, size, write)
-            os.utime(target)
-        return target
+        return cached_file(f"{self._key}-{self.name}", self._found.size, self.pieces)
 
     def pieces(self) -> Iterator[bytes]:
         """The file in order, not through the cache. Raises ``UserError`` if it is no longer what it was."""
@@ -119,16 +100,11 @@ class RemotePath(PosixPath):
     def _read_block(self, number: int, start: int, stop: int) -> bytes:
         first = number * _BLOCK
         size = min(_BLOCK, self._found.size - first)
-        target = _cache_folder() / f"{self._key}-{number}"
-        with _cache_errors():
-            if (cached := _cached(target, size, start, stop)) is not None:
-                return cached
-            with _alone(target):
-                if (cached := _cached(target, size, start, stop)) is not None:
-                    return cached
-                block = self._read_range(first, first + size)
-                _put(target, size, lambda file: file.write(block))
-        return block[start:stop]
+
+        def fetch() -> bytes:
+            return self._read_range(first, first + size)
+
+        return cached_bytes(f"{self._key}-{number}", size, start, stop, fetch)
 
     def _read_range(self, start: int, stop: int) -> bytes:
         """These bytes from the server, of the version that was found at first."""
@@ -292,124 +268,3 @@ def _within(seconds: float, ask: Callable[[], _T]) -> _T:
     if error is not None:
         raise error
     return value  # type: ignore[return-value]
-
-
-# The cache: files in one directory. The least recently used go first, by their time of modification.
-
-
-def _cache_folder() -> Path:
-    if named := os.environ.get("WLB_CACHE_DIR"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "wlb"
-
-
-def _cache_bound(folder: Path) -> int:
-    """Bytes that the cache may have: 64 GiB, or a quarter of a disk that is smaller than 256."""
-    named = os.environ.get("WLB_CACHE_GIB")
-    try:
-        gib = _CACHE_GIB if named is None else float(named)
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < float("inf"):
-        raise UserError(f"WLB_CACHE_GIB = {named!r} is no size of a cache; give it a positive number of GiB")
-    bound = int(gib * 2**30)
-    return bound if named else min(bound, shutil.disk_usage(folder).total // 4)
-
-
-@contextmanager
-def _cache_errors() -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UserError(
-            f"the cache of remote stores {_cache_folder()} cannot be used: {error.strerror}; make room, or name "
-            "another directory in WLB_CACHE_DIR"
-        ) from error
-
-
-def _has_size(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except FileNotFoundError:
-        return False
-
-
-def _cached(path: Path, size: int, start: int, stop: int) -> bytes | None:
-    """Bytes of a cached block, unless it is not there, or not whole after a power cut."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            if os.fstat(file.fileno()).st_size != size:
-                return None
-            os.utime(file.fileno())
-            found = os.pread(file.fileno(), stop - start, start)
-    except FileNotFoundError:
-        return None
-    return found if len(found) == stop - start else None
-
-
-@contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Only one process, and one thread, of those that are to make ``target`` is inside; a killed one is no longer."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    lock = target.with_name(f"{target.name}.lock")
-    while (descriptor := open_locked(lock)) is None:
-        time.sleep(_POLL)
-    try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _put(target: Path, size: int, write: Callable[[IO[bytes]], object]) -> None:
-    """Make a file of the cache of what ``write`` writes, and room for it before."""
-    _make_room(target.parent, size)
-    part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
-    try:
-        with part.open("wb") as file:
-            write(file)
-            flush(file)
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-class _Written:
-    """Bytes that this process has written since it last looked how large the cache is; infinite before the first."""
-
-    bytes = float("inf")
-
-
-def _make_room(folder: Path, size: int) -> None:
-    """Remove files until ``size`` bytes fit.
-
-    An eighth of the bound is left free, and a process looks again only when it has written an eighth of that: so the
-    bound holds for up to eight processes, which do not list the directory for every block.
-    """
-    bound = _cache_bound(folder)
-    _Written.bytes += size
-    if _Written.bytes <= bound // 64:
-        return
-    files = []
-    for entry in os.scandir(folder):
-        try:
-            status = entry.stat()
-        except FileNotFoundError:  # removed by another process
-            continue
-        if not entry.name.endswith(".lock"):
-            files.append((status.st_mtime_ns, status.st_size, entry.path))
-    allowed = bound - bound // 8 - size
-    if allowed < 0:
-        raise UserError(
-            f"{size / 2**30:.1f} GiB do not fit into seven eighths of the cache {folder}, which may have "
-            f"{bound / 2**30:.1f} GiB; raise WLB_CACHE_GIB"
-        )
-    held = sum(size for _, size, _ in files)
-    for _, file_size, path in sorted(files):
-        if held <= allowed:
-            break
-        Path(path).unlink(missing_ok=True)
-        held -= file_size
-    _Written.bytes = size
