@@ -52,8 +52,6 @@ Tokens = Annotated[
 ]
 Number = Annotated[float, Field(strict=True)]
 NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
-# A token store, or the shards of one: see ``wlb.documents.store.sources``.
-StoreSetting = NonEmptyPath | Annotated[tuple[NonEmptyPath, ...], Field(min_length=1)]
 
 
 def one_of(names: Iterable[str]) -> tuple[BeforeValidator, FieldInfo]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from tests.training.distributed import run_ranks
 from tests.training.jobs import VOCABULARY, job, read_steps, trainer_of, write_store
+from tests.web import Faults, files_of, served
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.documents.store.shards import open_store
 from wlb.job.config import JobConfig
@@ -21,8 +24,8 @@ def _train(config: JobConfig) -> None:
     trainer_of(config).run()
 
 
-def _configure(folder: Path, name: str, steps: int, **parallel: int) -> JobConfig:
-    mixture = [{"store": str(folder / store), "weight": weight} for store, weight in WEIGHTS.items()]
+def _configure(folder: Path, name: str, steps: int, stores: str = "", **parallel: int) -> JobConfig:
+    mixture = [{"store": f"{stores or folder}/{store}", "weight": weight} for store, weight in WEIGHTS.items()]
     model: dict[str, Any] = {"sliding_window": 20, "full_attention_layers": 1, "qkv_bias": True, "o_bias": True}
     return job(
         folder,
@@ -36,11 +39,7 @@ def _configure(folder: Path, name: str, steps: int, **parallel: int) -> JobConfi
 
 
 def test_a_resumed_mixture_trains_the_steps_of_one_left_in_peace(tmp_path: Path) -> None:
-    random = np.random.default_rng(2)
-    write_store(tmp_path / "store", shards=3)
-    with TokenStoreWriter(tmp_path / "chats", vocab_size=VOCABULARY, masked=True) as writer:
-        for length in random.integers(5, 60, 40):
-            writer.add(random.integers(0, VOCABULARY, length), random.random(length) < 0.3)
+    _write_stores(tmp_path, shards=3)
     run_ranks(1, _train, _configure(tmp_path, "straight", 6))
     run_ranks(2, _train, _configure(tmp_path, "moved", 3, dp=2))
     run_ranks(2, _train, _configure(tmp_path, "moved", 6, pp=2))
@@ -54,6 +53,38 @@ def test_a_resumed_mixture_trains_the_steps_of_one_left_in_peace(tmp_path: Path)
         assert row["loss_tokens"] == _labels(tmp_path, row["segments"])
     shares = np.array([row["store_tokens"] for row in straight]).sum(axis=0)
     assert shares[0] / shares.sum() == pytest.approx(2 / 3, abs=0.1)
+
+
+def test_stores_on_a_server_train_the_steps_of_those_on_the_disk(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="needs the HTTP file system of fsspec")
+    _write_stores(tmp_path)
+    server = Faults(files_of(tmp_path))
+    server.faults.extend(["error", "cut", "short"])
+    with served(server) as url:
+        configs = _configure(tmp_path, "local", 2, pp=2), _configure(tmp_path, "remote", 2, url, pp=2)
+        run_ranks(2, _train_each, configs, tmp_path / "cache")
+    assert not server.faults
+    assert set(server.gets) == {f"{store}.{ending}" for store in WEIGHTS for ending in ("bin", "idx", "json")} | {
+        "chats.mask"
+    }
+    local, remote = (read_steps(tmp_path / name) for name in ("local", "remote"))
+    assert len(local) == 2
+    for key in ("segments", "document_ids", "store_tokens", "loss_tokens", "loss", "grad_norm"):
+        assert [row[key] for row in remote] == [row[key] for row in local], key
+
+
+def _train_each(configs: Sequence[JobConfig], cache: Path) -> None:
+    os.environ["WLB_CACHE_DIR"] = str(cache)
+    for config in configs:
+        _train(config)
+
+
+def _write_stores(folder: Path, shards: int = 1) -> None:
+    random = np.random.default_rng(2)
+    write_store(folder / "store", shards=shards)
+    with TokenStoreWriter(folder / "chats", vocab_size=VOCABULARY, masked=True) as writer:
+        for length in random.integers(5, 60, 40):
+            writer.add(random.integers(0, VOCABULARY, length), random.random(length) < 0.3)
 
 
 def _labels(folder: Path, segments: list[tuple[int, int, int]]) -> int:

@@ -1,11 +1,11 @@
 """Reading document lengths from files, stores or a random distribution: all that planning needs of a corpus.
 
 ``read_lengths`` takes a ``.json`` list, a ``.txt`` with one length per line, a ``.npy`` array, a ``.parquet``
-file with a column ``length``, a Megatron ``.idx``, the prefix of a token store, a directory, glob or list of them, or
-``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by ``wlb.documents.synthetic``.
-What it returns is checked: whole, positive, in order. Only a store may have empty documents; they are passed over, as
-in training, and counted in a note on stderr. Of a store of more than 16 million documents a sample is taken, and a note
-says so.
+file with a column ``length``, a Megatron ``.idx``, the prefix or URL of a token store, a directory, glob or list of
+them, or ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by
+``wlb.documents.synthetic``. What it returns is checked: whole, positive, in order. Only a store may have empty
+documents; they are passed over, as in training, and counted in a note on stderr. Of a store of more than 16 million
+documents a sample is taken, and a note says so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from wlb.documents.length_counts import StoredLengths
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.index import MAX_DOCUMENT_TOKENS, index_path, read_index
 from wlb.documents.store.lengths import IndexLengths
+from wlb.documents.store.remote import RemotePath, store_prefix
 from wlb.documents.store.shards import ShardedLengths
 from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
@@ -46,9 +47,9 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
     """
     if str(source).startswith("synthetic:"):
         return _synthetic(str(source))
-    path = Path(source_name(source))
+    path = store_prefix(source_name(source))
     try:
-        if path.suffix not in _READERS or (not path.exists() and names_store(source)):
+        if isinstance(path, RemotePath) or path.suffix not in _READERS or (not path.exists() and names_store(source)):
             (path, lengths), where = _from_store(source), "document"
         else:
             read, where = _READERS[path.suffix]
@@ -169,7 +170,8 @@ def _stored_lengths(source: StoreSource) -> tuple[Path, StoredLengths]:
     prefixes = store_prefixes(source)
     if len(prefixes) == 1:
         path = index_path(prefixes[0])
-        if not path.exists() and not str(source).endswith(".idx"):
+        may_be_file = not (isinstance(path, RemotePath) or str(source).endswith(".idx"))
+        if may_be_file and not path.exists():
             raise _no_lengths(prefixes[0])
         return path, IndexLengths(read_index(path))
 

@@ -23,9 +23,9 @@ from wlb.documents.length_counts import Lengths, chunks, counts_of
 from wlb.documents.overlong import OverlongReport, split_overlong
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
-from wlb.documents.store.sources import StoreSource, source_name, source_parts
+from wlb.documents.store.sources import StoreSetting, StoreSource, source_name, source_parts
 from wlb.errors import UserError
-from wlb.settings import NonNegativeInt, Number, Section, StoreSetting, Tokens
+from wlb.settings import NonNegativeInt, Number, Section, Tokens
 
 _ORDER = "feistel"  # of every epoch that begins
 _OLD_ORDER = "sorted"  # of epochs that older versions began; their states do not name it
@@ -43,8 +43,8 @@ class DataConfig(Section):
 
     store: StoreSetting | None = Field(
         None,
-        description="Prefix of the token store (PREFIX.bin and PREFIX.idx), or its shards: a directory, a glob or a "
-        "list; required without a mixture",
+        description="The token store: its prefix (PREFIX.bin and PREFIX.idx), a path or a URL, or its shards: a "
+        "directory, a glob or a list of paths; required without a mixture",
     )
     mixture: tuple[MixtureStore, ...] = Field((), description="Several stores with weights, instead of store")
     context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")

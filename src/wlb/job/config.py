@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from wlb.documents.order import DataConfig
+from wlb.documents.store.sources import StoreSetting
 from wlb.job.memory.layers import Checkpointing
 from wlb.packing import PACKERS, checked_name
 from wlb.packing.arrange import Assignment, Order
@@ -29,7 +30,6 @@ from wlb.settings import (
     Number,
     PositiveInt,
     Section,
-    StoreSetting,
     Tokens,
     one_of,
 )

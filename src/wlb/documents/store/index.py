@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.permutation import Permutation
+from wlb.documents.store.remote import RemotePath
 from wlb.errors import UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -236,7 +237,10 @@ def read_index(path: Path, *, whole: bool = False, sample: bool = True, may_be_e
             dtype, sequences, starts = _parsed_header(path, header, size)
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        raise UserError(f"token store index {path} does not exist; make the store with wlb prepare") from None
+        remedy = (
+            "name one store, not a directory" if isinstance(path, RemotePath) else "make the store with wlb prepare"
+        )
+        raise UserError(f"token store index {path} does not exist; {remedy}") from None
     except OSError as error:
         raise UserError(f"token store index {path} cannot be read: {error.strerror}") from error
     if starts < 2 - may_be_empty:

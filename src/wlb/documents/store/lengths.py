@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from wlb.documents.length_counts import LengthCounts, counted
 from wlb.documents.store.index import TokenIndex, counts_path, index_path, read_index
+from wlb.documents.store.remote import RemotePath
 
 _KEPT_FROM = 1 << 22  # documents; fewer are counted in less than a tenth of a second
 _HASHED_WHOLE = 1 << 26  # bytes of an index, some three million documents; larger ones are known by a sample
@@ -97,11 +98,19 @@ def keep_arrays(path: Path, **arrays: Any) -> None:
             part.unlink(missing_ok=True)
 
 
+def kept_lengths(prefix: Path, index: TokenIndex) -> IndexLengths:
+    """The lengths of a store; counts are kept beside it, or beside the copy of the index of a remote one."""
+    kept_at = counts_path(prefix)
+    if isinstance(kept_at, RemotePath) and isinstance(index.path, RemotePath):
+        kept_at = kept_at.local() if kept_at.exists() else index.path.local().with_suffix(".lengths")
+    return IndexLengths(index, kept_at)
+
+
 def keep_counts(prefix: Path) -> None:
     """Count the lengths of a store, and keep what is found where it is large."""
     index = read_index(index_path(prefix))
     if index.documents >= _KEPT_FROM:
-        _ = IndexLengths(index, counts_path(prefix)).counts
+        _ = kept_lengths(prefix, index).counts
 
 
 def index_digest(index: TokenIndex, *, whole: bool = False) -> Any:

@@ -23,13 +23,13 @@ from wlb.documents.length_counts import StoredLengths, chunks
 from wlb.documents.store.index import (
     TokenIndex,
     bin_path,
-    counts_path,
     index_path,
     mask_path,
     read_index,
     sidecar_path,
 )
-from wlb.documents.store.lengths import IndexLengths, index_digest, is_hashed_whole, keep_counts
+from wlb.documents.store.lengths import index_digest, is_hashed_whole, keep_counts, kept_lengths
+from wlb.documents.store.remote import RemoteArray, RemotePath, store_prefix
 from wlb.documents.store.sources import StoreSource, store_prefixes
 from wlb.documents.store.writer import SIDECAR_FORMAT, TokenStoreWriter
 from wlb.errors import UserError
@@ -49,14 +49,14 @@ class TokenStore:
         self,
         prefix: Path,
         index: TokenIndex,
-        data: NDArray[Any],
+        data: NDArray[Any] | RemoteArray,
         sidecar: dict[str, Any],
-        mask: NDArray[np.uint8] | None = None,
+        mask: NDArray[np.uint8] | RemoteArray | None = None,
     ) -> None:
         self.prefix = prefix
         self.sidecar = sidecar
         self._index = index
-        self.stored_lengths: StoredLengths = IndexLengths(index, counts_path(prefix))
+        self.stored_lengths: StoredLengths = kept_lengths(prefix, index)
         self._data = data
         self._mask = mask
         self._vocab_size: int | None = sidecar.get("vocab_size")
@@ -65,10 +65,11 @@ class TokenStore:
     def open(cls, prefix: str | Path) -> TokenStore:
         """Open ``PREFIX.idx``, ``PREFIX.bin`` and, if they are there, ``PREFIX.json`` and ``PREFIX.mask``.
 
-        Raises ``UserError`` when a file is missing, truncated, corrupt or does not belong to the others. For stores in
-        many shards there is ``wlb.documents.store.shards.open_store``.
+        ``prefix`` may be a URL, such as ``s3://bucket/corpus``. Raises ``UserError`` when a file is missing, truncated,
+        corrupt or does not belong to the others, or cannot be read. For stores in many shards there is
+        ``wlb.documents.store.shards.open_store``.
         """
-        prefix = Path(prefix)
+        prefix = store_prefix(prefix)
         return TokenStore.with_index(prefix, read_index(index_path(prefix)))
 
     @classmethod
@@ -223,14 +224,14 @@ def identity_of_tokenizer(tokenizer: dict[str, Any] | None) -> dict[str, Any] | 
     return {key: value for key, value in tokenizer.items() if key != "name"} if tokenizer else None
 
 
-def _map_tokens(path: Path, index: TokenIndex) -> NDArray[Any]:
+def _map_tokens(path: Path, index: TokenIndex) -> NDArray[Any] | RemoteArray:
     try:
         return _mapped(path, index.dtype, index)
     except FileNotFoundError:
         raise UserError(f"token file {path} does not exist, only its index") from None
 
 
-def _map_mask(prefix: Path, index: TokenIndex, sidecar: dict[str, Any]) -> NDArray[np.uint8] | None:
+def _map_mask(prefix: Path, index: TokenIndex, sidecar: dict[str, Any]) -> NDArray[np.uint8] | RemoteArray | None:
     path = mask_path(prefix)
     try:
         return _mapped(path, np.dtype(np.uint8), index)
@@ -240,11 +241,13 @@ def _map_mask(prefix: Path, index: TokenIndex, sidecar: dict[str, Any]) -> NDArr
         return None
 
 
-def _mapped(path: Path, dtype: np.dtype[Any], index: TokenIndex) -> NDArray[Any]:
+def _mapped(path: Path, dtype: np.dtype[Any], index: TokenIndex) -> NDArray[Any] | RemoteArray:
     """A file of one value for each token of the store. Raises ``UserError`` where it has more or fewer."""
     expected = index.tokens * dtype.itemsize
     try:
         size = path.stat().st_size
+        if size == expected and isinstance(path, RemotePath):
+            return RemoteArray(path, dtype)
         if size == expected:  # an empty file cannot be mapped
             return np.memmap(str(path), dtype, mode="r") if size else np.empty(0, dtype)
     except FileNotFoundError:
@@ -260,21 +263,30 @@ def check_store(prefix: Path) -> TokenStore:
     Raises ``UserError`` for whatever is damaged.
     """
     store = TokenStore.open(prefix)
+    prefix = store.prefix
     read_index(index_path(prefix), whole=True).check()
     for path, key in ((bin_path(prefix), "content_sha256"), (mask_path(prefix), "mask_sha256")):
-        if (expected := store.sidecar.get(key)) is not None:
-            try:
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-            except OSError as error:
-                raise UserError(f"{path} cannot be read: {error.strerror}") from error
-            if found != expected:
-                raise UserError(
-                    f"{path} is not what was written: its sha256 is {found}, the sidecar says {key} = {expected}; "
-                    "prepare the store again"
-                )
+        if (expected := store.sidecar.get(key)) is not None and (found := _sha256(path)) != expected:
+            raise UserError(
+                f"{path} is not what was written: its sha256 is {found}, the sidecar says {key} = {expected}; "
+                "prepare the store again"
+            )
     keep_counts(prefix)
     return store
+
+
+def _sha256(path: Path) -> str:
+    """In hex, of the content of a file, which is not held in memory."""
+    digest = hashlib.sha256()
+    try:
+        if isinstance(path, RemotePath):
+            for piece in path.pieces():
+                digest.update(piece)
+            return digest.hexdigest()
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def stored_vocab_size(source: StoreSource) -> int | None:

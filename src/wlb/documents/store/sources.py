@@ -1,4 +1,4 @@
-"""What a token store may be named by: its prefix, or a directory, a glob or a list of stores that are one."""
+"""What names a token store: its prefix, which may be a URL, or a directory, a glob or a list of stores that are one."""
 
 from __future__ import annotations
 
@@ -7,24 +7,39 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
+
+from pydantic import BeforeValidator, Field
 
 from wlb.documents.store.index import index_path
+from wlb.documents.store.remote import RemotePath, store_prefix
 from wlb.errors import UserError
+from wlb.settings import NonEmptyPath
 
-# A prefix or PREFIX.idx, a directory of stores, a glob of them, or a list of these.
+# A prefix or PREFIX.idx, also at a URL, a directory of stores, a glob of them, or a list of these.
 StoreSource: TypeAlias = "str | Path | Sequence[str | Path]"
+
+_StorePath = Annotated[
+    NonEmptyPath, BeforeValidator(lambda value: store_prefix(value) if isinstance(value, str | Path) else value)
+]
+# A setting that names a store.
+StoreSetting = _StorePath | Annotated[tuple[_StorePath, ...], Field(min_length=1)]
 
 
 def store_prefixes(source: StoreSource) -> list[Path]:
     """The prefixes of all stores that ``source`` names, sorted by name, in which 10 comes after 9.
 
-    A prefix is returned whether or not there is a store. Raises ``UserError`` for a directory or a glob without
-    stores, and for one that is named twice.
+    A prefix is returned whether or not there is a store, and nothing is asked of a server. Raises ``UserError`` for a
+    directory or a glob without stores, for one that is named twice, and for a URL that is a glob or one of a list.
     """
     parts = source_parts(source)
     prefixes = [prefix for part in parts for prefix in _expanded(part)]
     if len(prefixes) > 1:
+        if remote := [prefix for prefix in prefixes if isinstance(prefix, RemotePath)]:
+            raise UserError(
+                f"{remote[0]} is one of {len(prefixes)} shards, and shards cannot be at URLs; copy them to a disk, or "
+                "name each as a store of data.mixture"
+            )
         refuse_twice(prefixes)
     return sorted(prefixes, key=lambda prefix: _natural(str(prefix)))
 
@@ -38,8 +53,8 @@ def names_store(source: StoreSource) -> bool:
 
 
 def source_parts(source: StoreSource) -> tuple[Path, ...]:
-    """``source`` as a list."""
-    return (Path(source),) if isinstance(source, str | Path) else tuple(map(Path, source))
+    """``source`` as a list. Raises ``UserError`` as ``store_prefix``."""
+    return (store_prefix(source),) if isinstance(source, str | Path) else tuple(map(store_prefix, source))
 
 
 def source_name(source: StoreSource) -> str:
@@ -63,6 +78,10 @@ def refuse_twice(prefixes: Sequence[Path]) -> None:
 
 
 def _expanded(path: Path) -> list[Path]:
+    if isinstance(path, RemotePath):
+        if set("*?") & set(str(path)):
+            raise UserError(f"{path} is a pattern, and stores at URLs cannot be listed; name one store")
+        return [_without_ending(path)]
     if path.name and index_path(path).exists():
         return [path]
     if path.is_dir():
@@ -72,10 +91,14 @@ def _expanded(path: Path) -> list[Path]:
         pattern = str(path) if path.suffix == ".idx" else f"{path}.idx"
         missing = f"no token store matches {path}; make one with wlb prepare"
     else:
-        return [path.with_suffix("") if path.suffix == ".idx" else path]
+        return [_without_ending(path)]
     if found := glob.glob(pattern, recursive=True):
         return [Path(name.removesuffix(".idx")) for name in found]
     raise UserError(missing)
+
+
+def _without_ending(path: Path) -> Path:
+    return path.with_suffix("") if path.suffix == ".idx" else path
 
 
 def _natural(name: str) -> tuple[list[str | int], str]:

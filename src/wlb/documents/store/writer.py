@@ -32,6 +32,7 @@ from wlb.documents.store.index import (
     store_path,
 )
 from wlb.documents.store.lengths import keep_counts
+from wlb.documents.store.remote import RemotePath, store_prefix
 from wlb.errors import UserError
 from wlb.files import flush, move, open_locked, sync, write_synced
 
@@ -59,6 +60,8 @@ def store_files(prefix: Path, with_tokenizer: bool = True, with_mask: bool = Tru
 
 def check_target(prefix: Path, overwrite: bool) -> None:
     """Raise ``UserError`` when a store cannot be made at ``prefix``, or is there already and not to be replaced."""
+    if isinstance(store_prefix(prefix), RemotePath):
+        raise UserError(f"{store_prefix(prefix)} is a URL; make the store on a disk and copy its files there")
     with _disk_errors(prefix):
         if prefix.is_dir():
             raise UserError(f"{prefix} is a directory; name the store in it, such as {prefix / 'corpus'}")

@@ -1,0 +1,375 @@
+"""Stores at URLs against the same stores on a disk, on servers that are slow, fail, stop in the middle and change."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cases import in_turn
+from tests.limits import HUNG_SECONDS
+from tests.web import Faults, files_of, running, served
+from wlb.documents.lengths import read_lengths
+from wlb.documents.order import DataConfig
+from wlb.documents.store import lengths as lengths_module
+from wlb.documents.store import remote
+from wlb.documents.store.cache import cache_folder
+from wlb.documents.store.reader import TokenStore, TokenStoreWriter, check_store, stored_vocab_size
+from wlb.documents.store.remote import RemotePath, store_prefix
+from wlb.documents.store.shards import check_stores, open_store
+from wlb.documents.store.sources import names_store
+from wlb.errors import UserError
+
+VOCAB = 300
+BLOCK = 256  # bytes
+
+
+class Place:
+    """Where the files of ``folder`` are served: ``url`` is that of the folder, ``gets`` are names of files read."""
+
+    url: str
+    faults: deque[str]
+    gets: list[str]
+    put: Callable[[Path], object]  # one file
+    remove: Callable[[str], object]  # a file by its name
+    released = threading.Event()
+
+
+@pytest.fixture(params=["memory", "http", "s3"])
+def place(request, tmp_path, monkeypatch) -> Iterator[Place]:
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("WLB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_BLOCK", BLOCK)
+    monkeypatch.setattr(remote, "_PIECE", 3 * BLOCK)
+    monkeypatch.setattr(remote, "_FIRST_DELAY", 0.0)
+    yield from {"memory": _in_memory, "http": _on_the_web, "s3": _in_a_bucket}[request.param](tmp_path, monkeypatch)
+
+
+def _in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    files, place = MemoryFileSystem(), Place()
+    place.url, place.faults, place.gets = f"memory://{tmp_path.name}", deque(), []
+    place.released = threading.Event()
+    place.put = lambda path: files.pipe_file(f"{place.url}/{path.name}", path.read_bytes())
+    place.remove = lambda name: files.rm_file(f"{place.url}/{name}")
+    whole = MemoryFileSystem.cat_file
+
+    def cat_file(self: MemoryFileSystem, path: str, start: int, end: int) -> bytes:
+        place.gets.append(path.rpartition("/")[2])
+        fault = place.faults.popleft() if place.faults and path.endswith(".bin") else ""
+        if fault == "hang":
+            place.released.wait()
+        if fault in ("error", "cut"):
+            raise ConnectionError(f"the connection\nended: {fault}")
+        return bytes(whole(self, path, start=start, end=(start + end) // 2 if fault == "short" else end))
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
+    yield place
+    place.released.set()
+    files.rm(f"/{tmp_path.name}", recursive=True)
+
+
+def _on_the_web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    pytest.importorskip("aiohttp")
+    folder, place = tmp_path / "web", Place()
+    folder.mkdir()
+    server = Faults(files_of(folder))
+    place.faults, place.gets, place.released = server.faults, server.gets, server.released
+    place.put = lambda path: (folder / path.name).write_bytes(path.read_bytes())
+    place.remove = lambda name: (folder / name).unlink()
+    with served(server) as place.url:
+        yield place
+        server.released.set()
+
+
+def _in_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    s3fs = pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server", exc_type=ImportError)
+    server, place = Faults(moto.DomainDispatcherApplication(moto.create_backend_app)), Place()
+    place.faults, place.gets, place.released = server.faults, server.gets, server.released
+    serving = pytest.importorskip("werkzeug.serving")  # which reads the chunks in which s3fs uploads
+    with running(serving.make_server("127.0.0.1", 0, server, threaded=True)) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+        s3fs.S3FileSystem.clear_instance_cache()
+        files = s3fs.S3FileSystem(use_listings_cache=False)
+        bucket = f"wlb-{tmp_path.name.replace('_', '-').lower()}"
+        files.mkdir(bucket)
+        place.url = f"s3://{bucket}/corpora"
+        place.put = lambda path: files.pipe_file(f"{place.url}/{path.name}", path.read_bytes())
+        place.remove = lambda name: files.rm_file(f"{place.url}/{name}")
+        yield place
+        server.released.set()
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def write(prefix: Path, *, documents: int = 40, seed: int = 0, masked: bool = False) -> Path:
+    random = np.random.default_rng(seed)
+    with TokenStoreWriter(prefix, vocab_size=VOCAB, masked=masked, overwrite=True) as writer:
+        for length in np.random.default_rng(0).integers(0, 100, documents):
+            writer.add(random.integers(0, VOCAB, length), *([random.random(length) < 0.5] if masked else []))
+    return prefix
+
+
+@pytest.fixture
+def local(tmp_path, place) -> TokenStore:
+    """A store on the disk, whose files are in ``place`` too."""
+    store = TokenStore.open(write(tmp_path / "corpus", masked=True))
+    put_all(place, tmp_path)
+    return store
+
+
+def put_all(place: Place, folder: Path) -> None:
+    for path in folder.glob("corpus.*"):
+        place.put(path)
+
+
+def same_tokens(store: TokenStore, local: TokenStore) -> bool:
+    return all(np.array_equal(store.read(document), local.read(document)) for document in range(len(local)))
+
+
+def test_a_remote_store_is_the_same_as_on_the_disk(place, local, tmp_path, monkeypatch, capsys):
+    store = TokenStore.open(f"{place.url}/corpus")
+    assert same_tokens(store, local)
+    assert (store.identity, store.sidecar, store.vocab_size) == (local.identity, local.sidecar, VOCAB)
+    assert np.array_equal(store.lengths, local.lengths)
+    assert str(store.prefix) == f"{place.url}/corpus"
+    for document, length in enumerate(local.lengths.tolist()):
+        start, end = np.random.default_rng(document).integers(0, length + 1, 2).tolist()
+        start, length = min(start, end), abs(end - start)
+        assert np.array_equal(store.read(document, start, length), local.read(document, start, length))
+        mask, expected = store.loss_mask(document, start, length), local.loss_mask(document, start, length)
+        assert mask is not None
+        assert mask.tolist() == expected.tolist()
+    store.check_labels()
+    assert np.array_equal(read_lengths(f"{place.url}/corpus"), read_lengths(tmp_path / "corpus"))
+    for source in (f"{place.url}/corpus.idx", [f"{place.url}/corpus"]):
+        assert type(open_store(source)) is TokenStore
+        assert check_stores(source).identity == local.identity
+        assert np.array_equal(read_lengths(source), read_lengths(tmp_path / "corpus"))
+        assert stored_vocab_size(source) == VOCAB
+    assert check_store(RemotePath(f"{place.url}/corpus")).tokens == local.tokens
+    assert RemotePath(f"{place.url}/corpus.json").is_file()
+    assert not RemotePath(f"{place.url}/corpus.tokenizer.json").is_file()
+    capsys.readouterr()
+
+    place.gets.clear()
+    assert same_tokens(pickle.loads(pickle.dumps(store)), local)
+    assert not place.gets  # all of it is in the cache
+
+    monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
+    assert TokenStore.open(f"{place.url}/corpus").stored_lengths.counts.tokens == local.tokens
+    monkeypatch.setattr(lengths_module, "counted", None)  # what was found is kept
+    assert TokenStore.open(f"{place.url}/corpus").stored_lengths.counts.tokens == local.tokens
+
+
+def test_counts_come_with_a_store_that_has_them(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(lengths_module, "_KEPT_FROM", 4)
+    write(tmp_path / "corpus")
+    put_all(place, tmp_path)
+    monkeypatch.setattr(lengths_module, "counted", None)
+    assert TokenStore.open(f"{place.url}/corpus").stored_lengths.counts.total_documents == 40
+
+
+def test_eight_processes_fetch_everything_once(place, local):
+    """Threads stand for processes: a file is locked against both."""
+    with ThreadPoolExecutor(8) as ranks:
+        stores = [*ranks.map(lambda _: TokenStore.open(f"{place.url}/corpus"), range(8))]
+        assert all(ranks.map(lambda store: same_tokens(store, local), stores))
+    pieces = -(-(34 + 20 * 40 + 8) // (3 * BLOCK))
+    assert place.gets.count("corpus.idx") == pieces
+    assert place.gets.count("corpus.bin") == -(-2 * local.tokens // BLOCK)
+    assert not [*cache_folder().glob("*.lock"), *cache_folder().glob("*.part")]
+
+
+def test_failing_reads_are_repeated_and_lose_nothing(place, local):
+    store = TokenStore.open(f"{place.url}/corpus")
+    faults = ["error", "cut", "short", "error", "cut"]
+    place.faults.extend(faults)
+    assert same_tokens(store, local)
+    assert place.gets.count("corpus.bin") == -(-2 * local.tokens // BLOCK) + len(faults)
+
+
+def test_a_read_without_an_answer_is_repeated(place, local, monkeypatch):
+    store = TokenStore.open(f"{place.url}/corpus")
+    monkeypatch.setattr(remote, "_TIMEOUT", 1.0)
+    place.faults.append("hang")
+    assert np.array_equal(store.read(1), local.read(1))
+    monkeypatch.setattr(remote, "_TIMEOUT", HUNG_SECONDS)
+    assert same_tokens(store, local)
+
+
+@pytest.mark.parametrize("fault", ["error", "cut", "short", "hang"])
+def test_what_goes_on_failing_is_one_line(place, local, monkeypatch, fault):
+    store = TokenStore.open(f"{place.url}/corpus")
+    delays: list[float] = []
+    monkeypatch.setattr(remote, "_FIRST_DELAY", 1.0)
+    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=delays.append))
+    monkeypatch.setattr(remote, "_TIMEOUT", 0.05 if fault == "hang" else HUNG_SECONDS)
+    place.faults.extend([fault] * 6)
+    with pytest.raises(
+        UserError, match=r"corpus.bin cannot be read in 6 tries: \w+: .*; check the URL, the ne"
+    ) as error:
+        store.read(1)
+    assert "\n" not in str(error.value)
+    assert f"{place.url}/corpus.bin" in str(error.value)
+    assert delays == [1, 2, 4, 8, 16]
+    assert not place.faults
+    monkeypatch.setattr(remote, "_TIMEOUT", HUNG_SECONDS)
+    assert same_tokens(store, local)
+
+
+def test_an_object_that_changes_is_refused(place, local, tmp_path):
+    store = TokenStore.open(f"{place.url}/corpus")
+    first = store.read(1)
+    assert first.size
+    place.put(write(tmp_path / "other" / "corpus", seed=1, masked=True).with_suffix(".bin"))  # of the same size
+    assert np.array_equal(store.read(1), first)  # as it was
+    last = int(np.flatnonzero(local.lengths)[-1])
+    with pytest.raises(
+        UserError, match=r"corpus.bin changed while it was in use: it had \d+ bytes, .*, now it has \d+"
+    ):
+        store.read(last)
+    with pytest.raises(UserError, match=r"corpus.bin is not what was written: its sha256 is"):
+        check_store(RemotePath(f"{place.url}/corpus"))
+    new = TokenStore.open(f"{place.url}/corpus")
+    assert same_tokens(new, TokenStore.open(tmp_path / "other" / "corpus"))  # nothing of the old one is in its cache
+    place.remove("corpus.bin")
+    with pytest.raises(UserError, match=r"changed while it was in use: .*, now it is gone; put back what was there"):
+        store.read(last)
+    with pytest.raises(UserError, match=r"token file \S+/corpus.bin does not exist"):
+        TokenStore.open(f"{place.url}/corpus")
+    place.remove("corpus.idx")
+    for use in (open_store, read_lengths):
+        with pytest.raises(UserError, match=r"token store index \S+://\S+/corpus.idx does not exist; name one store"):
+            use(f"{place.url}/corpus")
+
+
+def test_the_cache_keeps_to_its_bound(place, local, tmp_path, monkeypatch):
+    bound = 4096
+    monkeypatch.setenv("WLB_CACHE_GIB", str(bound / 2**30))
+    store = TokenStore.open(f"{place.url}/corpus")
+    for document in np.random.default_rng(0).integers(0, len(local), 150).tolist():
+        assert np.array_equal(store.read(document), local.read(document))
+        assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= bound
+    assert place.gets.count("corpus.bin") > -(-2 * local.tokens // BLOCK)
+    recent = len(local) - 1
+    assert np.array_equal(store.read(recent), local.read(recent))
+    place.gets.clear()
+    store.read(recent)
+    assert not place.gets
+    monkeypatch.setenv("WLB_CACHE_GIB", str(500 / 2**30))
+    (tmp_path / "cache").rename(tmp_path / "old")
+    with pytest.raises(UserError, match=r"do not fit into seven eighths of the cache .*; raise WLB_CACHE_GIB"):
+        TokenStore.open(f"{place.url}/corpus")
+    monkeypatch.setenv("WLB_CACHE_GIB", "much")
+    with pytest.raises(UserError, match="WLB_CACHE_GIB = 'much' is no size of a cache"):
+        TokenStore.open(f"{place.url}/corpus")
+
+
+def test_a_damaged_block_of_the_cache_is_read_again(place, local, tmp_path):
+    store = TokenStore.open(f"{place.url}/corpus")
+    assert same_tokens(store, local)
+    for path in (tmp_path / "cache").iterdir():
+        path.write_bytes(path.read_bytes()[:3])  # as a power cut may leave it
+    assert same_tokens(TokenStore.open(f"{place.url}/corpus"), local)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(place, local, tmp_path, monkeypatch):
+    monkeypatch.setenv("WLB_CACHE_DIR", str(tmp_path / "corpus.idx" / "cache"))
+    with pytest.raises(UserError, match="cache cannot be used: Not a directory; make room, or name another directory"):
+        TokenStore.open(f"{place.url}/corpus")
+
+
+def test_without_packages_it_is_one_line(monkeypatch):
+    fsspec = pytest.importorskip("fsspec.core")
+
+    def no_s3fs(*_: Any, **__: Any) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "url_to_fs", no_s3fs)
+    with pytest.raises(
+        UserError, match=r"s3://b/c.idx cannot be opened: Install s3fs .* pip install 'wlb-llm\[remote\]'"
+    ):
+        TokenStore.open("s3://b/c")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(UserError, match=r"fsspec is not installed; run: pip install 'wlb-llm\[remote\]'"):
+        TokenStore.open("s3://b/c")
+
+
+def test_no_answer_is_not_taken_for_no_file(monkeypatch):
+    """fsspec says FileNotFoundError of whatever goes wrong with HTTP, and a store without its mask has other labels."""
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(remote, "_FIRST_DELAY", 0.0)
+
+    def unavailable(environ, start_response):
+        start_response("503 Slow Down", [("Content-Length", "0")])
+        return [b""]
+
+    with served(unavailable) as url, pytest.raises(UserError, match=r"corpus.mask cannot be read in 6 tries: .*503"):
+        RemotePath(f"{url}/corpus.mask").exists()
+
+
+@in_turn("url", ["s3://bucket/a.b/corpus", "gs://bucket/corpus", "http://host:80/corpus", "memory://corpus"])
+def test_urls_stay_what_they_are(url):
+    config = DataConfig(store=url)
+    assert config.model_dump(mode="json")["store"] == str(config.store) == url
+    assert DataConfig.model_validate(config.model_dump(mode="json")) == config == config.changed(seed=0)
+    assert str(store_prefix(Path(url))) == url
+    assert str(pickle.loads(pickle.dumps(config.store))) == url
+    config = DataConfig(mixture=({"store": [url], "weight": 1},))
+    assert config.model_dump(mode="json")["mixture"] == [{"store": [url], "weight": 1}]
+    assert DataConfig.model_validate(config.model_dump(mode="json")) == config
+    with pytest.raises(ValueError, match=r"data\.mixture names a store twice"):
+        DataConfig(mixture=({"store": [url], "weight": 1}, {"store": f"{url}.idx", "weight": 1}))
+
+
+@in_turn(
+    ("url", "message"),
+    [
+        ("s3://bucket//corpus", "if you mean s3://bucket/corpus, write that"),
+        ("s3://bucket/corpus/", "if you mean s3://bucket/corpus, write that"),
+        ("hdfs:///corpus", "if you mean hdfs://corpus, write that"),
+        ("file:///data/corpus", "is on this machine; name its path, without file:"),
+    ],
+)
+def test_urls_that_would_mean_something_else_are_refused(url, message):
+    with pytest.raises(UserError, match=message):
+        TokenStore.open(url)
+    with pytest.raises(ValueError, match=message):
+        DataConfig(store=url)
+
+
+@in_turn(
+    ("source", "message"),
+    [
+        ("s3://bucket/*", r"s3://bucket/\* is a pattern, and stores at URLs cannot be listed; name one store"),
+        (["s3://bucket/a", "b"], "s3://bucket/a is one of 2 shards, and shards cannot be at URLs; copy them to a disk"),
+    ],
+)
+def test_shards_at_urls_are_refused(source, message):
+    assert not names_store(source)
+    for use in (open_store, read_lengths, check_stores):
+        with pytest.raises(UserError, match=message):
+            use(source)
+
+
+def test_stores_are_not_written_at_urls(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="s3://b/c is a URL; make the store on a disk and copy its files there"):
+        TokenStoreWriter("s3://b/c", vocab_size=VOCAB)
+    assert not [*tmp_path.iterdir()]
