@@ -57,8 +57,8 @@ def elastic(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pi
         found |= zip(missing, _each(MicroBatches(np.concatenate(sizes), counts), cp_size, workload), strict=True)
     pieces = [of_one for key in keys if (of_one := found[key]) is not None]
     _sharded.update(found)
-    while len(_sharded) > _KEPT:
-        _sharded.pop(next(iter(_sharded)), None)
+    for oldest in list(_sharded)[:-_KEPT]:  # a list, as another thread may be planning
+        _sharded.pop(oldest, None)
     counts = np.array([len(of_one.lane) for of_one in pieces])
     lane, segment, start, stop = (np.concatenate(column) for column in zip(*pieces, strict=True))
     return Pieces(
