@@ -27,7 +27,7 @@ def _tokens(value: object) -> object:
     return parse_tokens(value) if isinstance(value, str) else _plain_integer(value)
 
 
-def _check_path(path: object) -> object:
+def check_path(path: object) -> object:
     if isinstance(path, str) and not path.strip():
         raise ValueError("the path is empty; name one, or leave the setting out")  # it would mean the working directory
     if isinstance(path, str) and "\0" in path:
@@ -51,7 +51,7 @@ Tokens = Annotated[
     BeforeValidator(_tokens),  # "128K" and "1M" too
 ]
 Number = Annotated[float, Field(strict=True)]
-NonEmptyPath = Annotated[Path, BeforeValidator(_check_path)]
+NonEmptyPath = Annotated[Path, BeforeValidator(check_path)]
 
 
 def one_of(names: Iterable[str]) -> tuple[BeforeValidator, FieldInfo]:

@@ -14,13 +14,15 @@ from pydantic import BeforeValidator, Field
 from wlb.documents.store.index import index_path
 from wlb.documents.store.remote import RemotePath, store_prefix
 from wlb.errors import UserError
-from wlb.settings import NonEmptyPath
+from wlb.settings import check_path
 
 # A prefix or PREFIX.idx, also at a URL, a directory of stores, a glob of them, or a list of these.
 StoreSource: TypeAlias = "str | Path | Sequence[str | Path]"
 
 _StorePath = Annotated[
-    NonEmptyPath, BeforeValidator(lambda value: store_prefix(value) if isinstance(value, str | Path) else value)
+    Path,
+    BeforeValidator(lambda value: store_prefix(value) if isinstance(value, str | Path) else value),
+    BeforeValidator(check_path),  # which comes first
 ]
 # A setting that names a store.
 StoreSetting = _StorePath | Annotated[tuple[_StorePath, ...], Field(min_length=1)]
