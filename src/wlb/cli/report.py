@@ -91,9 +91,8 @@ def report(
     from wlb.report.html.page import write_page
 
     options.check_writable(out)
-    if before is not None or (
-        isdir(source) and not names_store(source)
-    ):  # reading complains of a directory without a job
+    is_run = isdir(source) and not names_store(source)  # reading complains of a directory without a job
+    if before is not None or is_run:
         why = "has no effect on the report of a training run, which is measured"
         refuse_unused(context, names_of(ReportOptions), why)
         text, summary = _measured(Path(source), before)

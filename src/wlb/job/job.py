@@ -204,13 +204,13 @@ class JobSpec:
         return sharded_prices(self.shape, self.hardware, self.layout.tp, self.layout.cp, strategy, window)
 
     def priced_as_run(self, plan: StepPlan) -> StepPlan:
-        """``plan`` with the workloads by which its micro-batches are dealt and ordered.
+        """``plan`` with the workloads by which its micro-batches are dealt to ranks and ordered.
 
-        In pools, which may be large, what a document costs depends on those beside it, so they are what their groups
-        take.
+        In pools these are what the ranks of a pool take, as in large ones a document costs more or less with others
+        beside it. A single pool without a pipeline runs its micro-batches one after another, in any order.
         """
-        alike = self.layout.cp == 1 or self.layout.dp * self.layout.pp == 1  # one pool runs them one after another
-        if self.pools is None or self.levels_steps or alike:
+        layout = self.layout
+        if self.pools is None or self.levels_steps or layout.cp == 1 or layout.dp * layout.pp == 1:
             return plan
         return priced_as_sharded(plan, self.sharding_workload, self.layout.cp, self.sharding.strategy)
 

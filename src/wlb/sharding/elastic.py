@@ -42,23 +42,23 @@ _SHORT_TOKENS = 0.1  # of the micro-batch, that are kept for the end at most
 
 # Of micro-batches that were sharded last: each is when it is planned, and again when it is simulated or run.
 _KEPT = 1024
-_sharded: dict[tuple[bytes, int, Workload], Pieces | None] = {}
+_sharded: dict[tuple[bytes, int, Workload], Pieces] = {}
 
 
 def elastic(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
     """Level tokens and attention of all ranks, moving keys and values only as far as that makes the group faster."""
-    keys = [
-        (lengths.tobytes(), cp_size, workload) for lengths in np.split(micro_batches.sizes, micro_batches.first[1:])
-    ]
-    found = {key: _sharded.get(key) for key in keys}
-    if missing := [key for key, pieces in found.items() if pieces is None]:
-        sizes = [np.frombuffer(lengths, np.int64) for lengths, _, _ in missing]
-        counts = np.array([len(of_one) for of_one in sizes])
-        found |= zip(missing, _each(MicroBatches(np.concatenate(sizes), counts), cp_size, workload), strict=True)
-    pieces = [of_one for key in keys if (of_one := found[key]) is not None]
+    each = np.split(micro_batches.sizes, micro_batches.first[1:])
+    keys = [(lengths.tobytes(), cp_size, workload) for lengths in each]
+    found = {key: known for key in keys if (known := _sharded.get(key)) is not None}
+    missing = {key: lengths for key, lengths in zip(keys, each, strict=True) if key not in found}
+    if missing:
+        counts = np.array([len(lengths) for lengths in missing.values()])
+        left = MicroBatches(np.concatenate([*missing.values()]), counts)
+        found |= zip(missing, _sharded_apart(left, cp_size, workload), strict=True)
     _sharded.update(found)
     for oldest in list(_sharded)[:-_KEPT]:  # a list, as another thread may be planning
         _sharded.pop(oldest, None)
+    pieces = [found[key] for key in keys]
     counts = np.array([len(of_one.lane) for of_one in pieces])
     lane, segment, start, stop = (np.concatenate(column) for column in zip(*pieces, strict=True))
     return Pieces(
@@ -69,9 +69,9 @@ def elastic(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pi
     )
 
 
-def _each(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Iterator[Pieces]:
-    """The pieces of every micro-batch for itself."""
-    lane, segment, start, stop = _all(micro_batches, cp_size, workload)
+def _sharded_apart(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Iterator[Pieces]:
+    """The pieces of each micro-batch, as if there were no other."""
+    lane, segment, start, stop = _sharded_together(micro_batches, cp_size, workload)
     bounds = np.searchsorted(segment, micro_batches.first).tolist()
     for index, (first, last) in enumerate(pairwise([*bounds, len(segment)])):
         mine = slice(first, last)
@@ -79,7 +79,7 @@ def _each(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Iter
         yield Pieces(lane[mine] - index * cp_size, own, start[mine], stop[mine])
 
 
-def _all(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
+def _sharded_together(micro_batches: MicroBatches, cp_size: int, workload: Workload) -> Pieces:
     slices = Candidates(np.arange(len(micro_batches.counts)), uneven_slices(micro_batches, cp_size, workload))
     levelled = levelled_candidates(micro_batches, cp_size, workload, EVEN_TOKENS)
     candidates = joined([slices, levelled], micro_batches, cp_size)
