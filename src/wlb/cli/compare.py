@@ -1,24 +1,33 @@
-"""``wlb compare``: what each packing method would do to your documents."""
+"""``wlb compare``: what each preset, or each packing method, would do to your documents."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wlb.cli import options
+from wlb.cli.check import judged, show_verdict
 from wlb.cli.console import emit_json, note, show_columns, stdout, with_progress
+from wlb.cli.groups import was_given
 from wlb.cli.prefill import PrefillOptions, prefill
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from wlb.cli.options import AskedJob
     from wlb.documents.overlong import OverlongReport
     from wlb.documents.segments import Segment
     from wlb.packing.packer import Packer
     from wlb.simulate import SimulatedJob
     from wlb.simulate.compare import MethodResult
 
+_ALL = "all"
+# Options that only the comparison of packing methods reads.
+_OF_METHODS = ("methods", "max_length_factor", "max_delay", "overlong", "solver_seconds", "plot")
 _MANY_STEPS = 2000  # which take the methods together about half a minute
 
 
@@ -26,7 +35,6 @@ _MANY_STEPS = 2000  # which take the methods together about half a minute
 class CompareOptions(options.PackedOptions):
     """What methods are compared on, and their own settings."""
 
-    pp: Annotated[int, options.number("Pipeline-parallel size; with --prefill 1.")] = 4
     max_length_factor: Annotated[
         float, typer.Option(min=1.0, max=1000.0, metavar="X", help="L_max of variable_length and makespan, in windows.")
     ] = 1.5
@@ -53,59 +61,88 @@ def compare(
     ],
     json: options.Json = False,
 ) -> None:
-    """Compare packing methods on a list of document lengths.
+    """Compare presets, or packing methods, on a list of document lengths.
 
-    Packs the documents with every method and prints speed at equal work, balance and token delay, simulated.
+    Simulates the job under every preset, in the same layout, and says what plain-4d loses and what each gives back.
 
-    Methods: sequential, fixed_greedy, fixed_solver, variable_length, makespan, elastic. fixed_greedy:4 packs 4 global
-    batches together; variable_length:1 has one outlier queue, variable_length:auto tunes its thresholds as documents
-    arrive, variable_length:paper is the paper's Algorithm 1, without early release.
+    With --methods: packs the documents with every method of sequential, fixed_greedy, fixed_solver, variable_length,
+    makespan, elastic, or "all". fixed_greedy:4 packs 4 global batches together; variable_length:1 has one outlier
+    queue, variable_length:auto tunes its thresholds as documents arrive, variable_length:paper is the paper's
+    Algorithm 1, without early release.
 
     With --prefill the lengths are prompts, and the command does what wlb prefill does.
 
     Example: wlb compare synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
-    from wlb.simulate.compare import DEFAULT_METHODS, comparison_json, packer_for
+    from wlb.documents.lengths import read_lengths
+    from wlb.simulate.verdict import presets_of
 
     if isinstance(asked, PrefillOptions):
         prefill(context, lengths, asked, json)
         return
     options.check_picture(asked.plot)
-    job, priced_by = asked.job(context)
-    documents, overlong = documents_of(lengths, asked, job, asked.overlong)
+    tokens = read_lengths(lengths, keep_empty=True)
+    found = asked.job(context, tokens)
+    by_method = any(was_given(context, name) for name in _OF_METHODS)
+    if by_method or json:
+        compared, show = _compared_methods(tokens[tokens > 0], asked, found)
+    if not by_method:
+        verdict = judged(presets_of(found.job, tokens), tokens, asked.steps)
+    if json:
+        emit_json(({} if by_method else {"verdict": verdict.to_json()}) | compared)
+    elif by_method:
+        show()
+    else:
+        show_verdict(verdict, found)
+
+
+def _compared_methods(
+    tokens: NDArray[np.int64], asked: CompareOptions, found: AskedJob
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The comparison of packing methods as JSON, and what prints it."""
+    from wlb.simulate.compare import DEFAULT_METHODS, comparison_json, packer_for
+
+    job = found.job
+    documents, overlong = documents_of(tokens, asked.steps, job, asked.overlong)
     own = {name: getattr(asked, name) for name in ("max_length_factor", "max_delay", "solver_seconds")}
-    names = options.names_in("--methods", asked.methods, DEFAULT_METHODS)
+    listed = None if asked.methods == _ALL else asked.methods
+    names = options.names_in("--methods", listed, DEFAULT_METHODS)
     results = compare_packers([(name, packer_for(name, job, **own)) for name in names], documents, job)
-    title = title_of(job, priced_by)
+    title = title_of(job, found.priced_by)
     if asked.plot is not None:
         from wlb.report.plots import plot_comparison
 
         plot_comparison(results, asked.plot, title=title)
-    if json:
-        sizes = {name: getattr(asked, name) for name in ("context_window", "micro_batches", "dp", "pp")}
-        compared = {"methods": comparison_json(results), "workload": priced_by}
-        emit_json(compared | sizes | {"overlong": {"policy": asked.overlong, **asdict(overlong)}})
-        return
-    show_comparison(results, title)
-    if overlong.documents:
-        stdout.print(
-            f"{overlong.documents} documents over the context window ({asked.overlong}): "
-            f"{overlong.pieces} pieces, {overlong.tokens_dropped} tokens dropped"
-        )
+
+    def show() -> None:
+        show_comparison(results, title)
+        if overlong.documents:
+            stdout.print(
+                f"{overlong.documents} documents over the context window ({asked.overlong}): "
+                f"{overlong.pieces} pieces, {overlong.tokens_dropped} tokens dropped"
+            )
+
+    return {
+        "methods": comparison_json(results),
+        "workload": found.priced_by,
+        "context_window": job.context_window,
+        "micro_batches": job.packing.micro_batches,
+        "dp": job.layout.dp,
+        "pp": job.layout.pp,
+        "overlong": {"policy": asked.overlong, **asdict(overlong)},
+    }, show
 
 
 def documents_of(
-    lengths: str, asked: options.PackedOptions, job: SimulatedJob, overlong: str = "split"
+    tokens: NDArray[np.int64], steps: int | None, job: SimulatedJob, overlong: str = "split"
 ) -> tuple[Sequence[Segment], OverlongReport]:
     """The documents of as many steps as were asked for; all take minutes to plan where there are many."""
     from wlb.documents.filling import documents_for
-    from wlb.documents.lengths import read_lengths
 
-    tokens = read_lengths(lengths)
     filled = int(tokens.sum()) // (job.global_batch * job.context_window)
-    if asked.steps is None and filled > _MANY_STEPS:
+    if steps is None and filled > _MANY_STEPS:
         note(f"the documents fill {filled:,} steps; --steps N takes as many as fill N")
-    return documents_for(tokens, asked.micro_batches, asked.context_window, overlong=overlong, steps=asked.steps)
+    return documents_for(tokens, job.packing.micro_batches, job.context_window, overlong=overlong, steps=steps)
 
 
 def title_of(job: SimulatedJob, priced_by: dict[str, str | int]) -> str:

@@ -70,7 +70,7 @@ class _OptionGroup:
         kind, other = self.kinds[::-1] if asked else self.kinds
         others = {*names_of(other)} - {*names_of(kind)}
         refuse_unused(context, others, f"has no effect {'with' if asked else 'without'} {flag}")
-        values = {name: given[name] for name in names_of(kind) if _was_given(context, name)}
+        values = {name: given[name] for name in names_of(kind) if was_given(context, name)}
         for parameter in context.command.params:
             if parameter.name in _required(kind) - {*values}:
                 option = _spelled(parameter)
@@ -89,7 +89,7 @@ def names_of(group: type) -> list[str]:
 def refuse_unused(context: typer.Context, names: Collection[str], why: str) -> None:
     """Refuse options, by their parameters' ``names``, that were given and would not be read; ``why`` follows them."""
     for parameter in context.command.params:
-        if parameter.name in names and _was_given(context, parameter.name):
+        if parameter.name in names and was_given(context, parameter.name):
             value = context.params[parameter.name]
             if isinstance(value, bool):
                 value = (parameter.opts if value else parameter.secondary_opts)[0]
@@ -97,7 +97,8 @@ def refuse_unused(context: typer.Context, names: Collection[str], why: str) -> N
             raise UserError(f"{_spelled(parameter)} {why} (got {given}); leave it out")
 
 
-def _was_given(context: typer.Context, name: str) -> bool:
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether the option of this parameter name stood on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

@@ -6,17 +6,21 @@ import math
 import os
 import tempfile
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError, require
-from wlb.token_count import parse_tokens
+from wlb.schedules.operations import TRAINED_SCHEDULES
+from wlb.token_count import parse_count, parse_tokens
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from wlb.simulate import SimulatedJob
     from wlb.simulate.search import SearchSpace
     from wlb.workload import ModelShape, Workload
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
 DEFAULT_MODEL = "llama3-8b"
 DEFAULT_WINDOW = 131_072
+DEFAULT_GPUS = 64
 
 
 def tokens(value: str | int) -> int:
@@ -125,6 +130,10 @@ def described(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
+_SIZES = ("dp", "pp", "cp", "tp", "virtual_pp", "schedule")
+_BASELINE = "plain-4d"
+_LEAST_WINDOW = 4096
+_BATCH_TOKENS = 2**22
 _COLUMNS_PER_GPU = 512
 _TOKENS_PER_GPU = 65_536
 _GPUS_PER_NODE = 8
@@ -191,50 +200,130 @@ class PricedGpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedOptions(GpuOptions):
-    """A job whose documents are packed."""
+class JobOptions(GpuOptions):
+    """A job that is simulated. Of one without any sizes, they are chosen for its GPUs and documents."""
 
-    context_window: ContextWindow
-    micro_batches: Annotated[int, number("Micro-batches of a step, over all data-parallel ranks.")]
-    dp: Dp = 1
-    pp: Pp = 4
+    context_window: Annotated[
+        int | None,
+        number_of_tokens("Tokens attention may span, such as 128K; default: as the longest document, up to 128K."),
+    ] = None
+    gpus: Annotated[int | None, number("GPUs; default 64, in the layout in which plain-4d is fastest.")] = None
+    micro_batches: Annotated[
+        int | None, number("Micro-batches of a step, over all data-parallel ranks; default dp x pp, or 4M tokens.")
+    ] = None
+    dp: Annotated[int | None, number("Data-parallel size; default 1 where other sizes are given.")] = None
+    pp: Annotated[int | None, number("Pipeline-parallel size; default 4 where other sizes are given.")] = None
     cp: Annotated[
         int | None, number("Context-parallel size; default: one rank for every 65,536 tokens of the window.")
     ] = None
+    virtual_pp: Annotated[int | None, number("Model chunks per pipeline rank; default 1.")] = None
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(TRAINED_SCHEDULES)}.")
+    ] = None
+    parallel: Annotated[str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")] = (
+        None
+    )
+    steps: Annotated[int | None, number_of_steps("Steps to simulate, after as many that warm up; default 8 to 32, of 512 windows.")] = None
+
+    def job(self, context: typer.Context, lengths: NDArray[np.int64]) -> AskedJob:
+        """The job under preset ``best``, and what was assumed of it.
+
+        With a measured profile ``hardware`` says its links. Raises ``UserError`` for a layout that cannot run.
+        """
+        window, assumed = self.context_window, ""
+        if window is None:
+            window, assumed = _window_of(lengths)
+        sizes = self._sizes(context)
+        if not sizes and self.profile is None and self.micro_batches is None:
+            job = self._in_fastest_layout(window, lengths)
+            assumed += f"{job.layout.world_size} GPUs in the layout in which {_BASELINE} is fastest"
+            return AskedJob(job, {"model": self.model, "hardware": self.hardware}, assumed)
+        if self.gpus is not None:
+            raise UserError(f"--gpus {self.gpus} chooses the sizes that are given too; leave one of them out")
+        job, priced_by = self._of_sizes(context, window, sizes)
+        return AskedJob(job, priced_by, assumed.removesuffix("; "))
+
+    def _sizes(self, context: typer.Context) -> dict[str, Any]:
+        """Those that were given."""
+        if self.parallel is None:
+            return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
+        refuse_unused(context, _SIZES, "has no effect with --parallel, which says it")
+        parts = (part.partition("=") for part in self.parallel.split(","))
+        sizes = {name.strip(): parse_count(value.strip()) or value.strip() for name, _, value in parts}
+        if unknown := [name for name in sizes if name not in _SIZES]:
+            raise UserError(f"parallel.{unknown[0]} is no size; choose from {', '.join(_SIZES)}")
+        return sizes
+
+    def _of_sizes(
+        self, context: typer.Context, window: int, sizes: dict[str, Any]
+    ) -> tuple[SimulatedJob, dict[str, str | int]]:
+        from wlb.job.config import ParallelConfig
+        from wlb.job.config_file import validated
+        from wlb.simulate import simulated_job
+
+        layout = vars(validated(ParallelConfig, {"pp": 4} | sizes, "parallel").layout)
+        gpu = replace(self, tp=sizes.get("tp")).priced(
+            context, window, sizes.get("cp"), layout["pp"], reads=["hardware"]
+        )
+        micro_batches = self.micro_batches or layout["dp"] * layout["pp"]
+        if micro_batches % layout["dp"]:
+            raise UserError(
+                f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of "
+                f"--dp {layout['dp']}"
+            )
+        job = simulated_job(
+            gpu.shape,
+            window,
+            hardware=self.hardware,
+            packing={"micro_batches": micro_batches},
+            profile=gpu.measured,
+            packed_by=gpu.measured and gpu.workload,
+            **layout | {"tp": gpu.tp, "cp": gpu.cp},
+        )
+        return job, gpu.described | {"hardware": self.hardware}
+
+    def _in_fastest_layout(self, window: int, lengths: NDArray[np.int64]) -> SimulatedJob:
+        from wlb.simulate.search import packed_as, search_space
+        from wlb.studies.policies.ours import SystemPolicy
+
+        windows = max(1, _BATCH_TOKENS // window)
+        while windows > 1 and windows * window > int(lengths.sum()):
+            windows //= 2
+        space = search_space(
+            self.model,
+            self.gpus or DEFAULT_GPUS,
+            window,
+            hardware=self.hardware,
+            batch_tokens=windows * window,
+            steps=1,
+        )
+        return packed_as(SystemPolicy(_BASELINE).fastest(_BASELINE, space, lengths)[0], "best")
+
+
+class AskedJob(NamedTuple):
+    """A job under preset ``best``, what it is priced by, and what was ``assumed`` of it, empty if nothing."""
+
+    job: SimulatedJob
+    priced_by: dict[str, str | int]
+    assumed: str
+
+
+def _window_of(lengths: NDArray[np.int64]) -> tuple[int, str]:
+    """The power of two that holds the longest document, within bounds; and how to say that."""
+    longest = int(lengths.max())
+    window = min(max(_LEAST_WINDOW, 1 << (longest - 1).bit_length()), DEFAULT_WINDOW)
+    return window, f"a window of {window:,} tokens, as the longest document has {longest:,}; "
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedOptions(JobOptions):
+    """A job whose documents are packed by several methods."""
+
     methods: Methods = None
     max_delay: Annotated[
         int | None,
         typer.Option(min=0, metavar="STEPS", help="Most steps that a document is delayed before it goes first."),
     ] = None
-    steps: Annotated[int | None, number_of_steps("Use only as many documents as fill N steps.")] = None
-
-    def job(self, context: typer.Context) -> tuple[SimulatedJob, dict[str, str | int]]:
-        """The job, with the defaults of [packing] and [sharding], and a description of its prices.
-
-        With a measured profile ``hardware`` says its links. Raises ``UserError`` for a layout that cannot run.
-        """
-        from wlb.simulate import simulated_job
-
-        if self.micro_batches % self.dp:
-            raise UserError(
-                f"--micro-batches {self.micro_batches} counts all data-parallel ranks; make it a multiple of "
-                f"--dp {self.dp}"
-            )
-        gpu = self.priced(context, self.context_window, self.cp, self.pp, reads=["hardware"])
-        job = simulated_job(
-            gpu.shape,
-            self.context_window,
-            hardware=self.hardware,
-            micro_batches=self.micro_batches // self.dp,
-            dp=self.dp,
-            pp=self.pp,
-            tp=gpu.tp,
-            cp=gpu.cp,
-            profile=gpu.measured,
-            packed_by=gpu.measured and gpu.workload,
-        )
-        sharding = {"sharding": job.sharding.strategy} if job.layout.cp > 1 else {}
-        return job, gpu.described | {"hardware": self.hardware} | sharding
 
 
 @dataclass(frozen=True, kw_only=True)

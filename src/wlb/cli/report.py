@@ -5,66 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from os.path import isdir
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from wlb.cli import options
 from wlb.cli.console import emit_json, progress_bar, stdout
 from wlb.cli.groups import names_of, refuse_unused
-from wlb.errors import UserError
-from wlb.schedules.operations import TRAINED_SCHEDULES
-from wlb.token_count import parse_count
-
-if TYPE_CHECKING:
-    from wlb.simulate import SimulatedJob
-
-_SIZES = ("dp", "pp", "cp", "tp", "virtual_pp", "schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions:
+class ReportOptions(options.JobOptions):
     """The job that a report on document lengths simulates."""
 
-    model: options.Model = options.DEFAULT_MODEL
-    hardware: options.Hardware = "h100"
-    dp: options.Dp = 1
-    pp: options.Pp = 4
-    cp: Annotated[int, options.number("Context-parallel size.")] = 2
-    tp: Annotated[int, options.number("Tensor-parallel size.")] = 8
-    virtual_pp: Annotated[int, options.number("Model chunks per pipeline rank.")] = 1
-    schedule: Annotated[
-        str, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(TRAINED_SCHEDULES)}.")
-    ] = "1f1b"
-    parallel: Annotated[str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")] = (
-        None
-    )
-    context_window: options.ContextWindow = options.DEFAULT_WINDOW
-    micro_batches: Annotated[
-        int | None, options.number("Micro-batches of a step, over all data-parallel ranks; default: dp x pp.")
-    ] = None
-    steps: Annotated[int, options.number_of_steps("Steps to simulate, as far as the documents go.")] = 64
     rivals: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="What wlb rivals --json printed, for a section on published policies."),
     ] = None
-
-    def job(self, context: typer.Context) -> SimulatedJob:
-        """The job under preset best, in a layout that the trainer would run."""
-        from wlb.job.config import ParallelConfig
-        from wlb.job.config_file import validated
-        from wlb.simulate import simulated_job
-
-        sizes = {name: getattr(self, name) for name in _SIZES}
-        if self.parallel is not None:
-            refuse_unused(context, _SIZES, "has no effect with --parallel, which says it")
-            parts = (part.partition("=") for part in self.parallel.split(","))
-            sizes = {name.strip(): parse_count(value.strip()) or value.strip() for name, _, value in parts}
-            if unknown := [name for name in sizes if name not in _SIZES]:
-                raise UserError(f"parallel.{unknown[0]} is no size; choose from {', '.join(_SIZES)}")
-        layout = vars(validated(ParallelConfig, sizes, "parallel").layout)
-        packing = None if self.micro_batches is None else {"micro_batches": self.micro_batches}
-        return simulated_job(self.model, self.context_window, hardware=self.hardware, packing=packing, **layout)
 
 
 def report(
@@ -97,11 +54,13 @@ def report(
         refuse_unused(context, names_of(ReportOptions), why)
         text, summary = _measured(Path(source), before)
     else:
-        text, summary = _predicted(source, asked, asked.job(context))
+        text, summary = _predicted(context, source, asked)
     write_page(out, text)
     if json:
         emit_json({"out": str(out), **summary})
     else:
+        if "verdict" in summary:
+            stdout.print(summary["verdict"], markup=False, highlight=False)
         stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)", markup=False)
 
 
@@ -117,14 +76,15 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
     return measured_report(run, earlier), summary
 
 
-def _predicted(source: str, asked: ReportOptions, job: SimulatedJob) -> tuple[str, dict[str, Any]]:
+def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tuple[str, dict[str, Any]]:
     from wlb.documents.lengths import read_lengths
     from wlb.documents.store.sources import names_store
     from wlb.report.evidence import gather_evidence
     from wlb.report.predicted import predicted_report, read_rivals
 
     rivals = None if asked.rivals is None else read_rivals(asked.rivals)
-    lengths = read_lengths(source)
+    lengths = read_lengths(source, keep_empty=True)
+    job = asked.job(context, lengths).job
     with progress_bar() as bar:
         task = bar.add_task("reading", total=None)
         evidence = gather_evidence(
@@ -140,9 +100,14 @@ def _predicted(source: str, asked: ReportOptions, job: SimulatedJob) -> tuple[st
         "gain": {name: asdict(gain) for name, gain in evidence.gains_in_tokens.items()},
         "imbalance": {name: system.imbalance["gpus"] for name, system in evidence.systems.items()},
         "tokens_per_second": {name: system.tokens_per_second for name, system in evidence.systems.items()},
-        "recommended": asdict(evidence.recommended)
-        | {"activation_checkpointing": evidence.job.activation_checkpointing},
-        "tried": [asdict(one) for one in evidence.tried],
+        "recommended": {
+            "preset": evidence.winner,
+            "max_length_factor": float(evidence.job.packing.length_factor),
+            "activation_checkpointing": evidence.job.activation_checkpointing,
+        },
+        "verdict": str(evidence.verdict),
+        "lost": evidence.verdict.lost,
+        "given_back": evidence.verdict.given_back,
         "fits": evidence.fits,
         "steps": evidence.systems["best"].steps,
     }

@@ -48,11 +48,13 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
 
     Example: wlb tune synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
+    from wlb.documents.lengths import read_lengths
     from wlb.packing.tuning import trade_off
     from wlb.simulate.compare import comparison_json, packer_for
 
-    job, priced_by = asked.job(context)
-    documents, _ = documents_of(lengths, asked, job)
+    tokens = read_lengths(lengths)
+    job, priced_by, _ = asked.job(context, tokens)
+    documents, _ = documents_of(tokens, asked.steps, job)
     trials = _trials(documents, asked, job)
     best, curve = trials[0], trade_off(trials)
     shared = {"max_length_factor": best.max_length_factor, "max_delay": asked.max_delay}
@@ -103,7 +105,7 @@ def _trials(documents: Sequence[Segment], asked: TuneOptions, job: SimulatedJob)
     with counted("trying settings") as on_trial:
         return search(
             [document.length for document in documents],
-            PackingTask(asked.micro_batches, asked.context_window, job.pricing.packed_by or job.workload),
+            PackingTask(job.packing.micro_batches, job.context_window, job.pricing.packed_by or job.workload),
             VariableLengthOptions.model_validate(packer_options("variable_length", {"max_delay": asked.max_delay})),
             factors=sorted({*(factor for factor in MAX_LENGTH_FACTORS if factor < most), most}),
             max_token_delay=asked.max_token_delay,

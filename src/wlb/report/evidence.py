@@ -1,54 +1,33 @@
 """The data of a report on document lengths: every preset simulated on the same documents.
 
-The job's own recommendation comes first: the least activation checkpointing that leaves room for L_max, then L_max.
-Every system is then simulated step by step, and the packing methods are compared by themselves.
+The presets are judged as by every other command (``wlb.simulate.verdict``), and the packing methods by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.filling import documents_for
-from wlb.job.config import PRESETS
-from wlb.job.memory.fit import fits, largest_factor, predicted_memory
-from wlb.job.memory.layers import Checkpointing
+from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
 from wlb.report.gain import Gain, gain
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
-from wlb.simulate import SimulatedJob, SimulationResult, simulate
+from wlb.simulate import SimulatedJob, SimulationResult
 from wlb.simulate.compare import MethodResult, compare_packer, packer_for
-from wlb.simulate.search import packed_as
 from wlb.simulate.timeline import Timeline, timeline
+from wlb.simulate.verdict import BASELINE, BEST, Verdict, judge, presets_of
 
-BASELINE, BEST, ELASTIC = "plain-4d", "best", "elastic"  # presets
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")
 RECOMMENDED = "makespan"
 
-LENGTH_FACTORS = (1.0, 1.25, 1.5, 2.0)
-AS_FAST = 0.01  # L_max within so much of the fastest differ in what waits, not in speed
-_ENOUGH_ROOM = 1.5  # windows: checkpointing is not raised to make micro-batches longer than this
-
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class TriedLength:
-    """What ``best`` does with an L_max of ``max_length_factor`` windows.
-
-    ``speed`` is at equal work, over that of the fastest; ``memory_bytes`` are those of a GPU in the worst step.
-    """
-
-    max_length_factor: float
-    speed: float
-    token_delay: float
-    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -56,25 +35,26 @@ class Evidence:
     """Everything that the report on ``lengths`` shows; all of it is simulated."""
 
     lengths: NDArray[np.int64]
-    systems: dict[str, SimulationResult]
+    verdict: Verdict
     methods: list[MethodResult]
-    tried: list[TriedLength]  # by rising L_max
-    fits: bool  # whether the memory model finds room for a window on every GPU
+
+    @property
+    def systems(self) -> Mapping[str, SimulationResult]:
+        return self.verdict.systems
 
     @property
     def job(self) -> SimulatedJob:
         return self.systems[BEST].job
 
-    @cached_property
-    def winner(self) -> str:
-        """The preset to set: ``elastic`` where it fits and is about as fast as ``best``, as it delays no document."""
-        as_fast = self.gains[ELASTIC].factor >= (1 - AS_FAST) * self.gains[BEST].factor
-        return ELASTIC if as_fast and fits(self.systems[ELASTIC].job) else BEST
-
     @property
-    def recommended(self) -> TriedLength:
-        """The L_max that ``best`` is simulated with."""
-        return next(one for one in self.tried if one.max_length_factor == self.job.packing.length_factor)
+    def winner(self) -> str:
+        """The preset that is recommended: ``best`` where none is faster than the baseline."""
+        return BEST if self.verdict.winner == BASELINE else self.verdict.winner
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether the memory model finds room for a window on every GPU."""
+        return fits(self.job)
 
     @cached_property
     def gains(self) -> dict[str, Gain]:
@@ -90,7 +70,7 @@ class Evidence:
     def usual_steps(self) -> dict[str, Timeline]:
         """Of the baseline, of ``best`` and of the winner, the step with the most usual seconds for its work."""
         names = {BASELINE, BEST, self.winner}
-        return {name: _usual_step(self.systems[name], self.lengths) for name in names}
+        return {name: _usual_step(self.systems[name], self.lengths, self.verdict.warm_up) for name in names}
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
@@ -114,76 +94,24 @@ class Evidence:
 
 
 def gather_evidence(
-    lengths: NDArray[np.int64], job: SimulatedJob, steps: int, on_progress: Progress = lambda what: None
+    lengths: NDArray[np.int64], job: SimulatedJob, steps: int | None, on_progress: Progress = lambda what: None
 ) -> Evidence:
-    """Simulate ``steps`` steps, or as many as the documents fill, of ``job``, which is ``best``, under every preset.
+    """Simulate ``steps`` steps, or as many as ``judge`` takes, of ``job``, which is ``best``, under every preset, and pack the documents by methods.
 
     Raises ``UserError`` where the documents do not fill one step.
     """
-    documents, _ = documents_for(lengths, job.packing.micro_batches, job.context_window, steps=steps)
-    filled = sum(document.length for document in documents) // (job.packing.micro_batches * job.context_window)
-    job, room = with_least_checkpointing(job)
-    most = room or 1.0
-
-    def run(tried: SimulatedJob) -> SimulationResult:
-        return simulate(tried, lengths, min(steps, filled), work_prices=job.work_prices)
-
-    systems = {}
-    for name in PRESETS:
-        on_progress(f"simulating {name}")
-        if name == BEST:
-            candidates = [run(job.with_length_factor(factor)) for factor in LENGTH_FACTORS if factor <= most]
-            systems[name] = fast_with_least_delay(candidates)
-        else:
-            systems[name] = run(_with_length_within(most, packed_as(job, name)))
-    best = systems[BEST].job
+    found = judge(presets_of(job, lengths), lengths, steps, on_progress=lambda name, done: on_progress(f"simulating {name}"))
+    documents, _ = documents_for(lengths, job.packing.micro_batches, job.context_window, steps=found.steps)
+    best = found.systems[BEST].job
     methods = []
     for method in (*METHODS, RECOMMENDED):
         on_progress(f"packing {method}")
         packer = packer_for(method, best, max_length_factor=float(best.packing.length_factor))
         methods.append(compare_packer(method, packer, documents, best))
-    fastest = max(candidate.work_rate for candidate in candidates)
-    tried = [
-        TriedLength(
-            float(candidate.job.packing.length_factor),
-            candidate.work_rate / fastest,
-            candidate.token_delay,
-            predicted_memory(candidate.job).total,
-        )
-        for candidate in candidates
-    ]
-    return Evidence(lengths, systems, methods, tried, room is not None)
+    return Evidence(lengths, found, methods)
 
 
-def with_least_checkpointing(job: SimulatedJob) -> tuple[SimulatedJob, float | None]:
-    """``job`` with the least checkpointing under which GPUs hold L_max, and the L_max they hold; None if nothing fits.
-
-    Where no checkpointing leaves enough room, it is the least that leaves most.
-    """
-    found: tuple[SimulatedJob, float | None] = replace(job, activation_checkpointing="none"), None
-    for level in get_args(Checkpointing):  # cheapest first
-        tried = replace(job, activation_checkpointing=level)
-        factor = largest_factor(tried) or 0.0
-        if factor > (found[1] or 0.0):
-            found = tried, factor
-        if factor >= _ENOUGH_ROOM:
-            break
-    return found
-
-
-def fast_with_least_delay(candidates: Sequence[SimulationResult]) -> SimulationResult:
-    """Of ``candidates`` about as fast as the fastest, the one in which tokens wait least."""
-    enough = (1 - AS_FAST) * max(candidate.work_rate for candidate in candidates)
-    fast = (candidate for candidate in candidates if candidate.work_rate >= enough)
-    return min(fast, key=lambda candidate: candidate.token_delay)
-
-
-def _with_length_within(most: float, job: SimulatedJob) -> SimulatedJob:
-    """With an L_max that fits; that of pools is decided with them."""
-    return job if job.pools else job.with_length_factor(min(float(job.packing.length_factor), most))
-
-
-def _usual_step(result: SimulationResult, lengths: NDArray[np.int64]) -> Timeline:
+def _usual_step(result: SimulationResult, lengths: NDArray[np.int64], warm_up: int) -> Timeline:
     """The step of ``result`` with the most usual seconds for its work, planned again."""
     usual = int(np.abs(result.step_seconds / result.step_work_seconds - 1 / result.work_rate).argmin())
-    return timeline(next(islice(StepPlanner(result.job, lengths).plans(), usual, None)), result.job)
+    return timeline(next(islice(StepPlanner(result.job, lengths).plans(), warm_up + usual, None)), result.job)

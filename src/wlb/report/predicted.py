@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from wlb.errors import UserError
-from wlb.job.memory.step import gib
-from wlb.report.evidence import AS_FAST, BASELINE, BEST, ELASTIC, Evidence
+from wlb.report.evidence import Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram
 from wlb.report.html.diagrams import heat_map, pipeline_chart, shard_chart
@@ -18,6 +17,8 @@ from wlb.report.html.markup import Caption, Markup, table, tag
 from wlb.report.html.page import code, facts, page, paragraph, section, verdict
 from wlb.report.plots import is_baseline
 from wlb.simulate import SimulatedJob, simulate_step
+from wlb.simulate.search import layout_of
+from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, PARTS
 from wlb.workload import MODEL_SHAPES
 
 TITLE = "What workload balancing gives this job"
@@ -41,7 +42,6 @@ def predicted_report(
     """
     job, winner = evidence.job, evidence.winner
     gain, before, after = evidence.gains[winner], evidence.systems[BASELINE], evidence.systems[winner]
-    layout = f"dp {job.layout.dp} · pp {job.layout.pp} · cp {job.layout.cp} · tp {job.layout.tp}"
     values = {
         f"speed at equal work, {winner} over {BASELINE} ({gain.low:.2f} to {gain.high:.2f})": f"{gain.factor:.2f}x",
         "slowest over mean GPU, compute of a step": f"{before.imbalance['gpus']:.2f} → {after.imbalance['gpus']:.2f}",
@@ -51,11 +51,11 @@ def predicted_report(
     return page(
         TITLE,
         [
-            verdict(_verdict(evidence)),
+            verdict(str(evidence.verdict)),
             paragraph(
                 tag("span", "simulated", class_="label-simulated"),
                 f" from the lengths of {source}: {after.steps} steps of {model} on {job.layout.world_size:,} "
-                f"{hardware} GPUs ({layout}), window {job.context_window:,}, {job.packing.micro_batches} "
+                f"{hardware} GPUs ({layout_of(job)}), window {job.context_window:,}, {job.packing.micro_batches} "
                 "micro-batches a step. Nothing here was measured on this job.",
                 class_="muted",
             ),
@@ -72,15 +72,6 @@ def predicted_report(
             section("config", "Recommended configuration", *_config(evidence, model, source, store)),
         ],
     )
-
-
-def _verdict(evidence: Evidence) -> str:
-    winner = evidence.winner
-    gain, delay = evidence.gains[winner], evidence.systems[winner].token_delay
-    if gain.low <= 1.0:
-        return f"On these documents balancing may gain nothing: {winner} is {gain} as fast as {BASELINE} at equal work."
-    waits = "no document is delayed" if delay < 0.005 else f"a token is delayed by {delay:.2f} steps on average"
-    return f"Preset {winner} does {gain.factor:.2f} times the work of {BASELINE} in the same time, and {waits}."
 
 
 def _does_not_fit(evidence: Evidence) -> Markup:
@@ -160,25 +151,20 @@ def _packing(evidence: Evidence) -> list[Markup]:
 
 
 def _where(evidence: Evidence) -> Markup:
-    baseline = evidence.systems[BASELINE]
-    for_the_work = {  # over the baseline's step
-        name: {c: s * system.steps / system.work_seconds * baseline.work_rate for c, s in system.where.items()}
-        for name, system in evidence.systems.items()
-    }
-    causes = [cause for cause in baseline.where if any(abs(where[cause]) >= 0.001 for where in for_the_work.values())]
+    parts = {name: evidence.verdict.parts(name) for name in evidence.systems}
     return bars(
         Caption(
             "where-chart",
-            "Seconds for the same work, by cause",
-            "Simulated, mean over steps. Causes are added one after another to a job without imbalance; the sum is the "
-            "step, and 1 over the sum is the speed at equal work.",
+            "Time for the same work, by cause",
+            f"Simulated, mean over steps, as shares of {BASELINE}'s step. Causes are added one after another to a job "
+            "without imbalance; 1 over the sum is the speed at equal work.",
         ),
         [
-            (name, [max(0.0, where[cause]) for cause in causes], f"{sum(where.values()):.3f}")
-            for name, where in for_the_work.items()
+            (name, [max(0.0, share) for share in shares.values()], f"{sum(shares.values()):.3f}")
+            for name, shares in parts.items()
         ],
         f"{BASELINE} = 1",
-        parts=causes,
+        parts=[*PARTS],
         show=lambda value: f"{value:.1%} of {BASELINE}'s step",
     )
 
@@ -264,26 +250,10 @@ def _rivals(found: dict[str, Any]) -> list[Markup]:
 
 def _config(evidence: Evidence, model: str, source: str, store: str | None) -> list[Markup]:
     config = code(recommended_config(evidence.job, model, source, store, preset=evidence.winner))
+    chosen = "Activation checkpointing is the least that leaves room for L_max."
     if evidence.winner == ELASTIC:
-        reason = (
-            f"{ELASTIC} is at least about as fast as {BEST} here and delays no document. Pools and their micro-batches "
-            "are chosen when the job starts; activation checkpointing is the least with which an L_max of "
-            f"{BEST} would fit."
-        )
-        return [paragraph(reason), config]
-    tried, chosen = evidence.tried, evidence.recommended
-    columns = {
-        "L_max, windows": [f"{t.max_length_factor:g}{' (recommended)' if t is chosen else ''}" for t in tried],
-        "speed at equal work": [f"{t.speed:.3f}" for t in tried],
-        "token delay": [f"{t.token_delay:.2f}" for t in tried],
-        "GiB of a GPU": [gib(t.memory_bytes) for t in tried],
-    }
-    reason = (
-        f"{BEST} leaves L_max to choose: of those that fit the memory model and are within {AS_FAST:.0%} of the "
-        "fastest, the one with the least delay. Activation checkpointing is the least that makes room."
-    )
-    caption = "Simulated. Speed is over the fastest; token delay in steps; memory of the worst step."
-    return [paragraph(reason), table(columns, caption), config]
+        chosen += " Pools and their micro-batches are chosen when the job starts."
+    return [paragraph(chosen), config]
 
 
 def recommended_config(

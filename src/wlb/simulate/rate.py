@@ -81,10 +81,13 @@ def simulate_step(plan: StepPlan, job: SimulatedJob | JobCosts) -> Steps | Level
 
 
 def first_steps(
-    job: SimulatedJob, lengths: DocumentLengths, steps: int
+    job: SimulatedJob, lengths: DocumentLengths, steps: int, warm_up: int = 0
 ) -> Iterator[tuple[list[StepPlan], Steps | LevelSteps]]:
-    """Plans of the trainer's own planner, and what they take; a few at a time, so memory does not grow with steps."""
-    costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(), steps)
+    """Plans of the trainer's own planner, and what they take; a few at a time, so memory does not grow with steps.
+
+    ``warm_up`` steps are planned before them and left out.
+    """
+    costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(), warm_up, warm_up + steps)
     for group in in_groups(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)):
         yield group, simulate_steps(group, costs)
 

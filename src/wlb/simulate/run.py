@@ -93,10 +93,13 @@ def simulate(
     lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]],
     steps: int,
     *,
+    warm_up: int = 0,
     work_prices: DocumentPrices | None = None,
     on_progress: Callable[[int], None] = lambda steps: None,
 ) -> SimulationResult:
     """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens; ``on_progress`` gets steps just done.
+
+    ``warm_up`` steps come before them and do not count: a job that delays documents begins with none that wait.
 
     Work is priced by ``job.work_prices``; to compare jobs of different layouts give all the same ``work_prices``. What
     is "auto" is decided first (``decide``); ``job`` of the result says how. Documents are repeated, epoch after epoch,
@@ -108,7 +111,7 @@ def simulate(
     work_prices = work_prices or job.work_prices
     job = decide(job, lengths)
     totals = _Totals(job, Rate(work_prices))
-    for plans, priced in first_steps(job, lengths, steps):
+    for plans, priced in first_steps(job, lengths, steps, warm_up):
         totals.rate.add(plans, priced)
         totals.add(priced)
         totals.add_documents(plans, of_documents)

@@ -1,0 +1,92 @@
+"""``wlb check``: what a job loses to imbalance on your documents, and the preset that gives most of it back."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import typer
+
+from wlb.cli import options
+from wlb.cli.console import emit_json, progress_bar, show_columns, stdout
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from wlb.cli.options import AskedJob
+    from wlb.simulate import SimulatedJob
+    from wlb.simulate.verdict import Verdict
+
+_CHECKED = ("plain-4d", "best", "elastic")
+
+
+def check(
+    context: typer.Context, lengths: options.Lengths, asked: options.JobOptions, json: options.Json = False
+) -> None:
+    """Say what a job loses to imbalance on your documents, and which preset gives it back. Needs no option.
+
+    Simulates plain-4d (fixed-length packing as most trainers do it) and the presets best and elastic on the same
+    documents in the same layout.
+
+    Example: wlb check lengths.json --gpus 64 --model llama3-8b
+    """
+    from wlb.documents.lengths import read_lengths
+    from wlb.documents.store.sources import names_store
+    from wlb.report.predicted import recommended_config
+    from wlb.simulate.verdict import presets_of
+
+    tokens = read_lengths(lengths, keep_empty=True)
+    found = asked.job(context, tokens)
+    verdict = judged(presets_of(found.job, tokens, _CHECKED), tokens, asked.steps)
+    store = lengths if names_store(lengths) else None
+    gpus = found.job.layout.world_size
+    hours = 24 * gpus * verdict.given_back
+    preset = "best" if verdict.winner == verdict.base else verdict.winner
+    config = recommended_config(verdict.systems[preset].job, asked.model, lengths, store, preset=preset)
+    if json:
+        emit_json(verdict.to_json() | {"gpu_hours_a_day": hours, "assumed": found.assumed, "config": config})
+        return
+    show_verdict(verdict, found)
+    if verdict.winner != verdict.base:
+        stdout.print(f"Of {gpus:,} GPUs that is {hours:,.0f} GPU-hours a day.\n", highlight=False)
+        stdout.print(config, markup=False, highlight=False)
+    stdout.print(f"next: wlb report {shlex.quote(lengths)}", markup=False, highlight=False)
+
+
+def judged(jobs: Mapping[str, SimulatedJob], lengths: NDArray[np.int64], steps: int | None) -> Verdict:
+    """The verdict on ``jobs``, with a progress bar for each."""
+    from wlb.simulate.verdict import judge, steps_of
+
+    steps = steps or steps_of(next(iter(jobs.values())))
+    with progress_bar() as bar:
+        tasks = {name: bar.add_task(name, total=steps) for name in jobs}
+        return judge(jobs, lengths, steps, on_progress=lambda name, done: bar.advance(tasks[name], done))
+
+
+def show_verdict(verdict: Verdict, found: AskedJob) -> None:
+    """Print the verdict, then what it is made of."""
+    from wlb.simulate.search import layout_of
+    from wlb.simulate.verdict import PARTS
+
+    systems, base = verdict.systems, verdict.systems[verdict.base]
+    parts = {name: verdict.parts(name) for name in systems}
+    rows = {part: [f"{parts[name][part]:.1%}" for name in systems] for part in PARTS}
+    rows["together"] = [f"{sum(parts[name].values()):.1%}" for name in systems]
+    rows["speed at equal work"] = [f"{verdict.speed(name):.2f}x" for name in systems]
+    rows["token delay, steps"] = [f"{system.token_delay:.2f}" for system in systems.values()]
+    job = found.job
+    stdout.print(f"{verdict}\n", markup=False, highlight=False)
+    passes = max(system.epochs for system in systems.values())
+    show_columns(
+        {f"of a step of {verdict.base}": [*rows]} | dict(zip(systems, zip(*rows.values(), strict=True), strict=True)),
+        title=f"{options.described(found.priced_by)}: {layout_of(job)},\n"
+        f"{job.packing.micro_batches} micro-batches of {job.context_window:,} tokens a step; {base.steps} steps, "
+        "simulated",
+        notes={
+            f"of a step of {verdict.base}": (f"assumed: {found.assumed}\n" if found.assumed else "")
+            + (f"the documents fill fewer steps and are repeated: {passes} passes over them began\n" * (passes > 1))
+            + "shares are of the time that plain-4d needs for the same work"
+        },
+    )

@@ -1,0 +1,192 @@
+"""What a job loses to imbalance, and how much of it each preset gives back: one answer for every command that is asked.
+
+``wlb check``, ``compare``, ``report`` and ``simulate`` all call ``judge``, so the same job and documents have the same
+figures everywhere. Every preset trains the same documents in the same layout. Steps that warm up do not count: at
+first, more documents begin to wait than come back, under a preset that delays some. From then on as many wait at the
+end as at the beginning, so none looks fast because its long ones still wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, get_args
+
+from wlb.documents.length_counts import DocumentLengths
+from wlb.job.config import PRESETS
+from wlb.job.memory.fit import fits, largest_factor
+from wlb.job.memory.layers import Checkpointing
+from wlb.simulate.decide import decide
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.rate import rate
+from wlb.simulate.run import SimulationResult, simulate
+from wlb.simulate.search import packed_as
+
+BASELINE, BEST, ELASTIC = "plain-4d", "best", "elastic"  # presets
+AS_FAST = 0.01  # presets within so much of each other are as fast
+
+_WINDOWS = 512  # that are simulated, unless that is few or many steps
+_FEWEST, _MOST = 8, 32
+_COMPARED = 4  # steps by which activation checkpointing is chosen
+
+# Of ``wlb.simulate.CAUSES``: what is lost to imbalance and to what balancing takes, and the rest of a step.
+PARTS = {
+    "ranks that wait": ("dp ranks", "cp ranks"),
+    "uneven micro-batches and bubbles": ("bubbles", "stages", "micro-batches"),
+    "exchange of keys and values": ("cp exchange",),
+    "other communication and optimizer": (
+        "tp collectives",
+        "expert exchange",
+        "stage transfers",
+        "weight gathers",
+        "gradient reduction",
+        "optimizer",
+    ),
+    "computing": ("compute", "recomputation"),
+}
+_LOST = tuple(PARTS)[:3]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Every system on the same documents in the same layout, the one that others are compared with first."""
+
+    systems: Mapping[str, SimulationResult]
+    warm_up: int  # steps before those that count
+
+    @property
+    def base(self) -> str:
+        """plain-4d, or the first system where that is not among them."""
+        return BASELINE if BASELINE in self.systems else next(iter(self.systems))
+
+    @property
+    def steps(self) -> int:
+        """Steps that count."""
+        return self.systems[self.base].steps
+
+    def speed(self, system: str) -> float:
+        """At equal work, over the base."""
+        return self.systems[system].speed_at_equal_work(self.systems[self.base])
+
+    @cached_property
+    def winner(self) -> str:
+        """The preset to set: the fastest that fits the memory, or ``elastic``, which delays nothing, if as fast.
+
+        The base where none is faster.
+        """
+        others = [name for name, system in self.systems.items() if name != self.base and fits(system.job)]
+        fastest = max([self.base, *others], key=self.speed)
+        as_fast = ELASTIC in others and self.speed(ELASTIC) >= (1 - AS_FAST) * self.speed(fastest)
+        return ELASTIC if as_fast and fastest != self.base else fastest
+
+    def parts(self, system: str) -> dict[str, float]:
+        """Where ``system`` spends its time on the work of a mean step of the base, as shares of that step.
+
+        They add up to 1 for the base, and to 1 over the speed for others.
+        """
+        result, base = self.systems[system], self.systems[self.base]
+        scale = base.work_rate / (result.work_seconds / result.steps)
+        return {part: scale * sum(result.where[cause] for cause in causes) for part, causes in PARTS.items()}
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """Shares of the base's step that are lost to imbalance, its bubbles, and exchange."""
+        parts = self.parts(self.base)
+        return {part: parts[part] for part in _LOST}
+
+    @property
+    def given_back(self) -> float:
+        """The share of the base's GPU time that the winner saves at equal work."""
+        return 1 - 1 / self.speed(self.winner)
+
+    def __str__(self) -> str:
+        lost = self.lost
+        most_first = sorted(lost.items(), key=lambda item: -item[1])
+        made_of = ", ".join(f"{share:.0%} {part}" for part, share in most_first if share >= 0.005)
+        loses = f"{self.base} loses {sum(lost.values()):.0%} of GPU time" + (f": {made_of}" if made_of else "")
+        if self.winner == self.base:
+            return f"{loses}. No other preset is faster here."
+        delay = self.systems[self.winner].token_delay
+        waits = "with the same documents in every step" if delay < 0.005 else f"a token waits {delay:.2f} steps"
+        return (
+            f'{loses}. preset = "{self.winner}" gives back {self.given_back:.0%} '
+            f"({self.speed(self.winner):.2f}x at equal work, {waits})."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "base": self.base,
+            "lost": self.lost,
+            "winner": self.winner,
+            "speed_at_equal_work": self.speed(self.winner),
+            "given_back": self.given_back,
+            "systems": [
+                {"system": name}
+                | result.to_json()
+                | {"speed_at_equal_work": self.speed(name), "parts": self.parts(name), "fits": fits(result.job)}
+                for name, result in self.systems.items()
+            ],
+        }
+
+
+def steps_of(job: SimulatedJob) -> int:
+    """How many steps are simulated where nobody says, and how many warm up before them."""
+    return min(max(_FEWEST, _WINDOWS // job.global_batch), _MOST)
+
+
+def judge(
+    jobs: Mapping[str, SimulatedJob],
+    lengths: DocumentLengths,
+    steps: int | None = None,
+    *,
+    on_progress: Callable[[str, int], None] = lambda system, steps: None,
+) -> Verdict:
+    """Simulate ``steps`` steps, by default ``steps_of``, of each of ``jobs`` on documents of ``lengths`` tokens.
+
+    Documents are repeated where they do not fill the steps; raises ``UserError`` where they do not fill one.
+    ``on_progress`` gets the system and its steps just done.
+    """
+    first = next(iter(jobs.values()))
+    warm_up = steps_of(first)
+    results = {
+        name: simulate(
+            job,
+            lengths,
+            steps or warm_up,
+            warm_up=warm_up,
+            work_prices=first.work_prices,
+            on_progress=partial(on_progress, name),
+        )
+        for name, job in jobs.items()
+    }
+    return Verdict(results, warm_up)
+
+
+def presets_of(
+    job: SimulatedJob, lengths: DocumentLengths, presets: Iterable[str] = PRESETS
+) -> dict[str, SimulatedJob]:
+    """``job`` under each of ``presets``, with the activation checkpointing under which it is fastest."""
+    return {name: _fastest(packed_as(job, name), lengths) for name in presets}
+
+
+def _fastest(job: SimulatedJob, lengths: DocumentLengths) -> SimulatedJob:
+    """``job`` with the cheapest checkpointing that fits; or with more, where that makes room for a larger L_max.
+
+    L_max is the job's own, or the largest that fits if that is less; that of pools is decided with them. With full
+    checkpointing and the least L_max where nothing fits.
+    """
+    choices: list[SimulatedJob] = []
+    for kind in get_args(Checkpointing):  # cheapest first
+        candidate = replace(job, activation_checkpointing=kind)
+        if job.pools is not None or not job.packing.has_length_factor:
+            candidate = decide(candidate, lengths)
+            if fits(candidate):
+                return candidate
+        elif (room := largest_factor(candidate)) is not None:
+            choices.append(candidate.with_length_factor(min(float(job.packing.length_factor), room)))
+            if choices[-1].packing.length_factor == job.packing.length_factor:
+                break
+    if len(choices) > 1:
+        return max(choices, key=lambda choice: rate(choice, lengths, _COMPARED, job.work_prices).work_rate)
+    return choices[0] if choices else candidate.with_length_factor(candidate.least_length_factor)
