@@ -95,7 +95,6 @@ _ACCURACY = [{"shapes": str, "count": int, "median": float, "worst": float}]
 
 _GAIN = {"factor": float, "low": float, "high": float, "steps": int}
 
-_FACTOR = {"max_length_factor": float, "speed": float, "token_delay": float, "memory_bytes": int}
 
 _PREFILL: Any = {
     "methods": [
@@ -264,8 +263,10 @@ OUTPUTS: dict[str, Any] = {
         "speed_at_equal_work": {"fixed-4d": _GAIN, "wlb-llm": _GAIN, "best": _GAIN},
         "imbalance": {"plain-4d": float, "best": float},
         "tokens_per_second": {"plain-4d": float, "best": float},
-        "recommended": _FACTOR | {"activation_checkpointing": str},
-        "tried": [_FACTOR],
+        "recommended": {"preset": str, "max_length_factor": float, "activation_checkpointing": str},
+        "verdict": str,
+        "lost": {"*": float},
+        "given_back": float,
         "fits": bool,
         "steps": int,
     },

@@ -137,6 +137,7 @@ HARDWARE = ("a100", "h100", "h200", "b200", "mi300x", "cpu")
 COMMANDS = {
     "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --chat --unit --workers "
     "--shard --ray --overwrite --json",
+    "check": "--context-window --micro-batches --gpus --dp --pp --tp --cp --model --hardware --profile --steps --json",
     "compare": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --methods "
         "--max-length-factor --max-delay --steps --overlong --solver-seconds --plot --prefill --token-budget --chunked "

@@ -11,25 +11,13 @@ import pytest
 
 from tests.report.conftest import HOSTILE, WINDOW, small_job
 from tests.report.html.test_markup import read
-from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
-from wlb.report.evidence import (
-    AS_FAST,
-    BASELINE,
-    BEST,
-    ELASTIC,
-    LENGTH_FACTORS,
-    RECOMMENDED,
-    Evidence,
-    fast_with_least_delay,
-    gather_evidence,
-    with_least_checkpointing,
-)
+from wlb.report.evidence import Evidence, gather_evidence
 from wlb.report.gain import Gain
 from wlb.report.predicted import predicted_report, recommended_config
-from wlb.simulate import simulated_job
-from wlb.simulate.rate import rate
+from wlb.simulate import simulate
+from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, Verdict
 
 CHARTS = ["gain-chart", "lengths", "packing-chart", "where-chart", "ranks-chart", "pipeline-chart", "sharding-chart"]
 
@@ -54,7 +42,8 @@ def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
     page = predicted_report(evidence, source="lengths.json", model="7b", hardware="h100")
     assert f"{evidence.gains[BEST].factor:.2f}x" in page
     for name, system in evidence.systems.items():
-        result = rate(system.job, evidence.lengths, system.steps, evidence.job.work_prices)
+        verdict = evidence.verdict
+        result = simulate(system.job, evidence.lengths, system.steps, warm_up=verdict.warm_up)
         np.testing.assert_allclose(system.step_seconds, result.step_seconds)
         np.testing.assert_allclose(system.step_work_seconds, result.step_work_seconds)
         whole = evidence.job.workload.document_seconds(WINDOW) / WINDOW  # a token's of the longest document
@@ -67,46 +56,18 @@ def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
 def test_the_headline_is_the_speed_at_equal_work(evidence: Evidence):
     """Work left undone is no gain: a system that trains the same tokens in the same time, but cut, is slower."""
     best = evidence.systems[BEST]
-    cut = replace(best, step_work_seconds=0.5 * best.step_work_seconds)
-    shown = replace(evidence, systems=evidence.systems | {BASELINE: best, BEST: cut, ELASTIC: cut})
+    cut = replace(best, step_work_seconds=0.5 * best.step_work_seconds, work_seconds=0.5 * best.work_seconds)
+    shown = replace(evidence, verdict=Verdict(dict(evidence.systems) | {BASELINE: best, BEST: cut, ELASTIC: cut}, 0))
     assert shown.gains[BEST].factor == pytest.approx(0.5)
     assert shown.gains_in_tokens[BEST].factor == pytest.approx(1.0)
     text = read(predicted_report(shown, source="lengths.json", model="7b", hardware="h100")).text
-    assert text.index("0.50xspeed at equal work, elastic over plain-4d") < text.index("tokens/s")
+    assert text.index("0.50xspeed at equal work, best over plain-4d") < text.index("tokens/s")
 
 
 def test_before_and_after_are_the_presets(evidence: Evidence):
     assert set(evidence.systems) == {"plain-4d", "fixed-4d", "wlb-llm", "best", "elastic"}
     assert set(evidence.gains) == set(evidence.systems) - {BASELINE}
     assert evidence.gains[BEST].low <= evidence.gains[BEST].factor <= evidence.gains[BEST].high
-
-
-def test_the_recommended_l_max_is_fast_and_has_the_least_delay(evidence: Evidence):
-    assert [one.max_length_factor for one in evidence.tried] == list(LENGTH_FACTORS)
-    assert evidence.job.packing.method == RECOMMENDED
-    assert max(one.speed for one in evidence.tried) == 1.0
-    fast = [one for one in evidence.tried if one.speed >= 1 - AS_FAST]
-    assert evidence.recommended == min(fast, key=lambda one: one.token_delay)
-    assert [one.memory_bytes for one in evidence.tried] == sorted(one.memory_bytes for one in evidence.tried)
-
-
-def test_l_max_stays_within_the_memory():
-    """Of a 7B model on 8 GPUs there is room for one and a half windows of 256K, not for two."""
-    job = simulated_job("7b", 262_144, dp=1, pp=1, cp=1, tp=8, packing={"micro_batches": 2})
-    evidence = gather_evidence(sample_lengths(400, 262_144, seed=1), job, 2)
-    room = with_least_checkpointing(job)[1]
-    assert room is not None
-    assert 1.5 <= room < 2
-    assert [one.max_length_factor for one in evidence.tried] == [1.0, 1.25, 1.5]
-
-
-def test_delay_decides_between_the_fast_ones_only(evidence: Evidence):
-    slow, near, fast = (
-        replace(evidence.systems[BEST], work_seconds=work, token_delay=delay, seconds=1.0)
-        for work, delay in ((0.98, 0.1), (0.991, 0.2), (1.0, 0.3))
-    )
-    assert fast_with_least_delay([slow, near, fast]) is near
-    assert fast_with_least_delay([slow]) is slow
 
 
 @pytest.mark.parametrize("store", [None, "data/my corpus", 'quote " \\ backslash \x7f \t\n ü'])
@@ -124,8 +85,8 @@ def test_the_recommendation_loads(evidence: Evidence, tmp_path: Path, store):
 def test_doubts_are_said(evidence: Evidence):
     def shown(factor: float, low: float, steps: int) -> str:
         gains = dict.fromkeys(evidence.gains, Gain(factor, low, factor + 0.1, steps))
-        doubtful = replace(evidence, fits=steps > 5)
-        doubtful.__dict__["gains"] = gains
+        doubtful = replace(evidence)
+        doubtful.__dict__.update(gains=gains, fits=steps > 5)
         return predicted_report(doubtful, source="lengths.json", model="7b", hardware="h100")
 
     doubts = "reaches down to plain-4d", "too few for an interval", "finds no room"
@@ -133,33 +94,6 @@ def test_doubts_are_said(evidence: Evidence):
     assert [doubt in shown(1.2, 1.1, 50) for doubt in doubts] == [False, False, False]
 
 
-def test_checkpointing_is_the_least_that_leaves_room():
-    """Of a 7B model on 8 GPUs of 80 GB: more tokens, more recomputation, and in the end no room."""
-    levels = []
-    for window in (8192, 65_536, 1_048_576):
-        job = simulated_job("7b", window, "best", dp=1, pp=1, cp=1, tp=8)
-        found, room = with_least_checkpointing(job)
-        levels.append((found.activation_checkpointing, room is not None))
-    assert levels[0] == ("none", True)
-    assert levels[1][1]
-    assert levels[1][0] != "none"
-    assert levels[2] == ("none", False)
-
-
 def test_documents_that_fill_no_step_are_refused():
     with pytest.raises(UserError, match="give more documents"):
         gather_evidence(np.array([100, 200]), small_job(), 10)
-
-
-def test_elastic_is_recommended_where_it_is_as_fast(evidence: Evidence):
-    def shown(of_elastic: float) -> str:
-        changed = replace(evidence)
-        gains = {name: Gain(1.2, 1.1, 1.3, 20) for name in evidence.gains}
-        changed.__dict__["gains"] = gains | {ELASTIC: Gain(of_elastic, 1.1, 1.5, 20)}
-        return predicted_report(changed, source="lengths.json", model="7b", hardware="h100")
-
-    faster, slower = shown(1.4), shown(1.1)
-    assert "Preset elastic does 1.40 times the work of plain-4d in the same time, and no document is delayed" in faster
-    assert "preset = &quot;elastic&quot;" in faster
-    assert "Preset best does 1.20 times the work of plain-4d" in slower
-    assert "preset = &quot;best&quot;" in slower

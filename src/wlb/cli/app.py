@@ -62,7 +62,18 @@ def _root(
 # A command is the function in ``wlb.cli`` that has the name of its module.
 _COMMANDS = {
     "Data": ("prepare",),
-    "Planning": ("check", "compare", "tune", "shard", "simulate", "rivals", "reproduce", "prefill", "profile", "report"),
+    "Planning": (
+        "check",
+        "compare",
+        "tune",
+        "shard",
+        "simulate",
+        "rivals",
+        "reproduce",
+        "prefill",
+        "profile",
+        "report",
+    ),
     "Training": ("train", "export", "diagnose"),
 }
 

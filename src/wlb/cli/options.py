@@ -223,7 +223,9 @@ class JobOptions(GpuOptions):
     parallel: Annotated[str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")] = (
         None
     )
-    steps: Annotated[int | None, number_of_steps("Steps to simulate, after as many that warm up; default 8 to 32, of 512 windows.")] = None
+    steps: Annotated[
+        int | None, number_of_steps("Steps, after some that warm up; default: of 512 windows, 8 to 32.")
+    ] = None
 
     def job(self, context: typer.Context, lengths: NDArray[np.int64]) -> AskedJob:
         """The job under preset ``best``, and what was assumed of it.

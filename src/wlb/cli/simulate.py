@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import counted, emit_json, show_columns, stdout, with_progress
+from wlb.cli.check import judged
+from wlb.cli.console import counted, emit_json, show_columns, stdout
 from wlb.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     from wlb.documents.store.sources import StoreSource
     from wlb.simulate import SimulatedJob, SimulationResult
     from wlb.simulate.search import SearchResult
+    from wlb.simulate.verdict import Verdict
 
-_STEPS, _SEARCH_STEPS = 50, 8
+_SEARCH_STEPS = 8
 _CONFIGURED = "as configured"
 _DOCUMENTS = 100_000  # synthetic ones, where no lengths are given
 _FINALISTS_SHOWN = 12
 _WORTH_TELLING = 0.002  # of a step
-_BASE = "plain-4d"  # what speeds are compared with, where it is simulated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +67,13 @@ class SimulateOptions:
         Path | None, typer.Option(metavar="FILE", help="Write the last step of the last system as a Perfetto trace.")
     ] = None
 
-    def jobs(self) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
-        """The jobs to simulate, by the system that each shows, and where the lengths of their documents come from.
+    def jobs(self, lengths: str | None) -> tuple[dict[str, SimulatedJob], Any, list[StoreSource]]:
+        """The jobs to simulate, by the system that each shows; the lengths of their documents, and where they are from.
 
-        That is one source, or each store of a mixture.
+        These are one source, ``lengths`` where it is given, or each store of a mixture.
         """
         from wlb.simulate.job import NAMED_JOBS
+        from wlb.simulate.verdict import presets_of
         from wlb.workload.profile import read_profile
 
         if self.job is None:
@@ -88,7 +90,12 @@ class SimulateOptions:
         if self.schedule == "zbv_zero_bubble":
             layout["virtual_pp"] = 2
         prices = {} if self.profile is None else {"profile": read_profile(self.profile)}
-        return {system: job.with_layout(**layout).priced(**prices) for system, job in jobs.items()}, sources
+        sources = sources if lengths is None else [lengths]
+        documents = _lengths(sources)
+        jobs = {system: job.with_layout(**layout).priced(**prices) for system, job in jobs.items()}
+        if self.job in NAMED_JOBS:
+            jobs = {preset: presets_of(job, documents, [preset])[preset] for preset, job in jobs.items()}
+        return jobs, documents, sources
 
     def _named(self, name: str) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
         from wlb.job.config import PRESETS
@@ -132,7 +139,9 @@ def simulate(
     ] = None,
     steps: Annotated[
         int | None,
-        options.number_of_steps("Steps to simulate; default 50, or 8 of each finalist of --search."),
+        options.number_of_steps(
+            "Steps to simulate, after some that warm up; default: of 512 windows, or 8 with --search."
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -150,22 +159,16 @@ def simulate(
         _search(asked, lengths, steps or _SEARCH_STEPS, json)
         return
     from wlb.documents.store.sources import source_name
-    from wlb.simulate import simulate as run
 
-    steps = steps or _STEPS
     if asked.trace is not None:
         options.check_writable(asked.trace)
-    jobs, own_lengths = asked.jobs()
-    sources: list[StoreSource] = own_lengths if lengths is None else [lengths]
-    documents = _lengths(sources)
-    results = {
-        system: run(job, documents, steps, on_progress=advance)
-        for system, job, advance in with_progress(jobs.items(), steps)
-    }
+    jobs, documents, sources = asked.jobs(lengths)
+    verdict = judged(jobs, documents, steps)
+    results = verdict.systems
     jobs = {system: result.job for system, result in results.items()}
     _warn_of_memory(jobs)
     if asked.trace is not None:
-        _write_trace(asked.trace, [*jobs.values()][-1], documents, steps)
+        _write_trace(asked.trace, [*jobs.values()][-1], documents, verdict.warm_up + verdict.steps)
     profile = asked.profile and asked.profile.name
     shown = {
         "job": asked.job,
@@ -174,9 +177,9 @@ def simulate(
         "profile": profile,
     }
     if json:
-        emit_json(shown | {"systems": _simulation_json(results)})
+        emit_json(shown | verdict.to_json())
         return
-    _show_simulation(results, shown)
+    _show_simulation(verdict, shown)
     if asked.trace is not None:
         stdout.print(f"trace: {asked.trace} (open it at ui.perfetto.dev)")
 
@@ -228,23 +231,16 @@ def _write_trace(path: Path, job: SimulatedJob, lengths: DocumentLengths, steps:
     write_trace(path, timeline(plan, job))
 
 
-def _simulation_json(results: dict[str, SimulationResult]) -> list[dict[str, Any]]:
-    base = results[_base_of(results)]
-    return [
-        {"system": name} | result.to_json() | {"speed_at_equal_work": result.speed_at_equal_work(base)}
-        for name, result in results.items()
-    ]
-
-
-def _show_simulation(results: dict[str, SimulationResult], shown: dict[str, Any]) -> None:
-    """Where the time of each system's steps goes, in seconds."""
+def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
+    """The verdict, and where the time of each system's steps goes, in seconds."""
     from wlb.simulate import CAUSES
 
-    systems, base = list(results.values()), _base_of(results)
-    first = systems[0]
+    stdout.print(f"{verdict}\n", markup=False, highlight=False)
+    results = verdict.systems
+    systems, first = list(results.values()), results[verdict.base]
     causes = [cause for cause in CAUSES if any(abs(r.where[cause]) > 5e-4 for r in systems)]  # not shown as 0.000
     rows = {
-        "speed at equal work": [f"{r.speed_at_equal_work(results[base]):.3f}x" for r in systems],
+        "speed at equal work": [f"{verdict.speed(name):.3f}x" for name in results],
         "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in systems],
         **{cause: [f"{r.where[cause]:.3f}" for r in systems] for cause in causes},
         "step": [f"{r.mean_step_seconds:.3f}" for r in systems],
@@ -263,7 +259,7 @@ def _show_simulation(results: dict[str, SimulationResult], shown: dict[str, Any]
         notes={
             "": f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
             f"{_repeated(systems)}"
-            f"speed at equal work: predicted seconds of work done in a second, over {base}\n"
+            f"speed at equal work: predicted seconds of work done in a second, over {verdict.base}\n"
             "tokens/s counts attention that is cut away, and documents still delayed, as gains\n"
             "from compute to step: seconds · imbalance: slowest over mean"
         },
@@ -274,11 +270,6 @@ def _repeated(results: Iterable[SimulationResult]) -> str:
     """A line where the documents did not fill the steps."""
     epochs = max(result.epochs for result in results)
     return f"the documents fill fewer steps and are repeated: {epochs} passes over them began\n" if epochs > 1 else ""
-
-
-def _base_of(results: dict[str, SimulationResult]) -> str:
-    """The system that the others are compared with: plain-4d, or the first where that was not simulated."""
-    return _BASE if _BASE in results else next(iter(results))
 
 
 def _search_json(found: SearchResult) -> dict[str, Any]:

@@ -96,11 +96,13 @@ class Evidence:
 def gather_evidence(
     lengths: NDArray[np.int64], job: SimulatedJob, steps: int | None, on_progress: Progress = lambda what: None
 ) -> Evidence:
-    """Simulate ``steps`` steps, or as many as ``judge`` takes, of ``job``, which is ``best``, under every preset, and pack the documents by methods.
+    """Simulate ``job``, which is ``best``, under every preset for ``steps`` steps, and pack the documents by methods.
 
-    Raises ``UserError`` where the documents do not fill one step.
+    Without ``steps`` for as many as ``judge`` does. Raises ``UserError`` where the documents do not fill one step.
     """
-    found = judge(presets_of(job, lengths), lengths, steps, on_progress=lambda name, done: on_progress(f"simulating {name}"))
+    found = judge(
+        presets_of(job, lengths), lengths, steps, on_progress=lambda name, done: on_progress(f"simulating {name}")
+    )
     documents, _ = documents_for(lengths, job.packing.micro_batches, job.context_window, steps=found.steps)
     best = found.systems[BEST].job
     methods = []

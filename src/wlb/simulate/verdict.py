@@ -8,10 +8,13 @@ end as at the beginning, so none looks fast because its long ones still wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from wlb.documents.length_counts import DocumentLengths
 from wlb.job.config import PRESETS
@@ -43,7 +46,8 @@ PARTS = {
         "gradient reduction",
         "optimizer",
     ),
-    "computing": ("compute", "recomputation"),
+    "recomputation": ("recomputation",),
+    "computing": ("compute",),
 }
 _LOST = tuple(PARTS)[:3]
 
@@ -116,6 +120,7 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "verdict": str(self),
             "base": self.base,
             "lost": self.lost,
             "winner": self.winner,
@@ -137,7 +142,7 @@ def steps_of(job: SimulatedJob) -> int:
 
 def judge(
     jobs: Mapping[str, SimulatedJob],
-    lengths: DocumentLengths,
+    lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]],
     steps: int | None = None,
     *,
     on_progress: Callable[[str, int], None] = lambda system, steps: None,
