@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
@@ -24,6 +25,10 @@ def save(directory, name, lengths):
             path.write_text(json.dumps(lengths))
         case ".txt":
             path.write_text("".join(f"{n}\n" for n in lengths))
+        case ".csv":
+            path.write_text("name,length\n" + "".join(f'"a, b",{n}\n' for n in lengths))
+        case ".jsonl":
+            path.write_text("".join(f'{{"length": {n}}}\n' for n in lengths))
         case ".npy":
             np.save(path, np.array(lengths))
         case ".parquet":
@@ -31,7 +36,7 @@ def save(directory, name, lengths):
     return path
 
 
-@pytest.mark.parametrize("name", ["l.json", "l.txt", "l.npy", "l.parquet"])
+@pytest.mark.parametrize("name", ["l.json", "l.txt", "l.npy", "l.parquet", "l.csv", "l.jsonl"])
 def test_every_kind_of_file_gives_the_same(tmp_path, name):
     @given(st.lists(st.integers(1, LIMIT), min_size=1, max_size=50))
     def same(lengths):
@@ -40,6 +45,18 @@ def test_every_kind_of_file_gives_the_same(tmp_path, name):
         assert result.tolist() == lengths
 
     same()
+
+
+def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
+    for name, text in (("one.csv", "tokens\n3\n9\n"), ("bare.csv", "3\n9\n"), ("l.jsonl", '3\n{"input_ids": [1,2]}\n')):
+        (tmp_path / name).write_text(text)
+    assert read_lengths(tmp_path / "one.csv").tolist() == read_lengths(tmp_path / "bare.csv").tolist() == [3, 9]
+    assert read_lengths(tmp_path / "l.jsonl").tolist() == [3, 2]
+    monkeypatch.setattr("sys.stdin", io.StringIO("3\n9\n"))
+    assert read_lengths("-").tolist() == [3, 9]
+    monkeypatch.setattr("sys.stdin", io.StringIO("3\nx\n"))
+    with pytest.raises(UserError, match="standard input: line 2 is 'x'"):
+        read_lengths("-")
 
 
 def test_store_prefix_and_index(tmp_path):
@@ -130,7 +147,14 @@ def test_unsigned_values_do_not_wrap(tmp_path):
         ("l.npy", b"", "not a NumPy array file"),
         ("l.parquet", b"not parquet", "not a readable Parquet file"),
         ("l.idx", b"not an index", "not a Megatron index"),
-        ("l.csv", b"1,2", "of no known kind"),
+        ("l.bed", b"1,2", "of no known kind"),
+        ("l.csv", b"1,2", "has no column 'length'; it has 1, 2"),
+        ("l.csv", b"id,length\n1,5\n2,x\n", "line 3 is 'x'"),
+        ("l.csv", b"id,length\n1\n", "line 2 is ''"),
+        ("l.csv", b"", "holds no document lengths"),
+        ("l.jsonl", b"5\n{oops\n", "line 2 is not valid JSON"),
+        ("l.jsonl", b'{"text": "a"}\n', "line 1 has neither length nor input_ids, but text"),
+        ("l.jsonl", b'5\n{"length": 2.5}\n', "line 2 is '2.5'"),
     ],
 )
 def test_wrong_content_is_one_clear_line(tmp_path, name, content, message):

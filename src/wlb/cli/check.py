@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, show_columns, stdout
+from wlb.cli.console import emit_json, note, progress_bar, show_columns, stdout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,22 +24,51 @@ if TYPE_CHECKING:
 _CHECKED = ("plain-4d", "best", "elastic")
 
 
-def check(
-    context: typer.Context, lengths: options.Lengths, asked: options.JobOptions, json: options.Json = False
-) -> None:
+_MOST_TEXTS = 20_000  # that are tokenised
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(options.JobOptions):
+    """The job, and how to count the tokens of documents that are text."""
+
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENIZER", help="LENGTHS is text, as wlb prepare reads it: bytes, a file or a model."),
+    ] = None
+    text_field: Annotated[str, typer.Option(metavar="FIELD", help="Field or column of the text.")] = "text"
+
+    def lengths(self, source: str) -> NDArray[np.int64]:
+        """Tokens of every document of ``source``."""
+        from wlb.documents.lengths import read_lengths
+        from wlb.documents.prepare import text_lengths
+        from wlb.documents.prepare.sources import FileCorpus
+        from wlb.documents.prepare.tokenization import load_tokenizer
+
+        if self.tokenizer is None:
+            return read_lengths(source, keep_empty=True)
+        corpus = FileCorpus([Path(source)], self.text_field)
+        lengths: NDArray[np.int64]
+        lengths, are_all = text_lengths(corpus, load_tokenizer(self.tokenizer), _MOST_TEXTS)
+        if not are_all:
+            note(f"lengths are those of the first {len(lengths):,} documents of {source}")
+        return lengths
+
+
+def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions, json: options.Json = False) -> None:
     """Say what a job loses to imbalance on your documents, and which preset gives it back. Needs no option.
 
     Simulates plain-4d (fixed-length packing as most trainers do it) and the presets best and elastic on the same
     documents in the same layout.
 
     Example: wlb check lengths.json --gpus 64 --model llama3-8b
+
+    Example: wlb check corpus.jsonl --tokenizer MODEL_DIRECTORY
     """
-    from wlb.documents.lengths import read_lengths
     from wlb.documents.store.sources import names_store
     from wlb.report.predicted import recommended_config
     from wlb.simulate.verdict import presets_of
 
-    tokens = read_lengths(lengths, keep_empty=True)
+    tokens = asked.lengths(lengths)
     found = asked.job(context, tokens)
     verdict = judged(presets_of(found.job, tokens, _CHECKED), tokens, asked.steps)
     store = lengths if names_store(lengths) else None

@@ -60,8 +60,8 @@ def list_of_names(help: str) -> Any:
 Lengths = Annotated[
     str,
     typer.Argument(
-        help="Document lengths: .json list, .txt, .npy, .parquet (column length), .idx, a token store (prefix, "
-        "directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED."
+        help="Document lengths: .json list, .jsonl, .csv or .parquet (column length), .txt, .npy, - (standard input), "
+        ".idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED."
     ),
 ]
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]

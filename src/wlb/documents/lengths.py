@@ -1,7 +1,8 @@
 """Reading document lengths from files, stores or a random distribution: all that planning needs of a corpus.
 
-``read_lengths`` takes a ``.json`` list, a ``.txt`` with one length per line, a ``.npy`` array, a ``.parquet``
-file with a column ``length``, a Megatron ``.idx``, the prefix or URL of a token store, a directory, glob or list of
+``read_lengths`` takes a ``.json`` list, a ``.txt`` with one length per line, the same on standard input (``-``), a
+``.npy`` array, a ``.csv`` or ``.parquet`` file with a column ``length``, a ``.jsonl`` file of lengths or of objects
+with ``length`` or ``input_ids``, a Megatron ``.idx``, the prefix or URL of a token store, a directory, glob or list of
 them, or ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by
 ``wlb.documents.synthetic``. What it returns is checked: whole, positive, in order. Only a store may have empty
 documents; they are passed over, as in training, and counted in a note on stderr. Of a store of more than 16 million
@@ -10,6 +11,7 @@ documents a sample is taken, and a note says so.
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
 from wlb.token_count import parse_count, parse_tokens
 
+_STDIN = Path("standard input")
 _MOST_READ = 1 << 24  # documents of a store; a sample of as many says the same of more
 _BLOCK = 1 << 10  # documents that lie together in a sample: reading one costs as much as reading its page
 
@@ -49,7 +52,9 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
         return _synthetic(str(source))
     path = store_prefix(source_name(source))
     try:
-        if isinstance(path, RemotePath) or path.suffix not in _READERS or (not path.exists() and names_store(source)):
+        if source == "-":
+            path, lengths, where = _STDIN, _from_txt(_STDIN), "line"
+        elif isinstance(path, RemotePath) or path.suffix not in _READERS or (not path.exists() and names_store(source)):
             (path, lengths), where = _from_store(source), "document"
         else:
             read, where = _READERS[path.suffix]
@@ -94,17 +99,55 @@ def _from_json(path: Path) -> Integers:
 
 def _from_txt(path: Path) -> Integers:
     try:
-        lines = path.read_text(encoding="utf-8").rstrip().splitlines()
+        lines = (sys.stdin.read() if path == _STDIN else path.read_text(encoding="utf-8")).rstrip().splitlines()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text; one length per line is needed") from None
+    return _from_integers(path, [_whole(path, number, line) for number, line in enumerate(lines, 1)], "line")
+
+
+def _from_csv(path: Path) -> Integers:
+    """The column ``length``; or the only one, with or without a heading."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = [(reader.line_num, row) for reader in [csv.reader(file)] for row in reader if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is not a CSV file: {error}") from None
+    heading = [name.strip() for name in rows[0][1]] if rows else []
+    if "length" in heading or (len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is None):
+        rows = rows[1:]
+    elif len(heading) > 1:
+        raise UserError(f"{path} has no column 'length'; it has {', '.join(heading)[:80]}")
+    column = heading.index("length") if "length" in heading else 0
+    cells = [(number, row[column] if column < len(row) else "") for number, row in rows]
+    return _from_integers(path, [_whole(path, number, cell) for number, cell in cells], "line")
+
+
+def _from_jsonl(path: Path) -> Integers:
+    """A number in each line, or an object with ``length`` or ``input_ids``."""
     values: list[Any] = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        size = parse_count(text.removeprefix("-"))
-        if size is None:
-            raise UserError(f"{path}: line {number} is {text[:40]!r}; a whole number is needed")
-        values.append(-size if text.startswith("-") else size)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}: line {number} is not valid JSON: {error}") from None
+            if isinstance(value, dict) and not {"length", "input_ids"} & value.keys():
+                raise UserError(
+                    f"{path}: line {number} has neither length nor input_ids, but {', '.join(value)[:80]}; of text, "
+                    "wlb check counts tokens with --tokenizer"
+                )
+            if isinstance(value, dict):
+                value = value["length"] if "length" in value else value["input_ids"]
+            values.append(len(value) if isinstance(value, list) else value)
     return _from_integers(path, values, "line")
+
+
+def _whole(path: Path, number: int, line: str) -> int:
+    text = line.strip()
+    size = parse_count(text.removeprefix("-"))
+    if size is None:
+        raise UserError(f"{path}: line {number} is {text[:40]!r}; a whole number is needed")
+    return -size if text.startswith("-") else size
 
 
 def _from_integers(path: Path, values: Sequence[Any], where: str) -> Integers:
@@ -210,5 +253,7 @@ _READERS: dict[str, tuple[Callable[[Path], Integers], str]] = {
     ".json": (_from_json, "entry"),
     ".txt": (_from_txt, "line"),
     ".npy": (_from_npy, "entry"),
+    ".csv": (_from_csv, "line"),
+    ".jsonl": (_from_jsonl, "line"),
     ".parquet": (_from_parquet, "row"),
 }

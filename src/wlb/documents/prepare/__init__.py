@@ -19,6 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wlb.documents.prepare.batches import (
     Batch,
     Reject,
@@ -172,6 +175,25 @@ def _make_part(item: tuple[Path, CorpusTask], tokenize: Callable[[Batch], Tokeni
     path, task = item
     write_part(path, map(tokenize, task.batches()))
     return task.bytes
+
+
+def text_lengths(corpus: Corpus, tokenizer: Tokenizer, most: int) -> tuple[NDArray[np.int64], bool]:
+    """Tokens of the first ``most`` documents or so, as they would be in a store; and whether there are no more.
+
+    Raises ``UserError`` where there are none.
+    """
+    lengths: list[NDArray[np.int64]] = []
+    rejects: Counter[str] = Counter()
+    tokenize = _tokenize(tokenizer, None)
+    for batch in corpus.batches():
+        if sum(map(len, lengths)) >= most:
+            return np.concatenate(lengths), False
+        tokenized = tokenize(batch)
+        lengths.append(tokenized.lengths)
+        rejects.update(tokenized.rejects)
+    if not sum(map(len, lengths)):
+        raise UserError(f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}")
+    return np.concatenate(lengths), True
 
 
 def _settings(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None) -> dict[str, Any]:
