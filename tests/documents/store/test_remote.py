@@ -332,12 +332,15 @@ def test_no_answer_is_not_taken_for_no_file(monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(remote, "_FIRST_DELAY", 0.0)
 
-    def unavailable(environ, start_response):
-        start_response("503 Slow Down", [("Content-Length", "0")])
-        return [b""]
+    for status, tries in (("503 Slow Down", " in 6 tries"), ("403 Forbidden", "")):  # asking again gives no rights
 
-    with served(unavailable) as url, pytest.raises(UserError, match=r"corpus.mask cannot be read in 6 tries: .*503"):
-        RemotePath(f"{url}/corpus.mask").exists()
+        def unavailable(environ, start_response, status=status):
+            start_response(status, [("Content-Length", "0")])
+            return [b""]
+
+        message = rf"corpus.mask cannot be read{tries}: .*{status[:3]}"
+        with served(unavailable) as url, pytest.raises(UserError, match=message):
+            RemotePath(f"{url}/corpus.mask").exists()
 
 
 def test_a_server_that_ignores_ranges_is_refused_before_it_sends_everything(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_names_that_are_no_store_are_refused(corpus, tmp_path):
             open_store(source)
         assert names_store(source) == message.startswith("holds")
     for value in ([], 3, ["a", 3], [["a"]]):
-        with pytest.raises(ValueError, match="store\n.*must be the path of a token store, or a list of such paths"):
+        with pytest.raises(ValueError, match=r"store\n.*must be the path of a token store, or a list of such paths"):
             DataConfig(store=value)
     (corpus / "other.idx").symlink_to(corpus / "2_tokens.idx")
     with pytest.raises(UserError, match="named twice"):

@@ -179,11 +179,11 @@ class RemotePath(PosixPath):
                 return _within(_TIMEOUT, lambda: ask(files, path))
             except UserError:
                 raise
-            except PermissionError as error:
-                raise self._failed(error, attempt + 1) from error
             except Exception as error:  # of whatever kind the file system has
                 if self._is_missing(error):
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from error
+                if isinstance(error, PermissionError) or _web_status(error) in (401, 403):
+                    raise self._failed(error, attempt + 1) from error
                 failure = error
         raise self._failed(failure, _TRIES) from failure
 
@@ -194,7 +194,7 @@ class RemotePath(PosixPath):
     def _is_missing(self, error: Exception) -> bool:
         """Whether the server said so: for HTTP, fsspec says FileNotFoundError too where no answer came."""
         if self._is_web and (error.__cause__ or not isinstance(error, FileNotFoundError)):
-            return getattr(error.__cause__ or error, "status", None) in (404, 410)
+            return _web_status(error) in (404, 410)
         return isinstance(error, FileNotFoundError)
 
     def _failed(self, error: BaseException, tries: int) -> UserError:
@@ -258,6 +258,11 @@ def store_prefix(prefix: str | Path) -> Path:
     if isinstance(prefix, str) and str(path) != prefix:
         raise UserError(f"{prefix} cannot be the prefix of a store; if you mean {path}, write that")
     return path
+
+
+def _web_status(error: Exception) -> int | None:
+    """With which the server answered, where it did; fsspec keeps it in the cause of some errors."""
+    return getattr(error.__cause__ or error, "status", None)
 
 
 def _version_of(files: Any, path: str) -> _Version | None:
