@@ -119,7 +119,7 @@ def labels_of_segments(segments: Sequence[Segment], store: TokenSource) -> NDArr
     documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
     indices = documents % len(store)
     labelled = lengths - (starts + lengths >= store.lengths_of(indices))
-    for number, mask in enumerate(_all_of(store, store.loss_mask, indices, starts + 1, labelled.copy())):
+    for number, mask in enumerate(_all_of(store, store.loss_mask, indices, starts + 1, labelled)):
         if mask is not None:
             labelled[number] = np.count_nonzero(mask)
     return labelled
