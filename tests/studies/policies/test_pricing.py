@@ -72,6 +72,23 @@ def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
     assert barrier > 1.2 * apart
 
 
+def test_ranks_that_fetch_weights_wait_for_nobody_and_share_no_adapters():
+    """On one node fetching takes what gathering together does, so only waiting differs; on two it is slower."""
+
+    def seconds(lengths: tuple[int, ...], *, fetched: bool) -> float:
+        groups = tuple(Group(index // 2, (index % 2,), (index,)) for index in range(len(lengths)) if lengths[index])
+        return price(GroupPlan(lengths_of(*lengths), groups, fetches_weights=fetched), ranks(2)).seconds
+
+    alike, uneven = (4096, 4096, 4096, 4096), (4096, 512, 512, 4096)
+    assert seconds(alike, fetched=True) == pytest.approx(seconds(alike, fetched=False))
+    assert seconds(uneven, fetched=True) < 0.8 * seconds(uneven, fetched=False)
+    few, more = (16_384, 512), (16_384, 512, *[0, 512] * 7)  # a rank that has no micro-batch left fetches nothing
+    assert seconds(more, fetched=True) == pytest.approx(seconds(few, fetched=True), rel=0.01)
+    assert seconds(more, fetched=False) > 1.1 * seconds(few, fetched=False)
+    many = GroupPlan(lengths_of(*[4096] * 16), tuple(Group(0, (rank,), (rank,)) for rank in range(16)))
+    assert price(replace(many, fetches_weights=True), ranks(16)).seconds > price(many, ranks(16)).seconds
+
+
 @pytest.mark.parametrize("exchange", ["keys and values", "heads"])
 def test_a_group_exchanges_over_the_network_where_it_lies_on_several_nodes(exchange):
     """Nodes have eight GPUs: four ranks of tp 2."""

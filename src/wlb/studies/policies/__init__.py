@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from wlb.documents.filling import check_filling
 from wlb.errors import UserError
 from wlb.simulate.search import SearchSpace
-from wlb.studies.policies import bytescale, distca, fcp, flexsp, libra, magi, megatron, verl, wlb_llm
+from wlb.studies.policies import bytescale, distca, fcp, flexible_cp, flexsp, libra, magi, megatron, odc, verl, wlb_llm
+from wlb.studies.policies.hbp import HbpPolicy
 from wlb.studies.policies.hotspa import HotSpaPolicy
 from wlb.studies.policies.hydraulis import HydraulisPolicy
 from wlb.studies.policies.ours import LONGER, ElasticPolicy, SystemPolicy
@@ -36,6 +37,9 @@ POLICIES: dict[str, Policy] = {
     "flexsp": RankPolicy(flexsp.heterogeneous_groups, pipelines=False, layouts=1),
     "bytescale": RankPolicy(bytescale.hybrid_data_parallel, pipelines=False, keeps_weights=True),
     "bytescale-pipeline": RankPolicy(bytescale.hybrid_data_parallel, keeps_weights=True),
+    "flexible-cp": RankPolicy(flexible_cp.any_degree, keeps_weights=True),
+    "odc": RankPolicy(odc.minibatch_balanced, pipelines=False),
+    "hbp": HbpPolicy(),
     "distca": RankPolicy(partial(distca.attention_servers, idle_stages_serve=True), interleaves=False),
     "distca-busy": RankPolicy(partial(distca.attention_servers, idle_stages_serve=False), interleaves=False),
     "libra": RankPolicy(libra.pools),

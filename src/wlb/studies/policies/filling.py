@@ -72,9 +72,14 @@ def lightest(
     return members, left_over
 
 
-def even_bins(lengths: Integers, cost: NDArray[np.float64], capacity: int, *, multiple: int) -> list[list[int]]:
-    """Bins even in ``cost``, longest document first into the cheapest: as few as hold all, a ``multiple``."""
-    count = -(-int(lengths.sum()) // (capacity * multiple)) * multiple
+def even_bins(
+    lengths: Integers, cost: NDArray[np.float64], capacity: int, *, multiple: int, fewest: int = 1
+) -> list[list[int]]:
+    """Bins even in ``cost``, longest document first into the cheapest: as few as hold all, a ``multiple``.
+
+    And no fewer than ``fewest``.
+    """
+    count = -(-max(fewest, -(-int(lengths.sum()) // capacity)) // multiple) * multiple
     while True:
         members, left_over = lightest(longest_first(lengths), cost, count, lengths, capacity)
         if not left_over:
