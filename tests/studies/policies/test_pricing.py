@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from wlb.studies.policies.hydraulis import Heterogeneous, Pipelines, _columns, _
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
 from wlb.studies.policies.policy import LayoutTrial, RankPolicy, RankTrial, best_of, first_batches
 from wlb.studies.policies.pricing import peak_memory, price
-from wlb.workload import hardware_preset, make_workload
+from wlb.workload import hardware_preset, make_workload, model_shape
 from wlb.workload.flops import gemm_flops_per_token
 from wlb.workload.weights import parameters
 
@@ -168,9 +170,9 @@ def test_hydraulis_packs_by_the_program(pp, lengths, longest, expected):
     assert sorted(sorted(lengths[i] for i in group.documents) for group in plan.groups) == expected
 
 
-def space(**changes: int) -> SearchSpace:
-    settings = {"gpus": 8, "context_window": 8192, "micro_batches": 16, "steps": 2} | changes
-    return SearchSpace(shape=SHAPE, hardware=hardware_preset("h100"), **settings)
+def space(**changes: Any) -> SearchSpace:
+    settings = {"shape": SHAPE, "gpus": 8, "context_window": 8192, "micro_batches": 16, "steps": 2} | changes
+    return SearchSpace(hardware=hardware_preset("h100"), **settings)
 
 
 # Twice as many GPUs have more layouts to choose from.
@@ -181,6 +183,8 @@ def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gp
     outcomes, without = compare([*POLICIES], searched, lengths)
     assert not without
     assert [outcome.policy for outcome in outcomes] == [*POLICIES]
+    bounded = {outcome.policy for outcome in outcomes if "integer programs of at most" in outcome.layout}
+    assert bounded == {"flexsp", "hydraulis"}
     by_name = {outcome.policy: outcome for outcome in outcomes}
     prices = make_workload(SHAPE, "h100")
     work = sum(float(prices.document_seconds(batch).sum()) for batch in batches)
@@ -190,6 +194,18 @@ def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gp
             assert outcome.tokens == sum(int(batch.sum()) for batch in batches), name
             assert outcome.work_seconds == pytest.approx(work), name
             assert outcome.token_delay == 0
+
+
+def test_policies_that_run_apart_come_to_the_same():
+    names, searched = ["plain-4d", "odc", "bytescale"], space(gpus=4, micro_batches=8)
+    done: list[int] = []
+    with ThreadPoolExecutor(2) as apart:
+        found, _ = compare(names, searched, documents(), on_progress=done.append, apart=apart)
+        with pytest.raises(UserError, match="finds no layout"):
+            compare(names, space(shape=model_shape("llama3-70b")), documents(), apart=apart)
+    alone, _ = compare(names, searched, documents())
+    assert [replace(one, planning_seconds=0) for one in found] == [replace(one, planning_seconds=0) for one in alone]
+    assert done == [1, 2, 3]
 
 
 @pytest.mark.parametrize("pp", [2, 4])

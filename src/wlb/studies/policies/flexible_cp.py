@@ -7,11 +7,10 @@ dynamic program over groups and ranks gives away the ranks that are left, so tha
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
-
-import numpy as np
 
 from wlb.errors import UserError
 from wlb.studies.policies.filling import Integers, even_bins
@@ -55,16 +54,18 @@ def any_degree(lengths: Integers, ranks: Ranks) -> GroupPlan:
 def atomic_groups(documents: Sequence[int], lengths: Integers, ranks: Ranks) -> list[Atomic]:
     """Longest first: a document over one rank's capacity begins a group; any other goes where it leaves least room."""
     groups: list[Atomic] = []
-    rooms = np.zeros(len(documents), np.int64)
+    rooms: list[tuple[int, int]] = []  # of every group, ascending, with its number
     for document in sorted(documents, key=lambda document: -lengths[document]):
         length = int(lengths[document])
-        fits = np.flatnonzero(rooms >= length) if length <= ranks.capacity else []
-        place = int(fits[rooms[fits].argmin()]) if len(fits) else len(groups)
-        if place == len(groups):
-            groups.append(Atomic(ranks.needed(length), []))
-            rooms[place] = groups[place].least * ranks.capacity
-        groups[place].documents.append(document)
-        rooms[place] -= length
+        place = bisect_left(rooms, (length, 0)) if length <= ranks.capacity else len(rooms)
+        if place == len(rooms):
+            least = ranks.needed(length)
+            room, index = least * ranks.capacity, len(groups)
+            groups.append(Atomic(least, []))
+        else:
+            room, index = rooms.pop(place)
+        groups[index].documents.append(document)
+        insort(rooms, (room - length, index))
     return groups
 
 
