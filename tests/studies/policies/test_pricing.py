@@ -171,7 +171,13 @@ def test_hydraulis_packs_by_the_program(pp, lengths, longest, expected):
 
 
 def space(**changes: Any) -> SearchSpace:
-    settings = {"shape": SHAPE, "gpus": 8, "context_window": 8192, "micro_batches": 16, "steps": 2} | changes
+    settings: dict[str, Any] = {
+        "shape": SHAPE,
+        "gpus": 8,
+        "context_window": 8192,
+        "micro_batches": 16,
+        "steps": 2,
+    } | changes
     return SearchSpace(hardware=hardware_preset("h100"), **settings)
 
 
