@@ -11,7 +11,6 @@ What each layer holds is in ``wlb.job.memory.layers``. Nothing here imports torc
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -108,8 +107,8 @@ class _Pass(NamedTuple):
     """A forward or backward of a stage: what it adds to what is held, at most and in the end; and what it leaves."""
 
     most_total: float
-    most: Counter[str]
-    held: Counter[str]
+    most: dict[str, int]
+    held: dict[str, int]
     left: _StageState
 
 
@@ -124,8 +123,9 @@ class _Walk:
     rank: int
     rows: Sequence[int]
     exchanges: Sequence[Exchange] | None = None
-    held: Counter[str] = field(default_factory=Counter)
-    most: Counter[str] = field(default_factory=Counter)
+    held: dict[str, int] = field(default_factory=dict)
+    total: int = 0  # of ``held``
+    most: dict[str, int] = field(default_factory=dict)
     most_total: float = 0
     gathered: set[int] = field(default_factory=set)  # units of the stage at hand
     with_gradients: set[int] = field(default_factory=set)
@@ -142,10 +142,10 @@ class _Walk:
         }
         weights = sum(unit.weights for units in mine.values() for unit in units)
         shard = -(-weights // self.shards) * self.settings.master_bytes
-        self.held["weights"] = shard
-        self.held["optimizer"] = 2 * shard
-        self.held["checkpoint"] = 3 * shard if self.settings.checkpoint_copy else 0
-        self.held["batches"] = sum(self.rows) * _BATCH_BYTES
+        self._add("weights", shard)
+        self._add("optimizer", 2 * shard)
+        self._add("checkpoint", 3 * shard if self.settings.checkpoint_copy else 0)
+        self._add("batches", sum(self.rows) * _BATCH_BYTES)
         for stage, units in mine.items():
             self.gathered = set()
             if not self.frees_weights:  # all from the start of the step on
@@ -173,8 +173,8 @@ class _Walk:
         key = (stage, self.rows[micro_batch], exchange, backward, backward and last, self.states[stage])
         walked = self.passes.get(key)
         if walked is None:
-            so_far = self.held, self.most, self.most_total
-            self.held, self.most, self.most_total = Counter(), Counter(), -math.inf
+            so_far = self.held, self.total, self.most, self.most_total
+            self.held, self.total, self.most, self.most_total = {}, 0, {}, -math.inf
             self.gathered, self.with_gradients = map(set, self.states[stage])
             if backward:
                 self._backward(stage, micro_batch)
@@ -182,12 +182,11 @@ class _Walk:
                 self._forward(stage, micro_batch)
             left = frozenset(self.gathered), frozenset(self.with_gradients)
             walked = self.passes[key] = _Pass(self.most_total, self.most, self.held, left)
-            self.held, self.most, self.most_total = so_far
-        total = self.held.total() + walked.most_total
-        if total > self.most_total:
-            self.most, self.most_total = self.held.copy(), total
-            self.most.update(walked.most)
-        self.held.update(walked.held)
+            self.held, self.total, self.most, self.most_total = so_far
+        if self.total + walked.most_total > self.most_total:
+            self.most, self.most_total = _sum(self.held, walked.most), self.total + walked.most_total
+        for name, value in walked.held.items():
+            self._add(name, value)
         self.states[stage] = walked.left
 
     def _ends_and_units(self, stage: int, micro_batch: int) -> tuple[int, list[Unit]]:
@@ -209,7 +208,7 @@ class _Walk:
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         ends, units = self._ends_and_units(stage, micro_batch)
-        self.held["activations"] += ends
+        self._add("activations", ends)
         self._gather_root(units)
         for index, unit in enumerate(units):
             self._gather(index, unit)
@@ -235,16 +234,16 @@ class _Walk:
             self._add_gradients(index, unit)
             if alone and last and not unit.root:
                 self._reduce(index, unit)
-        self.held["activations"] -= ends
+        self._add("activations", -ends)
         if last:
             for index, unit in enumerate(units):
                 if index in self.with_gradients:
                     self._reduce(index, unit)
 
     def _hold(self, unit: Unit, sign: int) -> None:
-        self.held["activations"] += sign * (unit.held - unit.scores - unit.received)
-        self.held["received keys and values"] += sign * unit.received
-        self.held["scores"] += sign * unit.scores
+        self._add("activations", sign * (unit.held - unit.scores - unit.received))
+        self._add("received keys and values", sign * unit.received)
+        self._add("scores", sign * unit.scores)
 
     def _gather_root(self, units: Sequence[Unit]) -> None:
         for index, unit in enumerate(units):
@@ -255,19 +254,19 @@ class _Walk:
         if index in self.gathered:
             return
         self.gathered.add(index)
-        self.held["gathered weights"] += unit.weights * self.settings.compute_bytes
+        self._add("gathered weights", unit.weights * self.settings.compute_bytes)
         if self.shards > 1:  # what the collective wrote, before it is cut into weights
             self._note(working=unit.weights * self.settings.compute_bytes)
 
     def _free(self, index: int, unit: Unit) -> None:
         if index in self.gathered:
             self.gathered.remove(index)
-            self.held["gathered weights"] -= unit.weights * self.settings.compute_bytes
+            self._add("gathered weights", -(unit.weights * self.settings.compute_bytes))
 
     def _add_gradients(self, index: int, unit: Unit) -> None:
         if index not in self.with_gradients:
             self.with_gradients.add(index)
-            self.held["gradients"] += unit.gradient * self.settings.master_bytes
+            self._add("gradients", unit.gradient * self.settings.master_bytes)
         if self.settings.compute_bytes < self.settings.master_bytes:  # this micro-batch's, before they are added
             self._note(gradients=unit.gradient * self.settings.compute_bytes)
 
@@ -277,11 +276,18 @@ class _Walk:
         self._free(index, unit)
         self._note(working=whole)
         self.with_gradients.discard(index)
-        self.held["gradients"] += -(-whole // self.shards) - unit.gradient * self.settings.master_bytes
+        self._add("gradients", -(-whole // self.shards) - unit.gradient * self.settings.master_bytes)
 
     def _note(self, working: int = 0, gradients: int = 0) -> None:
         """Remember what is held now with what is there for a moment, if that is the most so far."""
-        total = self.held.total() + working + gradients
+        total = self.total + working + gradients
         if total > self.most_total:
-            self.most, self.most_total = self.held.copy(), total
-            self.most.update(working=working, gradients=gradients)
+            self.most, self.most_total = _sum(self.held, {"working": working, "gradients": gradients}), total
+
+    def _add(self, name: str, value: int) -> None:
+        self.held[name] = self.held.get(name, 0) + value
+        self.total += value
+
+
+def _sum(held: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+    return held | {name: held.get(name, 0) + value for name, value in more.items()}
