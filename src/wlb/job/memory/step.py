@@ -103,7 +103,7 @@ def _largest_share(settings: MemorySettings, tokens: int) -> int:
     return math.ceil(tokens * (settings.uneven_shards / cp)) if cp > 1 else tokens
 
 
-class _Pass(NamedTuple):
+class _WalkedPass(NamedTuple):
     """A forward or backward of a stage: what it adds to what is held, at most and in the end; and what it leaves."""
 
     most_total: float
@@ -130,7 +130,7 @@ class _Walk:
     gathered: set[int] = field(default_factory=set)  # units of the stage at hand
     with_gradients: set[int] = field(default_factory=set)
     states: dict[int, _StageState] = field(default_factory=dict)
-    passes: dict[tuple[Any, ...], _Pass] = field(default_factory=dict)
+    passes: dict[tuple[Any, ...], _WalkedPass] = field(default_factory=dict)
     known: dict[tuple[int, int, Exchange | None], tuple[int, list[Unit]]] = field(default_factory=dict)
 
     def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
@@ -181,7 +181,7 @@ class _Walk:
             else:
                 self._forward(stage, micro_batch)
             left = frozenset(self.gathered), frozenset(self.with_gradients)
-            walked = self.passes[key] = _Pass(self.most_total, self.most, self.held, left)
+            walked = self.passes[key] = _WalkedPass(self.most_total, self.most, self.held, left)
             self.held, self.total, self.most, self.most_total = so_far
         if self.total + walked.most_total > self.most_total:
             self.most, self.most_total = _sum(self.held, walked.most), self.total + walked.most_total
