@@ -56,7 +56,7 @@ def reproduce(
 
     Prints each table and writes it, with a picture, to --out. published holds the simulator against what others
     measured on GPUs; every row is in its JSON. convergence trains 12 small models, for over an hour, and
-    rivals searches layouts of 21 policies for 24 jobs, on all cores; both can be interrupted and continued.
+    rivals searches layouts of 24 policies for 24 jobs, on all cores; both can be interrupted and continued.
 
     Examples: wlb reproduce speedups · wlb reproduce all · nohup wlb reproduce convergence &
     """

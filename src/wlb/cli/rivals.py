@@ -30,16 +30,16 @@ def rivals(
     Example: wlb rivals synthetic:20000:128K:0 --gpus 64 --context-window 128K --policies distca,bytescale,best
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.studies.policies import chosen, compare, epochs
+    from wlb.studies.policies import chosen, compare, epochs, workers
     from wlb.studies.policies.grid import draw_speeds
 
     options.check_picture(plot)
     names = chosen(policies)
     space = given.space(steps)
     documents = read_lengths(lengths, keep_empty=True)
-    with counted("policies") as progress:
+    with counted("policies") as progress, workers(len(names)) as apart:
         outcomes, without = compare(
-            names, space, documents, on_progress=lambda name: progress(names.index(name), len(names))
+            names, space, documents, on_progress=lambda done: progress(done, len(names)), apart=apart
         )
     passes = epochs(names, space, documents)
     title = (

@@ -24,7 +24,8 @@ class Software:
     With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
     and reduces all their gradients after it, both beside nothing (the ``PerDocumentCPAttention`` of hao-ai-lab/DistCA,
     whose collectives wait in the stream of the kernels). Otherwise ranks get those that they attend, in parts, beside
-    attention.
+    attention. With ``fetches_shards`` every rank fetches weights from each other's shards, and sends gradients there,
+    point to point by its own adapter (ODC, arXiv 2601.19362), in place of a ring that enters a node by all of them.
     """
 
     weights: Literal["gathered", "kept"] | None = None
@@ -33,6 +34,7 @@ class Software:
     async_tp: bool = False
     expert_parallel: int = 1
     gathers_context: bool = False
+    fetches_shards: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from wlb.schedules.layer_split import split_layers
 from wlb.simulate.job import SimulatedJob
 from wlb.workload import Workload, make_workload
 from wlb.workload.base import EXCHANGES, Seconds
-from wlb.workload.links import group_link, shard_bytes
+from wlb.workload.links import Traffic, group_link, shard_bytes
 from wlb.workload.weights import expert_weights, mean_block_weights
 
 Direction = Literal["forward", "backward"]
@@ -237,7 +237,8 @@ class JobCosts:
     def _over_shards(self, whole_bytes: float) -> float:
         job = self.job
         ranks = self.layout.replicas
-        link = group_link(job.hardware, "all_gather", ranks, stride=self.layout.tp)
+        traffic: Traffic = "all_to_all" if job.pricing.software.fetches_shards else "all_gather"
+        link = group_link(job.hardware, traffic, ranks, stride=self.layout.tp)
         return float(link.seconds(shard_bytes(whole_bytes, ranks)))
 
     def _by_rank(self, of_stage: NDArray[np.float64]) -> NDArray[np.float64]:

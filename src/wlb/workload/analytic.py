@@ -14,6 +14,7 @@ and evaluates them.
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from operator import add
 
 import numpy as np
@@ -184,6 +185,11 @@ def analytic_workload(shape: ModelShape, hardware: Hardware, tp: int = 1, cp: in
             f"tp = {tp} does not divide {shape.heads} query heads and {shape.kv_heads} key/value heads; "
             "choose a tp that divides both"
         )
+    return _analytic_workload(shape, hardware, tp, cp)
+
+
+@lru_cache(maxsize=256)
+def _analytic_workload(shape: ModelShape, hardware: Hardware, tp: int, cp: int) -> AnalyticWorkload:
     forward = _phase_cost(shape, hardware, tp, cp, backward=False)
     backward = _phase_cost(shape, hardware, tp, cp, backward=True)
     return AnalyticWorkload(forward, backward, forward + backward, shape, hardware, tp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import threading
@@ -148,6 +149,8 @@ def test_a_remote_store_is_the_same_as_on_the_disk(place, local, tmp_path, monke
     assert (store.identity, store.sidecar, store.vocab_size) == (local.identity, local.sidecar, VOCAB)
     assert np.array_equal(store.lengths, local.lengths)
     assert str(store.prefix) == f"{place.url}/corpus"
+    assert store.is_remote
+    assert not local.is_remote
     for document, length in enumerate(local.lengths.tolist()):
         start, end = np.random.default_rng(document).integers(0, length + 1, 2).tolist()
         start, length = min(start, end), abs(end - start)
@@ -289,6 +292,19 @@ def test_a_damaged_block_of_the_cache_is_read_again(place, local, tmp_path):
     assert same_tokens(TokenStore.open(f"{place.url}/corpus"), local)
 
 
+def test_a_file_that_leaves_the_cache_while_it_is_looked_for_is_fetched_again(place, local, tmp_path, monkeypatch):
+    TokenStore.open(f"{place.url}/corpus")
+    index, touch = next((tmp_path / "cache").glob("*.idx")), os.utime
+
+    def evicted(path: Any) -> None:
+        monkeypatch.setattr(os, "utime", touch)
+        index.unlink()
+        touch(path)
+
+    monkeypatch.setattr(os, "utime", evicted)
+    assert same_tokens(TokenStore.open(f"{place.url}/corpus"), local)
+
+
 def test_a_cache_that_cannot_be_written_is_one_line(place, local, tmp_path, monkeypatch):
     monkeypatch.setenv("WLB_CACHE_DIR", str(tmp_path / "corpus.idx" / "cache"))
     with pytest.raises(UserError, match="cache cannot be used: Not a directory; make room, or name another directory"):
@@ -316,12 +332,38 @@ def test_no_answer_is_not_taken_for_no_file(monkeypatch):
     pytest.importorskip("aiohttp")
     monkeypatch.setattr(remote, "_FIRST_DELAY", 0.0)
 
-    def unavailable(environ, start_response):
-        start_response("503 Slow Down", [("Content-Length", "0")])
-        return [b""]
+    for status, tries in (("503 Slow Down", " in 6 tries"), ("403 Forbidden", "")):  # asking again gives no rights
 
-    with served(unavailable) as url, pytest.raises(UserError, match=r"corpus.mask cannot be read in 6 tries: .*503"):
-        RemotePath(f"{url}/corpus.mask").exists()
+        def unavailable(environ, start_response, status=status):
+            start_response(status, [("Content-Length", "0")])
+            return [b""]
+
+        message = rf"corpus.mask cannot be read{tries}: .*{status[:3]}"
+        with served(unavailable) as url, pytest.raises(UserError, match=message):
+            RemotePath(f"{url}/corpus.mask").exists()
+
+
+def test_a_server_that_ignores_ranges_is_refused_before_it_sends_everything(tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    monkeypatch.setenv("WLB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_BLOCK", BLOCK)
+    local = TokenStore.open(write(tmp_path / "corpus"))
+    whole, answers = files_of(tmp_path), list[str]()
+
+    def deaf(environ, start_response):
+        environ.pop("HTTP_RANGE", None)
+        answers.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
+        return whole(environ, start_response)
+
+    with served(deaf) as url:
+        store = TokenStore.open(f"{url}/corpus")  # files that are taken whole are no trouble
+        assert np.array_equal(store.read(0), local.read(0))
+        answers.clear()
+        with pytest.raises(
+            UserError, match=r"corpus\.bin cannot be read in parts: the server ignores the header Range"
+        ):
+            store.read(39)
+        assert answers == ["GET /corpus.bin"]
 
 
 @in_turn("url", ["s3://bucket/a.b/corpus", "gs://bucket/corpus", "http://host:80/corpus", "memory://corpus"])
@@ -345,6 +387,8 @@ def test_urls_stay_what_they_are(url):
         ("s3://bucket/corpus/", "if you mean s3://bucket/corpus, write that"),
         ("hdfs:///corpus", "if you mean hdfs://corpus, write that"),
         ("file:///data/corpus", "is on this machine; name its path, without file:"),
+        ("S3://bucket/corpus", "if you mean s3://bucket/corpus, write that"),
+        ("", "path .*is empty"),
     ],
 )
 def test_urls_that_would_mean_something_else_are_refused(url, message):

@@ -18,6 +18,7 @@ from tests.limits import examples
 from wlb.documents import lengths as lengths_module
 from wlb.documents.length_counts import counted
 from wlb.documents.lengths import read_lengths
+from wlb.documents.order import DataConfig
 from wlb.documents.store import shards as shards_module
 from wlb.documents.store.mixture import open_stores
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, stored_vocab_size
@@ -80,6 +81,9 @@ def test_names_that_are_no_store_are_refused(corpus, tmp_path):
         with pytest.raises(UserError, match=message):
             open_store(source)
         assert names_store(source) == message.startswith("holds")
+    for value in ([], 3, ["a", 3], [["a"]]):
+        with pytest.raises(ValueError, match=r"store\n.*must be the path of a token store, or a list of such paths"):
+            DataConfig(store=value)
     (corpus / "other.idx").symlink_to(corpus / "2_tokens.idx")
     with pytest.raises(UserError, match="named twice"):
         store_prefixes(corpus)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from wlb.job.config import ParallelConfig
 from wlb.job.memory.layers import LayerMemory, MemorySettings
-from wlb.job.memory.step import predict_even_step, predict_memory
+from wlb.job.memory.step import _Walk, predict_even_step, predict_memory, predict_rank_memory
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import rank_operations
 from wlb.workload import ModelShape, model_shape
@@ -116,6 +116,23 @@ def test_equal_micro_batches_are_walked_through_until_they_repeat(settings_, tok
     size = settings_.parallel.pp + (more and rounds < settings_.parallel.pp)  # of a round
     longer = replace(settings_, micro_batches=rounds * size)
     assert predict_even_step(longer, tokens) == predict_memory(longer, [tokens] * longer.micro_batches)
+
+
+class _Forgetful(dict[Any, Any]):
+    def get(self, key: Any, default: Any = None) -> None:
+        return None
+
+
+@settings(max_examples=examples(20))
+@given(jobs(), st.lists(st.integers(0, 3), min_size=8, max_size=8), st.booleans())
+def test_passes_that_begin_alike_change_what_is_held_alike(settings_, thousands, keeps_weights):
+    settings_ = replace(settings_, keeps_weights=keeps_weights)
+    rows = [1000 * count for count in thousands]
+    parallel = settings_.parallel
+    operations = rank_operations(parallel.schedule, parallel.pp, settings_.micro_batches, parallel.virtual_pp)
+    for rank, of_rank in enumerate(operations):
+        each = _Walk(settings_, rank, rows, passes=_Forgetful()).over(of_rank)
+        assert predict_rank_memory(settings_, rows, rank) == each
 
 
 def test_uneven_shards_count_as_longer_micro_batches_but_keep_no_more_of_other_ranks():

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.limits import examples
-from tests.studies.policies.ranks import CAPACITY, DOCUMENTS, lengths_of, ranks
+from tests.studies.policies.ranks import CAPACITY, DOCUMENTS, WINDOW, lengths_of, ranks
 from wlb.errors import UserError
 from wlb.studies.policies.bytescale import hybrid_data_parallel
 from wlb.studies.policies.filling import power_of_two
+from wlb.studies.policies.flexible_cp import any_degree, shared_out
 from wlb.studies.policies.flexsp import heterogeneous_groups
+from wlb.studies.policies.hbp import PackingLevels, filled
 from wlb.studies.policies.hotspa import same_groups
 from wlb.studies.policies.megatron import dp_balanced, dynamic, dynamic_packed, packing_aware
+from wlb.studies.policies.odc import minibatch_balanced
 from wlb.studies.policies.plan import GroupPlan
 from wlb.studies.policies.verl import karmarkar_karp_twice, packed_then_dealt
 from wlb.studies.policies.wlb_llm import breakpoint_tokens, evened, without_delay
@@ -25,13 +31,15 @@ PLANS = {
     "dynamic_packed": dynamic_packed,
     "packing_aware": packing_aware,
     "bytescale": hybrid_data_parallel,
+    "flexible_cp": any_degree,
+    "odc": minibatch_balanced,
     "flexsp": heterogeneous_groups,
     "hotspa": same_groups,
     "verl": karmarkar_karp_twice,
     "slime": packed_then_dealt,
     "wlb": without_delay,
 }
-FIXED = ("dp_balanced", "hotspa", "verl", "slime", "wlb")
+FIXED = ("odc", "dp_balanced", "hotspa", "verl", "slime", "wlb")
 INTERLEAVED = {"pp": 2, "micro_batches": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}
 
 
@@ -51,7 +59,7 @@ def test_all_documents_are_attended_whole_under_the_token_cap(name, lengths):
     assert len(places) == len(set(places))  # a rank runs one group at a time
 
 
-@pytest.mark.parametrize("name", [name for name in PLANS if name != "bytescale"])
+@pytest.mark.parametrize("name", [name for name in PLANS if name not in ("bytescale", "flexible_cp")])
 @settings(max_examples=examples(5))
 @given(lengths=DOCUMENTS)
 def test_groups_are_powers_of_two_and_alike_where_they_are_fixed(name, lengths):
@@ -242,3 +250,68 @@ def test_wlb_without_delay_weighs_by_a_breakpoint_that_the_model_has():
 def test_hotspa_packs_a_bucket_in_groups_for_its_longest_document():
     plan = same_groups(lengths_of(16, 8, 4, 4), ranks(4, capacity=8, window=16))
     assert described(plan) == [(0, (0, 1), [16]), (0, (2, 3), [4, 4, 8])]
+
+
+def test_flexible_cp_by_hand():
+    """20 needs 3 ranks of 8, with room for 4; 8 fills one; 5 and 3 share one. The sixth goes to the slowest, 20."""
+    plan = any_degree(lengths_of(20, 8, 5, 4, 3), ranks(6, capacity=8, window=32))
+    assert described(plan) == [(0, (0, 1, 2, 3), [4, 20]), (0, (4,), [8]), (0, (5,), [3, 5])]
+    assert not plan.barriers
+
+
+def test_flexible_cp_runs_more_micro_batches_where_groups_of_whole_ranks_do_not_fit():
+    """Three documents of 9 tokens need two ranks each, and there are four: 27 tokens of 32."""
+    plan = any_degree(lengths_of(9, 9, 9), ranks(4, capacity=8, window=16))
+    assert sorted((group.slot, len(group.ranks)) for group in plan.groups) == [(0, 2), (0, 2), (1, 4)]
+    with pytest.raises(UserError, match="3 ranks of 8 tokens hold no document of 25"):
+        any_degree(lengths_of(25), ranks(3, capacity=8, window=32))
+
+
+@settings(max_examples=examples(30))
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 3), st.floats(0.1, 50)), min_size=1, max_size=4), more=st.integers(0, 5)
+)
+def test_ranks_given_to_the_slowest_group_are_what_the_published_dynamic_program_finds(groups, more):
+    least, cost = zip(*groups, strict=True)
+    fastest = {0: 0.0}  # seconds of the slowest group so far, by ranks used
+    for fewest, seconds in groups:
+        options = [
+            (used + size, max(slowest, seconds / size))
+            for used, slowest in fastest.items()
+            for size in range(fewest, fewest + more + 1)
+        ]
+        fastest = {used: min(slow for other, slow in options if other == used) for used, _ in options}
+    sizes = shared_out(least, cost, sum(least) + more)
+    assert sum(sizes) == sum(least) + more
+    assert all(size >= fewest for size, fewest in zip(sizes, least, strict=True))
+    slowest = max(seconds / size for seconds, size in zip(cost, sizes, strict=True))
+    assert slowest == pytest.approx(min(slow for used, slow in fastest.items() if used <= sum(least) + more))
+
+
+def test_odc_balances_the_step_and_lets_ranks_run_different_numbers_of_micro_batches():
+    """4096 weighs as much as eight times 600, which do not fit one micro-batch."""
+    plan = minibatch_balanced(lengths_of(4096, *[600] * 8), ranks(2, capacity=4096, window=4096))
+    assert described(plan) == [(0, (0,), [4096]), (0, (1,), [600] * 4), (1, (1,), [600] * 4)]
+    assert plan.fetches_weights
+
+
+@settings(max_examples=examples(5))
+@given(lengths=DOCUMENTS)
+def test_hbp_packs_every_document_once_to_the_least_level_that_holds_it_or_fills_a_longer_one(lengths):
+    levels = (2048, 8192, WINDOW)
+    packed = filled(lengths, levels)
+    assert sorted(d for packs in packed for pack in packs for d in pack) == [*range(len(lengths))]
+    for level, below, packs in zip(levels, (0, *levels), packed, strict=False):
+        assert all(lengths[pack].sum() <= level and lengths[pack].max() > below for pack in packs)
+
+
+def test_hbp_by_hand():
+    """To 16: 12 alone, 7 and 6 together. 4 fills the first, 3 the second, and 2 is left for a rank alone."""
+    levels = (4, 16)
+    lengths = lengths_of(12, 7, 6, 4, 3, 2)
+    assert filled(lengths, levels) == [[[5]], [[0, 3], [1, 2, 4]]]
+    few = ranks(4, capacity=8, window=16)
+    trial = PackingLevels(levels, (replace(few, capacity=4), few))
+    (short, _), (long, plan) = trial.plans(lengths)
+    assert (short.capacity, long.capacity) == (4, 8)
+    assert {len(group.ranks) for group in plan.groups} == {2}

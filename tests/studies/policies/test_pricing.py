@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from wlb.studies.policies.hydraulis import Heterogeneous, Pipelines, _columns, _
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
 from wlb.studies.policies.policy import LayoutTrial, RankPolicy, RankTrial, best_of, first_batches
 from wlb.studies.policies.pricing import peak_memory, price
-from wlb.workload import hardware_preset, make_workload
+from wlb.workload import hardware_preset, make_workload, model_shape
 from wlb.workload.flops import gemm_flops_per_token
 from wlb.workload.weights import parameters
 
@@ -70,6 +72,23 @@ def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
     apart = price(GroupPlan(lengths, groups), keeping).seconds
     barrier = price(GroupPlan(lengths, groups, frozenset([1])), keeping).seconds
     assert barrier > 1.2 * apart
+
+
+def test_ranks_that_fetch_weights_wait_for_nobody_and_share_no_adapters():
+    """On one node fetching takes what gathering together does, so only waiting differs; on two it is slower."""
+
+    def seconds(lengths: tuple[int, ...], *, fetched: bool) -> float:
+        groups = tuple(Group(index // 2, (index % 2,), (index,)) for index in range(len(lengths)) if lengths[index])
+        return price(GroupPlan(lengths_of(*lengths), groups, fetches_weights=fetched), ranks(2)).seconds
+
+    alike, uneven = (4096, 4096, 4096, 4096), (4096, 512, 512, 4096)
+    assert seconds(alike, fetched=True) == pytest.approx(seconds(alike, fetched=False))
+    assert seconds(uneven, fetched=True) < 0.8 * seconds(uneven, fetched=False)
+    few, more = (16_384, 512), (16_384, 512, *[0, 512] * 7)  # a rank that has no micro-batch left fetches nothing
+    assert seconds(more, fetched=True) == pytest.approx(seconds(few, fetched=True), rel=0.01)
+    assert seconds(more, fetched=False) > 1.1 * seconds(few, fetched=False)
+    many = GroupPlan(lengths_of(*[4096] * 16), tuple(Group(0, (rank,), (rank,)) for rank in range(16)))
+    assert price(replace(many, fetches_weights=True), ranks(16)).seconds > price(many, ranks(16)).seconds
 
 
 @pytest.mark.parametrize("exchange", ["keys and values", "heads"])
@@ -151,9 +170,15 @@ def test_hydraulis_packs_by_the_program(pp, lengths, longest, expected):
     assert sorted(sorted(lengths[i] for i in group.documents) for group in plan.groups) == expected
 
 
-def space(**changes: int) -> SearchSpace:
-    settings = {"gpus": 8, "context_window": 8192, "micro_batches": 16, "steps": 2} | changes
-    return SearchSpace(shape=SHAPE, hardware=hardware_preset("h100"), **settings)
+def space(**changes: Any) -> SearchSpace:
+    settings: dict[str, Any] = {
+        "shape": SHAPE,
+        "gpus": 8,
+        "context_window": 8192,
+        "micro_batches": 16,
+        "steps": 2,
+    } | changes
+    return SearchSpace(hardware=hardware_preset("h100"), **settings)
 
 
 # Twice as many GPUs have more layouts to choose from.
@@ -164,6 +189,8 @@ def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gp
     outcomes, without = compare([*POLICIES], searched, lengths)
     assert not without
     assert [outcome.policy for outcome in outcomes] == [*POLICIES]
+    bounded = {outcome.policy for outcome in outcomes if "integer programs of at most" in outcome.layout}
+    assert bounded == {"flexsp", "hydraulis"}
     by_name = {outcome.policy: outcome for outcome in outcomes}
     prices = make_workload(SHAPE, "h100")
     work = sum(float(prices.document_seconds(batch).sum()) for batch in batches)
@@ -173,6 +200,18 @@ def test_all_policies_train_the_same_documents_and_ours_as_the_simulator_does(gp
             assert outcome.tokens == sum(int(batch.sum()) for batch in batches), name
             assert outcome.work_seconds == pytest.approx(work), name
             assert outcome.token_delay == 0
+
+
+def test_policies_that_run_apart_come_to_the_same():
+    names, searched = ["plain-4d", "odc", "bytescale"], space(gpus=4, micro_batches=8)
+    done: list[int] = []
+    with ThreadPoolExecutor(2) as apart:
+        found, _ = compare(names, searched, documents(), on_progress=done.append, apart=apart)
+        with pytest.raises(UserError, match="finds no layout"):
+            compare(names, space(shape=model_shape("llama3-70b")), documents(), apart=apart)
+    alone, _ = compare(names, searched, documents())
+    assert [replace(one, planning_seconds=0) for one in found] == [replace(one, planning_seconds=0) for one in alone]
+    assert done == [1, 2, 3]
 
 
 @pytest.mark.parametrize("pp", [2, 4])

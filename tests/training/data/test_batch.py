@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.limits import HUNG_SECONDS
 from tests.training.documents import RandomDocuments
 from wlb.documents.segments import Segment
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -44,6 +47,30 @@ def test_every_token_has_its_document_position_and_successor(micro_batch: MicroB
         assert list(zip(*columns, strict=True)) == expected
         assert batch.segment_lengths == tuple(micro_batch.lengths)
     assert {tensor.dtype for tensor in (batch.tokens, batch.labels, batch.positions)} == {torch.int64}
+
+
+def test_a_store_at_a_url_is_read_many_documents_at_once() -> None:
+    others = threading.Barrier(8)
+
+    class Remote(RandomDocuments):
+        is_remote = True
+
+        def read(self, document, start=0, length=None):
+            others.wait(HUNG_SECONDS)  # for answers that come only together
+            return super().read(document, start, length)
+
+        def loss_mask(self, document, start, length):
+            others.wait(HUNG_SECONDS)
+            return super().loss_mask(document, start, length)
+
+    lengths = np.arange(1, 17)
+    micro_batch = MicroBatch(tuple(Segment(index, 0, length) for index, length in enumerate(lengths.tolist())), 0.0)
+    local, remote = (kind(lengths, 50_000, labelled=0.4) for kind in (RandomDocuments, Remote))
+    expected, batch = make_batch(micro_batch, local), make_batch(micro_batch, remote)
+    assert torch.equal(batch.tokens, expected.tokens)
+    assert torch.equal(batch.labels, expected.labels)
+    plan = StepPlan(0, ((micro_batch,),))
+    assert labelled_tokens(plan, remote) == labelled_tokens(plan, local)
 
 
 def test_a_micro_batch_without_segments_is_one_unlabelled_token() -> None:

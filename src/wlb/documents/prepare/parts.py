@@ -63,11 +63,15 @@ class TaskShard:
         names = ("ID", "COUNT", "MIN", "MAX", "STEP")
         try:
             this, count, least, most, step = (int(environment[f"SLURM_ARRAY_TASK_{name}"]) for name in names)
+            tasks = range(least, most + 1, step)
         except (KeyError, ValueError):
             raise UserError("--shard slurm needs a SLURM job array (sbatch --array); give --shard I/N") from None
-        if most != least + (count - 1) * step:
-            raise UserError(f"--shard slurm cannot number {count} tasks from {least} to {most}; give an array A-B")
-        return cls((this - least) // step + 1, count)
+        if len(tasks) != count or this not in tasks or tasks[-1] != most:
+            raise UserError(
+                f"--shard slurm cannot number {count} tasks from {least} to {most}, of which this is {this}; give an "
+                "array A-B, or --shard I/N"
+            )
+        return cls(tasks.index(this) + 1, count)
 
 
 def parts_directory(prefix: Path) -> Path:

@@ -28,11 +28,10 @@ def cached_file(name: str, size: int, pieces: Callable[[], Iterable[bytes]]) -> 
     """
     target = cache_folder() / name
     with _errors():
-        if not _has_size(target, size):
+        if not _used(target, size):
             with _alone(target):
-                if not _has_size(target, size):
+                if not _used(target, size):
                     _put(target, size, pieces())
-        os.utime(target)
     return target
 
 
@@ -86,11 +85,15 @@ def _errors() -> Iterator[None]:
         ) from error
 
 
-def _has_size(path: Path, size: int) -> bool:
+def _used(path: Path, size: int) -> bool:
+    """Whether a file is there and whole; if so it has been used just now."""
     try:
-        return path.stat().st_size == size
-    except FileNotFoundError:
+        if path.stat().st_size != size:
+            return False
+        os.utime(path)
+    except FileNotFoundError:  # not there, or removed between the two
         return False
+    return True
 
 
 def _bytes_of(path: Path, size: int, start: int, stop: int) -> bytes | None:

@@ -51,6 +51,11 @@ class StoreMixture:
         return gathered(ends, documents, lambda number, of_store: self.stores[number].lengths_of(of_store))
 
     @property
+    def is_remote(self) -> bool:
+        """Whether tokens of some store come from a server."""
+        return any(store.is_remote for store in self.stores)
+
+    @property
     def vocab_size(self) -> int | None:
         """Token ids are below this; None where a store does not say."""
         sizes = [store.vocab_size for store in self.stores]

@@ -107,6 +107,11 @@ class TokenStore:
         return self._index.dtype
 
     @property
+    def is_remote(self) -> bool:
+        """Whether tokens come from a server, where one read at a time would be slow."""
+        return isinstance(self.prefix, RemotePath)
+
+    @property
     def vocab_size(self) -> int | None:
         """Token ids are below this; None without a sidecar."""
         return self._vocab_size

@@ -44,7 +44,7 @@ _VERSIONS = (
     *("ETag", "etag", "Content-MD5", "content_md5", "md5Hash", "generation", "blob_id"),
     *("Last-Modified", "LastModified", "last_modified", "updated", "mtime", "created"),
 )
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+[^/].*", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+[^/].*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,11 @@ class RemotePath(PosixPath):
         """These bytes from the server, of the version that was found at first."""
 
         def read(files: Any, path: str) -> bytes:
-            found: bytes = files.cat_file(path, start=start, end=stop)
+            found: bytes
+            if self._is_web:
+                found = self._read_web_range(files, path, start, stop)
+            else:
+                found = files.cat_file(path, start=start, end=stop)
             if len(found) != stop - start:
                 raise OSError(f"got {len(found)} bytes from byte {start} on, asked for {stop - start}")
             return found
@@ -125,6 +129,20 @@ class RemotePath(PosixPath):
                 "start anew on the new store"
             )
         return content
+
+    def _read_web_range(self, files: Any, path: str, start: int, stop: int) -> bytes:
+        """As ``cat_file``, which takes in all of the file where a server sends that, whatever part it is asked for."""
+        try:
+            with files.open(path, "rb", stop - start, size=self._found.size, cache_type="none") as file:
+                file.seek(start)
+                return bytes(file.read(stop - start))
+        except ValueError as error:
+            if "range requests" not in str(error):
+                raise
+            raise UserError(
+                f"{self} cannot be read in parts: the server ignores the header Range; serve the store from one that "
+                "does not, such as nginx, or copy it to a disk"
+            ) from error
 
     @cached_property
     def _version(self) -> _Version | None:
@@ -159,19 +177,25 @@ class RemotePath(PosixPath):
                 time.sleep(_FIRST_DELAY * 2 ** (attempt - 1))
             try:
                 return _within(_TIMEOUT, lambda: ask(files, path))
-            except PermissionError as error:
-                raise self._failed(error, attempt + 1) from error
+            except UserError:
+                raise
             except Exception as error:  # of whatever kind the file system has
-                if isinstance(error, FileNotFoundError) and self._is_missing(error):
-                    raise
+                if self._is_missing(error):
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from error
+                if isinstance(error, PermissionError) or _web_status(error) in (401, 403):
+                    raise self._failed(error, attempt + 1) from error
                 failure = error
         raise self._failed(failure, _TRIES) from failure
 
-    def _is_missing(self, error: FileNotFoundError) -> bool:
-        """Whether the server said so: for HTTP, fsspec raises this error too where no answer came."""
-        if not str(self).startswith("http"):
-            return True
-        return error.__cause__ is None or getattr(error.__cause__, "status", None) in (404, 410)
+    @property
+    def _is_web(self) -> bool:
+        return str(self).startswith("http")
+
+    def _is_missing(self, error: Exception) -> bool:
+        """Whether the server said so: for HTTP, fsspec says FileNotFoundError too where no answer came."""
+        if self._is_web and (error.__cause__ or not isinstance(error, FileNotFoundError)):
+            return _web_status(error) in (404, 410)
+        return isinstance(error, FileNotFoundError)
 
     def _failed(self, error: BaseException, tries: int) -> UserError:
         cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
@@ -220,17 +244,25 @@ class RemoteArray:
 def store_prefix(prefix: str | Path) -> Path:
     """The path of a store; a ``RemotePath`` for a URL, also one that went through ``Path``, which drops a slash.
 
-    Raises ``UserError`` for a URL that a path cannot hold, such as one with empty names, and for one of a local file.
+    Raises ``UserError`` for an empty prefix, a URL that a path cannot hold, such as one with empty names, and that of a
+    local file.
     """
+    if not str(prefix).strip():
+        raise UserError(f"the path of a token store is empty (got {prefix!r}); name one")
     match = _URL.fullmatch(str(prefix))
     if isinstance(prefix, RemotePath) or match is None:
         return Path(prefix) if isinstance(prefix, str) else prefix
     if match[1] in ("file", "local"):
         raise UserError(f"{prefix} is on this machine; name its path, without {match[1]}:")
-    path = RemotePath(prefix)
+    path = RemotePath(match[1].lower() + str(prefix)[match.end(1) :])
     if isinstance(prefix, str) and str(path) != prefix:
         raise UserError(f"{prefix} cannot be the prefix of a store; if you mean {path}, write that")
     return path
+
+
+def _web_status(error: Exception) -> int | None:
+    """With which the server answered, where it did; fsspec keeps it in the cause of some errors."""
+    return getattr(error.__cause__ or error, "status", None)
 
 
 def _version_of(files: Any, path: str) -> _Version | None:

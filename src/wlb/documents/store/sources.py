@@ -24,8 +24,19 @@ _StorePath = Annotated[
     BeforeValidator(lambda value: store_prefix(value) if isinstance(value, str | Path) else value),
     BeforeValidator(check_path),  # which comes first
 ]
+
+
+def _check_kind(source: object) -> object:
+    parts = source if isinstance(source, list | tuple) else [source]
+    if not parts or not all(isinstance(part, str | Path) for part in parts):
+        raise ValueError("must be the path of a token store, or a list of such paths")
+    return source
+
+
 # A setting that names a store.
-StoreSetting = _StorePath | Annotated[tuple[_StorePath, ...], Field(min_length=1)]
+StoreSetting = Annotated[
+    _StorePath | Annotated[tuple[_StorePath, ...], Field(min_length=1)], BeforeValidator(_check_kind)
+]
 
 
 def store_prefixes(source: StoreSource) -> list[Path]:
@@ -88,7 +99,7 @@ def _expanded(path: Path) -> list[Path]:
         return [path]
     if path.is_dir():
         pattern, missing = glob.escape(str(path)) + "/*.idx", f"{path} is a directory; name a token store in it"
-        missing += f", or '{path}/**/*.idx' for all that are further below"
+        missing += f", or '{path / '**' / '*.idx'}' for all that are further below"
     elif glob.has_magic(str(path)) and not path.exists():
         pattern = str(path) if path.suffix == ".idx" else f"{path}.idx"
         missing = f"no token store matches {path}; make one with wlb prepare"

@@ -11,9 +11,9 @@ What each layer holds is in ``wlb.job.memory.layers``. Nothing here imports torc
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from wlb.job.memory.layers import Exchange, LayerMemory, MemorySettings, Unit
 from wlb.schedules.operations import Operation, rank_operations, round_size
@@ -21,6 +21,7 @@ from wlb.schedules.operations import Operation, rank_operations, round_size
 # Of a device or machine; the rest is for what is not predicted: the driver, libraries, fragments, other processes.
 USABLE_SHARE = 0.9
 _BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
+_StageState = tuple[frozenset[int], frozenset[int]]  # units whose weights are gathered, and that have gradients
 EVEN_ROUNDS = 4  # of pp micro-batches: filling the pipeline, all gradients allocated, one more, emptying it
 
 
@@ -102,19 +103,34 @@ def _largest_share(settings: MemorySettings, tokens: int) -> int:
     return math.ceil(tokens * (settings.uneven_shards / cp)) if cp > 1 else tokens
 
 
+class _WalkedPass(NamedTuple):
+    """A forward or backward of a stage: what it adds to what is held, at most and in the end; and what it leaves."""
+
+    most_total: float
+    most: dict[str, int]
+    held: dict[str, int]
+    left: _StageState
+
+
 @dataclass
 class _Walk:
-    """One pipeline rank's step: what is held, by purpose, and the most so far."""
+    """One pipeline rank's step: what is held, by purpose, and the most so far.
+
+    Passes of a stage that begin alike change what is held alike, so each kind of pass is walked through once.
+    """
 
     settings: MemorySettings
     rank: int
     rows: Sequence[int]
     exchanges: Sequence[Exchange] | None = None
-    held: Counter[str] = field(default_factory=Counter)
-    most: Counter[str] = field(default_factory=Counter)
-    most_total: int = 0
-    gathered: set[tuple[int, int]] = field(default_factory=set)
-    with_gradients: set[tuple[int, int]] = field(default_factory=set)
+    held: dict[str, int] = field(default_factory=dict)
+    total: int = 0  # of ``held``
+    most: dict[str, int] = field(default_factory=dict)
+    most_total: float = 0
+    gathered: set[int] = field(default_factory=set)  # units of the stage at hand
+    with_gradients: set[int] = field(default_factory=set)
+    states: dict[int, _StageState] = field(default_factory=dict)
+    passes: dict[tuple[Any, ...], _WalkedPass] = field(default_factory=dict)
     known: dict[tuple[int, int, Exchange | None], tuple[int, list[Unit]]] = field(default_factory=dict)
 
     def over(self, operations: Sequence[Operation]) -> MemoryEstimate:
@@ -126,19 +142,18 @@ class _Walk:
         }
         weights = sum(unit.weights for units in mine.values() for unit in units)
         shard = -(-weights // self.shards) * self.settings.master_bytes
-        self.held["weights"] = shard
-        self.held["optimizer"] = 2 * shard
-        self.held["checkpoint"] = 3 * shard if self.settings.checkpoint_copy else 0
-        self.held["batches"] = sum(self.rows) * _BATCH_BYTES
-        if not self.frees_weights:  # all from the start of the step on
-            for stage, units in mine.items():
+        self._add("weights", shard)
+        self._add("optimizer", 2 * shard)
+        self._add("checkpoint", 3 * shard if self.settings.checkpoint_copy else 0)
+        self._add("batches", sum(self.rows) * _BATCH_BYTES)
+        for stage, units in mine.items():
+            self.gathered = set()
+            if not self.frees_weights:  # all from the start of the step on
                 for index, unit in enumerate(units):
-                    self._gather(stage, index, unit)
+                    self._gather(index, unit)
+            self.states[stage] = frozenset(self.gathered), frozenset()
         for stage, micro_batch, backward, _ in operations:
-            if backward:
-                self._backward(stage, micro_batch)
-            else:
-                self._forward(stage, micro_batch)
+            self._pass(stage, micro_batch, backward=backward)
         self._note(working=shard)  # the optimizer's own
         return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})
 
@@ -151,6 +166,28 @@ class _Walk:
     def frees_weights(self) -> bool:
         """Whether weights are gathered again in every micro-batch."""
         return self.settings.parallel.pp == 1 and not self.settings.keeps_weights
+
+    def _pass(self, stage: int, micro_batch: int, *, backward: bool) -> None:
+        last = micro_batch == self.settings.micro_batches - 1
+        exchange = self.exchanges[micro_batch] if self.exchanges is not None else None
+        key = (stage, self.rows[micro_batch], exchange, backward, backward and last, self.states[stage])
+        walked = self.passes.get(key)
+        if walked is None:
+            so_far = self.held, self.total, self.most, self.most_total
+            self.held, self.total, self.most, self.most_total = {}, 0, {}, -math.inf
+            self.gathered, self.with_gradients = map(set, self.states[stage])
+            if backward:
+                self._backward(stage, micro_batch)
+            else:
+                self._forward(stage, micro_batch)
+            left = frozenset(self.gathered), frozenset(self.with_gradients)
+            walked = self.passes[key] = _WalkedPass(self.most_total, self.most, self.held, left)
+            self.held, self.total, self.most, self.most_total = so_far
+        if self.total + walked.most_total > self.most_total:
+            self.most, self.most_total = _sum(self.held, walked.most), self.total + walked.most_total
+        for name, value in walked.held.items():
+            self._add(name, value)
+        self.states[stage] = walked.left
 
     def _ends_and_units(self, stage: int, micro_batch: int) -> tuple[int, list[Unit]]:
         """What a stage keeps beside its layers, and these; micro-batches of as many rows have the same."""
@@ -171,79 +208,86 @@ class _Walk:
 
     def _forward(self, stage: int, micro_batch: int) -> None:
         ends, units = self._ends_and_units(stage, micro_batch)
-        self.held["activations"] += ends
-        self._gather_root(stage, units)
+        self._add("activations", ends)
+        self._gather_root(units)
         for index, unit in enumerate(units):
-            self._gather(stage, index, unit)
+            self._gather(index, unit)
             self._note(working=unit.forward)
             self._hold(unit, +1)
             if self.frees_weights and not unit.root:
-                self._free(stage, index, unit)
+                self._free(index, unit)
         if self.frees_weights:  # those of the root too, now that the stage ends
             for index, unit in enumerate(units):
-                self._free(stage, index, unit)
+                self._free(index, unit)
 
     def _backward(self, stage: int, micro_batch: int) -> None:
         ends, units = self._ends_and_units(stage, micro_batch)
         last = micro_batch == self.settings.micro_batches - 1
         alone = self.settings.parallel.pp == 1
-        self._gather_root(stage, units)
+        self._gather_root(units)
         for index, unit in reversed(list(enumerate(units))):
-            self._gather(stage, index, unit)
+            self._gather(index, unit)
             if alone and index and not units[index - 1].root:
-                self._gather(stage, index - 1, units[index - 1])  # FSDP gathers one unit ahead
+                self._gather(index - 1, units[index - 1])  # FSDP gathers one unit ahead
             self._note(working=unit.backward)
             self._hold(unit, -1)
-            self._add_gradients(stage, index, unit)
+            self._add_gradients(index, unit)
             if alone and last and not unit.root:
-                self._reduce(stage, index, unit)
-        self.held["activations"] -= ends
+                self._reduce(index, unit)
+        self._add("activations", -ends)
         if last:
             for index, unit in enumerate(units):
-                if (stage, index) in self.with_gradients:
-                    self._reduce(stage, index, unit)
+                if index in self.with_gradients:
+                    self._reduce(index, unit)
 
     def _hold(self, unit: Unit, sign: int) -> None:
-        self.held["activations"] += sign * (unit.held - unit.scores - unit.received)
-        self.held["received keys and values"] += sign * unit.received
-        self.held["scores"] += sign * unit.scores
+        self._add("activations", sign * (unit.held - unit.scores - unit.received))
+        self._add("received keys and values", sign * unit.received)
+        self._add("scores", sign * unit.scores)
 
-    def _gather_root(self, stage: int, units: Sequence[Unit]) -> None:
+    def _gather_root(self, units: Sequence[Unit]) -> None:
         for index, unit in enumerate(units):
             if unit.root:
-                self._gather(stage, index, unit)
+                self._gather(index, unit)
 
-    def _gather(self, stage: int, index: int, unit: Unit) -> None:
-        if (stage, index) in self.gathered:
+    def _gather(self, index: int, unit: Unit) -> None:
+        if index in self.gathered:
             return
-        self.gathered.add((stage, index))
-        self.held["gathered weights"] += unit.weights * self.settings.compute_bytes
+        self.gathered.add(index)
+        self._add("gathered weights", unit.weights * self.settings.compute_bytes)
         if self.shards > 1:  # what the collective wrote, before it is cut into weights
             self._note(working=unit.weights * self.settings.compute_bytes)
 
-    def _free(self, stage: int, index: int, unit: Unit) -> None:
-        if (stage, index) in self.gathered:
-            self.gathered.remove((stage, index))
-            self.held["gathered weights"] -= unit.weights * self.settings.compute_bytes
+    def _free(self, index: int, unit: Unit) -> None:
+        if index in self.gathered:
+            self.gathered.remove(index)
+            self._add("gathered weights", -(unit.weights * self.settings.compute_bytes))
 
-    def _add_gradients(self, stage: int, index: int, unit: Unit) -> None:
-        if (stage, index) not in self.with_gradients:
-            self.with_gradients.add((stage, index))
-            self.held["gradients"] += unit.gradient * self.settings.master_bytes
+    def _add_gradients(self, index: int, unit: Unit) -> None:
+        if index not in self.with_gradients:
+            self.with_gradients.add(index)
+            self._add("gradients", unit.gradient * self.settings.master_bytes)
         if self.settings.compute_bytes < self.settings.master_bytes:  # this micro-batch's, before they are added
             self._note(gradients=unit.gradient * self.settings.compute_bytes)
 
-    def _reduce(self, stage: int, index: int, unit: Unit) -> None:
+    def _reduce(self, index: int, unit: Unit) -> None:
         """Sum gradients over the ranks that share the weights, and keep this rank's shard."""
         whole = unit.weights * self.settings.master_bytes
-        self._free(stage, index, unit)
+        self._free(index, unit)
         self._note(working=whole)
-        self.with_gradients.discard((stage, index))
-        self.held["gradients"] += -(-whole // self.shards) - unit.gradient * self.settings.master_bytes
+        self.with_gradients.discard(index)
+        self._add("gradients", -(-whole // self.shards) - unit.gradient * self.settings.master_bytes)
 
     def _note(self, working: int = 0, gradients: int = 0) -> None:
         """Remember what is held now with what is there for a moment, if that is the most so far."""
-        total = self.held.total() + working + gradients
+        total = self.total + working + gradients
         if total > self.most_total:
-            self.most = self.held + Counter(working=working, gradients=gradients)
-            self.most_total = total
+            self.most, self.most_total = _sum(self.held, {"working": working, "gradients": gradients}), total
+
+    def _add(self, name: str, value: int) -> None:
+        self.held[name] = self.held.get(name, 0) + value
+        self.total += value
+
+
+def _sum(held: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+    return held | {name: held.get(name, 0) + value for name, value in more.items()}

@@ -7,7 +7,11 @@ layout. docs/rivals.md has every policy's source and what was assumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -16,13 +20,15 @@ from numpy.typing import NDArray
 from wlb.documents.filling import check_filling
 from wlb.errors import UserError
 from wlb.simulate.search import SearchSpace
-from wlb.studies.policies import bytescale, distca, fcp, flexsp, libra, magi, megatron, verl, wlb_llm
+from wlb.studies.policies import bytescale, distca, fcp, flexible_cp, flexsp, libra, magi, megatron, odc, verl, wlb_llm
+from wlb.studies.policies.hbp import HbpPolicy
 from wlb.studies.policies.hotspa import HotSpaPolicy
 from wlb.studies.policies.hydraulis import HydraulisPolicy
 from wlb.studies.policies.ours import LONGER, ElasticPolicy, SystemPolicy
 from wlb.studies.policies.policy import Outcome, Policy, RankPolicy
 
 BASE = "plain-4d"
+_MANY = 6  # policies, for which processes of their own pay
 POLICIES: dict[str, Policy] = {
     BASE: SystemPolicy("plain-4d"),
     "fixed-4d": SystemPolicy("fixed-4d"),
@@ -33,9 +39,12 @@ POLICIES: dict[str, Policy] = {
     "megatron-packing": RankPolicy(megatron.packing_aware, keeps_weights=True),
     "hotspa": HotSpaPolicy(),
     "hydraulis": HydraulisPolicy(),
-    "flexsp": RankPolicy(flexsp.heterogeneous_groups, pipelines=False, layouts=1),
+    "flexsp": RankPolicy(flexsp.heterogeneous_groups, pipelines=False, layouts=1, solver_nodes=flexsp.NODES),
     "bytescale": RankPolicy(bytescale.hybrid_data_parallel, pipelines=False, keeps_weights=True),
     "bytescale-pipeline": RankPolicy(bytescale.hybrid_data_parallel, keeps_weights=True),
+    "flexible-cp": RankPolicy(flexible_cp.any_degree, keeps_weights=True),
+    "odc": RankPolicy(odc.minibatch_balanced, pipelines=False),
+    "hbp": HbpPolicy(),
     "distca": RankPolicy(partial(distca.attention_servers, idle_stages_serve=True), interleaves=False),
     "distca-busy": RankPolicy(partial(distca.attention_servers, idle_stages_serve=False), interleaves=False),
     "libra": RankPolicy(libra.pools),
@@ -64,25 +73,56 @@ def compare(
     space: SearchSpace,
     lengths: NDArray[np.int64],
     *,
-    on_progress: Callable[[str], None] = lambda name: None,
+    on_progress: Callable[[int], None] = lambda done: None,
+    apart: Executor | None = None,
 ) -> tuple[list[Outcome], dict[str, str]]:
     """Every policy in its best layout, on the same documents and global batch, and why others have none.
 
-    ``on_progress`` gets the policy that comes next. Raises ``UserError`` where the base has no layout, and where the
-    documents do not fill one step.
+    ``on_progress`` gets how many policies are done, which ``apart`` may run. Raises ``UserError`` where the base has no
+    layout, and where the documents do not fill one step.
     """
     check_filling(lengths, space.micro_batches * space.context_window, space.context_window, steps=space.steps)
-    outcomes: list[Outcome] = []
-    without: dict[str, str] = {}
-    for name in names:
-        on_progress(name)
-        try:
-            outcomes.append(POLICIES[name].best(name, space, lengths))
-        except UserError as error:
-            if name == BASE:
-                raise
-            without[name] = str(error)
-    return outcomes, without
+    found: dict[str, Outcome | UserError] = {}
+    for name, one in _found(names, space, lengths, apart):
+        if name == BASE and isinstance(one, UserError):
+            raise one
+        found[name] = one
+        on_progress(len(found))
+    in_order = [(name, found[name]) for name in names]
+    outcomes = [one for _, one in in_order if isinstance(one, Outcome)]
+    return outcomes, {name: str(one) for name, one in in_order if isinstance(one, UserError)}
+
+
+def _found(
+    names: Sequence[str], space: SearchSpace, lengths: NDArray[np.int64], apart: Executor | None
+) -> Iterator[tuple[str, Outcome | UserError]]:
+    if apart is None:
+        for name in names:
+            yield name, _attempt(name, space, lengths)
+        return
+    # The last, ours, take longest, so they begin first.
+    running = {apart.submit(_attempt, name, space, lengths): name for name in reversed(names)}
+    try:
+        for future in as_completed(running):
+            yield running[future], future.result()
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def _attempt(name: str, space: SearchSpace, lengths: NDArray[np.int64]) -> Outcome | UserError:
+    try:
+        return POLICIES[name].best(name, space, lengths)
+    except UserError as error:
+        return error
+
+
+def workers(policies: int) -> AbstractContextManager[Executor | None]:
+    """Processes for ``compare``, one a core; None where starting them would take longer than they save."""
+    cores = os.cpu_count() or 1
+    if cores == 1 or policies < _MANY:
+        return nullcontext()
+    return ProcessPoolExecutor(min(cores, policies), mp_context=multiprocessing.get_context("spawn"))
 
 
 def epochs(names: Sequence[str], space: SearchSpace, lengths: NDArray[np.int64]) -> int:
@@ -91,4 +131,4 @@ def epochs(names: Sequence[str], space: SearchSpace, lengths: NDArray[np.int64])
     return -(-longer * space.steps * space.micro_batches * space.context_window // int(lengths.sum()))
 
 
-__all__ = ["BASE", "POLICIES", "Outcome", "Policy", "chosen", "compare", "epochs"]
+__all__ = ["BASE", "POLICIES", "Outcome", "Policy", "chosen", "compare", "epochs", "workers"]

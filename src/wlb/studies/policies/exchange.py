@@ -6,7 +6,6 @@ and an output have ``heads`` x ``head_dim`` values, a key with its value twice `
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -111,36 +110,48 @@ def _beside(attention: Array, wire: Array) -> Array:
 
 def _queries(plan: MovedPlan) -> tuple[Array, Array]:
     """Tokens whose queries each rank receives, and sends; shape (ranks, slots)."""
-    received, sent = np.zeros((2, plan.pools.size))
-    for home, work in _moved_documents(plan):
-        overlap = np.minimum(home.stop[:, None], work.stop) - np.maximum(home.start[:, None], work.start)
-        moved = np.where(home.lane[:, None] != work.lane, overlap.clip(min=0), 0) * work.share
-        np.add.at(sent, home.lane, moved.sum(axis=1))
-        np.add.at(received, work.lane, moved.sum(axis=0))
-    return plan.of_ranks(received), plan.of_ranks(sent)
+    home, work = _moved_documents(plan)
+    left, right = _of_one_document(home.document, work.document)
+    overlap = np.minimum(home.stop[left], work.stop[right]) - np.maximum(home.start[left], work.start[right])
+    moved = np.where(home.lane[left] != work.lane[right], overlap.clip(min=0), 0) * work.share[right]
+    return _by_lane(work.lane[right], moved, plan), _by_lane(home.lane[left], moved, plan)
 
 
 def _keys_from_home(plan: MovedPlan) -> tuple[Array, Array]:
     """Tokens whose keys each rank receives, and sends: of every document up to its last query there, for its heads."""
-    received, sent = np.zeros((2, plan.pools.size))
-    for home, work in _moved_documents(plan):
-        lanes, place = np.unique(work.lane, return_inverse=True)
-        last = np.zeros(len(lanes), np.int64)
-        np.maximum.at(last, place, work.stop)
-        heads = np.minimum(1.0, _largest_share(work, place, len(lanes)))
-        needed = np.minimum(home.stop[:, None], last) - home.start[:, None]
-        moved = np.where(home.lane[:, None] != lanes, needed.clip(min=0), 0) * heads
-        np.add.at(sent, home.lane, moved.sum(axis=1))
-        np.add.at(received, lanes, moved.sum(axis=0))
-    return plan.of_ranks(received), plan.of_ranks(sent)
+    home, work = _moved_documents(plan)
+    places, place = np.unique(work.document * plan.pools.size + work.lane, return_inverse=True)
+    document, lane = np.divmod(places, plan.pools.size)
+    last = np.zeros(len(places), np.int64)
+    np.maximum.at(last, place, work.stop)
+    heads = np.minimum(1.0, _largest_share(work, place, len(places)))
+    left, right = _of_one_document(home.document, document)
+    needed = np.minimum(home.stop[left], last[right]) - home.start[left]
+    moved = np.where(home.lane[left] != lane[right], needed.clip(min=0), 0) * heads[right]
+    return _by_lane(lane[right], moved, plan), _by_lane(home.lane[left], moved, plan)
 
 
-def _largest_share(work: Tasks, place: NDArray[np.int64], lanes: int) -> Array:
-    """The heads of a document that each lane attends: the most that it attends of any query."""
-    heads = np.zeros(lanes)
-    queries, index = np.unique(np.stack([place, work.start], axis=1), axis=0, return_inverse=True)
-    np.maximum.at(heads, queries[:, 0], np.bincount(index.ravel(), work.share))
+def _largest_share(work: Tasks, place: NDArray[np.int64], places: int) -> Array:
+    """The heads of a document that each of its lanes, its ``place``, attends: the most that it attends of any query."""
+    heads = np.zeros(places)
+    most = 1 + int(work.start.max(initial=0))
+    queries, index = np.unique(place * most + work.start, return_inverse=True)
+    np.maximum.at(heads, queries // most, np.bincount(index, work.share))
     return heads
+
+
+def _of_one_document(left: NDArray[np.int64], right: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All pairs of places in ``left`` and in ``right``, tables of documents, that have the same document."""
+    order = np.argsort(right, kind="stable")
+    first, stop = (np.searchsorted(right[order], left, side=side) for side in ("left", "right"))
+    counts = stop - first
+    index = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    return np.repeat(np.arange(len(left)), counts), order[index]
+
+
+def _by_lane(lane: NDArray[np.int64], values: Array, plan: MovedPlan) -> Array:
+    sums: Array = plan.of_ranks(np.bincount(lane, values, plan.pools.size))
+    return sums
 
 
 def _keys_served_at_work(plan: MovedPlan) -> tuple[Array, Array]:
@@ -150,17 +161,12 @@ def _keys_served_at_work(plan: MovedPlan) -> tuple[Array, Array]:
     return where.received.T.astype(np.float64), where.sent.T.astype(np.float64)
 
 
-def _moved_documents(plan: MovedPlan) -> list[tuple[Tasks, Tasks]]:
-    """Home and work of every document that is not attended where all of it lies."""
-    home, work = (_by_document(tasks, len(plan.lengths)) for tasks in (plan.home, plan.work))
-    return [
-        (here, there)
-        for here, there in zip(home, work, strict=True)
-        if len(here.lane) != 1 or len(there.lane) != 1 or here.lane[0] != there.lane[0]
-    ]
-
-
-def _by_document(tasks: Tasks, documents: int) -> list[Tasks]:
-    ordered = tasks.at(np.argsort(tasks.document, kind="stable"))
-    bounds = np.searchsorted(ordered.document, np.arange(documents + 1))
-    return [ordered.at(slice(first, stop)) for first, stop in pairwise(bounds.tolist())]
+def _moved_documents(plan: MovedPlan) -> tuple[Tasks, Tasks]:
+    """Home and work of the documents that are not attended where all of them lies."""
+    pieces, owners = [], []
+    for tasks in (plan.home, plan.work):
+        pieces.append(np.bincount(tasks.document, minlength=len(plan.lengths)))
+        owners.append(np.zeros(len(plan.lengths), np.int64))
+        owners[-1][tasks.document] = tasks.lane
+    moved = (pieces[0] != 1) | (pieces[1] != 1) | (owners[0] != owners[1])
+    return plan.home.at(moved[plan.home.document]), plan.work.at(moved[plan.work.document])

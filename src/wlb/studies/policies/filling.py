@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.bins import best_fit as bins_by_best_fit
+from wlb.packing.bins import into_lightest
 
 Integers = NDArray[np.int64]
 
@@ -54,27 +55,27 @@ def best_fit(documents: Sequence[int], lengths: Integers, capacity: int) -> list
 
 
 def lightest(
-    documents: Iterable[int], cost: Sequence[float] | NDArray[np.float64], bins: int, lengths: Integers, capacity: float
+    documents: Iterable[int], cost: Sequence[float] | NDArray[np.float64], bins: int, lengths: Integers, capacity: int
 ) -> tuple[list[list[int]], list[int]]:
     """Each of ``documents``, in the order given, into the bin of least cost that has room; and those that fit none."""
+    order = list(documents)
     members: list[list[int]] = [[] for _ in range(bins)]
-    loads, tokens = np.zeros(bins), np.zeros(bins)
-    left_over = []
-    for document in documents:
-        open_loads = np.where(tokens + lengths[document] <= capacity, loads, np.inf)
-        index = int(open_loads.argmin())
-        if open_loads[index] == np.inf:
-            left_over.append(document)
-            continue
-        members[index].append(document)
-        loads[index] += cost[document]
-        tokens[index] += lengths[document]
+    left_over: list[int] = []
+    prices = np.asarray(cost, np.float64)[order].tolist()
+    places = into_lightest(lengths[order].tolist(), prices, [0.0] * bins, [capacity] * bins)
+    for document, place in zip(order, places, strict=True):
+        (left_over if place < 0 else members[place]).append(document)
     return members, left_over
 
 
-def even_bins(lengths: Integers, cost: NDArray[np.float64], capacity: int, *, multiple: int) -> list[list[int]]:
-    """Bins even in ``cost``, longest document first into the cheapest: as few as hold all, a ``multiple``."""
-    count = -(-int(lengths.sum()) // (capacity * multiple)) * multiple
+def even_bins(
+    lengths: Integers, cost: NDArray[np.float64], capacity: int, *, multiple: int, fewest: int = 1
+) -> list[list[int]]:
+    """Bins even in ``cost``, longest document first into the cheapest: as few as hold all, a ``multiple``.
+
+    And no fewer than ``fewest``.
+    """
+    count = -(-max(fewest, -(-int(lengths.sum()) // capacity)) // multiple) * multiple
     while True:
         members, left_over = lightest(longest_first(lengths), cost, count, lengths, capacity)
         if not left_over:

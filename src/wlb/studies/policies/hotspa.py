@@ -50,19 +50,23 @@ class HotSwitching:
             f"to {longest:,}: {layout_text(r)}" for longest, r in zip(self.longest, self.strategies, strict=True)
         )
 
-    def step(self, lengths: Integers) -> PricedStep:
-        began = time.perf_counter()
-        used = [
+    def plans(self, lengths: Integers) -> list[tuple[Ranks, GroupPlan]]:
+        """Strategies that are used, in order, and what each runs."""
+        return [
             (ranks, same_groups(documents, ranks))
             for ranks, documents in zip(self.strategies, in_buckets(lengths, self.longest), strict=True)
             if len(documents)
         ]
+
+    def step(self, lengths: Integers) -> PricedStep:
+        began = time.perf_counter()
+        used = self.plans(lengths)
         planning = time.perf_counter() - began
         prices = [price(plan, ranks) for ranks, plan in used]
         moved = switched_bytes([ranks for ranks, _ in used])
         job = used[0][0].job
         # Reducing gradients and updating weights come once, after the last bucket.
-        seconds = sum(_without_update(plan, ranks) for ranks, plan in used[:-1]) + prices[-1].seconds
+        seconds = sum(without_update(plan, ranks) for ranks, plan in used[:-1]) + prices[-1].seconds
         seconds += float(group_link(job.hardware, "point_to_point", job.layout.world_size, 1).seconds(moved))
         exchanged = sum(one.exchanged_bytes for one in prices) + moved
         step = StepPrice(seconds, exchanged, max(one.memory_bytes for one in prices))
@@ -115,6 +119,7 @@ def _seconds(lengths: Integers, ranks: Ranks) -> float:
     return price(same_groups(lengths, ranks), ranks).seconds
 
 
-def _without_update(plan: GroupPlan, ranks: Ranks) -> float:
+def without_update(plan: GroupPlan, ranks: Ranks) -> float:
+    """Seconds of ``plan`` up to its last backward."""
     seconds, _ = group_seconds(plan, ranks)
     return step_seconds(seconds, begun_together(plan, ranks), ranks, updates_weights=False)

@@ -25,7 +25,7 @@ from wlb.simulate.search import SearchSpace
 from wlb.studies.policies.filling import Integers, best_fit, lightest, longest_first, power_of_two
 from wlb.studies.policies.layouts import candidate_ranks
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
-from wlb.studies.policies.policy import Outcome, Policy, PricedStep, best_of, first_batches
+from wlb.studies.policies.policy import Outcome, Policy, PricedStep, best_of, first_batches, solver_limit
 from wlb.studies.policies.pricing import StepPrice, group_seconds, price
 
 SHUFFLES = 100  # of the documents that the greedy deals
@@ -88,9 +88,10 @@ class Heterogeneous:
 
     @property
     def layout(self) -> str:
-        return " + ".join(
+        kinds = " + ".join(
             f"{k.count} x tp {k.ranks.job.layout.tp} cp {k.size} pp {k.ranks.job.layout.pp}" for k in self.kinds
         )
+        return kinds + solver_limit(NODES)
 
     def step(self, lengths: Integers) -> PricedStep:
         began = time.perf_counter()

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import get_args
 
+import numpy as np
+
 from wlb.errors import UserError
 from wlb.job.memory.layers import Checkpointing
 from wlb.job.memory.step import limit_of_gpu
@@ -43,7 +45,13 @@ def candidate_ranks(
     ]
     if not fitting:
         raise no_layout("the policy", space)
-    return sorted(_largest(fitting), key=lambda ranks: ideal_seconds(documents, ranks))[:TRIED]
+    of_all = documents.tobytes()
+    return sorted(_largest(fitting), key=lambda ranks: _ideal_seconds(of_all, ranks))[:TRIED]
+
+
+@lru_cache(maxsize=1024)
+def _ideal_seconds(documents: bytes, ranks: Ranks) -> float:
+    return ideal_seconds(np.frombuffer(documents, np.int64), ranks)
 
 
 def no_layout(policy: str, space: SearchSpace) -> UserError:

@@ -1,6 +1,6 @@
 """Systems that the simulator runs as they are: plain-4D, fixed-4D, WLB-LLM, best and elastic.
 
-Their steps come from the trainer's planner and are priced by ``wlb.simulate.simulate``, unchanged. Layouts of the first
+Their steps come from the trainer's planner and are priced as those of ``wlb.simulate.simulate``. Layouts of the first
 four are those of ``wlb simulate --search``; of the most promising ones the fastest under fixed-4D are tried with every
 system. Elastic runs in the layouts that policies without fixed groups choose from, each with the pools, micro-batches
 and L_max that the trainer decides on there; in the fastest one other kinds of activation checkpointing are tried too.
@@ -11,17 +11,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 
 import numpy as np
 
 from wlb.errors import UserError
 from wlb.job.memory.fit import fits, predicted_memory
-from wlb.job.planner import StepPlanner
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob, preset_sections
-from wlb.simulate.rate import rate, simulate_steps
-from wlb.simulate.run import simulate
+from wlb.simulate.rate import Rate, first_steps, rate
 from wlb.simulate.search import SearchSpace, fitted, layout_of, layouts, packed_as
 from wlb.studies.policies.layouts import candidate_ranks, checkpointed, no_layout
 from wlb.studies.policies.plan import Integers, Ranks
@@ -147,23 +144,25 @@ def _simulated(
     name: str, job: SimulatedJob, layout: str, tried: int, steps: int, space: SearchSpace, lengths: Integers
 ) -> Outcome:
     """Steps of ``job``; planning, sharding included, is measured here."""
-    result = simulate(job, lengths, steps, work_prices=work_prices(space))
+    rated, exchanged, delayed = Rate(work_prices(space)), 0.0, 0
     began = time.perf_counter()
-    plans = [*islice(StepPlanner(job, lengths).plans(), result.steps)]
-    simulated = simulate_steps(plans, job)
+    for plans, priced in first_steps(job, lengths, steps):
+        rated.add(plans, priced)
+        exchanged += sum(received_bytes(alike.shards, job) for alike in priced.of_sizes)
+        delayed += sum(plan.delay_token_steps for plan in plans)
     planning = time.perf_counter() - began
-    exchanged = sum(received_bytes(alike.shards, job) for alike in simulated.of_sizes)
+    tokens = rated.step_tokens
     return Outcome(
         policy=name,
         layout=layout,
-        steps=result.steps,
-        tokens=result.tokens,
-        work_seconds=result.work_seconds,
-        seconds=result.seconds,
-        token_delay=result.token_delay,
-        tokens_cv=result.tokens_cv,
-        exchanged_bytes=exchanged / result.steps / (job.layout.dp * job.layout.cp * job.layout.pp),
+        steps=steps,
+        tokens=sum(tokens),
+        work_seconds=rated.work_seconds,
+        seconds=rated.seconds,
+        token_delay=delayed / sum(tokens),
+        tokens_cv=float(np.std(tokens) / np.mean(tokens)),
+        exchanged_bytes=exchanged / steps / (job.layout.dp * job.layout.cp * job.layout.pp),
         memory_bytes=predicted_memory(job).total,
-        planning_seconds=planning / result.steps,
+        planning_seconds=planning / steps,
         tried=tried,
     )

@@ -71,7 +71,8 @@ class GroupPlan:
     """The groups of a step. Before a slot of ``barriers`` all ranks wait for each other.
 
     ``exchange`` says what members of a group send: keys and values of pieces (ring or gather, as ``sharding`` cuts), or
-    all heads' queries, keys, values and outputs (all-to-all, sequences there, heads here).
+    all heads' queries, keys, values and outputs (all-to-all, sequences there, heads here). With ``fetches_weights``
+    every rank gets weights on its own in every micro-batch, so it waits for its group only, without a pipeline too.
     """
 
     lengths: Integers
@@ -79,6 +80,7 @@ class GroupPlan:
     barriers: frozenset[int] = frozenset()
     sharding: str = "per_document"
     exchange: ExchangeKind = "keys and values"
+    fetches_weights: bool = False
 
     @classmethod
     def of_fixed_groups(

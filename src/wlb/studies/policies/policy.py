@@ -97,14 +97,15 @@ class Policy(ABC):
 
 @dataclass(frozen=True)
 class RankTrial:
-    """``plan`` on ``ranks``."""
+    """``plan`` on ``ranks``; ``limit`` says what bounds its solver."""
 
     ranks: Ranks
     plan: Callable[[Integers, Ranks], Plan]
+    limit: str = ""
 
     @property
     def layout(self) -> str:
-        return layout_text(self.ranks)
+        return layout_text(self.ranks) + self.limit
 
     def step(self, lengths: Integers) -> PricedStep:
         began = time.perf_counter()
@@ -119,6 +120,7 @@ class RankPolicy(Policy):
 
     ``pipelines`` says that it runs with several stages, ``interleaves`` with several on a rank, ``keeps_weights`` is as
     in ``Ranks``. Of one that is tried in one layout only, as planning takes long, other token caps are not tried.
+    ``solver_nodes`` bound each of its integer programs.
     """
 
     plan: Callable[[Integers, Ranks], Plan]
@@ -126,15 +128,22 @@ class RankPolicy(Policy):
     interleaves: bool = True
     keeps_weights: bool = False
     layouts: int = TRIED
+    solver_nodes: int | None = None
 
     def best(self, name: str, space: SearchSpace, lengths: Integers) -> Outcome:
         batches = first_batches(lengths, space)
         choices = candidate_ranks(
             space, batches[0], pipelines=self.pipelines, interleaves=self.interleaves, keeps_weights=self.keeps_weights
         )
-        trials = [RankTrial(ranks, self.plan) for ranks in choices[: self.layouts]]
+        limit = "" if self.solver_nodes is None else solver_limit(self.solver_nodes)
+        trials = [RankTrial(ranks, self.plan, limit) for ranks in choices[: self.layouts]]
         like_it = partial(_with_other_capacities, space=space) if self.layouts > 1 else None
         return best_of(name, trials, batches, space, like_it)
+
+
+def solver_limit(nodes: int) -> str:
+    """What a layout says of a policy whose integer programs end after so many nodes of branch and bound."""
+    return f"; integer programs of at most {nodes} nodes"
 
 
 def _with_other_capacities(trial: RankTrial, space: SearchSpace) -> list[RankTrial]:

@@ -59,7 +59,7 @@ def price(plan: Plan, ranks: Ranks) -> StepPrice:
     """The step of ``plan``."""
     if isinstance(plan, GroupPlan):
         seconds, exchanged = group_seconds(plan, ranks)
-        step = step_seconds(seconds, begun_together(plan, ranks), ranks)
+        step = step_seconds(seconds, begun_together(plan, ranks), ranks, fetched=plan.fetches_weights)
         # Sequence parallelism over heads holds whole sequences of few heads in place of its own part of all.
         largest = 1 if plan.exchange == "heads" else max(len(group.ranks) for group in plan.groups)
         exchanged /= ranks.count * ranks.job.layout.pp
@@ -143,18 +143,27 @@ def _lockstep_seconds(seconds: SlotSeconds, ranks: Ranks) -> float:
 
 
 def step_seconds(
-    seconds: SlotSeconds, began: NDArray[np.int64], ranks: Ranks, *, updates_weights: bool = True
+    seconds: SlotSeconds,
+    began: NDArray[np.int64],
+    ranks: Ranks,
+    *,
+    updates_weights: bool = True,
+    fetched: bool = False,
 ) -> float:
     """The whole step, where ranks with the same number in ``began``, shape (ranks, slots), begin a slot together.
 
-    Without ``updates_weights`` it ends with the last backward.
+    Without ``updates_weights`` it ends with the last backward. ``fetched`` weights come to ranks on their own.
     """
-    job, costs = ranks.job, own_costs(ranks.job)
+    job = fetching(ranks.job) if fetched else ranks.job
+    costs = own_costs(job)
     forward, backward = seconds.forward[None], seconds.backward[None]
     kept = job.layout.pp > 1 or ranks.keeps_weights
-    if not kept:
+    if not kept and not fetched:
         began = np.zeros_like(began)  # weights are gathered from all in every micro-batch
     staged = with_gathers(costs, forward, backward, kept=kept, moving=seconds.moving)
+    if fetched:  # not by ranks that have no micro-batch left
+        forward_gathered, backward_gathered = (np.where(seconds.tokens[:, None] > 0, phase, 0.0) for phase in staged)
+        staged = forward_gathered, backward_gathered
     slots = -(-forward.shape[-1] // job.layout.pp) * job.layout.pp if job.layout.virtual_pp > 1 else forward.shape[-1]
     forwards, backwards = (_filled(values, slots) for values in staged)
     times = pipeline_times(
@@ -169,6 +178,11 @@ def step_seconds(
     if updates_weights:
         ends = ends + late_reduction(costs, backward, kept=kept)[:, 0] + costs.optimizer
     return float(ends.max())
+
+
+def fetching(job: SimulatedJob) -> SimulatedJob:
+    """``job`` where every rank fetches weights and sends gradients on its own."""
+    return replace(job, pricing=replace(job.pricing, software=replace(job.pricing.software, fetches_shards=True)))
 
 
 def ideal_seconds(lengths: NDArray[np.int64], ranks: Ranks) -> float:

@@ -11,9 +11,10 @@ index modulo the size of the store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from wlb.errors import UserError
 from wlb.packing.plan import MicroBatch, StepPlan
 
 IGNORE_LABEL = -100  # cross_entropy's default ignore_index
+_REQUESTS = 16  # that a rank has under way at a server of token stores
+
+_T = TypeVar("_T")
 
 
 class TokenSource(Protocol):
@@ -73,16 +77,17 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> TokenBatch:
     tokens = np.empty(ends[-1], dtype=np.int64)
     labels = np.empty(ends[-1], dtype=np.int64)
     indices = np.array([segment.document for segment in micro_batch.segments]) % len(store)
-    places = zip(micro_batch.segments, ends, indices.tolist(), store.lengths_of(indices).tolist(), strict=True)
-    for (_, start, length), end, index, document_length in places:
-        follows = start + length < document_length
-        run = store.read(index, start, length + 1 if follows else length)
+    starts = np.array([segment.start for segment in micro_batch.segments])
+    sizes = segment_lengths + (starts + segment_lengths < store.lengths_of(indices))  # with the token that follows
+    runs = _all_of(store, store.read, indices, starts, sizes)
+    masks = _all_of(store, store.loss_mask, indices, starts + 1, sizes - 1)
+    for length, end, run, mask in zip(segment_lengths, ends, runs, masks, strict=True):
         tokens[end - length : end] = run[:length]
         following = labels[end - length : end - length + len(run) - 1]
         following[:] = run[1:]
-        if (mask := store.loss_mask(index, start + 1, len(following))) is not None:
+        if mask is not None:
             following[~mask] = IGNORE_LABEL
-        if not follows:
+        if len(run) == length:
             labels[end - 1] = IGNORE_LABEL
     positions = np.arange(ends[-1]) - np.repeat(ends - segment_lengths, segment_lengths)
     return TokenBatch(
@@ -114,8 +119,16 @@ def labels_of_segments(segments: Sequence[Segment], store: TokenSource) -> NDArr
     documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
     indices = documents % len(store)
     labelled = lengths - (starts + lengths >= store.lengths_of(indices))
-    places = zip(indices.tolist(), (starts + 1).tolist(), labelled.tolist(), strict=True)
-    for number, place in enumerate(places):
-        if (mask := store.loss_mask(*place)) is not None:
+    for number, mask in enumerate(_all_of(store, store.loss_mask, indices, starts + 1, labelled)):
+        if mask is not None:
             labelled[number] = np.count_nonzero(mask)
     return labelled
+
+
+def _all_of(store: TokenSource, read: Callable[[int, int, int], _T], *places: NDArray[np.int64]) -> Iterable[_T]:
+    """``read`` at each of ``places`` in order; of a store at a URL many at once, as each may wait for the server."""
+    numbers = [column.tolist() for column in places]
+    if not getattr(store, "is_remote", False):
+        return map(read, *numbers)
+    with ThreadPoolExecutor(_REQUESTS) as requests:
+        return [*requests.map(read, *numbers)]
