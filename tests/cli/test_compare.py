@@ -34,6 +34,14 @@ def test_compare_accounts_for_every_document_and_ranks_the_methods():
         assert 0 < row["busy_share_arranged"] <= 1
 
 
+def test_presets_are_compared_without_methods():
+    result = wlb("compare", SYNTHETIC, *SIZE, "--steps", "4")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^plain-4d loses \d+% of GPU time", result.stdout)
+    assert "wlb-llm" in result.stdout
+    assert "variable_length" not in result.stdout
+
+
 def test_dimensions_methods_and_steps_are_respected(tmp_path: Path):
     picture = tmp_path / "comparison.png"
     methods = "sequential,fixed_solver,variable_length:1"
@@ -163,7 +171,6 @@ def test_tune_prints_a_configuration_that_loads(tmp_path: Path, bound: str, meth
         ([SYNTHETIC, "--context-window", "1000000", "--micro-batches", "64"], "give more documents"),
         ([SYNTHETIC, *SIZE, "--plot", "no/such/folder/picture.png"], "picture.png"),
         ([SYNTHETIC, "--context-window", "0", "--micro-batches", "4"], "--context-window"),
-        ([SYNTHETIC], "--context-window"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_status_two(arguments: list[str], message: str):

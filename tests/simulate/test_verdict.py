@@ -15,7 +15,7 @@ from wlb.cli.app import app
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.memory.fit import fits, largest_factor
 from wlb.simulate import CAUSES, simulated_job
-from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, PARTS, Verdict, judge, presets_of, steps_of
+from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, PARTS, Verdict, judge, presets_of
 
 WINDOW = 8192
 LENGTHS = sample_lengths(2000, WINDOW, seed=1)
@@ -61,7 +61,7 @@ def test_a_system_that_delays_is_as_fast_later_on():
     job = presets_of(JOB, LENGTHS, [BEST])[BEST]
     early, late = (judge({BEST: job}, LENGTHS, steps).systems[BEST] for steps in (16, 64))
     assert early.work_rate == pytest.approx(late.work_rate, rel=0.02)
-    assert steps_of(job) == 32
+    assert judge({BEST: job}, LENGTHS).steps == 32
 
 
 def test_checkpointing_is_the_cheapest_that_fits():

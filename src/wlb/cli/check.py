@@ -88,9 +88,10 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
 
 def judged(jobs: Mapping[str, SimulatedJob], lengths: NDArray[np.int64], steps: int | None) -> Verdict:
     """The verdict on ``jobs``, with a progress bar for each."""
-    from wlb.simulate.verdict import judge, steps_of
+    from wlb.simulate.search import usual_steps
+    from wlb.simulate.verdict import judge
 
-    steps = steps or steps_of(next(iter(jobs.values())))
+    steps = steps or usual_steps(next(iter(jobs.values())).global_batch)
     with progress_bar() as bar:
         tasks = {name: bar.add_task(name, total=steps) for name in jobs}
         return judge(jobs, lengths, steps, on_progress=lambda name, done: bar.advance(tasks[name], done))

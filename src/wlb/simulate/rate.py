@@ -85,11 +85,13 @@ def first_steps(
 ) -> Iterator[tuple[list[StepPlan], Steps | LevelSteps]]:
     """Plans of the trainer's own planner, and what they take; a few at a time, so memory does not grow with steps.
 
-    ``warm_up`` steps are planned before them and left out.
+    ``warm_up`` steps are planned before them, at once, and left out.
     """
-    costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(), warm_up, warm_up + steps)
-    for group in in_groups(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches)):
-        yield group, simulate_steps(group, costs)
+    costs, plans = JobCosts(job), StepPlanner(job, lengths).plans()
+    for _ in islice(plans, warm_up):
+        pass
+    groups = in_groups(islice(plans, steps), max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches))
+    return ((group, simulate_steps(group, costs)) for group in groups)
 
 
 def in_groups(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -39,6 +39,8 @@ _SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not f
 _SYSTEMS = ("fixed-4d", "wlb-llm", "best")
 _FINALISTS = 4  # layouts that are simulated with every way of packing
 _FIRST_STEPS = 2
+_WINDOWS = 512  # of the steps that are simulated, unless that is few or many of them
+_FEWEST, _MOST = 8, 32
 _LARGEST_TP = 32
 _LARGEST_CP = 32
 _LARGEST_PP = 32
@@ -57,6 +59,7 @@ class SearchSpace:
     context_window: int
     micro_batches: int
     steps: int = 8
+    warm_up: int = 0  # steps that come before these and do not count
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class SearchResult:
     @property
     def winner(self) -> SimulationResult:
         return self.ranking[0]
+
+
+def usual_steps(global_batch: int) -> int:
+    """How many steps of so many context windows are simulated where nobody says, and how many warm up before them."""
+    return min(max(_FEWEST, _WINDOWS // global_batch), _MOST)
 
 
 def search_space(
@@ -100,6 +108,7 @@ def search_space(
         context_window,
         micro_batches,
         steps,
+        usual_steps(micro_batches),
     )
 
 
@@ -141,7 +150,7 @@ def search(
     work_prices = first[0].work_prices
 
     def run(job: SimulatedJob) -> SimulationResult:
-        return counted(simulate(job, lengths, space.steps, work_prices=work_prices))
+        return counted(simulate(job, lengths, space.steps, warm_up=space.warm_up, work_prices=work_prices))
 
     ways = [way for job in first[:finals] for way in _ways_of_packing(job)]
     candidates = [candidate for way in ways if (candidate := fitted(way)) is not None]

@@ -24,13 +24,11 @@ from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.rate import rate
 from wlb.simulate.run import SimulationResult, simulate
-from wlb.simulate.search import packed_as
+from wlb.simulate.search import packed_as, usual_steps
 
 BASELINE, BEST, ELASTIC = "plain-4d", "best", "elastic"  # presets
 AS_FAST = 0.01  # presets within so much of each other are as fast
 
-_WINDOWS = 512  # that are simulated, unless that is few or many steps
-_FEWEST, _MOST = 8, 32
 _COMPARED = 4  # steps by which activation checkpointing is chosen
 
 # Of ``wlb.simulate.CAUSES``: what is lost to imbalance and to what balancing takes, and the rest of a step.
@@ -135,11 +133,6 @@ class Verdict:
         }
 
 
-def steps_of(job: SimulatedJob) -> int:
-    """How many steps are simulated where nobody says, and how many warm up before them."""
-    return min(max(_FEWEST, _WINDOWS // job.global_batch), _MOST)
-
-
 def judge(
     jobs: Mapping[str, SimulatedJob],
     lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]],
@@ -147,13 +140,13 @@ def judge(
     *,
     on_progress: Callable[[str, int], None] = lambda system, steps: None,
 ) -> Verdict:
-    """Simulate ``steps`` steps, by default ``steps_of``, of each of ``jobs`` on documents of ``lengths`` tokens.
+    """Simulate ``steps`` steps, by default ``usual_steps``, of each of ``jobs`` on documents of ``lengths`` tokens.
 
     Documents are repeated where they do not fill the steps; raises ``UserError`` where they do not fill one.
     ``on_progress`` gets the system and its steps just done.
     """
     first = next(iter(jobs.values()))
-    warm_up = steps_of(first)
+    warm_up = usual_steps(first.global_batch)
     results = {
         name: simulate(
             job,

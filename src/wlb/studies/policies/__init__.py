@@ -128,7 +128,7 @@ def workers(policies: int) -> AbstractContextManager[Executor | None]:
 def epochs(names: Sequence[str], space: SearchSpace, lengths: NDArray[np.int64]) -> int:
     """Passes over the documents that the steps of ``names`` begin; from 2 on documents are repeated."""
     longer = LONGER if any(POLICIES[name].delays for name in names) else 1
-    return -(-longer * space.steps * space.micro_batches * space.context_window // int(lengths.sum()))
+    return -(-(space.warm_up + longer * space.steps) * space.micro_batches * space.context_window // int(lengths.sum()))
 
 
 __all__ = ["BASE", "POLICIES", "Outcome", "Policy", "chosen", "compare", "epochs", "workers"]

@@ -7,7 +7,7 @@ out, or on ranks of any node; and the trainer's own lock-step pools run in the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -99,6 +99,7 @@ def _shares(job: RivalJob, settings: Settings) -> dict[str, float | None]:
     """Of the ideal speed, with each ingredient left out."""
     steps = settings.steps or _STEPS
     space = search_space(job.model, job.gpus, job.context_window, batch_tokens=BATCH_TOKENS, steps=steps)
+    space = replace(space, warm_up=0)  # level steps delay nothing
     if settings.lengths is not None:
         lengths = read_lengths(settings.lengths)
     else:

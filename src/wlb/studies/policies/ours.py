@@ -28,9 +28,7 @@ from wlb.studies.policies.pricing import ideal_seconds, received_bytes
 _SCREENED = 16  # layouts of which one step is simulated under fixed-4d
 _TRIED = 4  # of them under every system, and as many of the most promising
 _SCREEN = "fixed-4d"
-# Steps for one that is asked for, of systems in which documents wait: at first long ones wait for others as dear,
-# and steps do less work than later ones.
-LONGER = 4
+LONGER = 4  # steps for one that is asked for, of systems in which documents wait: it matters which wait at the end
 
 
 @dataclass(frozen=True)
@@ -145,8 +143,9 @@ def _simulated(
 ) -> Outcome:
     """Steps of ``job``; planning, sharding included, is measured here."""
     rated, exchanged, delayed = Rate(work_prices(space)), 0.0, 0
+    priced_steps = first_steps(job, lengths, steps, space.warm_up)
     began = time.perf_counter()
-    for plans, priced in first_steps(job, lengths, steps):
+    for plans, priced in priced_steps:
         rated.add(plans, priced)
         exchanged += sum(received_bytes(alike.shards, job) for alike in priced.of_sizes)
         delayed += sum(plan.delay_token_steps for plan in plans)

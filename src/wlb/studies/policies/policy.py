@@ -207,7 +207,7 @@ def work_prices(space: SearchSpace) -> Workload:
 
 
 def first_batches(lengths: NDArray[np.int64], space: SearchSpace) -> list[Integers]:
-    """Lengths of the documents of the first ``space.steps`` steps, as ``elastic`` packing has them.
+    """Lengths of the documents of ``space.steps`` steps, after those that warm up, as ``elastic`` packing has them.
 
     A step has those that begin in its global batch of the stream: in the trainer's order, epoch after epoch; longer
     ones than the window are cut as the trainer cuts them.
@@ -221,8 +221,8 @@ def first_batches(lengths: NDArray[np.int64], space: SearchSpace) -> list[Intege
             stream.next_epoch()
         for segment in stream.take(_DOCUMENTS_AT_ONCE):
             if taken >= due:
-                if len(batches) == space.steps:
-                    return [np.array(batch, np.int64) for batch in batches]
+                if len(batches) == space.warm_up + space.steps:
+                    return [np.array(batch, np.int64) for batch in batches[space.warm_up :]]
                 batches.append([])
                 due += size
             batches[-1].append(segment.length)
