@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
 
 class UserError(ValueError):
     """Input that the user can mend; the message names the value, the limit and the remedy, in one line."""
+
+
+def choose_from(name: object, known: Iterable[str]) -> str:
+    """The remedy for a ``name`` that is not ``known``: the one that it resembles, and all that are."""
+    names = list(known)
+    close = difflib.get_close_matches(str(name).lower(), names, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + f"choose from {', '.join(names)}"
 
 
 def require(module: str, extra: str) -> ModuleType:

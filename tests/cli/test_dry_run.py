@@ -43,8 +43,8 @@ def test_wrong_options_are_refused_in_a_line(wlb):
         (("--rank", "first"), "give a number, or all"),
         (("--rank", "１"), "give a number, or all"),
         (("--device", "tpu"), "choose cpu or cuda"),
-        (("--hardware", "foo"), "unknown hardware 'foo'; choose one of"),
-        (("--hardware", "foo", "--device", "cpu"), "unknown hardware 'foo'; choose one of"),
+        (("--hardware", "foo"), "unknown hardware 'foo'; choose from"),
+        (("--hardware", "foo", "--device", "cpu"), "unknown hardware 'foo'; choose from"),
         (("--hardware", "h100", "--device", "cpu"), "--hardware h100 has no effect on a job of --device cpu"),
         (("--hardware", "cpu"), "--hardware cpu has no effect on a job of --device cuda"),
     ):

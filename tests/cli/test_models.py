@@ -44,7 +44,7 @@ def test_every_command_that_needs_a_model_takes_a_directory(command, wlb, model)
     json.loads(out)
     status, _, err = wlb(*command.split(), *COMMANDS[command], "--model", "mixtrol")
     assert status == 2
-    assert "unknown model 'mixtrol'; choose one of tiny" in err
+    assert "unknown model 'mixtrol'; did you mean mixtral-8x7b? choose from tiny" in err
     assert err.count("\n") == 1
 
 

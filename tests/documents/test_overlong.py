@@ -64,7 +64,7 @@ def test_error_names_document_limit_and_remedy():
 
 
 def test_unknown_policy_and_impossible_limit_are_refused():
-    with pytest.raises(UserError, match="'wrap' is unknown; choose one of split"):
+    with pytest.raises(UserError, match="'wrap' is unknown; choose from split"):
         split_overlong([], 4, "wrap")
     with pytest.raises(UserError, match="limit on document length is 0"):
         split_overlong([], 0)

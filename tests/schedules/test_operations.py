@@ -102,7 +102,7 @@ def test_every_stage_runs_every_micro_batch_once_each_way(name, pp, rounds, data
     [
         (
             ("zero_bubble", 2, 2, 1),
-            "choose one of 1f1b, interleaved_1f1b, gpipe, interleaved_zero_bubble, zbv_zero_bubble",
+            "choose from 1f1b, interleaved_1f1b, gpipe, interleaved_zero_bubble, zbv_zero_bubble",
         ),
         (("1f1b", 0, 2, 1), "pp = 0"),
         (("1f1b", 2, 0, 1), "micro_batches = 0"),

@@ -23,7 +23,7 @@ app = typer.Typer(
     name="wlb",
     help="Workload-balanced 4D-parallel training on documents of very different lengths.",
     invoke_without_command=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from wlb.cli.groups import refuse_unused
-from wlb.errors import UserError, require
+from wlb.errors import UserError, choose_from, require
 from wlb.schedules.operations import TRAINED_SCHEDULES
 from wlb.token_count import parse_count, parse_tokens
 
@@ -60,8 +60,9 @@ def list_of_names(help: str) -> Any:
 Lengths = Annotated[
     str,
     typer.Argument(
+        metavar="LENGTHS",
         help="Document lengths: .json list, .jsonl, .csv or .parquet (column length), .txt, .npy, - (standard input), "
-        ".idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED."
+        ".idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED.",
     ),
 ]
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
@@ -253,7 +254,7 @@ class JobOptions(GpuOptions):
         parts = (part.partition("=") for part in self.parallel.split(","))
         sizes = {name.strip(): parse_count(value.strip()) or value.strip() for name, _, value in parts}
         if unknown := [name for name in sizes if name not in _SIZES]:
-            raise UserError(f"parallel.{unknown[0]} is no size; choose from {', '.join(_SIZES)}")
+            raise UserError(f"parallel.{unknown[0]} is no size; {choose_from(unknown[0], _SIZES)}")
         return sizes
 
     def _of_sizes(

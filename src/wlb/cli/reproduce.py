@@ -13,7 +13,7 @@ import typer
 from wlb.cli import options
 from wlb.cli.console import emit_json, empty_table, print_table, stderr, stdout
 from wlb.cli.groups import refuse_unused
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 
 if TYPE_CHECKING:
     from wlb.studies.experiment import Column, Report, Settings, Table, Value
@@ -64,7 +64,7 @@ def reproduce(
     from wlb.studies.registry import EXPERIMENTS, SIMULATED
 
     if name != "all" and name not in EXPERIMENTS:
-        raise UserError(f"experiment {name!r} is unknown; choose from {', '.join(EXPERIMENTS)}, all")
+        raise UserError(f"experiment {name!r} is unknown; {choose_from(name, [*EXPERIMENTS, 'all'])}")
     if name == "published":
         unused = ("lengths", "steps", "seed", "seeds", "profile")
         refuse_unused(context, unused, "is not for published, whose documents and GPUs are those measured")

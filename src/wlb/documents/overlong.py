@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from wlb.documents.segments import Segment
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 
 POLICIES = ("split", "truncate", "drop", "error")
 _MOST_PIECES = 20_000_000  # of one call: beyond, the window is surely a mistake and memory goes by the gigabyte
@@ -47,7 +47,7 @@ def split_overlong(
     20 million pieces raises ``UserError`` too.
     """
     if policy not in POLICIES:
-        raise UserError(f"overlong policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+        raise UserError(f"overlong policy {policy!r} is unknown; {choose_from(policy, POLICIES)}")
     if limit < 1:
         raise UserError(f"the limit on document length is {limit} tokens; it must be at least 1")
     kept = list(segments)

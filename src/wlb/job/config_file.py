@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.job.config import JobConfig, ParallelConfig
 from wlb.settings import Section, main_problem
 
@@ -122,6 +121,4 @@ def _unknown_key(where: str) -> str:
         kinds = table.model_fields[section].annotation
         table = next(kind for kind in (kinds, *get_args(kinds)) if hasattr(kind, "model_fields"))  # it may be optional
     names = list(table.model_fields)
-    close = get_close_matches(key, names, n=1)
-    remedy = f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
-    return f"{where} is not a {'setting' if sections else 'section'}; {remedy}"
+    return f"{where} is not a {'setting' if sections else 'section'}; {choose_from(key, names)}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.packing.elastic import ElasticPacker
 from wlb.packing.fixed import FixedGreedyPacker, FixedSolverPacker
 from wlb.packing.makespan import MakespanPacker
@@ -75,5 +75,5 @@ def _instead_of(option: str, name: str) -> str:
 def checked_name(name: str) -> str:
     """``name``, if a packer has it. Raises ``UserError`` otherwise."""
     if name not in PACKERS:
-        raise UserError(f"packing method {name!r} is unknown; choose from {', '.join(PACKERS)}")
+        raise UserError(f"packing method {name!r} is unknown; {choose_from(name, PACKERS)}")
     return name

@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import count
 from typing import Literal, NamedTuple
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 
 Part = Literal["whole", "input", "weight"]
 
@@ -72,7 +72,7 @@ def stages_of_rank(schedule: str, rank: int, pp: int, virtual_stages: int = 1) -
 
 def _check(schedule: str, pp: int, micro_batches: int, virtual_stages: int) -> None:
     if schedule not in SCHEDULES:
-        raise UserError(f"unknown pipeline schedule {schedule!r}; choose one of {', '.join(SCHEDULES)}")
+        raise UserError(f"unknown pipeline schedule {schedule!r}; {choose_from(schedule, SCHEDULES)}")
     for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
         if value < 1:
             raise UserError(f"{name} = {value} is below 1; raise it")

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.workload.base import Workload
 
 Method = Literal["count", "tokens", "workload", "workload:shortest"]
@@ -88,7 +88,7 @@ class PrefillPlanner:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise UserError(f"prefill method {self.method!r} is unknown; choose from {', '.join(METHODS)}")
+            raise UserError(f"prefill method {self.method!r} is unknown; {choose_from(self.method, METHODS)}")
         for name in ("token_budget", "prompts_per_batch", "max_rounds"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} = {getattr(self, name)} must be at least 1")

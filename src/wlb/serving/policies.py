@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.serving.batching import METHODS, Method, PrefillPlanner
 from wlb.serving.dynamollm import dynamollm, presets
 from wlb.serving.job import PrefillJob
@@ -43,5 +43,5 @@ POLICIES: dict[str, PrefillPolicy] = {
 def policy(name: str) -> PrefillPolicy:
     """The policy called ``name``. Raises ``UserError`` that lists them."""
     if name not in POLICIES:
-        raise UserError(f"prefill method {name!r} is unknown; choose from {', '.join(POLICIES)}")
+        raise UserError(f"prefill method {name!r} is unknown; {choose_from(name, POLICIES)}")
     return POLICIES[name]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.settings import MOST_RANKS
 from wlb.sharding.adaptive import adaptive
 from wlb.sharding.elastic import elastic
@@ -64,7 +64,7 @@ def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workloa
 def checked_strategy(name: str) -> str:
     """``name``, if a sharding strategy has it. Raises ``UserError`` otherwise."""
     if name not in STRATEGIES:
-        raise UserError(f"sharding strategy {name!r} is unknown; choose from {', '.join(STRATEGIES)}")
+        raise UserError(f"sharding strategy {name!r} is unknown; {choose_from(name, STRATEGIES)}")
     return name
 
 

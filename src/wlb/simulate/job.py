@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig
 from wlb.job.config_file import validated
 from wlb.job.job import JobSpec
@@ -73,7 +73,7 @@ def preset_sections(
     Raises ``UserError`` for an unknown preset and for settings that no job could have.
     """
     if preset not in PRESETS:
-        raise UserError(f"preset {preset!r} is unknown; choose from {', '.join(PRESETS)}")
+        raise UserError(f"preset {preset!r} is unknown; {choose_from(preset, PRESETS)}")
     sections = PRESETS[preset]
     return (
         validated(PackingConfig, sections.get("packing", {}) | packing, "packing"),
@@ -128,6 +128,6 @@ def named_job(name: str, preset: str = "best", **settings: object) -> SimulatedJ
     ``settings`` are further keywords of ``simulated_job``. Raises ``UserError`` that lists the names.
     """
     if name not in NAMED_JOBS:
-        raise UserError(f"unknown job {name!r}; choose one of {', '.join(NAMED_JOBS)}, or give a configuration file")
+        raise UserError(f"unknown job {name!r}; {choose_from(name, NAMED_JOBS)}, or give a configuration file")
     job = NAMED_JOBS[name]
     return simulated_job(job.model, job.context_window, preset, **(job.settings | settings))

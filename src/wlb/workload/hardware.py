@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 
 
 @dataclass(frozen=True)
@@ -303,8 +303,8 @@ HARDWARE |= {
 
 
 def hardware_preset(name: str) -> Hardware:
-    """Return the preset ``name``; raises ``UserError`` that lists the presets."""
+    """The preset ``name``, in either case. Raises ``UserError`` for an unknown one."""
     try:
-        return HARDWARE[name]
+        return HARDWARE[name.lower()]
     except KeyError:
-        raise UserError(f"unknown hardware {name!r}; choose one of {', '.join(HARDWARE)}") from None
+        raise UserError(f"unknown hardware {name!r}; {choose_from(name, HARDWARE)}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.workload.model_json import read_shape
 from wlb.workload.shapes import DeltaNet, Experts, LatentAttention, ModelShape
 
@@ -78,12 +78,12 @@ def model_shape(name: str) -> ModelShape:
 
     Raises ``UserError`` that lists the presets where it is neither, and for a model that is not priced.
     """
-    if name in MODEL_SHAPES:
-        return MODEL_SHAPES[name]
+    if name.lower() in MODEL_SHAPES:
+        return MODEL_SHAPES[name.lower()]
     path = Path(name)
     if path.is_dir() or path.is_file():
         return read_shape(path)
     raise UserError(
-        f"unknown model {name!r}; choose one of {', '.join(MODEL_SHAPES)}, or name the directory of a Hugging Face "
-        "model or its config.json"
+        f"unknown model {name!r}; {choose_from(name, MODEL_SHAPES)}, or name the directory of a Hugging Face model "
+        "or its config.json"
     )

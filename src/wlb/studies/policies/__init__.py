@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.filling import check_filling
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.simulate.search import SearchSpace
 from wlb.studies.policies import bytescale, distca, fcp, flexible_cp, flexsp, libra, magi, megatron, odc, verl, wlb_llm
 from wlb.studies.policies.hbp import HbpPolicy
@@ -64,7 +64,7 @@ def chosen(names: str | None) -> list[str]:
     listed = [name.strip() for name in names.split(",")]
     for name in listed:
         if name not in POLICIES:
-            raise UserError(f"policy {name!r} is unknown; choose from {', '.join(POLICIES)}")
+            raise UserError(f"policy {name!r} is unknown; {choose_from(name, POLICIES)}")
     return [*dict.fromkeys([BASE, *listed])]
 
 
