@@ -59,9 +59,9 @@ def test_a_mixture_is_simulated_on_the_lengths_of_its_stores(tmp_path: Path):
     assert shown["lengths"] == f"{tmp_path / 'short'} + {tmp_path / 'long'}"
     plain = shown["systems"][1]
     assert plain["tokens"] == 10 * 4 * 4096
-    assert plain["epochs"] == 2  # of the smaller store
+    assert plain["epochs"] == 6  # of the smaller store, with 32 steps that warm up
     result = CliRunner().invoke(app, ["simulate", str(path), "--steps", "10", "--hardware", "cpu"])
-    assert "the documents fill fewer steps and are repeated: 2 passes over them began" in " ".join(
+    assert "the documents fill fewer steps and are repeated: 6 passes over them began" in " ".join(
         result.stdout.split()
     )
 
@@ -99,11 +99,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> tuple[
     """The job and the lengths that would be simulated first, or why there are none."""
     asked: list[tuple[SimulatedJob, NDArray[np.int64]]] = []
 
-    def simulate(job: SimulatedJob, lengths: NDArray[np.int64], *_: object, **__: object) -> None:
-        asked.append((job, lengths))
+    def judge(jobs: dict[str, SimulatedJob], lengths: NDArray[np.int64], *_: object, **__: object) -> None:
+        asked.append((next(iter(jobs.values())), lengths))
         raise UserError("this is enough")
 
-    monkeypatch.setattr("wlb.simulate.simulate", simulate)
+    monkeypatch.setattr("wlb.simulate.verdict.judge", judge)
     result = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
     assert isinstance(result.exception, UserError)
     return asked[0] if asked else str(result.exception)
@@ -132,12 +132,16 @@ def test_a_pretrained_model_is_simulated_as_it_is_trained(trained: Path, tmp_pat
     assert "model.layers = 3, but" in str(refused)
 
 
-def test_a_job_that_the_trainer_refuses_is_simulated_with_a_warning():
-    asked = ["--systems", "plain-4d,best", "--lengths", "synthetic:400:128K:0", "--steps", "1", "--json"]
-    result = wlb("simulate", "70b-128k", *asked)
-    assert result.returncode == 0
+def test_a_job_that_the_trainer_refuses_is_simulated_with_a_warning(tmp_path: Path):
+    job = tmp_path / "job.toml"
+    job.write_text(
+        '[model]\nname = "70b"\n[data]\nstore = "corpus"\ncontext_window = 131072\n[parallel]\ntp = 8\npp = 4\n'
+    )
+    asked = ["--lengths", "synthetic:400:128K:0", "--steps", "1", "--json"]
+    result = wlb("simulate", job, *asked)
+    assert result.returncode == 0, result.stderr
     (line,) = result.stderr.splitlines()
-    assert line.startswith("wlb: warning: best: with micro-batches of 196608 tokens a process needs up to ")
+    assert line.startswith("wlb: warning: as configured: with micro-batches of 196608 tokens a process needs up to ")
     assert line.endswith("; plain-4d does not fit either")
     assert len(json.loads(result.stdout)["systems"]) == 2
 

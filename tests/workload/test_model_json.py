@@ -241,7 +241,5 @@ def test_what_is_not_priced_is_refused_in_one_line(change, message, tmp_path):
 def test_a_directory_without_a_model_and_a_name_without_a_directory(tmp_path):
     with pytest.raises(UserError, match=r"holds no config\.json"):
         model_shape(str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"unknown model 'llama9'; did you mean .* or name the directory"
-    ):
+    with pytest.raises(UserError, match=r"unknown model 'llama9'; did you mean .* or name the directory"):
         model_shape("llama9")
