@@ -59,6 +59,18 @@ class PackedBatch:
     def max_seqlen(self) -> int:
         return max(self.segment_lengths)
 
+    def hf_kwargs(self) -> dict[str, Any]:
+        """Keywords of a Hugging Face causal LM: ``logits = model(**batch.hf_kwargs()).logits[0]``, (tokens, vocabulary).
+
+        ``input_ids`` and ``position_ids`` have shape (1, tokens); ``cu_seq_lens_q`` and the like say where documents
+        end, and ``shard_plan`` which tokens these are. There is no mask. There are no labels either, from which a model
+        would take the mean of its micro-batch: give logits and ``labels`` to ``packed_loss``. The model needs
+        ``wlb.integrations.huggingface.register_attention``, or flash_attention_2 where there is no ``shard_plan``.
+        """
+        rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
+        shared = {} if self.shard_plan is None else {"shard_plan": self.shard_plan}
+        return {**rows, **extents_of(self.segment_lengths, self.tokens.device), **shared}
+
     def to(self, device: torch.device | str) -> PackedBatch:
         tensors = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "position_ids")}
         return replace(self, **tensors)
@@ -369,9 +381,9 @@ class FlatteningCollator:
         }
 
 
-def extents_of(lengths: Sequence[int]) -> dict[str, Any]:
+def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:
     """The keywords by which packed models of Hugging Face know where documents of ``lengths`` tokens end."""
-    extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     return {
         "cu_seq_lens_q": extents,
         "cu_seq_lens_k": extents.clone(),
