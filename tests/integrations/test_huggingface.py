@@ -91,9 +91,9 @@ def test_packed_documents_train_as_single_ones(family: str):
     assert check_batch(packed, batch).passed
 
 
-def _loop_gradient(documents: list[Any], group: Any = None, **sizes: Any) -> torch.Tensor:
+def _loop_gradient(documents: list[Any], window: int = 64, group: Any = None, **sizes: Any) -> torch.Tensor:
     """Of the loop in the README, summed over all steps of the loss over their labelled tokens."""
-    packed = model("Mistral", sliding_window=64)
+    packed = model("Mistral", sliding_window=window)
     register_attention(packed, group=group)
     for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
         for batch in step.batches:
@@ -102,9 +102,9 @@ def _loop_gradient(documents: list[Any], group: Any = None, **sizes: Any) -> tor
     return gradient(packed)
 
 
-def _loop_oracle(documents: list[Any], **sizes: Any) -> torch.Tensor:
+def _loop_oracle(documents: list[Any], window: int = 64, **sizes: Any) -> torch.Tensor:
     """The same, one document at a time by transformers' own attention."""
-    oracle = model("Mistral", sliding_window=64)
+    oracle = model("Mistral", sliding_window=window)
     for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
         for segment in step.plan.segments:
             ids = torch.tensor(documents[segment.document]["input_ids"])
@@ -113,9 +113,10 @@ def _loop_oracle(documents: list[Any], **sizes: Any) -> torch.Tensor:
     return gradient(oracle)
 
 
-def test_the_loop_of_the_readme_trains_as_single_documents():
-    found = _loop_gradient(DOCUMENTS, micro_batches=1)
-    assert relative(found, _loop_oracle(DOCUMENTS, micro_batches=1)) < 1e-12
+@pytest.mark.parametrize("window", [64, 4096], ids=["documents over the window", "Mistral's default"])
+def test_the_loop_of_the_readme_trains_as_single_documents(window: int):
+    found = _loop_gradient(DOCUMENTS, window, micro_batches=1)
+    assert relative(found, _loop_oracle(DOCUMENTS, window, micro_batches=1)) < 1e-12
 
 
 def test_packed_documents_train_as_single_ones_under_autocast():
@@ -141,7 +142,7 @@ LOOPS = (DOCUMENTS, DOCUMENTS[1:2])  # under hybrid sharding one rank has nothin
 
 def _context_parallel_gradients() -> tuple[list[torch.Tensor], tuple[float, bool], list[torch.Tensor]]:
     group = context_parallel_group(2)
-    loops = [_loop_gradient(documents, group, micro_batches=1, cp=2) for documents in LOOPS]
+    loops = [_loop_gradient(documents, group=group, micro_batches=1, cp=2) for documents in LOOPS]
     for total in loops:
         dist.all_reduce(total)
     return [_context_parallel_gradient(group, *case) for case in SHARED], _check_of_sharded_weights(), loops

@@ -60,7 +60,7 @@ class PackedBatch:
         return max(self.segment_lengths)
 
     def hf_kwargs(self) -> dict[str, Any]:
-        """Keywords of a Hugging Face causal LM: ``logits = model(**batch.hf_kwargs()).logits[0]``, (tokens, vocabulary).
+        """Keywords of a Hugging Face causal LM: ``model(**batch.hf_kwargs()).logits[0]`` is (tokens, vocabulary).
 
         ``input_ids`` and ``position_ids`` have shape (1, tokens); ``cu_seq_lens_q`` and the like say where documents
         end, and ``shard_plan`` which tokens these are. There is no mask. There are no labels either, from which a model
