@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.batches.processes import Processes, digest
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, chooses_labels, ids_and_labels, token_count
@@ -239,11 +240,11 @@ class PackedSteps(Iterator[PackedStep]):
 _NO_GROUP = "labels of several ranks are counted together; call torch.distributed.init_process_group"
 
 
-def summed_over_ranks(count: int) -> int:
-    """The sum of every process's ``count`` of labelled tokens; a collective call of the default process group."""
+def summed_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
+    """The sum of every process's ``count`` of labelled tokens; a collective call of ``group``, or the default group."""
     if not dist.is_initialized():
         raise UserError(_NO_GROUP)
-    return int(gathered_rows([count], torch.int64, _device_of(None)).sum())
+    return int(gathered_rows([count], torch.int64, _device_of(group), group).sum())
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
@@ -391,3 +392,35 @@ def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> di
         "max_length_k": max(lengths),
         "use_cache": False,
     }
+
+
+def steps_of(
+    loader: Iterable[Mapping[str, Any]], sampler: PlannedBatchSampler
+) -> Iterator[tuple[list[Mapping[str, Any]], int]]:
+    """One pass over ``loader`` by optimizer steps: this process's micro-batches, and the labelled tokens of all ranks.
+
+    Args:
+        loader: Reads the micro-batches of ``sampler``, collated by ``FlatteningCollator``; any ``DataLoader``, with
+            workers, prepared by Accelerate, or a ``StatefulDataLoader`` that goes on after whole steps.
+        sampler: Its batch sampler.
+
+    Every process takes each step, as labels are counted together. Raises ``UserError`` for a batch that is not the
+    sampler's next one.
+    """
+    processes, layout = sampler.processes, sampler.job.layout
+    dp_rank, plans = processes.own_rank() // layout.cp, sampler.follow()
+    batches = iter(loader)
+    for first in batches:
+        planned = plans.popleft().ranks[dp_rank] if plans else ()
+        step = [first, *islice(batches, max(0, len(planned) - 1))]
+        found = [batch["cu_seq_lens_q"].diff().tolist() if "cu_seq_lens_q" in batch else None for batch in step]
+        if found != [[segment.length for segment in micro_batch.segments] for micro_batch in planned]:
+            raise UserError(
+                "the loader's batches are not those that the sampler plans for a step; give the loader this "
+                "batch_sampler and collate_fn=FlatteningCollator(), and continue after whole steps"
+            )
+        labelled = sum(int((batch["labels"] != IGNORE_LABEL).sum()) for batch in step)
+        if processes.ranks > 1:  # of which cp train the same micro-batches
+            labelled = summed_over_ranks(labelled, processes.group) * layout.dp
+            labelled //= dist.get_world_size(processes.group)
+        yield step, labelled
