@@ -8,7 +8,6 @@ over all ranks (``packed_loss``): which micro-batch a document is in cannot chan
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
@@ -25,7 +24,7 @@ from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
-from wlb.integrations.batches.processes import Processes, digest
+from wlb.integrations.batches.processes import Processes, digest, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, chooses_labels, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -339,10 +338,8 @@ def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int | Tensor, avera
 
 
 def warn_of_no_labels() -> None:
-    """Warn of a step that teaches nothing; on the first process only, once for each line of code that comes here."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        message = "a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"
-        warnings.warn(f"wlb: {message}", stacklevel=3)
+    """Warn of a step that teaches nothing."""
+    warn("a step has no labelled token, so its loss and gradients are zero; look at its labels and masks")
 
 
 def _known_to_be_zero(count: int | Tensor) -> bool:
