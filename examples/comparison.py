@@ -49,10 +49,10 @@ def run_example(
     documents begin with a prompt, a quarter of their tokens, that is not learnt.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--documents", type=_at_least_1, default=512, help="documents, a multiple of 16")
+    parser.add_argument("--documents", type=_at_least_1, default=128, help="documents, a multiple of 16")
     parser.add_argument("--context-window", type=_at_least_1, default=4096)
     parser.add_argument("--micro-batches", type=_at_least_1, default=2, help="of a step on each rank")
-    parser.add_argument("--turns", type=_at_least_1, default=3, help="of each way of training, after one to warm up")
+    parser.add_argument("--turns", type=_at_least_1, default=2, help="of each way of training, after one to warm up")
     arguments = parser.parse_args()
     if not dist.is_torchelastic_launched():
         parser.error("this needs two processes: torchrun --standalone --nproc-per-node 2 examples/...")

@@ -13,7 +13,7 @@ from comparison import WAYS, Run, llama, run_example, trainer_class, trainer_set
 
 
 def train(way: str, run: Run, documents: Any, arguments: Any) -> None:
-    strategy = {"train_sampling_strategy": way} if way == "batch_rebalance" else {}
+    strategy: dict[str, Any] = {"train_sampling_strategy": way} if way == "batch_rebalance" else {}
     trainer = trainer_class(Trainer, way, run, arguments)(
         model=llama(run, documents),
         args=TrainingArguments(**trainer_settings(documents, arguments), **strategy),
