@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import check_packing
 from wlb.integrations.huggingface import (
     balanced,
@@ -27,6 +28,7 @@ from wlb.integrations.huggingface import (
     model_shape_of,
     register_attention,
 )
+from wlb.integrations.huggingface.resuming import TrainedBatches
 from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss
 
 transformers: Any = pytest.importorskip("transformers")
@@ -408,6 +410,17 @@ def test_a_trainer_resumes_with_other_settings_and_loses_nothing(tmp_path: Path)
     elastic = {"context_window": 160, "preset": "elastic", "pool": 1, "pool_micro_batches": 3}
     seen.update(train(folder, True, elastic, **save)[1])
     assert seen == dict.fromkeys(range(len(DATA)), 2)
+
+
+def test_a_last_step_of_more_micro_batches_is_several_of_the_trainers_and_loses_nothing():
+    lengths = [21, 25, 13, 16, 32, 26, 32, 13]
+    sampler = PlannedBatchSampler(lengths, context_window=32, model="tiny", micro_batches=2, dp=2, epochs=2)
+    assert sampler.micro_batches_of_steps() == [2, 3]
+    batches = TrainedBatches(sampler, max_steps=-1)
+    assert Counter(index for batch in batches for index in batch) == Counter([*range(8)] * 2)
+    assert batches.state_after(1) is not None
+    assert batches.state_after(2) is None  # the last micro-batches are still to come
+    assert batches.state_after(3) is not None
 
 
 def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):

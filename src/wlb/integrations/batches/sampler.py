@@ -100,7 +100,8 @@ class PlannedBatchSampler:
     def micro_batches_of_steps(self) -> list[int]:
         """Micro-batches of every step of a pass on each data-parallel rank, known by planning it.
 
-        They are ``job.micro_batches_per_rank`` but for the last steps, and but for a step under the preset "elastic"
+        They are ``job.micro_batches_per_rank`` but for the last steps, which may have fewer or, where few documents are
+        left over, more; and but for a step under the preset "elastic"
         whose few long documents do not suffice for that.
         """
         if self._counts is None:
