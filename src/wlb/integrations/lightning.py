@@ -75,7 +75,7 @@ class LightningLoss:
             logits, labels, self._loss_tokens, averaged_over=self._sampler.job.layout.dp * self._accumulated
         )
 
-    def _steps(self) -> Iterator[tuple[_Ranks, _Ranks | None]]:
+    def _steps(self) -> Iterator[tuple[_Ranks | None, _Ranks | None]]:
         """The micro-batches of each trainer's step, rank by rank, and those of the step after it.
 
         A plan is one such step; the last may have more micro-batches than are accumulated, and is then several.
@@ -86,7 +86,8 @@ class LightningLoss:
             for plan in self._sampler.steps()
             for first in range(0, len(plan.ranks[0]), accumulated)
         )
-        return pairwise(chain(steps, [None]))  # type: ignore[arg-type, return-value]  # a last None has nothing after it
+        end: list[_Ranks | None] = [None]
+        return pairwise(chain(steps, end))
 
     def _count_labels(self, step: int) -> None:
         """Count the labelled tokens of this process's micro-batches in ``step``, and of the whole step."""
