@@ -152,7 +152,8 @@ def _divided(task: _Task, parts: int, start: list[Indices] | None = None) -> lis
             f"max_tokens = {task.most_tokens}; raise max_tokens or parts"
         )
     other = _differenced(task, parts)
-    return _levelled(start if other is None else min(start, other, key=lambda m: _most(m, task.prices)), task)
+    start = start if other is None else min(start, other, key=lambda m: _most(m, task.prices))
+    return start if task.even else _levelled(start, task)  # for ranks each slot is levelled by itself
 
 
 def _fewest(task: _Task, multiple: int) -> tuple[int, list[Indices] | None]:
@@ -191,9 +192,9 @@ def _dearest_first(task: _Task, parts: int) -> list[Indices] | None:
 
 def _fitted(task: _Task, parts: int) -> list[Indices] | None:
     """A start that balances tokens, so that it keeps to the limit if anything does; None where it does not."""
-    lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None)
+    lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None, even=0.0)
     start = _placed(lengths, parts)
-    start = start and _levelled(start, lengths)
+    start = start and _levelled(start, lengths, goal=float(task.most_tokens or 0))
     return start if start and _most(start, task.tokens) <= (task.most_tokens or 0) else None
 
 
@@ -209,14 +210,16 @@ def _within(task: _Task, start: list[Indices]) -> list[Indices] | None:
     return start if task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens else None
 
 
-def _levelled(start: list[Indices], task: _Task) -> list[Indices]:
+def _levelled(start: list[Indices], task: _Task, goal: float = 0.0) -> list[Indices]:
     # Where prices are tokens, what makes the dearest part cheaper keeps it within the limit, too.
     most = None if np.array_equal(task.prices, task.tokens) else task.most_tokens
     documents, parts = sum(map(len, start)), len(start)
     if task.equal_size:
         return level_equal_sizes(start, task.prices, task.tokens, Limits(most, task.even, documents // _SWAPS))
     tries = documents * parts // _EXCHANGES
-    return level(start, task.prices, task.tokens, Limits(most, task.even, min(tries, parts) if task.even else tries))
+    if task.even and not goal:  # in a slot the first exchanges gain most
+        tries = min(tries, parts)
+    return level(start, task.prices, task.tokens, Limits(most, task.even, tries, goal))
 
 
 def _most(parts: list[Indices], amounts: Indices | Prices) -> float:
