@@ -38,6 +38,7 @@ _LEVEL_STEP = 1e-3  # of a mean micro-batch: what ranks that wait for one anothe
 _TRY_AGAIN = 0.05  # of a step: what ranks wait before its micro-batches are also divided without filled slots
 # Exchanges end when differencing, which takes so much longer the more documents there are, would have ended as well:
 _SWAPS = 12  # documents for each swap between parts of equal size
+_SLOT_EXCHANGES = 64  # in all slots together, of which the first gain most
 _EXCHANGES = 64  # documents times parts for each exchange between others
 
 
@@ -210,15 +211,13 @@ def _within(task: _Task, start: list[Indices]) -> list[Indices] | None:
     return start if task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens else None
 
 
-def _levelled(start: list[Indices], task: _Task, goal: float = 0.0) -> list[Indices]:
+def _levelled(start: list[Indices], task: _Task, goal: float = 0.0, most_tries: int = 2**31) -> list[Indices]:
     # Where prices are tokens, what makes the dearest part cheaper keeps it within the limit, too.
     most = None if np.array_equal(task.prices, task.tokens) else task.most_tokens
     documents, parts = sum(map(len, start)), len(start)
     if task.equal_size:
         return level_equal_sizes(start, task.prices, task.tokens, Limits(most, task.even, documents // _SWAPS))
-    tries = documents * parts // _EXCHANGES
-    if task.even and not goal:  # in a slot the first exchanges gain most
-        tries = min(tries, parts)
+    tries = min(documents * parts // _EXCHANGES, most_tries)
     return level(start, task.prices, task.tokens, Limits(most, task.even, tries, goal))
 
 
@@ -337,7 +336,8 @@ def _in_lock_step(task: _Task, parts: int, ranks: int, start: list[Indices] | No
         plain = _slots(task, _divided(task, parts, start), ranks)
         slots = min(slots or plain, plain, key=lambda found: _lock_step(found, task.prices))
     if _lock_step(slots, task.prices) > (1 + task.even) * fair:
-        slots = [_levelled(slot, task) for slot in slots]
+        tries = max(2, _SLOT_EXCHANGES // len(slots))
+        slots = [_levelled(slot, task, most_tries=tries) for slot in slots]
     totals = np.zeros(ranks)
     of_ranks: list[list[Indices]] = [[] for _ in range(ranks)]
     for slot in sorted(slots, key=lambda slot: -_most(slot, task.prices)):
