@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=16_384)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    planners = {"wlb": lambda lengths, ranks, most: wlb.balance(lengths, ranks=ranks, max_tokens=most)} | installed()
+    planners: dict[str, Planner] = {"wlb": of_wlb, **installed()}
     freeze_imports()
     rows = [row for ranks in arguments.ranks for row in compare(planners, ranks, arguments)]
     results = facts() | {"seed": arguments.seed, "max_tokens": arguments.max_tokens, "rows": rows}
@@ -114,6 +114,10 @@ def installed() -> dict[str, Planner]:
         except ImportError as error:
             console.print(f"{name} left out: {error}")
     return planners
+
+
+def of_wlb(lengths: list[int], ranks: int, most: int) -> OfRanks:
+    return wlb.balance(lengths, ranks=ranks, max_tokens=most)
 
 
 def of_verl(verl: Any) -> Planner:

@@ -52,7 +52,7 @@ def _check(of_ranks: list[list[list[int]]]) -> None:
 
 def _slime_schedule(args: Any, config: Any, lengths: list[int], *, global_batch_size: int, rollout_indices: Any) -> Any:
     slime = sys.modules["slime.utils.dp_schedule"]
-    bins = slime._pack_step_into_mbs(  # type: ignore[attr-defined]
+    bins = slime._pack_step_into_mbs(
         lengths,
         args=args,
         use_dynamic_batch_size=True,
@@ -114,16 +114,19 @@ def test_skyrl(monkeypatch: pytest.MonkeyPatch):
             bins: list[list[int]] = self._pack_implementation(sequence_lengths)  # type: ignore[attr-defined]
             return bins
 
-    strategies = enum.Enum("PackingStrategy", {"FIRST_FIT_DECREASING": "first_fit_decreasing"})
+    class Strategies(enum.Enum):
+        FIRST_FIT_DECREASING = "first_fit_decreasing"
+
+    packers: dict[Any, Any] = {}
     skyrl = _package(
         "skyrl.train.dataset.bin_packing",
         monkeypatch,
         SeqPacker=SeqPacker,
-        PackingStrategy=strategies,
-        _PACKERS={},
-        make_seq_packer=lambda name, **options: skyrl._PACKERS[strategies[name.upper()]](**options),
+        PackingStrategy=Strategies,
+        _PACKERS=packers,
+        make_seq_packer=lambda name, **options: packers[Strategies[name.upper()]](**options),
     )
-    monkeypatch.setattr(skyrl, "_PACKERS", dict(skyrl._PACKERS))
+    monkeypatch.setattr(skyrl, "_PACKERS", skyrl._PACKERS)
     _recipe("from skyrl")
     packer = skyrl.make_seq_packer(
         "first_fit_decreasing", bin_capacity=LIMIT, min_bin_count=RANKS, bin_count_multiple=RANKS

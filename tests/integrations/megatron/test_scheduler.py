@@ -98,6 +98,11 @@ class _Model(torch.nn.Module):
         return self.weight[tokens] ** 2 * (positions + 1)
 
 
+def gradient(model: _Model) -> torch.Tensor:
+    assert model.weight.grad is not None
+    return model.weight.grad
+
+
 def _forward_step(data_iterator: Any, model: _Model) -> Any:
     tokens, _, mask, _, positions, *_ = data_schedule.get_batch_on_this_rank_for_sequence_packing(data_iterator)
     losses = model(tokens, positions)
@@ -129,7 +134,7 @@ def _step(lengths: list[int]) -> tuple[list[float], list[int]]:
     def finalize(models: Any, tokens: torch.Tensor, **_: Any) -> None:
         dist.all_reduce(model.weight.grad)
         dist.all_reduce(tokens)
-        model.weight.grad /= tokens
+        gradient(model).div_(tokens)
 
     config.finalize_model_grads_func = finalize
     mine = range(dist.get_rank(), len(lengths), 2)
@@ -143,7 +148,7 @@ def _step(lengths: list[int]) -> tuple[list[float], list[int]]:
             seq_length=256,
             micro_batch_size=1,
         )
-    return model.weight.grad.tolist(), [result["tokens"] for result in results]
+    return gradient(model).tolist(), [result["tokens"] for result in results]
 
 
 def test_a_training_step_of_megatron_trains_every_sample_once_in_balanced_micro_batches():
@@ -156,7 +161,7 @@ def test_a_training_step_of_megatron_trains_every_sample_once_in_balanced_micro_
     total = sum((model(s["tokens"], s["position_ids"]) * s["loss_mask"]).sum() for s in samples)
     (total / sum(length - 1 for length in lengths)).backward()
     assert grads == others
-    assert np.abs(np.array(grads) - model.weight.grad.numpy()).max() < 1e-12
+    assert np.abs(np.array(grads) - gradient(model).numpy()).max() < 1e-12
 
 
 @pytest.mark.parametrize(
