@@ -124,9 +124,11 @@ def test_skyrl(monkeypatch: pytest.MonkeyPatch):
         SeqPacker=SeqPacker,
         PackingStrategy=Strategies,
         _PACKERS=packers,
-        make_seq_packer=lambda name, **options: packers[Strategies[name.upper()]](**options),
+        make_seq_packer=lambda name, **options: sys.modules["skyrl.train.dataset.bin_packing"]._PACKERS[
+            Strategies[name.upper()]
+        ](**options),
     )
-    monkeypatch.setattr(skyrl, "_PACKERS", skyrl._PACKERS)
+    monkeypatch.setattr(skyrl, "_PACKERS", dict(skyrl._PACKERS))
     _recipe("from skyrl")
     packer = skyrl.make_seq_packer(
         "first_fit_decreasing", bin_capacity=LIMIT, min_bin_count=RANKS, bin_count_multiple=RANKS
