@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.errors import UserError
+from wlb.integrations.batches.processes import warn
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import fits
 from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
@@ -61,7 +62,8 @@ def balanced_job(
     A document costs what it costs ``model`` on ``hardware``, or what ``workload`` says. Micro-batches hold one context
     window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless given). With preset "elastic"
     the dp x cp ranks are pooled anew, ``pool`` of them together and in lock step: ``cp``, ``dp`` and
-    ``micro_batches_per_rank`` of the result say how. ``packing`` are further options of the preset's packer.
+    ``micro_batches_per_rank`` of the result say how. Left out, it is the fastest by simulation, with a warning where
+    that is 1. ``packing`` are further options of the preset's packer.
     ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have.
     """
     settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
@@ -83,6 +85,11 @@ def balanced_job(
             "pool and pool_micro_batches, or use preset = 'best'"
         )
     decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=True)
+    if job.pools and pool == "auto" and decided.layout.cp == 1 < job.layout.replicas:
+        warn(
+            f"on these documents the {job.layout.replicas} processes are predicted to be faster alone than in pools, "
+            f"so preset {preset!r} lets none share a micro-batch (cp = 1); give pool to choose the size yourself"
+        )
     # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
     return decided if fits(decided) else decided.with_length_factor(job.packing.length_factor)
 

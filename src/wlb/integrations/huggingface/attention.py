@@ -119,22 +119,18 @@ class PackedAttention:
         lengths = self._segment_lengths(arguments) if plan is None else plan.segment_lengths
         window = _window(attention_mask, arguments.get("sliding_window"), lengths)
         wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
-        width = max(query.shape[-1], value.shape[-1])  # latent attention has narrower values than keys
-        if not math.isclose(wanted, width**-0.5, rel_tol=1e-6):
-            query = query * (wanted * width**0.5)
+        if not math.isclose(wanted, query.shape[-1] ** -0.5, rel_tol=1e-6):
+            query = query * (wanted * query.shape[-1] ** 0.5)
         kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        q, k, v = (
-            F.pad(tensor[0].transpose(0, 1), (0, width - tensor.shape[-1])).to(dtype).contiguous()
-            for tensor in (query, key, value)
-        )
+        q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
         if plan is None:
             out = segment_attention(q, k, v, lengths, window=window)
         else:
             local = int(plan.tokens_per_rank[dist.get_rank(self._group)])
             out = context_parallel_attention(q[:local], k[:local], v[:local], plan, self._group, window=window)
             out = F.pad(out, (0, 0, 0, 0, 0, len(q) - local))
-        return out[None, ..., : value.shape[-1]], None
+        return out[None], None
 
     def _segment_lengths(self, arguments: Mapping[str, Any]) -> list[int]:
         extents: Tensor = arguments["cu_seq_lens_q"]

@@ -162,4 +162,4 @@ def _singles(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The documents of ``batch``, each as a micro-batch of its own."""
     for start, stop in pairwise(batch["cu_seq_lens_q"].tolist()):
         own = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids", "labels")}
-        yield own | extents_of([stop - start])
+        yield own | extents_of([stop - start], batch["input_ids"].device)
