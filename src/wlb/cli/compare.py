@@ -41,6 +41,7 @@ class CompareOptions(options.PackedOptions):
     solver_seconds: Annotated[
         float, typer.Option(min=0.01, metavar="X", help="Time limit of a solve of fixed_solver.")
     ] = 10.0
+    encoder: options.Encoders = None
     plot: options.Plot = None
 
 
@@ -72,6 +73,7 @@ def compare(
         return
     options.check_picture(asked.plot)
     job, priced_by = asked.job(context)
+    job = options.with_phases(job, lengths, asked.encoder)
     documents, overlong = documents_of(lengths, asked, job, asked.overlong)
     own = {name: getattr(asked, name) for name in ("max_length_factor", "max_delay", "solver_seconds")}
     names = options.names_in("--methods", asked.methods, DEFAULT_METHODS)
@@ -148,6 +150,7 @@ def show_comparison(results: Sequence[MethodResult], title: str) -> None:
         "method": [row.name + gap for row, gap in zip(rows, gaps, strict=True)],
         "speed at\nequal work": [f"{row.speed_at_equal_work:.2f}x" for row in rows],
         "imbalance\ndegree": [f"{r.imbalance_degree:.3f}" for r in shown],
+        **{f"of it\n{name}": [f"{r.phase_imbalance[name]:.3f}" for r in shown] for name in shown[0].phase_imbalance},
         "token\ndelay": [f"{r.mean_token_delay:.2f} ({r.longest_delay})" for r in shown],
         "step\nspread": [f"{r.tokens_per_step_cv:.1%}" for r in shown],
         "planning\nms/step": [f"{r.planning_ms_per_step:.2f}" for r in shown],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +17,7 @@ from wlb.errors import UserError, require
 from wlb.token_count import parse_tokens
 
 if TYPE_CHECKING:
+    from wlb.documents.store.sources import StoreSource
     from wlb.simulate import SimulatedJob
     from wlb.simulate.search import SearchSpace
     from wlb.workload import ModelShape, Workload
@@ -56,7 +57,8 @@ Lengths = Annotated[
     str,
     typer.Argument(
         help="Document lengths: .json list, .txt, .npy, .parquet (column length), .idx, a token store (prefix, "
-        "directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED."
+        "directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED. Of .json objects and .parquet also columns "
+        "NAME_tokens: patches or frames of an encoder."
     ),
 ]
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
@@ -84,6 +86,48 @@ Settings = Annotated[
 ]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the result: .png, .pdf or .svg.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
+
+
+_ENCODER_PARAMETERS = "675M"  # of the vision encoder of Qwen2-VL (arXiv 2409.12191, section 2.1)
+Encoders = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--encoder",
+        metavar="NAME=PARAMETERS",
+        help=f"Size of the encoder that the column NAME_tokens goes through; default: {_ENCODER_PARAMETERS}.",
+    ),
+]
+
+
+def with_phases(job: SimulatedJob, lengths: StoreSource, encoders: Sequence[str] | None) -> SimulatedJob:
+    """``job`` with the phases of documents that ``lengths`` has columns for; ``encoders`` as ``--encoder`` has them."""
+    from wlb.documents.lengths import read_encoder_tokens
+    from wlb.workload.phases import DocumentPhases, encoder_seconds
+
+    columns = read_encoder_tokens(lengths)
+    sizes = dict.fromkeys(columns, _ENCODER_PARAMETERS)
+    for one in encoders or ():
+        name, _, size = one.partition("=")
+        if name not in columns:
+            known = ", ".join(f"{column}_tokens" for column in columns) or "none"
+            raise UserError(f"--encoder {one}: {lengths} has no column {name}_tokens (of such columns it has {known})")
+        sizes[name] = size
+    if not columns:
+        return job
+    tp, hardware = job.layout.tp, job.hardware
+    seconds = {name: encoder_seconds(columns[name], _parameters(size), hardware, tp) for name, size in sizes.items()}
+    return replace(job, phases=DocumentPhases(seconds))
+
+
+def _parameters(size: str) -> float:
+    scale = {"M": 1e6, "B": 1e9}.get(size[-1:], 1.0)
+    try:
+        number = scale * float(size.rstrip("MB"))
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise UserError(f"an encoder of {size!r} parameters is no number over 0; write it as 675M")
+    return number
 
 
 def check_writable(path: Path) -> None:

@@ -44,6 +44,7 @@ class ReportOptions:
         int | None, options.number("Micro-batches of a step, over all data-parallel ranks; default: dp x pp.")
     ] = None
     steps: Annotated[int, options.number_of_steps("Steps to simulate, as far as the documents go.")] = 64
+    encoder: options.Encoders = None
     rivals: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="What wlb rivals --json printed, for a section on published policies."),
@@ -97,7 +98,7 @@ def report(
         refuse_unused(context, names_of(ReportOptions), why)
         text, summary = _measured(Path(source), before)
     else:
-        text, summary = _predicted(source, asked, asked.job(context))
+        text, summary = _predicted(source, asked, options.with_phases(asked.job(context), source, asked.encoder))
     write_page(out, text)
     if json:
         emit_json({"out": str(out), **summary})

@@ -62,6 +62,7 @@ class SimulateOptions:
         ),
     ] = None
     settings: options.Settings = None
+    encoder: options.Encoders = None
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the last step of the last system as a Perfetto trace.")
     ] = None
@@ -157,6 +158,10 @@ def simulate(
         options.check_writable(asked.trace)
     jobs, own_lengths = asked.jobs()
     sources: list[StoreSource] = own_lengths if lengths is None else [lengths]
+    if lengths is not None:
+        jobs = {system: options.with_phases(job, lengths, asked.encoder) for system, job in jobs.items()}
+        if asked.systems is None:  # pools know no phases
+            jobs = {system: job for system, job in jobs.items() if not (job.phases and job.pools)}
     documents = _lengths(sources)
     results = {
         system: run(job, documents, steps, on_progress=advance)
@@ -239,7 +244,9 @@ def _simulation_json(results: dict[str, SimulationResult]) -> list[dict[str, Any
 def _show_simulation(results: dict[str, SimulationResult], shown: dict[str, Any]) -> None:
     """Where the time of each system's steps goes, in seconds."""
     from wlb.simulate import CAUSES
+    from wlb.simulate.step import IMBALANCES
 
+    phases = [name for name in next(iter(results.values())).imbalance if name not in IMBALANCES]
     systems, base = list(results.values()), _base_of(results)
     first = systems[0]
     causes = [cause for cause in CAUSES if any(abs(r.where[cause]) > 5e-4 for r in systems)]  # not shown as 0.000
@@ -252,6 +259,7 @@ def _show_simulation(results: dict[str, SimulationResult], shown: dict[str, Any]
         "imbalance: micro-batches": [f"{r.imbalance['micro_batches']:.3f}" for r in systems],
         "imbalance: cp ranks": [f"{r.imbalance['cp']:.3f}" for r in systems],
         "imbalance: dp ranks": [f"{r.imbalance['dp']:.3f}" for r in systems],
+        **{f"imbalance: {name}": [f"{r.imbalance[name]:.3f}" for r in systems] for name in phases},
         "token delay, steps": [f"{r.token_delay:.3f}" for r in systems],
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],

@@ -14,6 +14,7 @@ documents are divided a second time from another start (``wlb.packing.differenci
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,9 +24,11 @@ from wlb.errors import UserError
 from wlb.packing.bins import fitting_bins, into_lightest
 from wlb.packing.differencing import differenced
 from wlb.packing.levelling import Indices, Limits, Prices, level
+from wlb.packing.phases import level_phases, slowest_sum
 
 if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
+    from wlb.workload.phases import DocumentPhases
 
 _MOST_TOKENS = 2**63 - 1  # of all documents together, which are summed as 64-bit integers
 _FEW = 6  # documents of a part: with so few, exchanges may end early, and a second start is tried
@@ -40,6 +43,7 @@ def balance(
     multiple_of: int = 1,
     *,
     workload: DocumentPrices | Literal["tokens"] | None = None,
+    phases: DocumentPhases | None = None,
 ) -> list[list[int]]:
     """Divide documents of ``lengths`` tokens into ``parts`` micro-batches whose dearest is as cheap as can be found.
 
@@ -55,6 +59,9 @@ def balance(
         workload: Prices of documents, by default those of a 7B model on H100: predicted seconds of forward and backward
             with attention, ``make_workload("7b", "h100")``. Give ``make_workload`` of your model, or ``"tokens"`` where
             the price is the length, as for a model without attention.
+        phases: What documents cost before the language model. Where these are synchronised, the sum over phases of the
+            dearest part is kept low, and is never more than without them; ``memory_tokens`` count against
+            ``max_tokens``.
 
     Returns:
         For every part the indices of its documents, ascending.
@@ -68,11 +75,29 @@ def balance(
     tokens = _checked(lengths)
     task = _Task(tokens, _prices(tokens, workload), _positive("max_tokens", max_tokens), equal_size)
     multiple = _positive("multiple_of", multiple_of) or 1
-    if parts is None:
-        members = _fewest(task, multiple)
-    else:
-        members = _divided(task, _rounded_up(_positive("parts", parts) or 1, multiple))
+    number = None if parts is None else _rounded_up(_positive("parts", parts) or 1, multiple)
+    members = _in_phases(task, number, multiple, phases) if phases else _parts(task, number, multiple)
     return [sorted(part.tolist()) for part in members]
+
+
+def _parts(task: _Task, parts: int | None, multiple: int) -> list[Indices]:
+    return _fewest(task, multiple) if parts is None else _divided(task, parts)
+
+
+def _in_phases(task: _Task, parts: int | None, multiple: int, phases: DocumentPhases) -> list[Indices]:
+    """Balanced over all phases together; where ranks wait between them, levelled from there or from without phases."""
+    phases.check(len(task.tokens))
+    documents = np.column_stack([np.arange(len(task.tokens)), np.zeros_like(task.tokens), task.tokens])
+    costs = np.column_stack([task.prices, phases.of(documents)])
+    together = task._replace(tokens=phases.held_tokens(documents), prices=costs.sum(axis=1))
+    members = _parts(together, parts, multiple)
+    if not phases.synchronised or len(costs.T) == 1:
+        return members
+    limits = Limits(task.most_tokens, task.equal_size)
+    starts = [members, _divided(together._replace(prices=task.prices), len(members))]
+    return min(
+        (level_phases(start, costs, together.tokens, limits) for start in starts), key=partial(slowest_sum, costs=costs)
+    )
 
 
 class _Task(NamedTuple):

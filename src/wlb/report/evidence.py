@@ -68,6 +68,8 @@ class Evidence:
     @cached_property
     def winner(self) -> str:
         """The preset to set: ``elastic`` where it fits and is about as fast as ``best``, as it delays no document."""
+        if ELASTIC not in self.systems:
+            return BEST
         as_fast = self.gains[ELASTIC].factor >= (1 - AS_FAST) * self.gains[BEST].factor
         return ELASTIC if as_fast and fits(self.systems[ELASTIC].job) else BEST
 
@@ -130,6 +132,8 @@ def gather_evidence(
 
     systems = {}
     for name in PRESETS:
+        if name == ELASTIC and job.phases:
+            continue  # pools know no phases
         on_progress(f"simulating {name}")
         if name == BEST:
             candidates = [run(job.with_length_factor(factor)) for factor in LENGTH_FACTORS if factor <= most]

@@ -5,6 +5,7 @@ They come from the trainer's own planner (``wlb.job.planner``), epoch after epoc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import Rate, first_steps
-from wlb.simulate.step import CAUSES, IMBALANCES, Steps
+from wlb.simulate.step import CAUSES, Steps
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 
@@ -122,7 +123,7 @@ class _Totals:
         self._job = job
         self._where = dict.fromkeys(CAUSES, 0.0)
         self._gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
-        self._imbalance = dict.fromkeys(IMBALANCES, 0.0)
+        self._imbalance: Counter[str] = Counter()
         self._pairs = self._whole_pairs = 0.0
         self._delay_token_steps = 0
         self._epochs = 0
