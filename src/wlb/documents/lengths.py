@@ -1,11 +1,11 @@
 """Reading document lengths from files, stores or a random distribution: all that planning needs of a corpus.
 
 ``read_lengths`` takes a ``.json`` list (of lengths, or of objects with a ``length``), a ``.txt`` with one length per
-line, a ``.npy`` array, a ``.parquet`` file with a column ``length``, a Megatron ``.idx``, the prefix or URL of a token store, a directory, glob or list of
-them, or ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by
-``wlb.documents.synthetic``. What it returns is checked: whole, positive, in order. Only a store may have empty
-documents; they are passed over, as in training, and counted in a note on stderr. Of a store of more than 16 million
-documents a sample is taken, and a note says so.
+line, a ``.npy`` array, a ``.parquet`` file with a column ``length``, a Megatron ``.idx``, the prefix or URL of a token
+store, a directory, glob or list of them, or ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for
+lengths drawn by ``wlb.documents.synthetic``. What it returns is checked: whole, positive, in order. Only a store may
+have empty documents; they are passed over, as in training, and counted in a note on stderr. Of a store of more than 16
+million documents a sample is taken, and a note says so.
 
 ``read_encoder_tokens`` reads what else ``.json`` and ``.parquet`` files may say: what documents put through encoders of
 images or audio.

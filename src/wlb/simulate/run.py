@@ -5,7 +5,6 @@ They come from the trainer's own planner (``wlb.job.planner``), epoch after epoc
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +122,7 @@ class _Totals:
         self._job = job
         self._where = dict.fromkeys(CAUSES, 0.0)
         self._gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
-        self._imbalance: Counter[str] = Counter()
+        self._imbalance: dict[str, float] = {}
         self._pairs = self._whole_pairs = 0.0
         self._delay_token_steps = 0
         self._epochs = 0
@@ -133,7 +132,7 @@ class _Totals:
             self._where[cause] += float(seconds.sum())
         self._gpu_seconds += results.gpu_seconds.sum(axis=0)
         for name, of_steps in results.imbalance.items():
-            self._imbalance[name] += float(of_steps.sum())
+            self._imbalance[name] = self._imbalance.get(name, 0.0) + float(of_steps.sum())
 
     def add_documents(self, plans: Sequence[StepPlan], lengths: NDArray[np.int64]) -> None:
         self._delay_token_steps += sum(plan.delay_token_steps for plan in plans)

@@ -328,7 +328,7 @@ def _ranks(attention: Array, own_share: Array, rest: Array) -> RankSeconds:
 
 def _imbalance(seconds: Array, axes: tuple[int, ...]) -> Array:
     largest, mean = seconds.max(axis=axes), seconds.mean(axis=axes)
-    return np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0)  # a step may have no images
+    return np.asarray(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
 
 
 def _alike(groups: Phases) -> Phases:
