@@ -36,7 +36,7 @@ def register_attention(
     A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
     ``shard_plan`` one rank's share of them (``context_parallel_share``), which the ranks of ``group`` attend together;
     None is the default group. It is exact, as fast as what it runs on (``wlb.attention``), and its memory does not grow
-    with the square of the tokens. Sliding windows are attended as such.
+    with the square of the tokens. Sliding windows are attended as such. Encoders of images or audio keep their own.
 
     Raises ``UserError`` for a model whose ``config.use_cache`` is on, that does not attend through ``transformers``'
     AttentionInterface, or that has layers other than attention. The attention raises it for what would silently train
@@ -51,7 +51,18 @@ def register_attention(
         return
     check_model(model)
     network: Any = model
+    encoders = _encoder_attention(network)
     network.set_attn_implementation(name)
+    if encoders:
+        network.set_attn_implementation(encoders)
+
+
+def _encoder_attention(model: Any) -> dict[str, str]:
+    """Attention implementations of what is no language model in ``model``: encoders, which keep theirs."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
+    return {name: part._attn_implementation for name, part in parts.items() if part is not None and part is not text}
 
 
 def check_model(model: nn.Module) -> None:

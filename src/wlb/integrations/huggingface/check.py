@@ -98,7 +98,9 @@ def _checked_documents(sampler: PlannedBatchSampler) -> list[int]:
 
 def _learning_all(batch: Mapping[str, Any]) -> dict[str, Any]:
     """``batch`` with every token for a label but the first of each document."""
-    return {**batch, "labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, IGNORE_LABEL)}
+    positions = batch["position_ids"]
+    first = positions if positions.ndim == 2 else positions[0]  # those of models with images have further rows
+    return {**batch, "labels": batch["input_ids"].masked_fill(first == 0, IGNORE_LABEL)}
 
 
 def _steps_in_backward(model: nn.Module) -> bool:
