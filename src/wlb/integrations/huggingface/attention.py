@@ -50,19 +50,18 @@ def register_attention(
     if model is None:
         return
     check_model(model)
-    network: Any = model
-    encoders = _encoder_attention(network)
-    network.set_attn_implementation(name)
-    if encoders:
-        network.set_attn_implementation(encoders)
+    attend_with(model, name)
 
 
-def _encoder_attention(model: Any) -> dict[str, str]:
-    """Attention implementations of what is no language model in ``model``: encoders, which keep theirs."""
+def attend_with(model: Any, name: str) -> None:
+    """Let the language model in ``model`` attend with the implementation ``name``; its encoders keep theirs."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", ())}
-    return {name: part._attn_implementation for name, part in parts.items() if part is not None and part is not text}
+    parts = {part: getattr(config, part, None) for part in getattr(config, "sub_configs", ())}
+    encoders = {part: own._attn_implementation for part, own in parts.items() if own is not None and own is not text}
+    model.set_attn_implementation(name)
+    if encoders:
+        model.set_attn_implementation(encoders)
 
 
 def check_model(model: nn.Module) -> None:

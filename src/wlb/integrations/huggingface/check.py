@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
-from wlb.integrations.huggingface.attention import is_packed_attention
+from wlb.integrations.huggingface.attention import attend_with, is_packed_attention
 from wlb.integrations.packed import extents_of
 from wlb.training.data.batch import IGNORE_LABEL
 
@@ -33,6 +34,11 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
 
     Dropout is off meanwhile. Raises ``UserError`` where packing the micro-batch changes loss or gradients.
     """
+
+    if "pixel_values" in batch:
+        raise UserError(
+            "check_batch cannot take images out of a batch; give check_packing each document collated alone"
+        )
 
     def loss_of(inputs: Mapping[str, Any]) -> Tensor:
         loss: Tensor = model(**inputs, num_items_in_batch=1).loss  # the sum over labelled tokens
@@ -146,7 +152,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 buffer.copy_(before)
         if attention is not None and attention != model.config._attn_implementation:  # type: ignore[union-attr]
-            model.set_attn_implementation(attention)  # type: ignore[operator]
+            attend_with(model, attention)
 
 
 def _by_own_attention(model: Any, losses: Iterable[Callable[[], Tensor]]) -> Iterator[Callable[[], Tensor]]:
@@ -154,10 +160,10 @@ def _by_own_attention(model: Any, losses: Iterable[Callable[[], Tensor]]) -> Ite
     ours = is_packed_attention(model)
     name = model.config._attn_implementation if ours else None
     if ours:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        attend_with(model, "sdpa" if model._supports_sdpa else "eager")
     yield from losses
     if ours:
-        model.set_attn_implementation(name)
+        attend_with(model, name)
 
 
 def _singles(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

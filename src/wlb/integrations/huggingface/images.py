@@ -47,6 +47,10 @@ class ImageCollator(FlatteningCollator):
         self._placeholder, self._merge = config.image_token_id, vision.spatial_merge_size
         self._values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
 
+    def token_count(self, document: Document, name: str) -> int:
+        """Tokens of ``document``, placeholders of its images among them."""
+        return super().token_count(_without_images(document), name)
+
     def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
         if not any(self._has_images(document) for document in documents):
             documents = [*documents, self._blank()]
