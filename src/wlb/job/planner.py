@@ -69,7 +69,7 @@ class StepPlanner(Iterator[PlannedStep]):
         self._stream.begin(first_epoch)
         if not isinstance(documents, ArrivingDocuments):
             _check_step(job, documents)
-        if job.phases is not None and job.phases.names:
+        if job.phases is not None:
             if not isinstance(documents, np.ndarray):
                 raise UserError("phases are of the documents of one data set; give no stream, mixture or store of them")
             job.phases.check(len(documents))

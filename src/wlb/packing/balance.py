@@ -91,7 +91,7 @@ def _in_phases(task: _Task, parts: int | None, multiple: int, phases: DocumentPh
     costs = np.column_stack([task.prices, phases.of(documents)])
     together = task._replace(tokens=phases.held_tokens(documents), prices=costs.sum(axis=1))
     members = _parts(together, parts, multiple)
-    if not phases.synchronised or len(costs.T) == 1:
+    if not phases.synchronised:
         return members
     limits = Limits(task.most_tokens, task.equal_size)
     starts = [members, _divided(together._replace(prices=task.prices), len(members))]

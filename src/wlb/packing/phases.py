@@ -42,17 +42,20 @@ def level_phases(parts: list[Indices], costs: Prices, tokens: Indices, limits: L
     """``parts`` (indices of documents) with exchanges that lower the sum over phases of the dearest part.
 
     ``costs`` has shape (documents, phases), ``tokens`` (documents,). The ``parts`` given must keep to ``limits``; then
-    those returned do, none becomes empty, and the sum is at most what it was: ``parts`` where nothing was gained.
+    those returned do, none becomes empty, and the sum is at most what it was: ``parts`` where nothing was gained, and
+    where there is one phase only, for which ``wlb.packing.levelling`` is.
     """
-    levelled = _Levelling(parts, costs, tokens, limits).run() if len(parts) > 1 and len(costs) else parts
+    if len(parts) < 2 or np.count_nonzero(costs.any(axis=0)) < 2:
+        return parts
+    levelled = _Levelling(parts, costs, tokens, limits).run()
     return levelled if slowest_sum(levelled, costs) < slowest_sum(parts, costs) else parts
 
 
 def phase_imbalance(plans: Sequence[StepPlan], prices: DocumentPrices) -> dict[str, float]:
     """By phase, the dearest over the mean micro-batch, mean over steps; nothing where ``prices`` know no phases."""
-    if not isinstance(prices, PhasedPrices) or not plans:
+    if not isinstance(prices, PhasedPrices):
         return {}
-    degrees = []
+    degrees = [] if plans else [np.ones(len(prices.names))]
     for plan in plans:
         costs = np.array([prices.costs(micro_batch.segments).sum(axis=0) for micro_batch in plan.micro_batches])
         largest, mean = costs.max(axis=0), costs.mean(axis=0)

@@ -89,7 +89,7 @@ class Steps:
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
         shape = len(plans), costs.layout.dp, costs.job.micro_batches_per_rank
         shards, phases = price_shards([one.lengths for one in micro_batches], costs).reshaped(*shape), costs.job.phases
-        if phases is None or not phases.names:
+        if phases is None:
             return cls.of_shards(shards, costs)
         encoders = np.array([phases.of(one.segments).sum(axis=0) for one in micro_batches])
         return cls.of_shards(shards, costs, encoders.reshape(*shape, len(phases.names)))

@@ -58,7 +58,7 @@ class DocumentPhases:
             raise UserError(f"phases are of {' and '.join(map(str, sorted(sizes)))} documents; give all of the same")
         object.__setattr__(self, "seconds", columns)
         object.__setattr__(self, "memory_tokens", memory)
-        object.__setattr__(self, "_table", np.stack([*columns.values()], 1) if columns else np.zeros((1, 0)))
+        object.__setattr__(self, "_table", np.column_stack([np.zeros((max(sizes, default=1), 0)), *columns.values()]))
 
     @property
     def names(self) -> list[str]:
@@ -67,7 +67,7 @@ class DocumentPhases:
     def check(self, documents: int) -> None:
         """Raise ``UserError`` unless the phases are those of so many documents."""
         known = len(self._rows)
-        if self.seconds and known != documents:
+        if (self.seconds or self.memory_tokens is not None) and known != documents:
             raise UserError(f"phases are of {known} documents, and there are {documents}; give one cost for each")
 
     def of(self, table: Table) -> Seconds:
@@ -136,7 +136,7 @@ def encoder_seconds(tokens: ArrayLike, parameters: float, hardware: Hardware, tp
 
 def with_phases(prices: DocumentPrices, phases: DocumentPhases | None) -> DocumentPrices:
     """``prices`` of documents that have ``phases``, if they have any."""
-    return PhasedPrices(prices, phases) if phases is not None and phases.names else prices
+    return prices if phases is None else PhasedPrices(prices, phases)
 
 
 def segment_seconds(prices: DocumentPrices, table: Table) -> Seconds:

@@ -234,7 +234,7 @@ def _settings(job: JobSpec, documents: Lengths | ArrivingDocuments[Any]) -> dict
         order = [len(documents), hashlib.blake2b(lengths, digest_size=8).hexdigest(), data.seed, data.shuffle]
     probes = np.unique(np.geomspace(1, job.context_window, 8).astype(np.int64))
     prices = np.asarray(job.packing_prices.document_seconds(probes), float).tolist()
-    phases = {} if job.phases is None or not job.phases.names else {"phases": job.phases.digest}
+    phases = {} if job.phases is None else {"phases": job.phases.digest}
     return {
         **dict(zip(_ORDER, order, strict=True)),
         **phases,
