@@ -25,8 +25,7 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import check_packing
-from wlb.integrations.huggingface import register_attention
-from wlb.integrations.huggingface.images import ImageCollator
+from wlb.integrations.huggingface import ImageCollator, register_attention
 from wlb.integrations.packed import packed_loss
 from wlb.training.observe.compute_clock import thread_seconds
 from wlb.workload import ModelShape, make_workload

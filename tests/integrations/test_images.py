@@ -12,8 +12,13 @@ from tests.cases import in_turn
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.document_fields import Document
-from wlb.integrations.huggingface import balanced, check_batch, context_parallel_share, register_attention
-from wlb.integrations.huggingface.images import ImageCollator
+from wlb.integrations.huggingface import (
+    ImageCollator,
+    balanced,
+    check_batch,
+    context_parallel_share,
+    register_attention,
+)
 from wlb.workload.phases import DocumentPhases
 
 transformers: Any = pytest.importorskip("transformers")
