@@ -84,7 +84,12 @@ def tiny_model() -> Any:
         "patch_size": PATCH,
         "spatial_merge_size": MERGE,
     }
-    tokens = {"image_token_id": IMAGE, "video_token_id": 298, "vision_start_token_id": 297, "vision_end_token_id": 296}
+    tokens: Any = {
+        "image_token_id": IMAGE,
+        "video_token_id": 298,
+        "vision_start_token_id": 297,
+        "vision_end_token_id": 296,
+    }
     model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **tokens))
     register_attention(model)
     return model
@@ -150,8 +155,9 @@ def train(documents: list[dict[str, Any]], phases: DocumentPhases | None, argume
         workload=make_workload(TEXT, "cpu"),
         phases=phases,
     )
-    loader = DataLoader(
-        documents, batch_sampler=sampler, collate_fn=lambda some: ([one["number"] for one in some], collate(some))
+    dataset: Any = documents
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_sampler=sampler, collate_fn=lambda some: ([one["number"] for one in some], collate(some))
     )
     batches, trained = iter(loader), []
     for count in sampler.micro_batches_of_steps():

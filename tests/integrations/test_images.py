@@ -176,7 +176,8 @@ def test_images_that_would_be_lost_are_refused():
 
 
 def test_processes_and_states_with_other_phases_are_told_apart():
-    lengths, settings = [30, 20, 10, 40] * 4, {"context_window": 64, "micro_batches": 2, "dp": 1, "model": "tiny"}
+    lengths = [30, 20, 10, 40] * 4
+    settings: Any = {"context_window": 64, "micro_batches": 2, "dp": 1, "model": "tiny"}
     ones = DocumentPhases({"encoder": np.ones(16)})
     sampler = PlannedBatchSampler(lengths, **settings, phases=ones)
     assert sorted(number for batch in sampler for number in batch) == [*range(16)]

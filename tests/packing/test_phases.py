@@ -50,7 +50,9 @@ def corpus(documents: int = 600) -> tuple[list[int], DocumentPhases]:
 
 @SETTINGS
 @given(tasks(), st.booleans())
-def test_balanced_parts_hold_every_document_once_within_the_limits_and_are_never_worse(task: dict, equal_size: bool):
+def test_balanced_parts_hold_every_document_once_within_the_limits_and_are_never_worse(
+    task: dict[str, Any], equal_size: bool
+):
     lengths, parts, phases = task["lengths"], task["parts"], phases_of(task)
     equal_size = equal_size and len(lengths) % parts == 0
     documents = [(number, 0, length) for number, length in enumerate(lengths)]

@@ -46,12 +46,11 @@ def test_causes_sum_to_the_step(layout, preset):
 def test_phases_take_the_slowest_ranks_time_in_lock_step_and_the_first_stage_of_a_pipeline(layout):
     lengths = documents()
     seconds = np.random.default_rng(0).random(len(lengths)) * 1e-3
-    simulated = replace(job(**layout), phases=DocumentPhases({"encoder": seconds}))
+    phases = DocumentPhases({"encoder": seconds})
+    simulated = replace(job(**layout), phases=phases)
     plans = [*islice(StepPlanner(simulated, lengths).plans(), 4)]
-    steps, alone = simulate_steps(plans, simulated), simulate_steps(plans, replace(simulated, phases=None))
-    encoder = np.array(
-        [[[simulated.phases.of(m.segments).sum() for m in rank] for rank in plan.ranks] for plan in plans]
-    )
+    steps, alone = (Steps.of_plans(plans, JobCosts(replace(simulated, phases=some))) for some in (phases, None))
+    encoder = np.array([[[phases.of(m.segments).sum() for m in rank] for rank in plan.ranks] for plan in plans])
     np.testing.assert_allclose(sum(steps.where.values()), steps.seconds, rtol=1e-12)
     more = steps.gpu_seconds - alone.gpu_seconds
     np.testing.assert_allclose(more[:, 0], np.broadcast_to(encoder.sum(axis=2)[..., None], more[:, 0].shape))
@@ -63,7 +62,8 @@ def test_phases_take_the_slowest_ranks_time_in_lock_step_and_the_first_stage_of_
         free = replace(simulated, phases=DocumentPhases({"encoder": seconds}, synchronised=False))
         assert (simulate_steps(plans, free).seconds <= steps.seconds * (1 + 1e-12)).all()
     places = np.tile(np.arange(encoder[0].size)[::-1], (4, 1))
-    np.testing.assert_array_equal(steps.reordered(places).encoders.reshape(4, -1), encoder.reshape(4, -1)[:, ::-1])
+    reordered: Any = steps.reordered(places).encoders
+    np.testing.assert_array_equal(reordered.reshape(4, -1), encoder.reshape(4, -1)[:, ::-1])
 
 
 def test_every_cause_takes_time_in_some_job():

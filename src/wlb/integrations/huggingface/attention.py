@@ -55,7 +55,7 @@ def register_attention(
 
 def attend_with(model: Any, name: str) -> None:
     """Let the language model in ``model`` attend with the implementation ``name``; its encoders keep theirs."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     parts = {part: getattr(config, part, None) for part in getattr(config, "sub_configs", ())}
     encoders = {part: own._attn_implementation for part, own in parts.items() if own is not None and own is not text}

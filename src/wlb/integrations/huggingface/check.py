@@ -158,7 +158,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 def _by_own_attention(model: Any, losses: Iterable[Callable[[], Tensor]]) -> Iterator[Callable[[], Tensor]]:
     """``losses``, while ``model`` attends as it would without us."""
     ours = is_packed_attention(model)
-    name = model.config._attn_implementation if ours else None
+    name: Any = model.config._attn_implementation if ours else None
     if ours:
         attend_with(model, "sdpa" if model._supports_sdpa else "eager")
     yield from losses

@@ -58,6 +58,7 @@ class ImageCollator(FlatteningCollator):
         ids, labels = batch["input_ids"], batch["labels"]
         bounds = batch["cu_seq_lens_q"].tolist()
         pixels, grids, positions = [], [], []
+        document: Any
         for index, document in enumerate(documents):
             own = ids[:, bounds[index] : bounds[index + 1]]
             grid = self._grid(document, own, f"document {index} of the batch")
