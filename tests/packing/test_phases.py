@@ -16,7 +16,6 @@ from tests.packing.streams import METHODS, SETTINGS, WORKLOADS
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.packing import make_packer
-from wlb.packing.levelling import Limits
 from wlb.packing.phases import level_phases, phase_imbalance, slowest_sum
 from wlb.workload.hardware import hardware_preset
 from wlb.workload.phases import DocumentPhases, PhasedPrices, encoder_seconds, segment_seconds
@@ -82,7 +81,7 @@ def test_levelling_only_ever_lowers_the_sum_of_the_slowest(task: dict[str, Any])
     tokens = np.array(task["lengths"], np.int64)
     parts = np.array_split(np.arange(len(tokens)), task["parts"])
     limit = int(max(tokens[part].sum() for part in parts))
-    levelled = level_phases(parts, costs, tokens, Limits(limit, False))
+    levelled = level_phases(parts, costs, tokens, limit)
     assert sorted(np.concatenate(levelled).tolist()) == list(range(len(tokens)))
     assert all(len(part) and tokens[part].sum() <= limit for part in levelled)
     assert slowest_sum(levelled, costs) <= slowest_sum(parts, costs)

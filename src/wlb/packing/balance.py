@@ -93,11 +93,9 @@ def _in_phases(task: _Task, parts: int | None, multiple: int, phases: DocumentPh
     members = _parts(together, parts, multiple)
     if not phases.synchronised:
         return members
-    limits = Limits(task.most_tokens, task.equal_size)
     starts = [members, _divided(together._replace(prices=task.prices), len(members))]
-    return min(
-        (level_phases(start, costs, together.tokens, limits) for start in starts), key=partial(slowest_sum, costs=costs)
-    )
+    levelled = (level_phases(s, costs, together.tokens, task.most_tokens, equal_size=task.equal_size) for s in starts)
+    return min(levelled, key=partial(slowest_sum, costs=costs))
 
 
 class _Task(NamedTuple):

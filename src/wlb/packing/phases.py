@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from wlb.packing.levelling import Indices, Limits, Prices
+from wlb.packing.levelling import Indices, Prices
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload.base import DocumentPrices
 from wlb.workload.phases import PhasedPrices
@@ -32,22 +32,25 @@ def level_micro_batches(
     bounds = np.cumsum([0, *(len(micro_batch.segments) for micro_batch in micro_batches)])
     parts = [np.arange(start, end) for start, end in pairwise(bounds)]
     costs = prices.costs(segments)
-    levelled = level_phases(parts, costs, prices.phases.held_tokens(segments), Limits(capacity, False))
+    levelled = level_phases(parts, costs, prices.phases.held_tokens(segments), capacity)
     if levelled is parts:
         return micro_batches
     return [MicroBatch(tuple(segments[i] for i in part), float(costs[part].sum())) for part in levelled]
 
 
-def level_phases(parts: list[Indices], costs: Prices, tokens: Indices, limits: Limits) -> list[Indices]:
+def level_phases(
+    parts: list[Indices], costs: Prices, tokens: Indices, most_tokens: int | None, *, equal_size: bool = False
+) -> list[Indices]:
     """``parts`` (indices of documents) with exchanges that lower the sum over phases of the dearest part.
 
-    ``costs`` has shape (documents, phases), ``tokens`` (documents,). The ``parts`` given must keep to ``limits``; then
-    those returned do, none becomes empty, and the sum is at most what it was: ``parts`` where nothing was gained, and
+    ``costs`` has shape (documents, phases), ``tokens`` (documents,). The ``parts`` given must hold at most
+    ``most_tokens`` each, where that is no None, and equally many documents if ``equal_size``; then those returned do,
+    none becomes empty, and the sum is at most what it was: ``parts`` where nothing was gained, and
     where there is one phase only, for which ``wlb.packing.levelling`` is.
     """
     if len(parts) < 2 or np.count_nonzero(costs.any(axis=0)) < 2:
         return parts
-    levelled = _Levelling(parts, costs, tokens, limits).run()
+    levelled = _Levelling(parts, costs, tokens, most_tokens, equal_size).run()
     return levelled if slowest_sum(levelled, costs) < slowest_sum(parts, costs) else parts
 
 
@@ -69,8 +72,11 @@ def slowest_sum(parts: Sequence[Indices], costs: Prices) -> float:
 
 
 class _Levelling:
-    def __init__(self, parts: list[Indices], costs: Prices, tokens: Indices, limits: Limits) -> None:
-        self._parts, self._tokens, self._limits = list(parts), tokens, limits
+    def __init__(
+        self, parts: list[Indices], costs: Prices, tokens: Indices, most_tokens: int | None, equal_size: bool
+    ) -> None:
+        self._parts, self._tokens = list(parts), tokens
+        self._most_tokens, self._equal_size = most_tokens, equal_size
         means = costs.sum(axis=0) / len(parts)
         costs, self._weights = costs[:, means > 0], means[means > 0]  # a phase that no document has needs no levelling
         self._costs = costs / self._weights  # of the mean part
@@ -95,7 +101,7 @@ class _Levelling:
         ours = self._parts[heavy]
         lightest_first = np.argsort(self._loads.max(axis=1), kind="stable")
         others = [int(part) for part in lightest_first if part != heavy]
-        gives_alone = len(ours) > 1 and not self._limits.equal_size
+        gives_alone = len(ours) > 1 and not self._equal_size
         theirs = np.concatenate([np.array([-1] * gives_alone + [*self._parts[part]], np.int64) for part in others])
         owner = np.repeat(others, [gives_alone + len(self._parts[part]) for part in others])
         most = max(1, _MOST_EXCHANGES // max(1, len(ours)))
@@ -108,9 +114,9 @@ class _Levelling:
             rest = powers[:, phase].cumsum()[-1] - powers[heavy, phase] - powers[owner, phase]
             after = _power(self._loads[heavy, phase] - moved) + _power(self._loads[owner, phase] + moved)
             sums += weight * _root(np.maximum(rest + after, 0.0))
-        if (most_tokens := self._limits.most_tokens) is not None:
+        if self._most_tokens is not None:
             more = self._tokens[ours][:, None] - np.where(theirs < 0, 0, self._tokens[theirs])
-            fits = (self._held[heavy] - more <= most_tokens) & (self._held[owner] + more <= most_tokens)
+            fits = (self._held[heavy] - more <= self._most_tokens) & (self._held[owner] + more <= self._most_tokens)
             sums = np.where(fits, sums, np.inf)
         if not sums.size:
             return np.inf, heavy, heavy, -1, -1
