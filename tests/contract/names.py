@@ -8,7 +8,10 @@ PUBLISHED: dict[str, str | None] = {
     # docs/reference.md: these change only with a major version.
     "wlb.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
-    "wlb.balance": "lengths, parts, max_tokens=..., equal_size=..., multiple_of=..., *, workload=..., phases=...",
+    "wlb.balance": (
+        "lengths, parts=..., max_tokens=..., equal_size=..., multiple_of=..., *, workload=..., costs=..., ranks=..., "
+        "phases=..."
+    ),
     "wlb.workload.phases.DocumentPhases": "seconds, memory_tokens=..., synchronised=...",
     "wlb.workload.phases.PhasedPrices": "language_model, phases",
     "wlb.integrations.huggingface.ImageCollator": "model",
@@ -84,6 +87,9 @@ PUBLISHED: dict[str, str | None] = {
     ),
     "wlb.integrations.megatron.packed_sequences.packed_seq_params": "shard_plan, device=...",
     "wlb.integrations.megatron.packed_sequences.padded_lengths": "lengths, cp_size",
+    "wlb.integrations.megatron.scheduler.balanced_steps": (
+        "get_forward_backward_func, max_seqlen_per_dp_cp_rank, model=..., hardware=..."
+    ),
     "wlb.integrations.megatron.scheduler.register": "model=..., hardware=...",
     "wlb.integrations.torch_context_parallel.torch_load_balancer": "shard_plan, device=...",
     "wlb.integrations.verl.reroute_balancing": "",

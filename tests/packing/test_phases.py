@@ -157,6 +157,20 @@ def test_levelled_parts_come_close_to_the_least_there_can_be():
     assert sums[1].max() < sums[0].max()
 
 
+def test_ranks_that_wait_for_each_other_are_even_in_every_slot():
+    lengths, phases = corpus(200)
+    documents = [(number, 0, length) for number, length in enumerate(lengths)]
+    costs = PhasedPrices(PRICES, phases).costs(documents)
+    taken = []
+    for given_phases in (None, phases):
+        ranks = wlb.balance(lengths, ranks=4, max_tokens=20_000, workload=PRICES, phases=given_phases)
+        assert sorted(itertools.chain(*itertools.chain(*ranks))) == list(range(200))
+        assert all(sum(lengths[number] for number in part) <= 20_000 for rank in ranks for part in rank)
+        taken.append(sum(slowest_sum([np.array(part) for part in slot], costs) for slot in zip(*ranks, strict=True)))
+    assert taken[1] < 0.95 * taken[0]
+    assert taken[1] < 1.03 * costs.sum() / 4
+
+
 def test_a_document_that_is_cut_has_its_phases_once():
     phases = DocumentPhases({"encoder": [3.0, 4.0]}, memory_tokens=[5, 6])
     pieces = [Segment(2, 0, 10), Segment(2, 10, 10), Segment(1, 0, 7)]  # document 2 is document 0 of the next epoch
