@@ -50,7 +50,7 @@ def level_phases(
     """
     if len(parts) < 2 or np.count_nonzero(costs.any(axis=0)) < 2:
         return parts
-    levelled = _Levelling(parts, costs, tokens, most_tokens, equal_size).run()
+    levelled = _PhaseLevelling(parts, costs, tokens, most_tokens, equal_size).run()
     return levelled if slowest_sum(levelled, costs) < slowest_sum(parts, costs) else parts
 
 
@@ -71,7 +71,7 @@ def slowest_sum(parts: Sequence[Indices], costs: Prices) -> float:
     return float(np.max([costs[part].sum(axis=0) for part in parts], axis=0).sum())
 
 
-class _Levelling:
+class _PhaseLevelling:
     def __init__(
         self, parts: list[Indices], costs: Prices, tokens: Indices, most_tokens: int | None, equal_size: bool
     ) -> None:
