@@ -8,6 +8,7 @@ multiplications and square roots decide, element by element, so all machines cho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -35,7 +36,8 @@ def level_micro_batches(
     levelled = level_phases(parts, costs, prices.phases.held_tokens(segments), capacity)
     if levelled is parts:
         return micro_batches
-    return [MicroBatch(tuple(segments[i] for i in part), float(costs[part].sum())) for part in levelled]
+    seconds = costs.sum(axis=1)
+    return [MicroBatch(tuple(segments[i] for i in part), math.fsum(seconds[part])) for part in levelled]
 
 
 def level_phases(
