@@ -40,6 +40,7 @@ _LEVEL_STEP = 1e-3  # of a mean micro-batch: what ranks that wait for one anothe
 _TRY_AGAIN = 0.05  # of a step: what ranks wait before its micro-batches are also divided without filled slots
 # Exchanges end when differencing, which takes so much longer the more documents there are, would have ended as well:
 _SWAPS = 12  # documents for each swap between parts of equal size
+_SLOT_EXCHANGES = 64  # in all slots together, of which the first gain most
 _EXCHANGES = 64  # documents times parts for each exchange between others
 
 
@@ -190,7 +191,8 @@ def _divided(task: _Task, parts: int, start: list[Indices] | None = None) -> lis
             f"max_tokens = {task.most_tokens}; raise max_tokens or parts"
         )
     other = _differenced(task, parts)
-    return _levelled(start if other is None else min(start, other, key=lambda m: _most(m, task.prices)), task)
+    start = start if other is None else min(start, other, key=lambda m: _most(m, task.prices))
+    return start if task.even else _levelled(start, task)  # for ranks each slot is levelled by itself
 
 
 def _fewest(task: _Task, multiple: int) -> tuple[int, list[Indices] | None]:
@@ -229,9 +231,9 @@ def _dearest_first(task: _Task, parts: int) -> list[Indices] | None:
 
 def _fitted(task: _Task, parts: int) -> list[Indices] | None:
     """A start that balances tokens, so that it keeps to the limit if anything does; None where it does not."""
-    lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None)
+    lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None, even=0.0)
     start = _placed(lengths, parts)
-    start = start and _levelled(start, lengths)
+    start = start and _levelled(start, lengths, goal=float(task.most_tokens or 0))
     return start if start and _most(start, task.tokens) <= (task.most_tokens or 0) else None
 
 
@@ -247,14 +249,14 @@ def _within(task: _Task, start: list[Indices]) -> list[Indices] | None:
     return start if task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens else None
 
 
-def _levelled(start: list[Indices], task: _Task) -> list[Indices]:
+def _levelled(start: list[Indices], task: _Task, goal: float = 0.0, most_tries: int = 2**31) -> list[Indices]:
     # Where prices are tokens, what makes the dearest part cheaper keeps it within the limit, too.
     most = None if np.array_equal(task.prices, task.tokens) else task.most_tokens
     documents, parts = sum(map(len, start)), len(start)
     if task.equal_size:
         return level_equal_sizes(start, task.prices, task.tokens, Limits(most, task.even, documents // _SWAPS))
-    tries = documents * parts // _EXCHANGES
-    return level(start, task.prices, task.tokens, Limits(most, task.even, min(tries, parts) if task.even else tries))
+    tries = min(documents * parts // _EXCHANGES, most_tries)
+    return level(start, task.prices, task.tokens, Limits(most, task.even, tries, goal))
 
 
 def _most(parts: list[Indices], amounts: Indices | Prices) -> float:
@@ -372,7 +374,8 @@ def _in_lock_step(task: _Task, parts: int, ranks: int, start: list[Indices] | No
         plain = _slots(task, _divided(task, parts, start), ranks)
         slots = min(slots or plain, plain, key=lambda found: _lock_step(found, task.prices))
     if _lock_step(slots, task.prices) > (1 + task.even) * fair:
-        slots = [_levelled(slot, task) for slot in slots]
+        tries = max(2, _SLOT_EXCHANGES // len(slots))
+        slots = [_levelled(slot, task, most_tries=tries) for slot in slots]
     totals = np.zeros(ranks)
     of_ranks: list[list[Indices]] = [[] for _ in range(ranks)]
     for slot in sorted(slots, key=lambda slot: -_most(slot, task.prices)):

@@ -34,12 +34,14 @@ _NOTHING = np.zeros(1)
 class Limits(NamedTuple):
     """What exchanges keep to: tokens of a part, or None; and when they end.
 
-    That is where parts differ by less than ``even`` of their mean, or after ``tries`` to exchange.
+    That is where parts differ by less than ``even`` of their mean, or after ``tries`` to exchange. With a ``goal`` it
+    is where no part is dearer than that, or where one that is cannot become cheaper.
     """
 
     most_tokens: int | None
     even: float
     tries: int
+    goal: float = 0.0
 
 
 def level(parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> list[Indices]:
@@ -70,7 +72,11 @@ class _Levelling:
             lightest = int(self._loads.argmin())
             if self._loads[heaviest] - self._loads[lightest] <= self._tolerance:
                 break
+            if self._loads[heaviest] <= self._limits.goal:
+                break
             if not self._exchange_with_any(heaviest):
+                if self._limits.goal:
+                    break
                 left[heaviest] = False
                 self._total, self._count = float(self._loads[left].sum()), max(1, int(left.sum()))
                 if self._loads[heaviest] <= (1 + _EVEN) * self._loads.mean():
