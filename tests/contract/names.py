@@ -9,8 +9,12 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
     "wlb.balance": (
-        "lengths, parts=..., max_tokens=..., equal_size=..., multiple_of=..., *, workload=..., costs=..., ranks=..."
+        "lengths, parts=..., max_tokens=..., equal_size=..., multiple_of=..., *, workload=..., costs=..., ranks=..., "
+        "phases=..."
     ),
+    "wlb.workload.phases.DocumentPhases": "seconds, memory_tokens=..., synchronised=...",
+    "wlb.workload.phases.PhasedPrices": "language_model, phases",
+    "wlb.integrations.huggingface.ImageCollator": "model",
     "wlb.Segment": "document, start, length",
     "wlb.MicroBatch": "segments, workload",
     "wlb.MicroBatch.tokens": None,

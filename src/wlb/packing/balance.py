@@ -27,9 +27,11 @@ from wlb.errors import UserError
 from wlb.packing.bins import fitting_bins, into_lightest
 from wlb.packing.differencing import differenced
 from wlb.packing.levelling import Indices, Limits, Prices, level, level_equal_sizes
+from wlb.packing.phases import level_phases, slowest_sum
 
 if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
+    from wlb.workload.phases import DocumentPhases
 
 _MOST_TOKENS = 2**63 - 1  # of all documents together, which are summed as 64-bit integers
 _FEW = 6  # documents of a part: with so few, exchanges may end early, and a second start is tried
@@ -53,6 +55,7 @@ def balance(
     workload: DocumentPrices | Literal["tokens"] | None = ...,
     costs: Sequence[float] | NDArray[Any] | None = ...,
     ranks: None = ...,
+    phases: DocumentPhases | None = ...,
 ) -> list[list[int]]: ...
 
 
@@ -67,6 +70,7 @@ def balance(
     workload: DocumentPrices | Literal["tokens"] | None = ...,
     costs: Sequence[float] | NDArray[Any] | None = ...,
     ranks: int,
+    phases: DocumentPhases | None = ...,
 ) -> list[list[list[int]]]: ...
 
 
@@ -80,6 +84,7 @@ def balance(
     workload: DocumentPrices | Literal["tokens"] | None = None,
     costs: Sequence[float] | NDArray[Any] | None = None,
     ranks: int | None = None,
+    phases: DocumentPhases | None = None,
 ) -> list[list[int]] | list[list[list[int]]]:
     """Divide documents of ``lengths`` tokens into micro-batches of equal work, for all data-parallel ranks of a step.
 
@@ -104,6 +109,9 @@ def balance(
             the price is the length, as for a model without attention.
         costs: The price of each document, in any unit, in place of ``workload``.
         ranks: Number of data-parallel ranks.
+        phases: What documents cost before the language model, in the unit of their prices. Where these are
+            synchronised, the sum over phases of the dearest micro-batch (of every slot) is kept low, and is never more
+            than without them; ``memory_tokens`` count against ``max_tokens``.
 
     Returns:
         For every micro-batch the indices of its documents, ascending; with ``ranks`` a list of them for every rank.
@@ -119,13 +127,43 @@ def balance(
     even = 0.0 if ranks is None else _LEVEL_STEP
     task = _Task(tokens, _prices(tokens, workload, costs), _positive("max_tokens", max_tokens), equal_size, even)
     multiple = (_positive("multiple_of", multiple_of) or 1) * (_positive("ranks", ranks) or 1)
-    if parts is None and (max_tokens is not None or ranks is None):
+    number = _positive("parts", parts)
+    slots = (
+        _slotted(task, number, multiple, ranks) if phases is None else _phased(task, number, multiple, ranks, phases)
+    )
+    named = [[sorted(part.tolist()) for part in slot] for slot in slots]
+    return named[0] if ranks is None else [list(of_rank) for of_rank in zip(*named, strict=True)]
+
+
+def _slotted(task: _Task, parts: int | None, multiple: int, ranks: int | None) -> list[list[Indices]]:
+    """Micro-batches slot by slot; without ``ranks`` all are one slot."""
+    if parts is None and (task.most_tokens is not None or ranks is None):
         number, start = _fewest(task, multiple)
     else:
-        number, start = _rounded_up(_positive("parts", parts) or 1, multiple), None
+        number, start = _rounded_up(parts or 1, multiple), None
     if ranks is None:
-        return [sorted(part.tolist()) for part in _divided(task, number, start)]
-    return [[sorted(part.tolist()) for part in of_rank] for of_rank in _in_lock_step(task, number, ranks, start)]
+        return [_divided(task, number, start)]
+    return [list(slot) for slot in zip(*_in_lock_step(task, number, ranks, start), strict=True)]
+
+
+def _phased(
+    task: _Task, parts: int | None, multiple: int, ranks: int | None, phases: DocumentPhases
+) -> list[list[Indices]]:
+    """The same by the prices of all phases; where ranks wait between these, levelled from there or from without."""
+    phases.check(len(task.tokens))
+    documents = np.column_stack([np.arange(len(task.tokens)), np.zeros_like(task.tokens), task.tokens])
+    costs = np.column_stack([task.prices, phases.of(documents)])
+    together = task._replace(tokens=phases.held_tokens(documents), prices=costs.sum(axis=1))
+    slots = _slotted(together, parts, multiple, ranks)
+    if not phases.synchronised:
+        return slots
+    without = _slotted(together._replace(prices=task.prices), sum(map(len, slots)), multiple, ranks)
+    most, equal_size = task.most_tokens, task.equal_size
+    levelled = [
+        [level_phases(slot, costs, together.tokens, most, equal_size=equal_size) for slot in start]
+        for start in (slots, without)
+    ]
+    return min(levelled, key=lambda found: sum(slowest_sum(slot, costs) for slot in found))
 
 
 class _Task(NamedTuple):

@@ -36,7 +36,7 @@ def register_attention(
     A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
     ``shard_plan`` one rank's share of them (``context_parallel_share``), which the ranks of ``group`` attend together;
     None is the default group. It is exact, as fast as what it runs on (``wlb.attention``), and its memory does not grow
-    with the square of the tokens. Sliding windows are attended as such.
+    with the square of the tokens. Sliding windows are attended as such. Encoders of images or audio keep their own.
 
     Raises ``UserError`` for a model whose ``config.use_cache`` is on, that does not attend through ``transformers``'
     AttentionInterface, or that has layers other than attention. The attention raises it for what would silently train
@@ -50,8 +50,18 @@ def register_attention(
     if model is None:
         return
     check_model(model)
-    network: Any = model
-    network.set_attn_implementation(name)
+    attend_with(model, name)
+
+
+def attend_with(model: Any, name: str) -> None:
+    """Let the language model in ``model`` attend with the implementation ``name``; its encoders keep theirs."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parts = {part: getattr(config, part, None) for part in getattr(config, "sub_configs", ())}
+    encoders = {part: own._attn_implementation for part, own in parts.items() if own is not None and own is not text}
+    model.set_attn_implementation(name)
+    if encoders:
+        model.set_attn_implementation(encoders)
 
 
 def check_model(model: nn.Module) -> None:
