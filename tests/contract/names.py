@@ -82,6 +82,7 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.integrations.megatron.packed_sequences.packed_seq_params": "shard_plan, device=...",
     "wlb.integrations.megatron.packed_sequences.padded_lengths": "lengths, cp_size",
     "wlb.integrations.megatron.scheduler.register": "model=..., hardware=...",
+    "wlb.integrations.torch_context_parallel.MaskBlockBalancer": "block_mask, world_size",
     "wlb.integrations.torch_context_parallel.torch_load_balancer": "shard_plan, device=...",
     "wlb.integrations.verl.reroute_balancing": "",
     "wlb.serving.batching.Chunk": "prompt, start, stop",
