@@ -65,7 +65,7 @@ class SegmentAttention(VarlenAttention):
         self, query: Tensor, key: Tensor, value: Tensor, *, attention_masks: VarlenMetadata, **_: Any
     ) -> Tensor:
         lengths = [length for length in attention_masks.cu_seq_q.diff().tolist() if length]
-        out = segment_attention(*(tensor.flatten(0, -3) for tensor in (query, key, value)), lengths)
+        out = segment_attention(query.flatten(0, -3), key.flatten(0, -3), value.flatten(0, -3), lengths)
         return out.view_as(query)
 
 

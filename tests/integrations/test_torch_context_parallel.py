@@ -54,19 +54,20 @@ def _attend_with_torch(strategy: str) -> tuple[list[Tensor], Tensor]:
     warnings.simplefilter("ignore")  # uncompiled flex attention warns on every call
     flex._validate_device = lambda *_: None  # it has gradients on CPUs, uncompiled, but asks not to be used there
     mesh, mask = init_device_mesh("cpu", (dist.get_world_size(),)), _document_mask()
-    if strategy == "mask_blocks":
-        balancer = MaskBlockBalancer(mask, mesh.size())
-    else:
-        balancer = torch_load_balancer(make_shard_plan(LENGTHS, mesh.size(), strategy))
+    balancer = (
+        MaskBlockBalancer(mask, mesh.size())
+        if strategy == "mask_blocks"
+        else torch_load_balancer(make_shard_plan(LENGTHS, mesh.size(), strategy))
+    )
     inputs = random_inputs(sum(LENGTHS), HEADS, HEADS, HEAD_DIM, seed=0)
     batched = [tensor.transpose(0, 1)[None].contiguous() for tensor in inputs]
     positions = torch.arange(sum(LENGTHS))
     with torch.compiler.set_stance("force_eager"):
-        *shards, grad_out, mask, mine = _context_parallel_shard(
-            mesh, [*batched, mask, positions], [2, 2, 2, 2, 2, 0], balancer
-        )
-        query, key, value = (shard.detach().requires_grad_() for shard in shards)
-        out = parallelize_module(_FlexAttention(), mesh, CP_FLEX)(query, key, value, block_mask=mask)
+        *shards, mine = _context_parallel_shard(mesh, [*batched, positions], [2, 2, 2, 2, 0], balancer)
+        (mask_shard,) = _context_parallel_shard(mesh, [mask], [2], balancer)
+        *inputs_shards, grad_out = [shard for shard in shards if isinstance(shard, Tensor)]
+        query, key, value = (shard.detach().requires_grad_() for shard in inputs_shards)
+        out = parallelize_module(_FlexAttention(), mesh, CP_FLEX)(query, key, value, block_mask=mask_shard)
         gradients = torch.autograd.grad(out, (query, key, value), grad_out)
     whole = context_parallel_unshard(mesh, [out.detach(), *gradients], [2] * 4, balancer)
     assert isinstance(mine, Tensor)

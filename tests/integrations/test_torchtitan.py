@@ -145,8 +145,8 @@ def test_what_cannot_be_trained_is_refused(store: str):
         _loader(store).load_state_dict({"wlb": json.dumps(state)})
 
 
-def _shared_out(inputs: Tensor) -> tuple[Tensor, Tensor, BlockMask]:
-    """This rank's positions and their block mask, by torchtitan's own sharding under its setting ``ptrr``."""
+def _shared_out(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's positions, and the blocks of keys that each block of them attends, by torchtitan's own sharding."""
     mask_blocks(None)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with torch.compiler.set_stance("force_eager"):

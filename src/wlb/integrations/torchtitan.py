@@ -154,21 +154,25 @@ def _window(sizes: dict[str, Any]) -> int:
     return window
 
 
-@override(
-    target=BaseDataLoader.Config,
-    fqns=["dataloader"],  # not the validator's
-    description="micro-batches that take all ranks equally long (wlb)",
-)
 def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:
     """The training data loader as a ``BalancedDataLoader``; ``settings`` are the fields of its ``Config``."""
     balanced: BalancedDataLoader.Config = derive(config, BalancedDataLoader.Config, **settings)
     return balanced
 
 
-@override(target=FlexAttention.Config, description="mask blocks divided evenly among context-parallel ranks (wlb)")
 def mask_blocks(config: FlexAttention.Config) -> FlexAttention.Config:
     """``--parallelism.context_parallel_load_balancer ptrr`` divides masks by ``MaskBlockBalancer``; for any loader."""
     if not hasattr(context_parallel, "_PTRRLoadBalancer"):
         raise UserError("this torchtitan has no load balancer ptrr to improve on; leave the override mask_blocks out")
     context_parallel._PTRRLoadBalancer = MaskBlockBalancer
     return config
+
+
+override(
+    target=BaseDataLoader.Config,
+    fqns=["dataloader"],  # not the validator's
+    description="micro-batches that take all ranks equally long (wlb)",
+)(balance)
+override(target=FlexAttention.Config, description="mask blocks divided evenly among context-parallel ranks (wlb)")(
+    mask_blocks
+)
