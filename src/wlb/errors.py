@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 class UserError(ValueError):
-    """Input that the user can mend; the message names the value, the limit and the remedy, in one line."""
+    """Invalid user input; the message names the value, the limit and the remedy, in one line."""
 
 
 def choose_from(name: object, known: Iterable[str]) -> str:

@@ -69,7 +69,7 @@ def _verdict(run: TrainingRun) -> str:
         return f"Steps take {_seconds(run.mean('step_seconds'))} on average; the job has not been diagnosed yet."
     diagnosis = run.diagnosis
     lost = diagnosis["mean_compute_seconds"] * (diagnosis["slowest_over_mean"] - 1) / diagnosis["step_seconds"]
-    return f"The mean rank spends {lost:.0%} of a step idle until the slowest rank has computed as well."
+    return f"On average, ranks sit idle for {lost:.0%} of each step, waiting for the slowest one."
 
 
 def _compared(run: TrainingRun, before: TrainingRun, faster: Gain) -> str:

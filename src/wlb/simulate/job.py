@@ -1,4 +1,4 @@
-"""What is simulated: the trainer's own description of a job, with other prices where those are given.
+"""A job as the simulator sees it: the trainer's own description, with profile and price overrides.
 
 It comes from a job's configuration (``SimulatedJob.from_config``), from keywords (``simulated_job``), or by name
 (``named_job``).

@@ -44,7 +44,7 @@ from wlb.training.step import agree_to_train, train_step
 def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     """Train the job to its end as one of its ranks; returns the summary on rank 0.
 
-    Raises ``UserError`` for what the user can mend, ``TrainingError`` where training cannot go on and ``Terminated``
+    Raises ``UserError`` for invalid user input, ``TrainingError`` where training cannot go on and ``Terminated``
     where any rank was asked to end.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -117,8 +117,8 @@ def test_torchdata_keeps_the_state_with_workers(workers: int):
         ({"lengths": [5, 2000]}, "document 1 has 2000 tokens, over context_window = 1024"),
         ({"lengths": [5, 0]}, "document 1 has 0 tokens"),
         ({"lengths": []}, "lengths must be"),
-        ({"epochs": 0}, "epochs = 0"),
-        ({"rank": 2}, "rank = 2 is none of dp x cp = 2"),
+        ({"epochs": 0}, "epochs must be >= 1"),
+        ({"rank": 2}, r"rank must be in \[0, 2\)"),
         ({"preset": "no"}, "preset 'no' is unknown"),
     ],
 )

@@ -36,7 +36,7 @@ class Processes:
             dp = data_parallel_ranks(self._world(), cp)
         self.dp, self.ranks = dp, dp * cp
         if rank is not None and not 0 <= rank < self.ranks:
-            raise UserError(f"rank = {rank} is none of dp x cp = {self.ranks} processes")
+            raise UserError(f"rank must be in [0, {self.ranks}), as dp x cp = {self.ranks}; got {rank}")
 
     def own_rank(self) -> int:
         """The rank given, or that in the group. Raises ``UserError`` where that cannot be known."""

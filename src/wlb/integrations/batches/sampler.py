@@ -68,7 +68,7 @@ class PlannedBatchSampler:
     ) -> None:
         self._lengths = checked_lengths(lengths, context_window)
         if epochs is not None and epochs < 1:
-            raise UserError(f"epochs = {epochs} is nothing to train; give at least 1, or None for no end")
+            raise UserError(f"epochs must be >= 1, or None for no end; got {epochs}")
         self._group = Processes(rank, dp, cp, group)
         self.job: SimulatedJob = balanced_job(
             self._lengths, context_window, micro_batches, dp=self._group.dp, cp=cp, workload=workload, **settings

@@ -109,7 +109,7 @@ class Watchdog:
         try:
             if self._store.check(["alarm"]):
                 self._thread.join()
-        except RuntimeError:  # the store is gone, and so is its word
+        except RuntimeError:  # store unreachable; no verdict
             return
 
     def _watch(self) -> None:
