@@ -242,7 +242,7 @@ def _rivals(found: dict[str, Any]) -> list[Markup]:
         ),
         table(columns),
         paragraph(
-            "Every policy is this project's reading of what was published; docs/rivals.md has sources and assumptions. "
+            "We re-implemented each policy from its publication; docs/rivals.md has the sources. "
             "Planning seconds are measured on the machine that ran the comparison, all else is simulated.",
             class_="muted",
         ),
