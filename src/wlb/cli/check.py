@@ -75,7 +75,7 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     gpus = found.job.layout.world_size
     hours = 24 * gpus * verdict.given_back
     preset = "best" if verdict.winner == verdict.base else verdict.winner
-    config = recommended_config(verdict.systems[preset].job, asked.model, lengths, store, preset=preset)
+    config = recommended_config(verdict.configured(preset), asked.model, lengths, store, preset=preset)
     if json:
         emit_json(verdict.to_json() | {"gpu_hours_a_day": hours, "assumed": found.assumed, "config": config})
         return
@@ -109,16 +109,20 @@ def show_verdict(verdict: Verdict, found: AskedJob) -> None:
     rows["speed at equal work"] = [f"{verdict.speed(name):.2f}x" for name in systems]
     rows["token delay, steps"] = [f"{system.token_delay:.2f}" for system in systems.values()]
     job = found.job
-    stdout.print(f"{verdict}\n", markup=False, highlight=False)
     passes = max(system.epochs for system in systems.values())
+    said = [
+        f"{verdict}\n",
+        f"{options.described(found.priced_by)}: {layout_of(job)}; {job.packing.micro_batches} micro-batches of "
+        f"{job.context_window:,} tokens a step",
+        f"assumed: {found.assumed}" if found.assumed else "",
+        f"simulated: {base.steps} steps, after {verdict.warm_up} that warm up"
+        + (f"; the documents fill fewer and are repeated, {passes} passes over them began" if passes > 1 else ""),
+    ]
+    for line in filter(None, said):
+        stdout.print(line, markup=False, highlight=False)
+    stdout.print()
+    first = f"of a step of {verdict.base}"
     show_columns(
-        {f"of a step of {verdict.base}": [*rows]} | dict(zip(systems, zip(*rows.values(), strict=True), strict=True)),
-        title=f"{options.described(found.priced_by)}: {layout_of(job)},\n"
-        f"{job.packing.micro_batches} micro-batches of {job.context_window:,} tokens a step; {base.steps} steps, "
-        "simulated",
-        notes={
-            f"of a step of {verdict.base}": (f"assumed: {found.assumed}\n" if found.assumed else "")
-            + (f"the documents fill fewer steps and are repeated: {passes} passes over them began\n" * (passes > 1))
-            + "shares are of the time that plain-4d needs for the same work"
-        },
+        {first: [*rows]} | dict(zip(systems, zip(*rows.values(), strict=True), strict=True)),
+        notes={first: f"shares are of the time that {verdict.base} takes for the same work"},
     )

@@ -82,6 +82,11 @@ class Verdict:
         as_fast = ELASTIC in others and self.speed(ELASTIC) >= (1 - AS_FAST) * self.speed(fastest)
         return ELASTIC if as_fast and fastest != self.base else fastest
 
+    def configured(self, preset: str) -> SimulatedJob:
+        """The job that a configuration of ``preset`` describes: before anything is decided on pools."""
+        job, best = self.systems[preset].job, self.systems[BEST].job
+        return replace(best if job.pools else job, activation_checkpointing=job.activation_checkpointing)
+
     def parts(self, system: str) -> dict[str, float]:
         """Where ``system`` spends its time on the work of a mean step of the base, as shares of that step.
 
