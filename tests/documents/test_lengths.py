@@ -210,7 +210,7 @@ def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys
         for length in (0, 3, 0, 2):
             writer.add([1] * length)
     assert read_lengths(tmp_path / "s").tolist() == [3, 2]
-    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's.idx'}: 2 empty documents are passed over\n"
+    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's.idx'}: 2 empty documents passed over\n"
     with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
         writer.add([])
     with pytest.raises(UserError, match="holds only empty documents"):

@@ -18,6 +18,7 @@ import typer
 from wlb import __version__
 from wlb.cli.groups import with_groups
 from wlb.errors import UserError
+from wlb.terminal import tell
 
 app = typer.Typer(
     name="wlb",
@@ -96,7 +97,7 @@ def _with_value(error: typer.BadParameter) -> str:
 
 
 def _refuse(message: str) -> NoReturn:
-    print(f"wlb: error: {' '.join(message.splitlines())}", file=sys.stderr)  # names of files may have line ends
+    tell(f"wlb: error: {' '.join(message.splitlines())}")  # names of files may have line ends
     sys.exit(2)
 
 

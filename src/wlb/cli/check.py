@@ -12,6 +12,7 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.console import emit_json, note, progress_bar, show_columns, stdout
+from wlb.terminal import number_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +51,7 @@ class CheckOptions(options.JobOptions):
         lengths: NDArray[np.int64]
         lengths, are_all = text_lengths(corpus, load_tokenizer(self.tokenizer), _MOST_TEXTS)
         if not are_all:
-            note(f"lengths are those of the first {len(lengths):,} documents of {source}")
+            note(f"lengths are those of the first {number_of(len(lengths), 'document')} of {source}")
         return lengths
 
 
@@ -114,8 +115,8 @@ def show_verdict(verdict: Verdict, found: AskedJob) -> None:
     show_columns(
         {f"of a step of {verdict.base}": [*rows]} | dict(zip(systems, zip(*rows.values(), strict=True), strict=True)),
         title=f"{options.described(found.priced_by)}: {layout_of(job)},\n"
-        f"{job.packing.micro_batches} micro-batches of {job.context_window:,} tokens a step; {base.steps} steps, "
-        "simulated",
+        f"{number_of(job.packing.micro_batches, 'micro-batch')} of {job.context_window:,} tokens a step; "
+        f"{number_of(base.steps, 'step')}, simulated",
         notes={
             f"of a step of {verdict.base}": (f"assumed: {found.assumed}\n" if found.assumed else "")
             + (f"the documents fill fewer steps and are repeated: {passes} passes over them began\n" * (passes > 1))

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from wlb.terminal import tell
+
 T = TypeVar("T")
 
 _ANY_WIDTH = 1000  # more columns than any table has: a file or a pipe has no right edge
@@ -79,7 +81,7 @@ def emit_json(value: Any) -> None:
 
 def note(text: str) -> None:
     """Print what is worth knowing, on stderr."""
-    print(f"wlb: note: {text}", file=sys.stderr)
+    tell(f"wlb: note: {text}")
 
 
 def progress_bar() -> Progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from wlb.cli import options
 from wlb.cli.check import judged
 from wlb.cli.console import counted, emit_json, show_columns, stdout
 from wlb.errors import UserError
+from wlb.terminal import number_of, tell
 
 if TYPE_CHECKING:
     from wlb.documents.length_counts import DocumentLengths
@@ -217,7 +217,7 @@ def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
         problem = too_large(jobs[worst])
         others = [system for system in refused if system != worst]
         also = f"; {', '.join(others)} {'do' if len(others) > 1 else 'does'} not fit either" if others else ""
-        print(f"wlb: warning: {worst}: {problem}{also}", file=sys.stderr)
+        tell(f"wlb: warning: {worst}: {problem}{also}")
 
 
 def _write_trace(path: Path, job: SimulatedJob, lengths: DocumentLengths, steps: int) -> None:
@@ -252,12 +252,13 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],
     }
+    micro_batches = number_of(first.job.packing.micro_batches, "micro-batch")
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
     show_columns(
         {"": [*rows]} | dict(zip(results, zip(*rows.values(), strict=True), strict=True)),
-        title=f"{Path(shown['job']).name} on {first.job.layout.world_size:,} GPUs\nsimulated ({priced})",
+        title=f"{Path(shown['job']).name} on {number_of(first.job.layout.world_size, 'GPU')}\nsimulated ({priced})",
         notes={
-            "": f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
+            "": f"{number_of(first.steps, 'step')} of {micro_batches}, lengths {shown['lengths']}\n"
             f"{_repeated(systems)}"
             f"speed at equal work: predicted seconds of work done in a second, over {verdict.base}\n"
             "tokens/s counts attention that is cut away, and documents still delayed, as gains\n"

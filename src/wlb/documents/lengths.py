@@ -30,6 +30,7 @@ from wlb.documents.store.shards import ShardedLengths
 from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
+from wlb.terminal import number_of, tell
 from wlb.token_count import parse_count, parse_tokens
 
 _STDIN = Path("standard input")
@@ -72,7 +73,7 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
         return tokens
     if not trained.size:
         raise UserError(f"{path} holds only empty documents")
-    print(f"wlb: note: {path}: {len(tokens) - len(trained)} empty documents are passed over", file=sys.stderr)
+    tell(f"wlb: note: {path}: {number_of(len(tokens) - len(trained), 'empty document')} passed over")
     return trained
 
 
@@ -199,11 +200,9 @@ def _from_store(source: StoreSource) -> tuple[Path, Integers]:
         return path, lengths[:]
     blocks = np.sort(Permutation(len(lengths) // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
     sample = np.concatenate([lengths[first : first + _BLOCK] for first in (blocks * _BLOCK).tolist()])
-    print(
-        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its "
-        f"{len(lengths):,} documents, "
-        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0",
-        file=sys.stderr,
+    tell(
+        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its {len(lengths):,} documents, "
+        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0"
     )
     return path, sample
 

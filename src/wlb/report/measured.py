@@ -11,6 +11,7 @@ from wlb.report.html.diagrams import heat_map
 from wlb.report.html.markup import Caption, Markup, join, table, tag
 from wlb.report.html.page import facts, page, paragraph, section, verdict
 from wlb.report.run_directory import TrainingRun
+from wlb.terminal import number_of
 
 TITLE = "What this training job loses to imbalance"
 
@@ -42,7 +43,8 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
         values = {over: f"{faster.factor:.2f}x"} | values
         conclusion, gained = _compared(run, before, faster), [section("gain", "Gain", *_gain(before, run, faster))]
     covered = ", beside ".join(
-        f"{one.name}, {one.steps} steps from step {one.columns['step'][0]:.0f} to {one.columns['step'][-1]:.0f}"
+        f"{one.name}, {number_of(one.steps, 'step')} from step {one.columns['step'][0]:.0f} to "
+        f"{one.columns['step'][-1]:.0f}"
         for one in reversed(runs)
     )
     return page(

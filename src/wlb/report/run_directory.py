@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.terminal import number_of
 
 STEPS, DIAGNOSIS = "steps.jsonl", "diagnosis.json"
 
@@ -66,8 +67,7 @@ class TrainingRun:
     def diagnosed(self) -> str:
         """Which steps the diagnosis covers."""
         assert self.diagnosis is not None
-        steps = self.diagnosis["steps"]
-        return f"{self.name}: {steps} step{'s' if steps > 1 else ''} up to step {self.diagnosis['last_step']}"
+        return f"{self.name}: {number_of(self.diagnosis['steps'], 'step')} up to step {self.diagnosis['last_step']}"
 
     def mean(self, column: str) -> float:
         return float(self.columns[column].mean())
