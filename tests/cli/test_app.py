@@ -36,9 +36,9 @@ def test_a_signal_while_the_command_line_is_imported_is_one_line(tmp_path: Path,
 @pytest.mark.parametrize(
     ("option", "wrong", "line"),
     [
-        ("--micro-batches", "0", "Input should be greater than or equal to 1 (got 0)"),
-        ("--max-token-delay", "some", "unable to parse string as a number (got some)"),
-        ("--max-length-factor", "1001", "less than or equal to 1000 (got 1001)"),
+        ("--micro-batches", "0", "must be at least 1 (got 0)"),
+        ("--max-token-delay", "some", "must be a number (got some)"),
+        ("--max-length-factor", "1001", "at most 1000 (got 1001)"),
     ],
 )
 def test_what_an_option_refuses_is_named(wlb, option, wrong, line):
@@ -168,8 +168,8 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*SHARD, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=2,cp=10000"], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=1000"], "model has 32 layers, fewer than the 1000 pipeline stages"),
-        ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp: Input should be less than or equal to"),
-        ([*REPORT, "--micro-batches", 10**12], "packing.micro_batches: Input should be less than or equal to"),
+        ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp: must be at most"),
+        ([*REPORT, "--micro-batches", 10**12], "packing.micro_batches: must be at most"),
         ([*PREFILL, "--dp", 10**6], "--dp 1000000 is over the 512 data-parallel ranks of a simulated prefill"),
         (
             ["compare", "synthetic:20000:128K", "--prefill", "--token-budget", 100],

@@ -89,7 +89,9 @@ def _with_value(error: typer.BadParameter) -> str:
     """The message of ``error`` with the refused value, which Typer leaves out where pydantic has checked it."""
     from pydantic import ValidationError
 
-    message, cause = error.format_message(), error.__cause__
+    from wlb.settings import plainly
+
+    message, cause = plainly(error.format_message()), error.__cause__
     if not isinstance(cause, ValidationError):
         return message
     given = cause.errors()[0]["input"]
