@@ -159,6 +159,8 @@ def prepare(
         emit_json(report.to_json())
         return
     _show(report)
+    if "missing_field" in report.rejects:
+        stdout.print(corpus.described_fields(), markup=False, highlight=False)
     if chat_format is not None and chat_format.is_chatml:
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
 

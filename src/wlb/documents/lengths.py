@@ -162,8 +162,8 @@ def _from_integers(path: Path, values: Sequence[Any], where: str) -> Integers:
 def _from_npy(path: Path) -> Integers:
     try:
         array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path} is not a NumPy array file: {error}") from None
+    except (ValueError, EOFError):  # NumPy's own words advise to load pickles, which would run code
+        raise UserError(f"{path} is not a NumPy array of numbers; write one with numpy.save") from None
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         shape = getattr(array, "shape", "none")
         raise UserError(f"{path} has shape {shape}; one dimension, one length per document, is needed")
