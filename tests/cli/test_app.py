@@ -3,15 +3,19 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
 
+from tests.cases import in_turn
 from tests.training.processes import ignore_nothing
-from wlb.cli.app import main
+from wlb.cli.app import _COMMANDS, app, main
 
 
 @pytest.mark.parametrize(("sent", "status", "line"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
@@ -46,6 +50,33 @@ def test_what_an_option_refuses_is_named(wlb, option, wrong, line):
     assert status == 2
     assert err.startswith(f"wlb: error: Invalid value for '{option}': ")
     assert err.endswith(f"{line}\n")
+
+
+COMMANDS = [name for names in _COMMANDS.values() for name in names]
+
+
+def test_a_missing_argument_comes_with_an_example(wlb):
+    assert wlb("check") == (
+        2,
+        "",
+        "wlb: error: Missing argument 'LENGTHS'; for example: wlb check lengths.json --gpus 64 --model llama3-8b\n",
+    )
+    assert "; for example: wlb prefill synthetic:" in wlb("prefill", "l.json")[2]
+
+
+@in_turn("name", COMMANDS)
+def test_help_is_in_one_style_and_its_examples_can_be_parsed(name):
+    command = get_command(app).commands[name]
+    examples = re.findall(r"^Example: wlb (.*)$", command.help, re.MULTILINE)
+    assert examples
+    for example in examples:
+        first, *arguments = shlex.split(example)
+        assert first == name
+        command.make_context(name, arguments)
+    shown = CliRunner().invoke(app, [name, "--help"], terminal_width=200).stdout
+    assert not re.search(r"<\w+>|x[<>]=|BOOLEAN|\bTEXT\b|INTEGER|FLOAT", shown)
+    (usage,) = re.findall(r"Usage: .*", shown)
+    assert not re.search(r"[\[{][a-z_]+[\]}]", usage)
 
 
 @pytest.mark.parametrize(

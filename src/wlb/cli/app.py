@@ -11,17 +11,43 @@ import inspect
 import re
 import sys
 from importlib import import_module
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from wlb import __version__
 from wlb.cli.groups import with_groups
 from wlb.errors import UserError
 from wlb.terminal import tell
 
+
+class _PlainHelp:
+    """Help in one style: a flag has no placeholder, an argument its name alone, and a number no range beside it."""
+
+    def get_params(self, context: typer.Context) -> list[Any]:
+        parameters: list[Any] = super().get_params(context)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+            unsaid = {"_get_number_range_help_str": lambda: None}
+            if parameter.param_type_name == "argument":
+                unsaid["display_type_rich"] = lambda ctx: None
+            vars(parameter).update(unsaid)
+        return parameters
+
+
+class _Group(_PlainHelp, TyperGroup):
+    pass
+
+
+class _Command(_PlainHelp, TyperCommand):
+    pass
+
+
 app = typer.Typer(
     name="wlb",
+    cls=_Group,
     help="Workload-balanced 4D-parallel training on documents of very different lengths.",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -82,16 +108,19 @@ for panel, names in _COMMANDS.items():
     for name in names:
         command = getattr(import_module(f"wlb.cli.{name}"), name)
         paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__))  # the terminal wraps them
-        app.command(name, help=paragraphs, rich_help_panel=panel)(with_groups(command))
+        app.command(name, cls=_Command, help=paragraphs, rich_help_panel=panel)(with_groups(command))
 
 
-def _with_value(error: typer.BadParameter) -> str:
-    """The message of ``error`` with the refused value, which Typer leaves out where pydantic has checked it."""
+def _described(error: typer.BadParameter) -> str:
+    """The message of ``error``, with an example or the refused value, which Typer leaves out."""
     from pydantic import ValidationError
 
     from wlb.settings import plainly
 
     message, cause = plainly(error.format_message()), error.__cause__
+    if type(error).__name__ == "MissingParameter" and error.ctx is not None:
+        example = re.search("Example: (.*)", error.ctx.command.help or "")
+        return message.rstrip(".") + (f"; for example: {example[1]}" if example else "")
     if not isinstance(cause, ValidationError):
         return message
     given = cause.errors()[0]["input"]
@@ -111,7 +140,7 @@ def main() -> None:
     try:
         status = app(standalone_mode=False)
     except (UserError, _CommandLineError) as error:
-        _refuse(str(error) if isinstance(error, UserError) else _with_value(error))
+        _refuse(str(error) if isinstance(error, UserError) else _described(error))
     except OSError as error:
         if error.errno not in _PATH_ERRORS:
             raise

@@ -71,7 +71,9 @@ def print_table(*versions: Table) -> None:
         cells = [str(cell) for cell in (column.header, *column.cells)]
         parts = (part for cell in cells for part in (cell.splitlines() if column.no_wrap else cell.split()))
         column.min_width = max(map(len, parts), default=0)
-    table.min_width = max(map(len, f"{table.title} {table.caption}".split()), default=0)  # or long paths would be broken
+    table.min_width = max(
+        map(len, f"{table.title} {table.caption}".split()), default=0
+    )  # or long paths would be broken
     Console(width=max(stdout.width, unbounded.measure(table).minimum)).print(table, crop=False)
 
 

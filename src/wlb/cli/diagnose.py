@@ -12,7 +12,7 @@ from wlb.cli.console import emit_json
 
 
 def diagnose(
-    metrics_dir: Annotated[Path, typer.Argument(help="metrics.dir of a job that runs, or has run.")],
+    metrics_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="metrics.dir of a job that runs, or has run.")],
     json: options.Json = False,
 ) -> None:
     """Show how much of its time a job loses to imbalance, along which dimension, and what causes it.

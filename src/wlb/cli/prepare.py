@@ -64,7 +64,9 @@ def prepare(
         False, "--chat", help="Read conversations (messages with roles); only what the assistant says becomes labels."
     ),
     unit: UnitOption = typer.Option(
-        UnitOption.DEFINITION, help="With --stdlib: one document per top-level definition or module."
+        UnitOption.DEFINITION,
+        metavar="definition|module",
+        help="With --stdlib: one document per top-level definition or module.",
     ),
     workers: int | None = typer.Option(
         None,

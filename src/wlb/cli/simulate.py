@@ -36,6 +36,7 @@ class SimulateOptions:
     job: Annotated[
         str | None,
         typer.Argument(
+            metavar="JOB",
             help="Configuration file of a job, or a named one: 550m-64k ... 70b-128k, 405b-128k. \\[required without "
             "--search]",
             show_default=False,
