@@ -1,8 +1,9 @@
 """What the adoption examples share: documents, a model, turns, and the table.
 
-Every example trains the same documents with the same model and seed twice: as its stack does it, and balanced. The two
-take turns, so that both see the same machine. A document is a definition in Python's standard library, one token a
-byte, cut off where it is longer than the window. Micro-batches of both are packed without padding and attend with the
+Every example trains the same documents with the same model and seed in two ways or more: as its stack does it, and
+balanced. They take turns, so that all see the same machine, and what is compared are CPU seconds in lock step: of every
+step those of the slowest rank. A document is a definition in Python's standard library, one token a
+byte, cut off where it is longer than the window. Micro-batches are packed without padding and attend with the
 same attention, so that they differ in nothing but which documents are together.
 """
 
@@ -13,12 +14,10 @@ import hashlib
 import os
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -33,24 +32,27 @@ from wlb.integrations.packed import FlatteningCollator
 from wlb.training.observe.compute_clock import thread_seconds
 from wlb.workload import ModelShape, Workload, make_workload
 
-Train = Callable[[bool, "Run", Sequence[Any], argparse.Namespace], None]
+Train = Callable[[str, "Run", Sequence[Any], argparse.Namespace], None]
+WAYS = ("original", "balanced")
 VOCABULARY = 256  # bytes
 SHAPE = ModelShape(
     hidden=128, layers=2, heads=4, kv_heads=4, head_dim=32, ffn_hidden=256, vocab_size=VOCABULARY
 )  # attention costs about as much here as in a 7B model at long context
 
 
-def run_example(description: str | None, train: Train, *, shared: bool = False, masked: bool = False) -> None:
-    """Run one example: ``train(balanced, run, documents, arguments)`` in turns on the processes of torchrun.
+def run_example(
+    description: str | None, train: Train, *, ways: Sequence[str] = WAYS, shared: bool = False, masked: bool = False
+) -> None:
+    """Run one example: ``train(way, run, documents, arguments)`` in turns on the processes of torchrun.
 
-    ``shared`` is whether all processes share every micro-batch; ``masked`` documents begin with a prompt, a quarter of
-    their tokens, that is not learnt.
+    Of ``ways`` the first is the stack's own. ``shared`` is whether all processes share every micro-batch; ``masked``
+    documents begin with a prompt, a quarter of their tokens, that is not learnt.
     """
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    parser.add_argument("--documents", type=_at_least_1, default=256, help="documents, a multiple of 16")
+    parser.add_argument("--documents", type=_at_least_1, default=128, help="documents, a multiple of 16")
     parser.add_argument("--context-window", type=_at_least_1, default=4096)
     parser.add_argument("--micro-batches", type=_at_least_1, default=2, help="of a step on each rank")
-    parser.add_argument("--turns", type=_at_least_1, default=2, help="of the original and the balanced run")
+    parser.add_argument("--turns", type=_at_least_1, default=2, help="of each way of training, after one to warm up")
     arguments = parser.parse_args()
     if not dist.is_torchelastic_launched():
         parser.error("this needs two processes: torchrun --standalone --nproc-per-node 2 examples/...")
@@ -60,7 +62,7 @@ def run_example(description: str | None, train: Train, *, shared: bool = False, 
     for document in documents if masked else ():
         prompt = document["length"] // 4
         document["labels"] = [-100] * prompt + document["input_ids"][prompt:]
-    compare(arguments, train, documents, dist.get_world_size() if shared else 1)
+    compare(arguments, ways, train, documents, dist.get_world_size() if shared else 1)
     # The process ends here: torch's DDP keeps gloo's threads past destroy_process_group, and an interpreter that ends
     # while they run aborts now and then (one in fifty on a busy machine, torch 2.13).
     dist.destroy_process_group()
@@ -172,8 +174,8 @@ def trainer_settings(documents: Sequence[Any], arguments: argparse.Namespace) ->
     }
 
 
-def trainer_class(base: type[Any], use_wlb: bool, run: Run, arguments: argparse.Namespace) -> type[Any]:
-    """A Hugging Face Trainer whose micro-batches are counted, as it was or balanced."""
+def trainer_class(base: type[Any], way: str, run: Run, arguments: argparse.Namespace) -> type[Any]:
+    """A Hugging Face Trainer whose micro-batches are timed; a planned one where ``way`` is "balanced"."""
 
     class Timed(base):
         def training_step(self, *positional: Any, **keywords: Any) -> Any:
@@ -181,20 +183,20 @@ def trainer_class(base: type[Any], use_wlb: bool, run: Run, arguments: argparse.
                 return super().training_step(*positional, **keywords)
 
     # ``llama`` has checked packing already.
-    return balanced(Timed, context_window=arguments.context_window, check=False) if use_wlb else Timed
+    planned = {"context_window": arguments.context_window, "check": False}
+    return balanced(Timed, **planned) if way == "balanced" else Timed
 
 
 @dataclass
 class Run(FlatteningCollator):
     """One run on this rank, and the collator that writes down what it trains.
 
-    ``batches`` are the documents of each micro-batch and ``computed`` its seconds; ``wall`` is that of all steps.
+    ``batches`` are the documents of each micro-batch and ``computed`` the seconds that its own thread ran.
     """
 
     micro_batches: int
     batches: list[list[int]] = field(default_factory=list)
     computed: list[float] = field(default_factory=list)
-    wall: float = 0.0
     gradient_error: float = float("nan")
     predicted: list[float] = field(default_factory=list)  # of each micro-batch, where ranks share them
 
@@ -206,19 +208,11 @@ class Run(FlatteningCollator):
         return super().__call__(documents)
 
     @contextmanager
-    def training(self) -> Iterator[None]:
-        """Time the run, which all ranks begin together."""
-        dist.barrier()
-        began = time.perf_counter()
-        yield
-        self.wall = time.perf_counter() - began
-
-    @contextmanager
     def computing(self) -> Iterator[None]:
-        """Count a micro-batch's forward and backward; waiting for another rank is not in it."""
-        began = sum(self._now())
+        """Count a micro-batch's forward and backward; waiting for another rank, or for a core, is not in it."""
+        began = self._now()[0]
         yield
-        self.computed.append(sum(self._now()) - began)
+        self.computed.append(self._now()[0] - began)
 
 
 def usual_batch(documents: Sequence[Any], arguments: argparse.Namespace) -> int:
@@ -228,36 +222,43 @@ def usual_batch(documents: Sequence[Any], arguments: argparse.Namespace) -> int:
     return max(1, round(window * len(documents) / tokens))
 
 
-def compare(arguments: argparse.Namespace, train: Train, documents: Sequence[Any], cp: int) -> None:
-    """Train in turns and print both; the first turn of each is warm-up."""
-    runs: dict[bool, list[list[Run]]] = {False: [], True: []}
+def compare(
+    arguments: argparse.Namespace, ways: Sequence[str], train: Train, documents: Sequence[Any], cp: int
+) -> None:
+    """Train in turns and print a column for each way; the first turn warms up."""
+    runs: dict[str, list[list[Run]]] = {way: [] for way in ways}
     for _ in range(arguments.turns + 1):
-        for use_wlb in (False, True):
+        for way, turns in runs.items():
             run = Run(arguments.micro_batches)
-            train(use_wlb, run, documents, arguments)
+            dist.barrier()
+            train(way, run, documents, arguments)
             gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (run.batches, run.computed, run.wall, run.gradient_error, run.predicted))
-            runs[use_wlb].append([Run(arguments.micro_batches, *of_rank) for of_rank in gathered])
+            dist.all_gather_object(gathered, (run.batches, run.computed, run.gradient_error, run.predicted))
+            turns.append([Run(arguments.micro_batches, *of_rank) for of_rank in gathered])
     if dist.get_rank() == 0:
         lengths = np.array([document["length"] for document in documents])
-        _print(runs[False][1:], runs[True][1:], lengths, cp)
+        _print({way: turns[1:] for way, turns in runs.items()}, lengths, cp)
 
 
-def _print(original: list[list[Run]], balanced: list[list[Run]], lengths: Any, cp: int) -> None:
-    seconds = prices().document_seconds(lengths)
-    print(f"{'':28}{'original':>14}{'balanced':>14}   measured on {len(original[0])} processes, one thread each")
-    columns = [_column(turns, lengths, seconds, cp) for turns in (original, balanced)]
-    for name in columns[0]:
-        print(f"{name:28}" + "".join(f"{column[name]:>14}" for column in columns))
-    same = columns[0]["documents"] == columns[1]["documents"]
-    walls = [median(max(run.wall for run in turn) for turn in turns) for turns in (original, balanced)]
-    work = [
-        sum(seconds[i] for run in turns[0][::cp] for batch in run.batches for i in batch)
-        for turns in (original, balanced)
-    ]
-    print(
-        f"speed at equal work: {walls[0] / walls[1] * work[1] / work[0]:.2f}x" + (" (same documents)" if same else "")
-    )
+def _print(runs: dict[str, list[list[Run]]], lengths: Any, cp: int) -> None:
+    prices_of = prices().document_seconds(lengths)
+    columns = {way: _column(turns, lengths, prices_of, cp) for way, turns in runs.items()}
+    first, *others = runs
+    print(f"{'':28}" + "".join(f"{way:>18}" for way in runs) + f"   {len(runs[first][0])} processes, one thread each")
+    for name in columns[first]:
+        print(f"{name:28}" + "".join(f"{column[name]:>18}" for column in columns.values()))
+    seconds = {way: np.array([_lock_step(turn, cp) for turn in turns]) for way, turns in runs.items()}
+    work = {
+        way: sum(prices_of[i] for run in turns[0][::cp] for batch in run.batches for i in batch)
+        for way, turns in runs.items()
+    }
+    for way in others:
+        speeds = seconds[first] / seconds[way] * work[way] / work[first]
+        same = ", same documents" if columns[way]["documents"] == columns[first]["documents"] else ""
+        print(
+            f"speed at equal work, {way}: {np.median(speeds):.2f}x "
+            f"({speeds.min():.2f} to {speeds.max():.2f} over {len(speeds)} turns{same})"
+        )
 
 
 def _column(turns: list[list[Run]], lengths: Any, seconds: Any, cp: int) -> dict[str, str]:
@@ -265,24 +266,30 @@ def _column(turns: list[list[Run]], lengths: Any, seconds: Any, cp: int) -> dict
     trained = Counter(document for run in ranks[::cp] for batch in run.batches for document in batch)
     digest = hashlib.sha256(repr(sorted(trained.items())).encode()).hexdigest()[:8]
     once = set(trained.values()) == {1} and len(trained) == len(lengths)
-    wall = median(max(run.wall for run in turn) for turn in turns)
-    tokens = sum(int(lengths[document]) * times for document, times in trained.items())
     predicted = [run.predicted or [float(seconds[batch].sum()) for batch in run.batches] for run in ranks]
     computed = np.median([[sum(run.computed) for run in turn] for turn in turns], axis=0)
+    measured = [_imbalance(_steps([run.computed for run in turn], ranks[0], cp)) for turn in turns]
     return {
         "documents": digest + (" once" if once else ""),
         "gradient, one at a time": f"{ranks[0].gradient_error:.0e}",
-        "imbalance, predicted": f"{_imbalance(predicted, ranks[0]):.3f}",
-        "imbalance, measured": f"{np.median([_imbalance([r.computed for r in turn], turn[0]) for turn in turns]):.3f}",
-        "seconds of each rank": " ".join(f"{value:.1f}" for value in computed),
-        "tokens/s": f"{tokens / wall:,.0f}",
+        "imbalance, predicted": f"{_imbalance(_steps(predicted, ranks[0], cp)):.3f}",
+        "imbalance, measured": f"{np.median(measured):.3f}",
+        "CPU seconds of each rank": " ".join(f"{value:.1f}" for value in computed),
+        "in lock step": f"{np.median([_lock_step(turn, cp) for turn in turns]):.1f}",
     }
 
 
-def _imbalance(ranks: Sequence[Sequence[float]], run: Run) -> float:
-    """Over steps: the slowest rank's seconds over the mean rank's."""
+def _steps(ranks: Sequence[Sequence[float]], run: Run, cp: int) -> Any:
+    """Seconds of every rank (rows) between two points at which all wait: of a step, or of a micro-batch they share."""
     table = np.array([values[: min(map(len, ranks))] for values in ranks])
-    steps = [
-        table[:, first : first + run.micro_batches].sum(axis=1) for first in range(0, table.shape[1], run.micro_batches)
-    ]
-    return float(sum(step.max() for step in steps) / sum(step.mean() for step in steps)) if steps else float("nan")
+    return table if cp > 1 else np.add.reduceat(table, range(0, table.shape[1], run.micro_batches), axis=1)
+
+
+def _imbalance(steps: Any) -> float:
+    """The slowest rank's seconds over the mean rank's."""
+    return float(steps.max(axis=0).sum() / steps.mean(axis=0).sum())
+
+
+def _lock_step(ranks: Sequence[Run], cp: int) -> float:
+    """Seconds of the slowest rank, of every step."""
+    return float(_steps([run.computed for run in ranks], ranks[0], cp).max(axis=0).sum())

@@ -41,26 +41,25 @@ def balanced_batches(documents: Any, arguments: Any) -> PlannedBatchSampler:
     )
 
 
-def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
+def train(way: str, run: Run, documents: Any, arguments: Any) -> None:
     model = llama(run, documents)
-    batches = balanced_batches(documents, arguments) if use_wlb else original_batches(documents, arguments)
-    sharding = "hybrid" if use_wlb else "per_sequence"
+    batches = balanced_batches(documents, arguments) if way == "balanced" else original_batches(documents, arguments)
+    sharding = "hybrid" if way == "balanced" else "per_sequence"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     load = PredictedLoad(SHAPE, "cpu", [range(SHAPE.layers)])
     loader = list(DataLoader(documents, batch_sampler=batches, collate_fn=run))
-    with run.training():
-        for first in range(0, len(loader), arguments.micro_batches):
-            step = loader[first : first + arguments.micro_batches]
-            loss_tokens = sum(int((batch["labels"] >= 0).sum()) for batch in step)
-            for batch in step:
-                share = context_parallel_share(batch, dist.get_world_size(), dist.get_rank(), sharding, prices())
-                run.predicted.append(float(load.seconds([share["shard_plan"]])[0, dist.get_rank()]))
-                with run.computing():
-                    model(**share, num_items_in_batch=loss_tokens).loss.backward()
-            for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)  # the ranks' losses add up to that of the step
-            optimizer.step()
-            optimizer.zero_grad()
+    for first in range(0, len(loader), arguments.micro_batches):
+        step = loader[first : first + arguments.micro_batches]
+        loss_tokens = sum(int((batch["labels"] >= 0).sum()) for batch in step)
+        for batch in step:
+            share = context_parallel_share(batch, dist.get_world_size(), dist.get_rank(), sharding, prices())
+            run.predicted.append(float(load.seconds([share["shard_plan"]])[0, dist.get_rank()]))
+            with run.computing():
+                model(**share, num_items_in_batch=loss_tokens).loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)  # the ranks' losses add up to that of the step
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 if __name__ == "__main__":

@@ -70,14 +70,13 @@ def check(documents: Any, model: TinyTransformer, arguments: Any) -> float:
     return check_packing(model, packed, singles).gradient_error
 
 
-def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
+def train(way: str, run: Run, documents: Any, arguments: Any) -> None:
     torch.manual_seed(0)
     plain = TinyTransformer()
     run.gradient_error = check(documents, plain, arguments)
     model = DistributedDataParallel(plain)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    with run.training():
-        (train_balanced if use_wlb else train_original)(documents, arguments, run, model, optimizer)
+    (train_balanced if way == "balanced" else train_original)(documents, arguments, run, model, optimizer)
 
 
 if __name__ == "__main__":

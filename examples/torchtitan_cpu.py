@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as titan_utils
@@ -25,14 +26,15 @@ import torchtitan.components.metrics as titan_metrics  # noqa: E402
 import torchtitan.distributed.utils as titan_distributed  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader  # noqa: E402
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from wlb.attention import segment_attention  # noqa: E402
 from wlb.documents.store.reader import TokenStore  # noqa: E402
+from wlb.integrations.torchtitan import BaseDataLoader  # noqa: E402
+
+IN_ROWS = BaseDataLoader.__module__ == "torchtitan.components.dataloader"  # 0.3.0, not main
 
 
 class _NoMemoryMonitor:
@@ -50,7 +52,7 @@ titan_distributed.set_pg_timeouts = lambda **_: None  # gloo's cannot be changed
 
 
 class SegmentAttention(VarlenAttention):
-    """Our attention inside documents, with torchtitan's tensors of shape (1, tokens, heads, head_dim)."""
+    """Our attention inside documents; torchtitan's tensors are (1, tokens, heads, head_dim), in main without the 1."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -63,7 +65,8 @@ class SegmentAttention(VarlenAttention):
         self, query: Tensor, key: Tensor, value: Tensor, *, attention_masks: VarlenMetadata, **_: Any
     ) -> Tensor:
         lengths = [length for length in attention_masks.cu_seq_q.diff().tolist() if length]
-        return segment_attention(query[0], key[0], value[0], lengths)[None]
+        out = segment_attention(query.flatten(0, -3), key.flatten(0, -3), value.flatten(0, -3), lengths)
+        return out.view_as(query)
 
 
 class StoredTokens(BaseTokenizer):
@@ -88,14 +91,42 @@ class StoredTokens(BaseTokenizer):
         return 2048
 
 
-def stored_documents(store: str) -> HuggingFaceTextDataLoader.Config:
+def stored_documents(store: str) -> BaseDataLoader.Config:
     """torchtitan's own data loader over the documents of ``store``, in a shuffled order."""
-    DATASETS["store"] = DatasetConfig(
-        path=store,
-        loader=lambda path: datasets.Dataset.from_dict({"document": range(len(TokenStore.open(path)))}).shuffle(0),
-        sample_processor=lambda sample: sample["document"],
+    if IN_ROWS:
+        from torchtitan.hf_datasets import DatasetConfig
+        from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+
+        DATASETS["store"] = DatasetConfig(
+            path=store,
+            loader=lambda path: datasets.Dataset.from_dict({"document": range(len(TokenStore.open(path)))}).shuffle(0),
+            sample_processor=lambda sample: sample["document"],
+        )
+        return HuggingFaceTextDataLoader.Config(dataset="store", dataset_path=store)
+    from torchtitan.components.data import ConcatThenSplitPackingConfig, GrainDataLoader, SingleDatasetConfig
+
+    return GrainDataLoader.Config(
+        dataset=ConcatThenSplitPackingConfig(dataset=SingleDatasetConfig(source=StoreSource(store)))
     )
-    return HuggingFaceTextDataLoader.Config(dataset="store", dataset_path=store)
+
+
+@dataclass
+class StoreSource:
+    """Documents of a store for main's loader: its own configuration, and what that builds."""
+
+    store: str
+
+    def build(self, **_: Any) -> StoreSource:
+        return self
+
+    def __len__(self) -> int:
+        return len(TokenStore.open(self.store))
+
+    def __getitem__(self, document: int) -> Any:
+        from torchtitan.components.data.dataset import TextSequence
+
+        tokens = TokenStore.open(self.store).read(document).astype(np.int64)
+        return TextSequence(input_ids=tokens[:-1], labels=tokens[1:])
 
 
 def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int) -> Trainer.Config:
@@ -106,9 +137,14 @@ def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int) -> T
     config.loss = CrossEntropyLoss.Config(global_vocab_size=config.loss.loss_fn.global_vocab_size)
     config.tokenizer = StoredTokens.Config(store=store)
     config.dataloader = stored_documents(store)
-    config.training.seq_len, config.training.steps = seq_len, steps
-    config.training.local_batch_size = 1
-    config.training.global_batch_size = micro_batches * int(os.environ.get("WORLD_SIZE", "1"))
+    config.training.steps = steps
+    rows = micro_batches * int(os.environ.get("WORLD_SIZE", "1"))
+    if IN_ROWS:
+        config.training.seq_len = seq_len
+        config.training.local_batch_size, config.training.global_batch_size = 1, rows
+    else:
+        config.training.max_context_length = config.training.num_tokens_per_microbatch_per_dp_rank = seq_len
+        config.training.num_tokens_per_train_step = rows * seq_len
     config.training.mixed_precision_param = "float32"
     config.training.disable_cuda_graphs = True
     config.parallelism.spmd_backend = "partial_dtensor"
@@ -144,7 +180,8 @@ class RecordingTrainer:
         self.wall_seconds.append(time.perf_counter() - started)
 
     def _recorded(self, *, input_dict: dict[str, Tensor], labels: Tensor, **more: Any) -> Tensor:
-        self.trained.append((input_dict["input"][0], input_dict["positions"][0], labels[0]))
+        tokens, positions = input_dict["input"].flatten(), input_dict["positions"].flatten()
+        self.trained.append((tokens, positions, labels.flatten()))
         started = time.process_time()
         loss: Tensor = self.forward_backward(input_dict=input_dict, labels=labels, **more)
         self.cpu_seconds.append(time.process_time() - started)

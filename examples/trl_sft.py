@@ -15,7 +15,7 @@ from trl import SFTConfig, SFTTrainer
 from comparison import Run, llama, run_example, trainer_class, trainer_settings
 
 
-def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
+def train(way: str, run: Run, documents: Any, arguments: Any) -> None:
     settings = SFTConfig(
         packing=False,
         padding_free=True,
@@ -25,15 +25,14 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
         gradient_checkpointing=False,
         **trainer_settings(documents, arguments),
     )
-    trainer = trainer_class(SFTTrainer, use_wlb, run, arguments)(
+    trainer = trainer_class(SFTTrainer, way, run, arguments)(
         model=llama(run, documents),
         args=settings,
         train_dataset=Dataset.from_list(documents),
         processing_class=byte_tokenizer(),
     )
     trainer.data_collator = run  # SFTTrainer makes its own; this one takes the same documents and writes them down
-    with run.training():
-        trainer.train()
+    trainer.train()
 
 
 def byte_tokenizer() -> Any:

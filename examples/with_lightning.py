@@ -60,13 +60,13 @@ def balanced(documents: Any, run: Run, arguments: Any) -> tuple[DataLoader[Any],
     return loader, LightningLoss(sampler, arguments.micro_batches)
 
 
-def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
+def train(way: str, run: Run, documents: Any, arguments: Any) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     model = TinyTransformer()
     run.gradient_error = check(documents, model, arguments)
-    loader, loss = (balanced if use_wlb else original)(documents, run, arguments)
+    loader, loss = (balanced if way == "balanced" else original)(documents, run, arguments)
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -80,8 +80,7 @@ def train(use_wlb: bool, run: Run, documents: Any, arguments: Any) -> None:
         logger=False,
         callbacks=[MicroBatchClock(run)],
     )
-    with run.training():
-        trainer.fit(Module(model, run, loss), loader)
+    trainer.fit(Module(model, run, loss), loader)
 
 
 class MicroBatchClock(lightning.Callback):

@@ -39,7 +39,7 @@ def main() -> None:
     order = np.random.default_rng(0).permutation(len(lengths))[: arguments.samples * arguments.batches]
     batches = np.array(padded_lengths(lengths[order].tolist(), arguments.cp)).reshape(-1, arguments.samples)
     original = data_schedule.scheduler_map[data_schedule.PackingSchedulerEnum.DP_BALANCED]
-    register("7b", "h100")  # what a user adds
+    register("7b", "h100")  # as balanced_steps does in a training script
     ours = data_schedule.scheduler_map[data_schedule.PackingSchedulerEnum.DP_BALANCED]
     results = {scheduler.__name__: of(scheduler, batches, arguments) for scheduler in (original, ours)}
     print(json.dumps(results, indent=2))

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_cpu import RecordingTrainer, Trainer, cpu_config
+from torchtitan_cpu import IN_ROWS, RecordingTrainer, Trainer, cpu_config
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import make_batch
@@ -35,10 +35,9 @@ SHAPE = ModelShape(hidden=256, layers=6, heads=16, kv_heads=16, head_dim=16, ffn
 
 
 def balanced(config: Trainer.Config, store: str) -> Trainer.Config:
-    """What a user adds; on a command line ``--override.imports`` and ``--dataloader.dataset_path``."""
-    settings = {"micro_batches": MICRO_BATCHES, "model": "tiny", "hardware": "cpu", "multiple_of": 1}
+    """What a user adds; on a command line ``--override.imports``."""
+    settings = {"store": store, "micro_batches": MICRO_BATCHES, "model": "tiny", "hardware": "cpu", "multiple_of": 1}
     config.override.imports = [("wlb.integrations.torchtitan.balance", settings)]
-    config.dataloader.dataset_path = store
     return config
 
 
@@ -92,8 +91,12 @@ def one_epoch(whole: Path, folder: Path, tokens_per_rank: int) -> str:
 
 def planned(trainer: Trainer, steps: int) -> list[StepPlan]:
     """What the balanced loader plans, from another one that is built the same."""
-    build = {"dp_world_size": dist.get_world_size(), "dp_rank": dist.get_rank(), "local_batch_size": 1}
-    loader = trainer.config.dataloader.build(**build, seq_len=trainer.config.training.seq_len, tokenizer=None)
+    training = trainer.config.training
+    if IN_ROWS:
+        sizes = {"seq_len": training.seq_len, "local_batch_size": 1}
+    else:
+        sizes = {"max_context_length": training.max_context_length, "num_tokens_per_batch": training.max_context_length}
+    loader = trainer.config.dataloader.build(dp_world_size=dist.get_world_size(), dp_rank=dist.get_rank(), **sizes)
     return [plan for plan, _ in zip(loader.steps(), range(steps), strict=False)]
 
 
@@ -101,10 +104,11 @@ def one_document_at_a_time(recorder: RecordingTrainer, plan: StepPlan, store: To
     """Gradients of a step from each of its documents alone, on every rank; they are summed over ranks, so divided."""
     batches = [make_batch(MicroBatch((segment,), 0.0), store) for segment in plan.segments]
     labels = sum(int((batch.labels >= 0).sum()) for batch in batches)
+    rows = None if IN_ROWS else ...  # a dimension more, or none
     for batch in batches:
         recorder.forward_backward(
-            input_dict={"input": batch.tokens[None], "positions": batch.positions[None]},
-            labels=batch.labels[None],
+            input_dict={"input": batch.tokens[rows], "positions": batch.positions[rows]},
+            labels=batch.labels[rows],
             global_valid_tokens=torch.tensor(labels * dist.get_world_size()),
         )
     gradients = [weight.grad.to_local().clone() for weight in recorder.trainer.model_parts[0].parameters()]

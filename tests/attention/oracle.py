@@ -24,15 +24,16 @@ def dense_attention(
 
 
 def random_inputs(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, seed: int
+    tokens: int, heads: int, kv_heads: int, head_dim: int, seed: int, value_dim: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query, key, value and the gradient of the output, in float64."""
     generator = torch.Generator().manual_seed(seed)
 
-    def random(count: int) -> Tensor:
-        return torch.randn(tokens, count, head_dim, generator=generator, dtype=torch.float64)
+    def random(count: int, width: int) -> Tensor:
+        return torch.randn(tokens, count, width, generator=generator, dtype=torch.float64)
 
-    return random(heads), random(kv_heads), random(kv_heads), random(heads)
+    wide = value_dim or head_dim
+    return random(heads, head_dim), random(kv_heads, head_dim), random(kv_heads, wide), random(heads, wide)
 
 
 def output_and_gradients(

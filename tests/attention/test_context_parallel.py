@@ -35,6 +35,7 @@ class Case:
     plan: dict[str, Any]  # as JSON
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 16
+    value_dim: int | None = None
     dtype: torch.dtype = torch.float64
     backend: str = "cpu"
     window: int | None = None
@@ -72,6 +73,7 @@ def _cases(cp_size: int) -> list[Case]:
     plan = make_shard_plan(MIXES["many"], cp_size, "per_document").to_json()
     cases += [Case(f"{heads} heads", plan, heads=heads) for heads in ((4, 4), (4, 1), (6, 3))]
     cases += [Case(f"head_dim {head_dim}", plan, head_dim=head_dim) for head_dim in (64, 128)]
+    cases += [Case(f"values {wide}, window {w}", plan, value_dim=wide, window=w) for wide in (8, 24) for w in (None, 9)]
     cases += [Case(f"reference, {dtype}", plan, backend="reference", dtype=dtype) for dtype in TOLERANCES]
     cases += _windowed_cases(cp_size)
     cases.append(Case("auto, bfloat16", plan, backend="auto", dtype=torch.bfloat16))
@@ -102,13 +104,15 @@ def _largest_error(
     """The largest error of this rank's output and gradients, over the largest entry expected or 1."""
     plan = ShardPlan.from_json(case.plan)
     # Rounded first, so that a narrow type is charged for its arithmetic and not for its inputs.
-    inputs = [tensor.to(case.dtype) for tensor in random_inputs(plan.tokens, *case.heads, case.head_dim, seed)]
+    inputs = [
+        tensor.to(case.dtype) for tensor in random_inputs(plan.tokens, *case.heads, case.head_dim, seed, case.value_dim)
+    ]
     expected = output_and_gradients(inputs, plan.segment_lengths, case.window)
     mine = torch.from_numpy(plan.positions(dist.get_rank(group) if rank is None else rank))
     *tensors, grad_out = (tensor[mine] for tensor in inputs)
     query, key, value = (tensor.requires_grad_() for tensor in tensors)
     out = context_parallel_attention(query, key, value, plan, group, case.backend, window=case.window, members=members)
-    assert out.shape == query.shape
+    assert out.shape == (*query.shape[:2], value.shape[2])
     assert out.dtype == case.dtype
     actual = [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
     return max(
@@ -133,6 +137,12 @@ def test_output_and_gradients_equal_those_of_one_process(cp_size: int) -> None:
         if not max(errors) <= TOLERANCES[case.dtype]
     }
     assert not failures
+
+
+def test_a_window_that_holds_every_document_is_full_attention() -> None:
+    with mock.patch("wlb.attention.shard_layout._window_layout", side_effect=AssertionError):
+        case = Case("", make_shard_plan([5, 1, 9], 1, "per_document").to_json(), window=9)
+        assert _largest_error(case, 0, None, rank=0) < 1e-10
 
 
 def test_a_plan_for_one_rank_needs_no_process_group() -> None:

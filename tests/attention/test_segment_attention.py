@@ -50,10 +50,11 @@ def _largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
 def test_reference_is_dense_attention_under_a_block_diagonal_causal_mask(
     lengths: tuple[int, ...], heads: tuple[int, int]
 ) -> None:
-    query, key, value, _ = random_inputs(sum(lengths), *heads, head_dim=8, seed=0)
-    dense = dense_attention(query, key, value, lengths)
-    actual = segment_attention(query, key, value, lengths, "reference")
-    torch.testing.assert_close(actual, dense, rtol=1e-12, atol=1e-12)
+    for value_dim in (8, 5, 12):  # as wide as keys, as in latent attention, and wider
+        query, key, value, _ = random_inputs(sum(lengths), *heads, head_dim=8, seed=0, value_dim=value_dim)
+        dense = dense_attention(query, key, value, lengths)
+        actual = segment_attention(query, key, value, lengths, "reference")
+        torch.testing.assert_close(actual, dense, rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=examples(15), deadline=None)

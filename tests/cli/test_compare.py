@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -40,6 +41,33 @@ def test_presets_are_compared_without_methods():
     assert re.search(r"^plain-4d loses \d+% of GPU time", result.stdout)
     assert "wlb-llm" in result.stdout
     assert "variable_length" not in result.stdout
+
+
+def test_documents_with_encoder_tokens_are_compared_simulated_and_reported_by_phase(tmp_path: Path):
+    drawn = np.random.default_rng(0)
+    rows = [{"length": int(n), "encoder_tokens": int(4 * n * drawn.random())} for n in drawn.integers(20, 4096, 300)]
+    path, page = tmp_path / "lengths.json", tmp_path / "report.html"
+    path.write_text(json.dumps(rows))
+    ways: list[tuple[str, ...]] = [
+        ("compare", str(path), *SIZE, "--methods", "fixed_greedy,makespan", "--encoder", "encoder=2B", "--json"),
+        ("compare", str(path), *SIZE, "--methods", "makespan"),
+        ("simulate", "550m-64k", "--lengths", str(path), "--steps", "2", "--systems", "plain-4d,best", "--json"),
+        ("report", str(path), *SIZE, "--pp", "1", "--cp", "1", "--steps", "2", "--out", str(page)),
+    ]
+    compared, table, simulated, report = (wlb(*arguments) for arguments in ways)
+    assert compared.returncode == 0, compared.stderr
+    for row in json.loads(compared.stdout)["methods"]:
+        assert set(row["phase_imbalance"]) == {"language model", "encoder"}
+        assert row["phase_imbalance"]["encoder"] >= 1
+    assert "encoder" in table.stdout, table.stderr
+    plain, best = json.loads(simulated.stdout)["systems"]
+    assert 1 <= best["imbalance"]["encoder"] < plain["imbalance"]["encoder"]
+    assert report.returncode == 0, report.stderr
+    assert ">encoder<" in page.read_text()
+    missing = wlb("compare", str(path), *SIZE, "--encoder", "audio=1B")
+    assert "has no column audio_tokens" in missing.stderr
+    refused = wlb("simulate", "550m-64k", "--lengths", str(path), "--systems", "elastic")
+    assert "'elastic' does not know phases" in refused.stderr
 
 
 def test_dimensions_methods_and_steps_are_respected(tmp_path: Path):
@@ -88,7 +116,7 @@ def test_table_fits_the_terminal(narrow: bool, width: int, monkeypatch, capsys):
 
     simulated = dict.fromkeys(("as_packed", "arranged"), SimulatedSteps(0.5, 0.5, 0.5, 0.5))
     values: dict[str, Any] = dict.fromkeys(MethodResult.__dataclass_fields__, 0.5)
-    values |= simulated | {"method": "fixed_solver", "longest_delay": 23}
+    values |= simulated | {"method": "fixed_solver", "longest_delay": 23, "phase_imbalance": {}}
     monkeypatch.setattr(console, "stdout", Console(width=width))
     show_comparison([MethodResult(**values)], "title")
     lines = capsys.readouterr().out.splitlines()

@@ -8,7 +8,13 @@ PUBLISHED: dict[str, str | None] = {
     # docs/reference.md: these change only with a major version.
     "wlb.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",
-    "wlb.balance": "lengths, parts, max_tokens=..., equal_size=..., multiple_of=..., *, workload=...",
+    "wlb.balance": (
+        "lengths, parts=..., max_tokens=..., equal_size=..., multiple_of=..., *, workload=..., costs=..., ranks=..., "
+        "phases=..."
+    ),
+    "wlb.workload.phases.DocumentPhases": "seconds, memory_tokens=..., synchronised=...",
+    "wlb.workload.phases.PhasedPrices": "language_model, phases",
+    "wlb.integrations.huggingface.ImageCollator": "model",
     "wlb.Segment": "document, start, length",
     "wlb.MicroBatch": "segments, workload",
     "wlb.MicroBatch.tokens": None,
@@ -62,6 +68,8 @@ PUBLISHED: dict[str, str | None] = {
         "documents, *, context_window, micro_batches, dp=..., cp=..., rank=..., epochs=..., sharding=..., state=..., "
         "group=..., **settings"
     ),
+    "wlb.integrations.packed.PackedBatch.hf_kwargs": "",
+    "wlb.integrations.packed.steps_of": "loader, sampler",
     "wlb.integrations.packed.packed_loss": "logits, labels, loss_tokens, averaged_over=...",
     "wlb.attention.segment_attention": "query, key, value, segment_lengths",
     "wlb.job.config.ParallelConfig": "*, dp=..., pp=..., cp=..., tp=..., virtual_pp=..., schedule=...",
@@ -81,7 +89,11 @@ PUBLISHED: dict[str, str | None] = {
     ),
     "wlb.integrations.megatron.packed_sequences.packed_seq_params": "shard_plan, device=...",
     "wlb.integrations.megatron.packed_sequences.padded_lengths": "lengths, cp_size",
+    "wlb.integrations.megatron.scheduler.balanced_steps": (
+        "get_forward_backward_func, max_seqlen_per_dp_cp_rank, model=..., hardware=..."
+    ),
     "wlb.integrations.megatron.scheduler.register": "model=..., hardware=...",
+    "wlb.integrations.torch_context_parallel.MaskBlockBalancer": "block_mask, world_size",
     "wlb.integrations.torch_context_parallel.torch_load_balancer": "shard_plan, device=...",
     "wlb.integrations.verl.reroute_balancing": "",
     "wlb.serving.batching.Chunk": "prompt, start, stop",

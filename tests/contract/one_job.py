@@ -164,7 +164,12 @@ def trained_plans(case: Case) -> list[StepPlan]:
 
 
 def trained_shards(case: Case) -> list[Shards]:
-    """Of the last data-parallel rank's micro-batches that hold documents, step after step."""
+    """Of the last data-parallel rank's micro-batches that hold documents, step after step.
+
+    None of level steps, in which every rank has micro-batches of its own (``tests/training/test_equivalence.py``).
+    """
+    if _decided(case).levels_steps:
+        return []
     rank = _decided(case).layout.dp - 1
     steps, costs = _loaded(case, rank), JobCosts(simulated_job(case))
     batches = [pair for step in steps for pair in zip(step.batches, step.plan.ranks[rank], strict=True)]
@@ -213,6 +218,8 @@ def simulated_plans(case: Case) -> list[StepPlan]:
 
 def simulated_shards(case: Case) -> list[Shards]:
     """As ``trained_shards``."""
+    if simulated_job(case).levels_steps:
+        return []
     plans, costs = simulated_plans(case), JobCosts(simulated_job(case))
     lengths = [m.lengths for plan in plans for m in plan.ranks[-1] if m.segments]
     shards = price_shards(lengths, costs)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
+from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import check_packing
 from wlb.integrations.huggingface import (
     balanced,
@@ -27,7 +28,8 @@ from wlb.integrations.huggingface import (
     model_shape_of,
     register_attention,
 )
-from wlb.integrations.packed import FlatteningCollator
+from wlb.integrations.huggingface.resuming import TrainedBatches
+from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -91,6 +93,34 @@ def test_packed_documents_train_as_single_ones(family: str):
     assert check_batch(packed, batch).passed
 
 
+def _loop_gradient(documents: list[Any], window: int = 64, group: Any = None, **sizes: Any) -> torch.Tensor:
+    """Of the loop in the README, summed over all steps of the loss over their labelled tokens."""
+    packed = model("Mistral", sliding_window=window)
+    register_attention(packed, group=group)
+    for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
+        for batch in step.batches:
+            logits = packed(**batch.hf_kwargs()).logits[0]
+            packed_loss(logits, batch.labels, step.loss_tokens).backward()
+    return gradient(packed)
+
+
+def _loop_oracle(documents: list[Any], window: int = 64, **sizes: Any) -> torch.Tensor:
+    """The same, one document at a time by transformers' own attention."""
+    oracle = model("Mistral", sliding_window=window)
+    for step in packed_batches(documents, context_window=300, model="tiny", hardware="cpu", **sizes):
+        for segment in step.plan.segments:
+            ids = torch.tensor(documents[segment.document]["input_ids"])
+            scores = oracle(input_ids=ids[None]).logits[0, :-1]
+            (torch.nn.functional.cross_entropy(scores, ids[1:], reduction="sum") / step.loss_tokens).backward()
+    return gradient(oracle)
+
+
+@pytest.mark.parametrize("window", [64, 4096], ids=["documents over the window", "Mistral's default"])
+def test_the_loop_of_the_readme_trains_as_single_documents(window: int):
+    found = _loop_gradient(DOCUMENTS, window, micro_batches=1)
+    assert relative(found, _loop_oracle(DOCUMENTS, window, micro_batches=1)) < 1e-12
+
+
 def test_packed_documents_train_as_single_ones_under_autocast():
     packed = model().float()
     register_attention(packed)
@@ -109,9 +139,15 @@ SHARED = (
 )
 
 
-def _context_parallel_gradients() -> tuple[list[torch.Tensor], tuple[float, bool]]:
+LOOPS = (DOCUMENTS, DOCUMENTS[1:2])  # under hybrid sharding one rank has nothing of the second
+
+
+def _context_parallel_gradients() -> tuple[list[torch.Tensor], tuple[float, bool], list[torch.Tensor]]:
     group = context_parallel_group(2)
-    return [_context_parallel_gradient(group, *case) for case in SHARED], _check_of_sharded_weights()
+    loops = [_loop_gradient(documents, group=group, micro_batches=1, cp=2) for documents in LOOPS]
+    for total in loops:
+        dist.all_reduce(total)
+    return [_context_parallel_gradient(group, *case) for case in SHARED], _check_of_sharded_weights(), loops
 
 
 def _check_of_sharded_weights() -> tuple[float, bool]:
@@ -143,7 +179,9 @@ def _context_parallel_gradient(group: Any, family: str, sharding: str, loss: str
 
 def test_context_parallel_ranks_train_an_unmodified_model():
     expected = {family: single_gradient(family, [*DOCUMENTS, DOCUMENTS[1]]) for family, *_ in SHARED}
-    for totals, (sharded_error, restored) in run_ranks(2, _context_parallel_gradients):
+    of_loops = [_loop_oracle(documents, micro_batches=1) for documents in LOOPS]
+    for totals, (sharded_error, restored), loops in run_ranks(2, _context_parallel_gradients):
+        assert max(map(relative, loops, of_loops)) < 1e-12
         assert sharded_error < 1e-7
         assert restored
         errors = {case: relative(total, expected[case[0]]) for case, total in zip(SHARED, totals, strict=True)}
@@ -372,6 +410,17 @@ def test_a_trainer_resumes_with_other_settings_and_loses_nothing(tmp_path: Path)
     elastic = {"context_window": 160, "preset": "elastic", "pool": 1, "pool_micro_batches": 3}
     seen.update(train(folder, True, elastic, **save)[1])
     assert seen == dict.fromkeys(range(len(DATA)), 2)
+
+
+def test_a_last_step_of_more_micro_batches_is_several_of_the_trainers_and_loses_nothing():
+    lengths = [21, 25, 13, 16, 32, 26, 32, 13]
+    sampler = PlannedBatchSampler(lengths, context_window=32, model="tiny", micro_batches=2, dp=2, epochs=2)
+    assert sampler.micro_batches_of_steps() == [2, 3]
+    batches = TrainedBatches(sampler, max_steps=-1)
+    assert Counter(index for batch in batches for index in batch) == Counter([*range(8)] * 2)
+    assert batches.state_after(1) is not None
+    assert batches.state_after(2) is None  # the last micro-batches are still to come
+    assert batches.state_after(3) is not None
 
 
 def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):

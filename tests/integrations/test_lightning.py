@@ -24,6 +24,9 @@ SIZES: dict[str, Any] = {"context_window": 32, "model": "tiny"}
 WHOLE = [{"input_ids": RANDOM.integers(0, 19, length).tolist()} for length in LENGTHS]
 MASKED = [document | {"loss_mask": RANDOM.integers(0, 2, len(document["input_ids"]))} for document in WHOLE]
 
+# On two processes the last step has more micro-batches than are accumulated.
+LEFT_OVER = [{"input_ids": RANDOM.integers(0, 19, length).tolist()} for length in (21, 25, 13, 16, 32, 26, 32, 13)]
+
 
 def one_at_a_time(documents: Sequence[Any], weight: torch.Tensor) -> torch.Tensor:
     """The gradient of the mean loss of all labelled tokens of ``documents``."""
@@ -41,7 +44,10 @@ def steps_as_lightning_runs_them(
 ) -> list[tuple[torch.Tensor, list[int]]]:
     """Of every step: the gradient as Lightning and DDP average it, and the documents of this rank."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    sampler = PlannedBatchSampler(LENGTHS, **SIZES, micro_batches=accumulated, dp=ranks, rank=rank, epochs=2)
+    lengths = [len(document["input_ids"]) for document in documents]
+    sampler = PlannedBatchSampler(lengths, **SIZES, micro_batches=accumulated, dp=ranks, rank=rank, epochs=2)
+    if documents is LEFT_OVER and ranks > 1:
+        assert sampler.micro_batches_of_steps()[-1] == 3
     loss = LightningLoss(sampler, accumulated, documents) if with_dataset else LightningLoss(sampler, accumulated)
     torch.manual_seed(0)
     weight = torch.randn(19, 19, dtype=torch.float64, requires_grad=True)
@@ -59,7 +65,7 @@ def steps_as_lightning_runs_them(
     return steps
 
 
-CASES = [(WHOLE, False), (WHOLE, True), (MASKED, True)]
+CASES = [(WHOLE, False), (WHOLE, True), (MASKED, True), (LEFT_OVER, False), (LEFT_OVER, True)]
 
 
 def _all_cases() -> list[list[tuple[torch.Tensor, list[int]]]]:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from tests.training.distributed import run_ranks
 from wlb.attention import segment_attention
 from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import BalanceMonitor, check_packing
-from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss
+from wlb.integrations.packed import FlatteningCollator, packed_batches, packed_loss, steps_of
 
 RANDOM = np.random.default_rng(0)
 DOCUMENTS = [RANDOM.integers(0, 97, length) for length in RANDOM.integers(2, 60, 80)]
@@ -253,10 +254,53 @@ def test_every_document_learns_what_its_own_fields_say():
     assert collated["labels"][0].tolist() == [label for labels in _learnt(DOCUMENTS) for label in (-100, *labels)]
 
 
+def _loader(planned: Any, documents: list[Any] = DOCUMENTS, **settings: Any) -> Any:
+    return DataLoader(documents, batch_sampler=planned, collate_fn=FlatteningCollator(), **settings)  # type: ignore
+
+
 def _loss_tokens_of_a_rank() -> list[tuple[int, int]]:
-    """Of every step: what this rank has, and what the step has."""
+    """Of every step: what this rank has, and what the step has; the same of a loader's steps."""
     steps = packed_batches(mixed(), **SIZES)
-    return [(sum(int((b.labels >= 0).sum()) for b in step.batches), step.loss_tokens) for step in steps]
+    result = [(sum(int((b.labels >= 0).sum()) for b in step.batches), step.loss_tokens) for step in steps]
+    for cp in (1, 2):
+        planned = PlannedBatchSampler(LENGTHS, **SIZES, cp=cp, rank=dist.get_rank())
+        of_loader = steps_of(_loader(planned, mixed()), planned)
+        counted = [(sum(int((batch["labels"] >= 0).sum()) for batch in step), total) for step, total in of_loader]
+        assert counted == result if cp == 1 else all(own == total for own, total in counted)
+    return result
+
+
+def test_a_loader_says_where_its_steps_end():
+    documents = [np.arange(length) % 97 for length in (60, 50, 40, 64, 64)]
+
+    def begun(state: dict[str, Any] | None = None, workers: int = 0) -> tuple[Any, Any]:
+        planned = PlannedBatchSampler([*map(len, documents)], **SIZES)
+        if state is not None:
+            planned.load_state_dict(state)
+        return planned, steps_of(_loader(planned, documents, num_workers=workers), planned)
+
+    def sizes(steps: Any) -> list[list[int]]:
+        return [[len(batch["cu_seq_lens_q"]) for batch in step] for step, _ in steps]
+
+    planned, steps = begun()
+    expected = sizes(steps)
+    assert [*map(len, expected)] == planned.micro_batches_of_steps() == [2, 2, 1]  # the last step is smaller
+    assert sizes(begun(workers=1)[1]) == expected
+    planned, steps = begun()
+    before = sizes(islice(steps, 1))
+    assert before + sizes(begun(planned.state_dict())[1]) == expected
+
+
+def test_a_loader_of_another_sampler_is_refused():
+    planned = PlannedBatchSampler(LENGTHS, **SIZES)
+    for other in (PlannedBatchSampler(LENGTHS, **SIZES), [[0, 1], [2]]):
+        with pytest.raises(UserError, match="not those that the sampler plans"):
+            next(steps_of(_loader(other), planned))
+    begun = iter(planned)
+    next(begun)
+    planned.load_state_dict(begun.state_dict())
+    with pytest.raises(UserError, match="continue after whole steps"):
+        next(steps_of(_loader(planned), planned))
 
 
 def test_masked_labels_are_counted_over_all_ranks():

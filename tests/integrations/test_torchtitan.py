@@ -1,4 +1,7 @@
-"""Our loader in torchtitan: chosen on its command line, continued from a state, and trained by its real Trainer."""
+"""Our loader in torchtitan, 0.3.0 or main: chosen on its command line, continued from a state, trained by its Trainer.
+
+Main is not on the package index: a checkout on PYTHONPATH, with grain and tyro installed.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,30 @@ import pytest
 pytest.importorskip("torchtitan.config.override", reason="needs torchtitan", exc_type=ImportError)
 
 import torch  # torchtitan decides whether this file runs
-from torchtitan.components.dataloader import BaseDataLoader
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torchtitan.distributed import context_parallel
 
+from tests.training.distributed import run_ranks
 from wlb.documents.store.writer import TokenStoreWriter
 from wlb.errors import UserError
-from wlb.integrations.torchtitan import BalancedDataLoader, balance
+from wlb.integrations.torch_context_parallel import MaskBlockBalancer
+from wlb.integrations.torchtitan import BalancedDataLoader, BaseDataLoader, balance, mask_blocks
 from wlb.training.data.batch import IGNORE_LABEL
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN = 64
+IN_ROWS = BaseDataLoader.__module__ == "torchtitan.components.dataloader"  # 0.3.0, not main
+TOKENS = -1  # dimension of what the loader yields
+
+
+def _sizes(too_many: int = 1) -> dict[str, int]:
+    """What torchtitan tells the loader about a micro-batch, times ``too_many``."""
+    if IN_ROWS:
+        return {"seq_len": SEQ_LEN, "local_batch_size": too_many}
+    return {"max_context_length": SEQ_LEN, "num_tokens_per_batch": too_many * SEQ_LEN}
 
 
 @pytest.fixture(scope="module")
@@ -36,34 +54,39 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(prefix)
 
 
-def _loader(
-    store: str, rank: int = 0, dp: int = 2, multiple_of: int = 1, local_batch_size: int = 1
-) -> BalancedDataLoader:
-    config = balance(BaseDataLoader.Config(dataset_path=store), micro_batches=2, multiple_of=multiple_of)
-    loader: BalancedDataLoader = config.build(
-        dp_world_size=dp, dp_rank=rank, tokenizer=None, seq_len=SEQ_LEN, local_batch_size=local_batch_size
-    )
+def _loader(store: str, rank: int = 0, dp: int = 2, multiple_of: int = 1, **sizes: int) -> BalancedDataLoader:
+    config = balance(BaseDataLoader.Config(), store=store, micro_batches=2, multiple_of=multiple_of)
+    loader: BalancedDataLoader = config.build(dp_world_size=dp, dp_rank=rank, **(sizes or _sizes()))
     return loader
 
 
 def _as_lists(batches: Any, count: int) -> list[list[list[int]]]:
     return [
-        [inputs["input"][0].tolist(), inputs["positions"][0].tolist(), labels[0].tolist()]
+        [inputs["input"].flatten().tolist(), inputs["positions"].flatten().tolist(), labels.flatten().tolist()]
         for inputs, labels in islice(batches, count)
     ]
 
 
 def test_the_command_line_replaces_the_training_loader_alone(store: str):
     from torchtitan.config.override import apply_overrides, parse_cli_imports
-    from torchtitan.trainer import Trainer
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    config = Trainer.Config()
+    config = llama3_debugmodel()
     validation = config.validator.dataloader
-    config.dataloader.dataset_path = store
-    config.override.imports = parse_cli_imports(['wlb.integrations.torchtitan.balance={"micro_batches": 2, "seed": 3}'])
+    given = json.dumps({"store": store, "micro_batches": 2, "seed": 3})
+    config.override.imports = parse_cli_imports([f"wlb.integrations.torchtitan.balance={given}"])
     assert len(apply_overrides(config.override, config)) == 1
-    assert config.dataloader == BalancedDataLoader.Config(dataset_path=store, micro_batches=2, seed=3)
+    replaced = config.dataloader
+    assert isinstance(replaced, BalancedDataLoader.Config)
+    assert (replaced.store, replaced.micro_batches, replaced.seed) == (store, 2, 3)
     assert config.validator.dataloader is validation
+
+
+@pytest.mark.skipif(not IN_ROWS, reason="main has no dataset_path")
+def test_the_store_may_be_the_dataset_path(store: str):
+    config = balance(BaseDataLoader.Config(dataset_path=store), micro_batches=2, multiple_of=1)
+    loader = config.build(dp_world_size=2, dp_rank=0, **_sizes())
+    assert _as_lists(loader, 1) == _as_lists(_loader(store), 1)
 
 
 @pytest.mark.parametrize("taken", [0, 3, 4])  # at the beginning, inside a step of two micro-batches, after two steps
@@ -100,39 +123,77 @@ def _state_after(store: str, micro_batches: int) -> dict[str, Any]:
 
 def test_padding_is_a_document_of_its_own_without_labels(store: str):
     (inputs, labels), (plain, _) = next(iter(_loader(store, multiple_of=64))), next(iter(_loader(store)))
-    tokens = plain["input"].shape[1]
+    tokens = plain["input"].shape[TOKENS]
     padding = -tokens % 64
-    assert inputs["input"].shape == inputs["positions"].shape == labels.shape == (1, tokens + padding)
-    assert torch.equal(inputs["input"][:, :tokens], plain["input"])
-    assert inputs["positions"][0, tokens:].tolist() == list(range(padding))
-    assert set(labels[0, tokens:].tolist()) <= {IGNORE_LABEL}
+    shape = (1, tokens + padding) if IN_ROWS else (tokens + padding,)
+    assert inputs["input"].shape == inputs["positions"].shape == labels.shape == shape
+    assert torch.equal(inputs["input"][..., :tokens], plain["input"])
+    assert inputs["positions"][..., tokens:].flatten().tolist() == list(range(padding))
+    assert set(labels[..., tokens:].flatten().tolist()) <= {IGNORE_LABEL}
 
 
 def test_what_cannot_be_trained_is_refused(store: str):
-    with pytest.raises(UserError, match="local_batch_size = 2"):
-        _loader(store, local_batch_size=2)
-    with pytest.raises(UserError, match="dataset_path is not set"):
-        BalancedDataLoader.Config().build(dp_world_size=1, dp_rank=0, seq_len=SEQ_LEN, local_batch_size=1)
+    with pytest.raises(UserError, match=r"training\..* = (2|128), but a balanced micro-batch holds one context"):
+        _loader(store, **_sizes(too_many=2))
+    with pytest.raises(UserError, match=r"gives its data loader rows; wlb needs torchtitan 0\.3\.0 or its main"):
+        _loader(store, rows=3)
+    with pytest.raises(UserError, match="no documents; give the override the prefix"):
+        BalancedDataLoader.Config().build(dp_world_size=1, dp_rank=0, **_sizes())
     state = json.loads(_loader(store).state_dict()["wlb"])
     state["planner"]["settings"]["documents"] = 7
     with pytest.raises(UserError, match="saved with documents = 7, this run has 300"):
         _loader(store).load_state_dict({"wlb": json.dumps(state)})
 
 
+def _shared_out(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's positions, and the blocks of keys that each block of them attends, by torchtitan's own sharding."""
+    mask_blocks(None)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.compiler.set_stance("force_eager"):
+        (mine,), mask = context_parallel.cp_shard(mesh, (inputs,), _document_mask(), "ptrr")
+    return mine, mask.kv_num_blocks + mask.full_kv_num_blocks
+
+
+def _document_mask() -> BlockMask:
+    document = torch.repeat_interleave(torch.arange(3), torch.tensor([600, 296, 128]))
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (document[query] == document[key])
+
+    return create_block_mask(visible, 1, 1, 1024, 1024, device="cpu")
+
+
+def test_its_context_parallelism_divides_mask_blocks_by_our_balancer():
+    positions = torch.arange(1024)[None] if IN_ROWS else torch.arange(1024)
+    trained, blocks = zip(*run_ranks(2, _shared_out, positions), strict=True)
+    order = MaskBlockBalancer(_document_mask(), 2)._generate_indices()
+    assert torch.equal(torch.cat([mine.flatten() for mine in trained]), order[0])
+    assert sorted(int(of_rank.sum()) for of_rank in blocks) == [10, 11]  # 1, 2, 3, 4, 5, 2, 3 and 1
+
+
+@pytest.mark.skipif(not IN_ROWS, reason="main shards parameters for context parallelism as torch 2.13 cannot")
+def test_the_real_trainer_is_exact_with_context_parallelism_over_mask_blocks(store: str):
+    """Three steps of one process, and of two that share every micro-batch."""
+    alone, shared = (
+        _run(processes, "tests/integrations/torchtitan_context_parallel.py", store) for processes in (1, 2)
+    )
+    assert np.allclose(shared["losses"], alone["losses"], rtol=1e-5)  # float32
+    assert np.allclose(shared["gradient_norms"], alone["gradient_norms"], rtol=1e-4)
+
+
 def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store: str):
     """Two processes, FSDP2 over gloo: the example, small."""
     pytest.importorskip("datasets", reason="torchtitan's own loader needs datasets")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/with_torchtitan.py"]
-    done = subprocess.run(
-        [sys.executable, *command, store, "--seq-len", str(SEQ_LEN), "--steps", "3"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout[done.stdout.index("{") :])
+    report = _run(2, "examples/with_torchtitan.py", store, "--seq-len", str(SEQ_LEN), "--steps", "3")
     assert report["documents_once"]
     assert report["gradient_error"] < 1e-5
     assert len(report["balanced"]["losses"]) == 3
     assert report["predicted_lock_step"] < 1.2
+
+
+def _run(processes: int, *program: str) -> dict[str, Any]:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *program]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+    return report

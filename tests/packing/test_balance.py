@@ -89,6 +89,81 @@ def test_work_is_balanced_by_default_and_the_limit_on_tokens_kept():
     assert max(lengths[part].sum() for part in parts) <= most
 
 
+@st.composite
+def steps(draw: st.DrawFn) -> dict[str, Any]:
+    ranks, multiple, equal_size = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.booleans())
+    least = ranks * multiple
+    count = least * draw(st.integers(1, 8)) if equal_size else draw(st.integers(least, 80))
+    lengths = draw(st.lists(st.integers(1, 20_000), min_size=count, max_size=count))
+    room = draw(st.sampled_from([None, 1.0, 2.0, 5.0]))
+    return {
+        "lengths": lengths,
+        "ranks": ranks,
+        "multiple_of": multiple,
+        "equal_size": equal_size,
+        "max_tokens": None if room is None else int(room * max(lengths)),
+        "costs": draw(st.sampled_from([None, [float(length % 7) for length in lengths]])),
+    }
+
+
+@given(steps())
+def test_ranks_run_equally_many_micro_batches_and_no_slot_is_longer_than_it_must(step: dict[str, Any]):
+    lengths, ranks = step["lengths"], step["ranks"]
+    try:
+        of_ranks = wlb.balance(**step)
+    except UserError:
+        assert step["max_tokens"] is not None, "without a limit all documents fit"
+        return
+    assert of_ranks == wlb.balance(**step)
+    assert len(of_ranks) == ranks
+    number = len(of_ranks[0])
+    assert {len(of_rank) for of_rank in of_ranks} == {number}
+    assert number % step["multiple_of"] == 0
+    parts = [*itertools.chain(*of_ranks)]
+    assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
+    assert all(part and part == sorted(part) for part in parts)
+    assert step["max_tokens"] is None or all(sum(lengths[i] for i in part) <= step["max_tokens"] for part in parts)
+    assert not step["equal_size"] or len({len(part) for part in parts}) == 1
+    prices = WORKLOAD.document_seconds(lengths) if step["costs"] is None else np.array(step["costs"])
+    loads = np.array([[prices[part].sum() for part in of_rank] for of_rank in of_ranks])
+    like_meets_like = -np.sort(-loads, axis=None).reshape(-1, ranks)
+    assert loads.max(axis=0).sum() <= like_meets_like.max(axis=1).sum() * (1 + 1e-9) + 1e-300
+
+
+def test_ranks_wait_for_a_long_document_as_little_as_they_can():
+    """The other ranks of its slot are filled up to it, which even micro-batches in any order do not reach."""
+    lengths = np.random.default_rng(2).lognormal(6, 0.8, 300).astype(int) + 16
+    lengths[7] = lengths.sum() // 20
+    loads = np.array(
+        [[lengths[part].sum() for part in r] for r in wlb.balance(lengths, 32, ranks=4, workload="tokens")]
+    )
+    even = np.array([lengths[part].sum() for part in wlb.balance(lengths, 32, workload="tokens")])
+    assert loads.shape == (4, 8)
+    slots = loads.max(axis=0)
+    assert slots.sum() < 1.005 * lengths.sum() / 4 < np.sort(even).reshape(8, 4).max(axis=1).sum()
+    assert loads.sum(axis=1).max() < 1.001 * lengths.sum() / 4
+    assert slots.argmax() in (3, 4), "a pipeline fills and drains with cheap micro-batches"
+
+
+def test_costs_stand_in_for_prices():
+    """In any unit, of documents whose lengths say nothing; what costs nothing is a document too."""
+    costs = [5.0, 0.0, 5.0, 10.0]
+    for unit in (1e-9, 1e18):
+        parts = wlb.balance([3, 900, 3, 3], 2, costs=[unit * cost for cost in costs])
+        assert max(sum(costs[i] for i in part) for part in parts) == 10
+    assert wlb.balance([1] * 4, ranks=2, costs=[0.0] * 4) == [[[0, 2]], [[1, 3]]]
+
+
+def test_documents_of_equal_sizes_are_swapped_within_the_limit():
+    lengths = np.random.default_rng(3).lognormal(7, 1, 256).astype(int) + 16
+    most = int(1.2 * lengths.sum() / 8)
+    parts = wlb.balance(lengths, 8, most, equal_size=True)
+    seconds = WORKLOAD.document_seconds(lengths)
+    assert {len(part) for part in parts} == {32}
+    assert max(lengths[part].sum() for part in parts) <= most
+    assert max(seconds[part].sum() for part in parts) < 1.01 * seconds.sum() / 8
+
+
 def test_a_limit_that_only_a_search_can_keep():
     assert sorted(wlb.balance([3, 3, 2, 2, 2], 2, 6)) == [[0, 1], [2, 3, 4]]
     assert fitting_bins([3, 3, 2, 2, 2], 2, 6, None) is not None
@@ -135,7 +210,15 @@ def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
         ({"lengths": [4], "parts": 1, "max_tokens": -1}, "max_tokens = -1 is not"),
         ({"lengths": [4], "parts": 1, "multiple_of": True}, "multiple_of = True is not"),
         ({"lengths": [4], "parts": 2}, "1 documents cannot fill 2 parts"),
-        ({"lengths": [4], "parts": None}, "give parts or max_tokens"),
+        ({"lengths": [4], "parts": None}, "give parts, max_tokens or ranks"),
+        ({"lengths": [4], "ranks": 0}, "ranks = 0 is not"),
+        ({"lengths": [4, 4], "ranks": 3}, "2 documents cannot fill 3 parts"),
+        ({"lengths": [4, 4, 4], "ranks": 2, "max_tokens": 4}, "3 documents cannot fill 4 parts"),
+        ({"lengths": [4, 4], "parts": 1, "costs": [1.0]}, r"costs of shape \(1,\) for 2 documents"),
+        ({"lengths": [4, 4], "parts": 1, "costs": [[1], [1, 2]]}, "one number for each document"),
+        ({"lengths": [4, 4], "parts": 1, "costs": [1.0, -2.0]}, "document 1 costs -2.0"),
+        ({"lengths": [4, 4], "parts": 1, "costs": [float("nan"), 1.0]}, "document 0 costs nan"),
+        ({"lengths": [4], "parts": 1, "costs": [1.0], "workload": "tokens"}, "give one of them"),
         ({"lengths": [4, 4, 4], "parts": 2, "equal_size": True}, "needs a multiple of 2"),
         ({"lengths": [4, 9], "parts": 2, "max_tokens": 8}, "document 1 has 9 tokens, over max_tokens = 8"),
         ({"lengths": [6, 6, 6], "parts": 2, "max_tokens": 8}, "raise max_tokens to at least 9, or ask for at least 3"),

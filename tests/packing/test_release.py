@@ -21,7 +21,7 @@ WINDOW = 1024
 
 def outlier(length, due, overdue, workload=WORKLOADS["polynomial"]):
     seconds = float(workload.document_seconds([length])[0])
-    return Outlier(length, seconds, due, due and overdue, Pending(length, seconds, 0, Segment(0, 0, length)))
+    return Outlier(length, seconds, due, due and overdue, Pending(length, seconds, 0, Segment(0, 0, length), length))
 
 
 def fluid(tokens, workload=WORKLOADS["polynomial"]):

@@ -152,7 +152,7 @@ def test_what_is_only_priced_is_not_built(shape):
     check_built(DENSE)
     check_built(replace(WINDOWED, full_attention_every=None))
     with pytest.raises(
-        UserError, match="can be priced and simulated but not trained or profiled; choose a dense model"
+        UserError, match=r"can be priced and simulated but not trained or profiled; choose a dense model.*balanced"
     ):
         check_built(shape)
 

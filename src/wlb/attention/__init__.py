@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from wlb.attention.backends import check_inputs, pick_backend
@@ -48,13 +49,13 @@ def segment_attention(
         query: (tokens, heads, head_dim).
         key: (tokens, kv_heads, head_dim); ``heads`` is a multiple of ``kv_heads``, and query head h reads
             key/value head ``h // (heads // kv_heads)`` (grouped-query attention).
-        value: Same shape as ``key``.
+        value: (tokens, kv_heads, value_dim); latent attention has values narrower than keys.
         segment_lengths: Tokens of each segment, in packed order; they add up to ``tokens``.
         backend: A name in ``BACKENDS``, or ``auto`` for the fastest that supports the query.
         window: Tokens that each token attends up to its own; all of them without it.
 
     Returns:
-        (tokens, heads, head_dim), of the query's type.
+        (tokens, heads, value_dim), of the query's type.
 
     Raises:
         UserError: No such back end, or it does not support a tensor of this device or type.
@@ -66,11 +67,10 @@ def segment_attention(
             f"segment_lengths must be positive and add up to the {len(query)} tokens of the query, "
             f"got {len(segment_lengths)} segments with {sum(segment_lengths)} tokens"
         )
-    layout = ShardLayout(Runs.of_segments(tuple(segment_lengths), window))
-    out: Tensor = AttendPacked.apply(
-        query, key, value, layout, pick_backend(query, backend), PlanRanks(None), None, None
-    )
-    return out
+    layout = ShardLayout(Runs.of_segments(tuple(segment_lengths), _needed(window, segment_lengths)))
+    tensors = _of_one_width(query, key, value)
+    out: Tensor = AttendPacked.apply(*tensors, layout, pick_backend(query, backend), PlanRanks(None), None, None)
+    return out[..., : value.shape[-1]]
 
 
 def context_parallel_attention(
@@ -94,7 +94,7 @@ def context_parallel_attention(
     Args:
         query: (local tokens, heads, head_dim).
         key: (local tokens, kv_heads, head_dim); heads are grouped as in ``segment_attention``.
-        value: Same shape as ``key``.
+        value: (local tokens, kv_heads, value_dim).
         shard_plan: Who holds which tokens.
         group: The context-parallel ranks, in the order of the plan; None is the default group. A plan for one rank
             needs no process group.
@@ -108,7 +108,7 @@ def context_parallel_attention(
             call this. With NCCL all must have been in a call of ``group`` before.
 
     Returns:
-        (local tokens, heads, head_dim), of the query's type.
+        (local tokens, heads, value_dim), of the query's type.
 
     Raises:
         UserError: No such back end, or it does not support a tensor of this device or type.
@@ -124,7 +124,21 @@ def context_parallel_attention(
     expected = int(shard_plan.tokens_per_rank[rank])
     if len(query) != expected:
         raise ValueError(f"rank {rank} holds {expected} tokens under the plan, the query has {len(query)}")
-    layout = shard_layout(shard_plan, rank, query.device, window)
-    ranks = PlanRanks(group, members)
-    out: Tensor = AttendPacked.apply(query, key, value, layout, pick_backend(query, backend), ranks, kept, resends)
-    return out
+    layout = shard_layout(shard_plan, rank, query.device, _needed(window, shard_plan.segment_lengths))
+    ranks, tensors = PlanRanks(group, members), _of_one_width(query, key, value)
+    out: Tensor = AttendPacked.apply(*tensors, layout, pick_backend(query, backend), ranks, kept, resends)
+    return out[..., : value.shape[-1]]
+
+
+def _needed(window: int | None, segment_lengths: Sequence[int]) -> int | None:
+    """None for a window that every segment fits into: full attention hides its exchange behind computing."""
+    return None if window is None or window >= max(segment_lengths, default=0) else window
+
+
+def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With columns of zeros, which change nothing, where keys and values differ in width."""
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    if head_dim < value_dim:
+        query = F.pad(query * (value_dim / head_dim) ** 0.5, (0, value_dim - head_dim))  # it is scaled by its width
+        key = F.pad(key, (0, value_dim - head_dim))
+    return query, key, F.pad(value, (0, head_dim - value_dim)) if value_dim < head_dim else value

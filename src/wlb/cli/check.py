@@ -70,7 +70,7 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     from wlb.simulate.verdict import presets_of
 
     tokens = asked.lengths(lengths)
-    found = asked.job(context, tokens)
+    found = asked.job(context, lengths, tokens)
     verdict = judged(presets_of(found.job, tokens, _CHECKED), tokens, asked.steps)
     store = lengths if names_store(lengths) else None
     gpus = found.job.layout.world_size

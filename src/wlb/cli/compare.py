@@ -83,7 +83,7 @@ def compare(
         return
     options.check_picture(asked.plot)
     tokens = read_lengths(lengths, keep_empty=True)
-    found = asked.job(context, tokens)
+    found = asked.job(context, lengths, tokens)
     by_method = any(was_given(context, name) for name in _OF_METHODS)
     if by_method or json:
         compared, show = _compared_methods(tokens[tokens > 0], asked, found)
@@ -186,6 +186,7 @@ def show_comparison(results: Sequence[MethodResult], title: str) -> None:
         "method": [row.name + gap for row, gap in zip(rows, gaps, strict=True)],
         "speed at\nequal work": [f"{row.speed_at_equal_work:.2f}x" for row in rows],
         "imbalance\ndegree": [f"{r.imbalance_degree:.3f}" for r in shown],
+        **{f"of it\n{name}": [f"{r.phase_imbalance[name]:.3f}" for r in shown] for name in shown[0].phase_imbalance},
         "token\ndelay": [f"{r.mean_token_delay:.2f} ({r.longest_delay})" for r in shown],
         "step\nspread": [f"{r.tokens_per_step_cv:.1%}" for r in shown],
         "planning\nms/step": [f"{r.planning_ms_per_step:.2f}" for r in shown],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from wlb.documents.store.sources import StoreSource
     from wlb.simulate import SimulatedJob
     from wlb.simulate.search import SearchSpace
     from wlb.workload import ModelShape, Workload
@@ -62,7 +63,8 @@ Lengths = Annotated[
     typer.Argument(
         metavar="LENGTHS",
         help="Document lengths: .json list, .jsonl, .csv or .parquet (column length), .txt, .npy, - (standard input), "
-        ".idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED.",
+        ".idx, a token store (prefix, directory, quoted glob), or synthetic:DOCUMENTS:WINDOW:SEED. "
+        "Of .json objects and .parquet also columns NAME_tokens: patches or frames of an encoder.",
     ),
 ]
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
@@ -90,6 +92,48 @@ Settings = Annotated[
 ]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the result: .png, .pdf or .svg.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
+
+
+_ENCODER_PARAMETERS = "675M"  # of the vision encoder of Qwen2-VL (arXiv 2409.12191, section 2.1)
+Encoders = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--encoder",
+        metavar="NAME=PARAMETERS",
+        help=f"Size of the encoder that the column NAME_tokens goes through; default: {_ENCODER_PARAMETERS}.",
+    ),
+]
+
+
+def with_phases(job: SimulatedJob, lengths: StoreSource, encoders: Sequence[str] | None) -> SimulatedJob:
+    """``job`` with the phases of documents that ``lengths`` has columns for; ``encoders`` as ``--encoder`` has them."""
+    from wlb.documents.lengths import read_encoder_tokens
+    from wlb.workload.phases import DocumentPhases, encoder_seconds
+
+    columns = read_encoder_tokens(lengths)
+    sizes = dict.fromkeys(columns, _ENCODER_PARAMETERS)
+    for one in encoders or ():
+        name, _, size = one.partition("=")
+        if name not in columns:
+            known = ", ".join(f"{column}_tokens" for column in columns) or "none"
+            raise UserError(f"--encoder {one}: {lengths} has no column {name}_tokens (of such columns it has {known})")
+        sizes[name] = size
+    if not columns:
+        return job
+    tp, hardware = job.layout.tp, job.hardware
+    seconds = {name: encoder_seconds(columns[name], _parameters(size), hardware, tp) for name, size in sizes.items()}
+    return replace(job, phases=DocumentPhases(seconds))
+
+
+def _parameters(size: str) -> float:
+    scale = {"M": 1e6, "B": 1e9}.get(size[-1:], 1.0)
+    try:
+        number = scale * float(size.rstrip("MB"))
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise UserError(f"an encoder of {size!r} parameters is no number over 0; write it as 675M")
+    return number
 
 
 def check_writable(path: Path) -> None:
@@ -224,12 +268,13 @@ class JobOptions(GpuOptions):
     parallel: Annotated[str | None, typer.Option(hidden=True, help="The sizes in one option: dp=4,pp=4,cp=2,tp=8.")] = (
         None
     )
+    encoder: Encoders = None
     steps: Annotated[
         int | None, number_of_steps("Steps, after some that warm up; default: of 512 windows, 8 to 32.")
     ] = None
 
-    def job(self, context: typer.Context, lengths: NDArray[np.int64]) -> AskedJob:
-        """The job under preset ``best``, and what was assumed of it.
+    def job(self, context: typer.Context, source: str, lengths: NDArray[np.int64]) -> AskedJob:
+        """The job under preset ``best`` on documents of ``lengths`` from ``source``, and what was assumed of it.
 
         With a measured profile ``hardware`` says its links. Raises ``UserError`` for a layout that cannot run.
         """
@@ -240,11 +285,12 @@ class JobOptions(GpuOptions):
         if not sizes and self.profile is None and self.micro_batches is None:
             job = self._in_fastest_layout(window, lengths)
             assumed += f"{job.layout.world_size} GPUs in the layout in which {_BASELINE} is fastest"
-            return AskedJob(job, {"model": self.model, "hardware": self.hardware}, assumed)
+            priced_by: dict[str, str | int] = {"model": self.model, "hardware": self.hardware}
+            return AskedJob(with_phases(job, source, self.encoder), priced_by, assumed)
         if self.gpus is not None:
             raise UserError(f"--gpus {self.gpus} chooses the sizes that are given too; leave one of them out")
         job, priced_by = self._of_sizes(context, window, sizes)
-        return AskedJob(job, priced_by, assumed.removesuffix("; "))
+        return AskedJob(with_phases(job, source, self.encoder), priced_by, assumed.removesuffix("; "))
 
     def _sizes(self, context: typer.Context) -> dict[str, Any]:
         """Those that were given."""

@@ -84,7 +84,7 @@ def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tup
 
     rivals = None if asked.rivals is None else read_rivals(asked.rivals)
     lengths = read_lengths(source, keep_empty=True)
-    job = asked.job(context, lengths).job
+    job = asked.job(context, source, lengths).job
     with progress_bar() as bar:
         task = bar.add_task("reading", total=None)
         evidence = gather_evidence(

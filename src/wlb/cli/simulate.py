@@ -64,6 +64,7 @@ class SimulateOptions:
         ),
     ] = None
     settings: options.Settings = None
+    encoder: options.Encoders = None
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the last step of the last system as a Perfetto trace.")
     ] = None
@@ -74,7 +75,7 @@ class SimulateOptions:
         These are one source, ``lengths`` where it is given, or each store of a mixture.
         """
         from wlb.simulate.job import NAMED_JOBS
-        from wlb.simulate.verdict import presets_of
+        from wlb.simulate.verdict import well_checkpointed
         from wlb.workload.profile import read_profile
 
         if self.job is None:
@@ -94,8 +95,12 @@ class SimulateOptions:
         sources = sources if lengths is None else [lengths]
         documents = _lengths(sources)
         jobs = {system: job.with_layout(**layout).priced(**prices) for system, job in jobs.items()}
+        if lengths is not None:
+            jobs = {system: options.with_phases(job, lengths, self.encoder) for system, job in jobs.items()}
+        if self.systems is None:  # pools know no phases
+            jobs = {system: job for system, job in jobs.items() if not (job.phases and job.pools)}
         if self.job in NAMED_JOBS:
-            jobs = {preset: presets_of(job, documents, [preset])[preset] for preset, job in jobs.items()}
+            jobs = {preset: well_checkpointed(job, documents) for preset, job in jobs.items()}
         return jobs, documents, sources
 
     def _named(self, name: str) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
@@ -235,9 +240,11 @@ def _write_trace(path: Path, job: SimulatedJob, lengths: DocumentLengths, steps:
 def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     """The verdict, and where the time of each system's steps goes, in seconds."""
     from wlb.simulate import CAUSES
+    from wlb.simulate.step import IMBALANCES
 
     stdout.print(f"{verdict}\n", markup=False, highlight=False)
     results = verdict.systems
+    phases = [name for name in next(iter(results.values())).imbalance if name not in IMBALANCES]
     systems, first = list(results.values()), results[verdict.base]
     causes = [cause for cause in CAUSES if any(abs(r.where[cause]) > 5e-4 for r in systems)]  # not shown as 0.000
     rows = {
@@ -249,6 +256,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "imbalance: micro-batches": [f"{r.imbalance['micro_batches']:.3f}" for r in systems],
         "imbalance: cp ranks": [f"{r.imbalance['cp']:.3f}" for r in systems],
         "imbalance: dp ranks": [f"{r.imbalance['dp']:.3f}" for r in systems],
+        **{f"imbalance: {name}": [f"{r.imbalance[name]:.3f}" for r in systems] for name in phases},
         "token delay, steps": [f"{r.token_delay:.3f}" for r in systems],
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],

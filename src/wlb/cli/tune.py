@@ -53,7 +53,7 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
     from wlb.simulate.compare import comparison_json, packer_for
 
     tokens = read_lengths(lengths)
-    job, priced_by, _ = asked.job(context, tokens)
+    job, priced_by, _ = asked.job(context, lengths, tokens)
     documents, _ = documents_of(tokens, asked.steps, job)
     trials = _trials(documents, asked, job)
     best, curve = trials[0], trade_off(trials)

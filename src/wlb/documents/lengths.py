@@ -1,12 +1,15 @@
 """Reading document lengths from files, stores or a random distribution: all that planning needs of a corpus.
 
-``read_lengths`` takes a ``.json`` list, a ``.txt`` with one length per line, the same on standard input (``-``), a
-``.npy`` array, a ``.csv`` or ``.parquet`` file with a column ``length``, a ``.jsonl`` file of lengths or of objects
-with ``length`` or ``input_ids``, a Megatron ``.idx``, the prefix or URL of a token store, a directory, glob or list of
-them, or ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for lengths drawn by
-``wlb.documents.synthetic``. What it returns is checked: whole, positive, in order. Only a store may have empty
-documents; they are passed over, as in training, and counted in a note on stderr. Of a store of more than 16 million
-documents a sample is taken, and a note says so.
+``read_lengths`` takes a ``.json`` list (of lengths, or of objects with a ``length``), a ``.txt`` with one length per
+line, the same on standard input (``-``), a ``.npy`` array, a ``.csv`` or ``.parquet`` file with a column ``length``, a
+``.jsonl`` file of lengths or of objects with ``length`` or ``input_ids``, a Megatron ``.idx``, the prefix or URL of a
+token store, a directory, glob or list of them, or ``synthetic:DOCUMENTS:WINDOW[:SEED]``, where WINDOW may be 128K, for
+lengths drawn by ``wlb.documents.synthetic``. What it returns is checked: whole, positive, in order. Only a store may
+have empty documents; they are passed over, as in training, and counted in a note on stderr. Of a store of more than 16
+million documents a sample is taken, and a note says so.
+
+``read_encoder_tokens`` reads what else ``.json`` and ``.parquet`` files may say: what documents put through encoders of
+images or audio.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ _MOST_READ = 1 << 24  # documents of a store; a sample of as many says the same 
 _BLOCK = 1 << 10  # documents that lie together in a sample: reading one costs as much as reading its page
 
 Integers = NDArray[np.integer[Any]]
+_ENCODED = "_tokens"  # how columns of encoders' tokens end
 
 
 def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np.int64]:
@@ -77,6 +81,26 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
     return trained
 
 
+def read_encoder_tokens(source: StoreSource) -> dict[str, NDArray[np.int64]]:
+    """Tokens (patches, frames) of every document in each encoder: the columns ``NAME_tokens``, by NAME.
+
+    Shape (documents,) each; none where ``source`` is no ``.json`` or ``.parquet`` file that has any. Raises
+    ``UserError`` for what is no whole number of at least 0.
+    """
+    path, found = Path(source_name(source)), {}
+    if path.suffix == ".parquet" and path.is_file():
+        names = [name for name in _parquet_names(path) if name.endswith(_ENCODED)]
+        found = {name: _from_parquet(path, name) for name in names}
+    elif path.suffix == ".json" and path.is_file():
+        rows = _json_rows(path)
+        names = sorted({name for row in rows if isinstance(row, dict) for name in row if name.endswith(_ENCODED)})
+        found = {name: _from_integers(path, [row.get(name) for row in rows], f"{name} of entry") for name in names}
+    for name, tokens in found.items():
+        if tokens.size and tokens.min() < 0:
+            raise UserError(f"{path}: {name} of document {tokens.argmin()} is {tokens.min()}; give at least 0")
+    return {name.removesuffix(_ENCODED): tokens.astype(np.int64) for name, tokens in found.items()}
+
+
 def _check_range(path: Path, lengths: Integers, where: str) -> None:
     smallest = 0 if where == "document" else 1  # stores may have empty documents, and training passes over them
     bad = np.flatnonzero((lengths < smallest) | (lengths > MAX_DOCUMENT_TOKENS))
@@ -89,13 +113,18 @@ def _check_range(path: Path, lengths: Integers, where: str) -> None:
 
 
 def _from_json(path: Path) -> Integers:
+    values = _json_rows(path)
+    return _from_integers(path, [row.get("length") if isinstance(row, dict) else row for row in values], "entry")
+
+
+def _json_rows(path: Path) -> list[Any]:
     try:
         values = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(values, list):
         raise UserError(f"{path} holds a JSON {type(values).__name__}; a list of lengths is needed")
-    return _from_integers(path, values, "entry")
+    return values
 
 
 def _from_txt(path: Path) -> Integers:
@@ -170,19 +199,24 @@ def _from_npy(path: Path) -> Integers:
     return _from_integer_array(path, array)
 
 
-def _from_parquet(path: Path) -> Integers:
+def _parquet_names(path: Path) -> list[str]:
+    names: list[str] = require("pyarrow.parquet", "data").read_schema(path).names
+    return names
+
+
+def _from_parquet(path: Path, name: str = "length") -> Integers:
     parquet = require("pyarrow.parquet", "data")
     arrow = require("pyarrow", "data")
     try:
         with parquet.ParquetFile(path) as file:
-            if "length" not in file.schema_arrow.names:
-                raise UserError(f"{path} has no column 'length'; it has {', '.join(file.schema_arrow.names)[:80]}")
-            column = file.read(["length"])["length"]
+            if name not in file.schema_arrow.names:
+                raise UserError(f"{path} has no column {name!r}; it has {', '.join(file.schema_arrow.names)[:80]}")
+            column = file.read([name])[name]
     except arrow.ArrowException as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
     if column.null_count:
         bad = column.is_null().to_numpy().argmax()
-        raise UserError(f"{path}: row {bad} of column 'length' is null; a whole number is needed")
+        raise UserError(f"{path}: row {bad} of column {name!r} is null; a whole number is needed")
     return _from_integer_array(path, column.to_numpy())
 
 

@@ -21,8 +21,10 @@ from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.document_fields import Document, ids_and_labels
 from wlb.integrations.packed import packed_loss, summed_over_ranks
-from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.packing.plan import MicroBatch
 from wlb.training.data.batch import IGNORE_LABEL
+
+_Ranks = Sequence[Sequence[MicroBatch]]
 
 
 class LightningLoss:
@@ -73,22 +75,31 @@ class LightningLoss:
             logits, labels, self._loss_tokens, averaged_over=self._sampler.job.layout.dp * self._accumulated
         )
 
-    def _plans(self) -> Iterator[tuple[int, tuple[StepPlan | None, StepPlan | None]]]:
-        """Every step's number, plan, and the plan after it."""
-        end: list[StepPlan | None] = [None]
-        return enumerate(pairwise(chain(self._sampler.steps(), end)))
+    def _steps(self) -> Iterator[tuple[_Ranks | None, _Ranks | None]]:
+        """The micro-batches of each trainer's step, rank by rank, and those of the step after it.
+
+        A plan is one such step; the last may have more micro-batches than are accumulated, and is then several.
+        """
+        accumulated = self._accumulated
+        steps = (
+            [rank[first : first + accumulated] for rank in plan.ranks]
+            for plan in self._sampler.steps()
+            for first in range(0, len(plan.ranks[0]), accumulated)
+        )
+        end: list[_Ranks | None] = [None]
+        return pairwise(chain(steps, end))
 
     def _count_labels(self, step: int) -> None:
         """Count the labelled tokens of this process's micro-batches in ``step``, and of the whole step."""
         if self._step is None or step < self._step:
-            self._coming = self._plans()
-        plan, following = next((plans for number, plans in self._coming if number == step), (None, None))
-        if plan is None:
+            self._coming = enumerate(self._steps())
+        ranks, following = next((steps for number, steps in self._coming if number == step), (None, None))
+        if ranks is None:
             raise UserError(
                 f"step {step} is after the last of the sampler's pass; give the sampler all epochs, and the trainer "
                 "max_epochs=1"
             )
-        mine = plan.ranks[self._checked_rank()]
+        mine = ranks[self._checked_rank()]
         if following is not None and len(mine) != self._accumulated:
             raise UserError(
                 f"step {step} has documents for only {len(mine)} of its {self._accumulated} micro-batches, and "
@@ -96,7 +107,7 @@ class LightningLoss:
             )
         self._labelled = [self._labelled_tokens(micro_batch) for micro_batch in mine]
         if self._dataset is None:
-            self._loss_tokens = plan.tokens - len(list(plan.segments))
+            self._loss_tokens = sum(self._labelled_tokens(micro_batch) for rank in ranks for micro_batch in rank)
         else:
             own = sum(self._labelled)
             self._loss_tokens = own if self._sampler.job.layout.dp == 1 else summed_over_ranks(own)

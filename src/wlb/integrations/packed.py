@@ -8,10 +8,9 @@ over all ranks (``packed_loss``): which micro-batch a document is in cannot chan
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,8 @@ from torch import Tensor
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
-from wlb.integrations.batches.processes import Processes, digest
+from wlb.integrations.batches import PlannedBatchSampler
+from wlb.integrations.batches.processes import Processes, digest, warn
 from wlb.integrations.batches.steps import WholeSteps, balanced_job, checked_lengths
 from wlb.integrations.document_fields import Document, chooses_labels, ids_and_labels, token_count
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -58,6 +58,18 @@ class PackedBatch:
     @property
     def max_seqlen(self) -> int:
         return max(self.segment_lengths)
+
+    def hf_kwargs(self) -> dict[str, Any]:
+        """Keywords of a Hugging Face causal LM: ``model(**batch.hf_kwargs()).logits[0]`` is (tokens, vocabulary).
+
+        ``input_ids`` and ``position_ids`` have shape (1, tokens); ``cu_seq_lens_q`` and the like say where documents
+        end, and ``shard_plan`` which tokens these are. There is no mask. There are no labels either, from which a model
+        would take the mean of its micro-batch: give logits and ``labels`` to ``packed_loss``. The model needs
+        ``wlb.integrations.huggingface.register_attention``, or flash_attention_2 where there is no ``shard_plan``.
+        """
+        rows = {"input_ids": self.tokens[None], "position_ids": self.position_ids[None]}
+        shared = {} if self.shard_plan is None else {"shard_plan": self.shard_plan}
+        return {**rows, **extents_of(self.segment_lengths, self.tokens.device), **shared}
 
     def to(self, device: torch.device | str) -> PackedBatch:
         tensors = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "position_ids")}
@@ -227,11 +239,11 @@ class PackedSteps(Iterator[PackedStep]):
 _NO_GROUP = "labels of several ranks are counted together; call torch.distributed.init_process_group"
 
 
-def summed_over_ranks(count: int) -> int:
-    """The sum of every process's ``count`` of labelled tokens; a collective call of the default process group."""
+def summed_over_ranks(count: int, group: dist.ProcessGroup | None = None) -> int:
+    """The sum of every process's ``count`` of labelled tokens; a collective call of ``group``, or the default group."""
     if not dist.is_initialized():
         raise UserError(_NO_GROUP)
-    return int(gathered_rows([count], torch.int64, _device_of(None)).sum())
+    return int(gathered_rows([count], torch.int64, _device_of(group), group).sum())
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
@@ -326,10 +338,8 @@ def packed_loss(logits: Tensor, labels: Tensor, loss_tokens: int | Tensor, avera
 
 
 def warn_of_no_labels() -> None:
-    """Warn of a step that teaches nothing; on the first process only, once for each line of code that comes here."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        message = "a step has no labelled token, so its loss and gradients are zero; look at its labels and masks"
-        warnings.warn(f"wlb: {message}", stacklevel=3)
+    """Warn of a step that teaches nothing."""
+    warn("a step has no labelled token, so its loss and gradients are zero; look at its labels and masks")
 
 
 def _known_to_be_zero(count: int | Tensor) -> bool:
@@ -351,6 +361,10 @@ class FlatteningCollator:
     - no attention mask.
     """
 
+    def token_count(self, document: Document, name: str) -> int:
+        """Tokens of ``document`` without padding. Raises ``UserError`` for fields that would be lost."""
+        return token_count(document, name)
+
     def __call__(self, documents: Sequence[Document]) -> dict[str, Any]:
         if not documents:
             raise UserError("a batch without documents cannot be packed; a planned batch sampler makes none")
@@ -369,9 +383,9 @@ class FlatteningCollator:
         }
 
 
-def extents_of(lengths: Sequence[int]) -> dict[str, Any]:
+def extents_of(lengths: Sequence[int], device: torch.device | None = None) -> dict[str, Any]:
     """The keywords by which packed models of Hugging Face know where documents of ``lengths`` tokens end."""
-    extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    extents = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     return {
         "cu_seq_lens_q": extents,
         "cu_seq_lens_k": extents.clone(),
@@ -379,3 +393,35 @@ def extents_of(lengths: Sequence[int]) -> dict[str, Any]:
         "max_length_k": max(lengths),
         "use_cache": False,
     }
+
+
+def steps_of(
+    loader: Iterable[Mapping[str, Any]], sampler: PlannedBatchSampler
+) -> Iterator[tuple[list[Mapping[str, Any]], int]]:
+    """One pass over ``loader`` by optimizer steps: this process's micro-batches, and the labelled tokens of all ranks.
+
+    Args:
+        loader: Reads the micro-batches of ``sampler``, collated by ``FlatteningCollator``; any ``DataLoader``, with
+            workers, prepared by Accelerate, or a ``StatefulDataLoader`` that goes on after whole steps.
+        sampler: Its batch sampler.
+
+    Every process takes each step, as labels are counted together. Raises ``UserError`` for a batch that is not the
+    sampler's next one.
+    """
+    processes, layout = sampler.processes, sampler.job.layout
+    dp_rank, plans = processes.own_rank() // layout.cp, sampler.follow()
+    batches = iter(loader)
+    for first in batches:
+        planned = plans.popleft().ranks[dp_rank] if plans else ()
+        step = [first, *islice(batches, max(0, len(planned) - 1))]
+        found = [batch["cu_seq_lens_q"].diff().tolist() if "cu_seq_lens_q" in batch else None for batch in step]
+        if found != [[segment.length for segment in micro_batch.segments] for micro_batch in planned]:
+            raise UserError(
+                "the loader's batches are not those that the sampler plans for a step; give the loader this "
+                "batch_sampler and collate_fn=FlatteningCollator(), and continue after whole steps"
+            )
+        labelled = sum(int((batch["labels"] != IGNORE_LABEL).sum()) for batch in step)
+        if processes.ranks > 1:  # of which cp train the same micro-batches
+            labelled = summed_over_ranks(labelled, processes.group) * layout.dp
+            labelled //= dist.get_world_size(processes.group)
+        yield step, labelled

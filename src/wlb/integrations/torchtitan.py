@@ -1,19 +1,19 @@
 """torchtitan trains balanced micro-batches, by one override on its command line.
 
-    --override.imports 'wlb.integrations.torchtitan.balance={"micro_batches": 8, "model": "llama3-8b"}' \\
-    --dataloader.dataset_path PREFIX --training.local_batch_size 1 --training.global_batch_size 64
+    --override.imports 'wlb.integrations.torchtitan.balance={"store": "PREFIX", "micro_batches": 8}'
 
 ``PREFIX`` is a token store (``wlb prepare``, or Megatron's ``.bin`` and ``.idx``), ``micro_batches`` the gradient
-accumulation: global batch size / data-parallel degree, here 8 ranks. In place of rows cut every ``seq_len`` tokens come
-micro-batches of whole documents, up to ``seq_len`` tokens each, that take all ranks equally long; they hold ``seq_len``
-tokens on average and up to 1.5 times as many. torchtitan's own loss, a sum over tokens divided by the step's number
-of labels, stays right for them, and its position-based masks keep documents apart (attention ``flex`` or ``varlen``).
+accumulation. In place of rows cut every ``seq_len`` tokens come micro-batches of whole documents that take all ranks
+equally long; they hold ``seq_len`` tokens on average and up to 1.5 times as many. torchtitan's own loss, a sum over
+tokens divided by the step's number of labels, stays right for them, and its position-based masks keep documents apart
+(attention ``flex`` or ``varlen``).
 
 Every rank plans; the state is the plan's, so a checkpoint continues exactly, and also with another data-parallel
 degree. Not with pipeline parallelism, whose schedules take one length of micro-batch (pytorch#159942), nor with CUDA
 graphs (``--training.disable_cuda_graphs``).
 
-Written for torchtitan 0.3.
+For torchtitan 0.3.0 and its main of August 2026 (b5bcd76), which differ in where the loader is, what it is given and
+the shape of what it yields.
 """
 
 from __future__ import annotations
@@ -26,28 +26,45 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.config.override import derive, override
 
 from wlb.documents.store.shards import open_store
 from wlb.errors import UserError
 from wlb.integrations.batches import ItemsOfSteps, WholeSteps, balanced_job
 from wlb.integrations.batches.processes import Processes, digest
+from wlb.integrations.torch_context_parallel import MaskBlockBalancer
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.training.data.batch import IGNORE_LABEL, make_batch
+
+_VERSIONS = "torchtitan 0.3.0 or its main of August 2026 (b5bcd76)"
+
+try:
+    from torchtitan.config.override import derive, override
+    from torchtitan.distributed.context_parallel import api as context_parallel
+    from torchtitan.models.common.attention import FlexAttention
+
+    try:
+        from torchtitan.components.dataloader import BaseDataLoader  # 0.3.0
+    except ModuleNotFoundError:
+        from torchtitan.components.data.loader import BaseDataLoader  # main
+except ImportError as error:
+    raise UserError(f"{error}; wlb.integrations.torchtitan needs {_VERSIONS}") from error
 
 _STATE = "wlb"
 
 
 class BalancedDataLoader(BaseDataLoader):
-    """Yields ``({"input", "positions"}, labels)``, each int64 of shape (1, tokens): this rank's micro-batches.
+    """Yields ``({"input", "positions"}, labels)``, each int64: this rank's micro-batches.
 
+    Their shape is (1, tokens) in 0.3.0 and (tokens,) in main, whose ``seq_len`` is called ``max_context_length``.
     Never ends: documents of the next epoch follow those of this one into the same steps. Documents over ``seq_len``
     tokens are split. ``state_dict`` is the same on every rank.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
+        store: str | None = None
+        """Prefix of a token store; if not given, 0.3.0's ``dataset_path``."""
+
         micro_batches: int = 1
         """Micro-batches of a rank in a step: the gradient accumulation."""
 
@@ -61,24 +78,19 @@ class BalancedDataLoader(BaseDataLoader):
         """Of the order of documents."""
 
         multiple_of: int = 128
-        """Tokens of a micro-batch are padded to a multiple of this: of what tensor parallelism and twice context
-        parallelism divide by. Padding has no labels and is a document of its own."""
+        """Tokens of a micro-batch are padded to a multiple of this: of what tensor parallelism divides by, and of 128
+        times the context-parallel degree. Padding has no labels and is a document of its own."""
 
-    def __init__(
-        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
-    ) -> None:
-        if config.dataset_path is None:
-            raise UserError("dataloader.dataset_path is not set; give the prefix of a token store (see `wlb prepare`)")
-        if local_batch_size != 1:
-            raise UserError(
-                f"training.local_batch_size = {local_batch_size}, but a balanced micro-batch is one packed row; set it "
-                'to 1 and give its number as "micro_batches" of the override'
-            )
-        self._store = open_store(config.dataset_path)
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **sizes: Any) -> None:
+        prefix = config.store or getattr(config, "dataset_path", None)
+        if prefix is None:
+            raise UserError('no documents; give the override the prefix of a token store, "store" (see `wlb prepare`)')
+        self._in_rows = "seq_len" in sizes
+        self._store = open_store(prefix)
         self._rank, self._multiple_of = dp_rank, config.multiple_of
         job = balanced_job(
             self._store.lengths,
-            seq_len,
+            _window(sizes),
             config.micro_batches,
             dp=dp_world_size,
             model=config.model,
@@ -113,9 +125,33 @@ class BalancedDataLoader(BaseDataLoader):
     def _tensors(self, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Tensor]:
         batch = make_batch(micro_batch, self._store)
         padding = -len(batch.tokens) % self._multiple_of
-        positions = torch.cat([batch.positions, torch.arange(padding)])
-        inputs = {"input": F.pad(batch.tokens, (0, padding))[None], "positions": positions[None]}
-        return inputs, F.pad(batch.labels, (0, padding), value=IGNORE_LABEL)[None]
+        inputs = {
+            "input": F.pad(batch.tokens, (0, padding)),
+            "positions": torch.cat([batch.positions, torch.arange(padding)]),
+        }
+        labels = F.pad(batch.labels, (0, padding), value=IGNORE_LABEL)
+        if self._in_rows:
+            return {name: tensor[None] for name, tensor in inputs.items()}, labels[None]
+        return inputs, labels
+
+
+def _window(sizes: dict[str, Any]) -> int:
+    """The context window, of what torchtitan tells its loader."""
+    match sizes:
+        case {"seq_len": int(window), "local_batch_size": rows}:
+            given, wanted = f"local_batch_size = {rows}", 1
+            fits = rows == 1
+        case {"max_context_length": int(window), "num_tokens_per_batch": tokens}:
+            given, wanted = f"num_tokens_per_microbatch_per_dp_rank = {tokens}", window
+            fits = tokens == window
+        case _:
+            raise UserError(f"torchtitan gives its data loader {', '.join(sizes)}; wlb needs {_VERSIONS}")
+    if not fits:
+        raise UserError(
+            f"training.{given}, but a balanced micro-batch holds one context of {window} tokens on average; set it to "
+            f'{wanted} and give the number of micro-batches as "micro_batches" of the override'
+        )
+    return window
 
 
 def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:
@@ -124,8 +160,19 @@ def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoade
     return balanced
 
 
+def mask_blocks(config: FlexAttention.Config) -> FlexAttention.Config:
+    """``--parallelism.context_parallel_load_balancer ptrr`` divides masks by ``MaskBlockBalancer``; for any loader."""
+    if not hasattr(context_parallel, "_PTRRLoadBalancer"):
+        raise UserError("this torchtitan has no load balancer ptrr to improve on; leave the override mask_blocks out")
+    context_parallel._PTRRLoadBalancer = MaskBlockBalancer
+    return config
+
+
 override(
     target=BaseDataLoader.Config,
     fqns=["dataloader"],  # not the validator's
     description="micro-batches that take all ranks equally long (wlb)",
 )(balance)
+override(target=FlexAttention.Config, description="mask blocks divided evenly among context-parallel ranks (wlb)")(
+    mask_blocks
+)

@@ -32,6 +32,7 @@ from wlb.sharding import check_group_size
 from wlb.sharding.hybrid import MEMORY_FACTOR
 from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload
 from wlb.workload.base import DocumentPrices
+from wlb.workload.phases import DocumentPhases, with_phases
 from wlb.workload.profile import WorkloadProfile
 from wlb.workload.shapes import check_divisible
 
@@ -49,7 +50,7 @@ class JobSpec:
     Where ``packing`` is elastic, ``pool`` of the dp x cp ranks make a pool; ``with_pools`` gives the job whose
     context-parallel groups are these pools. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and moments, while
     a checkpoint is written) decide what the job holds in memory and nothing else. ``limit`` is what a process may hold,
-    by default 90% of ``hardware``'s memory.
+    by default 90% of ``hardware``'s memory. ``phases`` are what its documents cost before the language model.
 
     Raises ``UserError`` for a layout that cannot run.
     """
@@ -65,6 +66,7 @@ class JobSpec:
     tied_embeddings: bool = False
     checkpoint_copy: bool = False
     limit: MemoryLimit | None = None
+    phases: DocumentPhases | None = None
 
     def __post_init__(self) -> None:
         layout, micro_batches = self.layout, self.packing.micro_batches
@@ -191,17 +193,19 @@ class JobSpec:
     @property
     def work_prices(self) -> DocumentPrices:
         """What the work of training a document is worth, whatever the system: W_a + W_l, measured where possible."""
-        return self.workload if self.pricing.profile is None else self.pricing.profile.workload()
+        prices = self.workload if self.pricing.profile is None else self.pricing.profile.workload()
+        return with_phases(prices, self.phases)
 
     @property
     def packing_prices(self) -> DocumentPrices:
         """The prices by which it packs: with what sharding really costs, where the packer asks for it, or W_a + W_l."""
+        prices: DocumentPrices = self.workload
         if self.pricing.packed_by is not None:
-            return self.pricing.packed_by
-        if not PACKERS[self.packing.method].prices_sharding:
-            return self.workload
-        strategy, window = self.sharding.strategy, self.context_window
-        return sharded_prices(self.shape, self.hardware, self.layout.tp, self.layout.cp, strategy, window)
+            prices = self.pricing.packed_by
+        elif PACKERS[self.packing.method].prices_sharding:
+            strategy, window = self.sharding.strategy, self.context_window
+            prices = sharded_prices(self.shape, self.hardware, self.layout.tp, self.layout.cp, strategy, window)
+        return with_phases(prices, self.phases)
 
     def priced_as_run(self, plan: StepPlan) -> StepPlan:
         """``plan`` with the workloads by which its micro-batches are dealt to ranks and ordered.

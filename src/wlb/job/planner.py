@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.documents.length_counts import DocumentLengths, counts_of
 from wlb.documents.mixture import document_stream
@@ -67,6 +69,10 @@ class StepPlanner(Iterator[PlannedStep]):
         self._stream.begin(first_epoch)
         if not isinstance(documents, ArrivingDocuments):
             _check_step(job, documents)
+        if job.phases is not None:
+            if not isinstance(documents, np.ndarray):
+                raise UserError("phases are of the documents of one data set; give no stream, mixture or store of them")
+            job.phases.check(len(documents))
         self._packer = job.packer()
         self._packing = job.packing
         self._dp = job.layout.dp

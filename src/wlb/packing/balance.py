@@ -9,12 +9,16 @@ learning step or the global batch of another data loader, only the division is l
 
 Where documents do not fit so, the first step is repeated for tokens instead of prices, and at last searched for. Few
 documents are divided a second time from another start (``wlb.packing.differencing``), and the better division is taken.
+
+For ``ranks`` that wait for one another after every micro-batch, those of like price run at the same time. A document
+dearer than a mean micro-batch makes a *slot* (the micro-batches of all ranks that run at the same time) as long as
+itself, so the other ranks of the slot are filled up to it, and the later slots are the shorter for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,57 +26,144 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.packing.bins import fitting_bins, into_lightest
 from wlb.packing.differencing import differenced
-from wlb.packing.levelling import Indices, Limits, Prices, level
+from wlb.packing.levelling import Indices, Limits, Prices, level, level_equal_sizes
+from wlb.packing.phases import level_phases, slowest_sum
 
 if TYPE_CHECKING:
     from wlb.workload.base import DocumentPrices
+    from wlb.workload.phases import DocumentPhases
 
 _MOST_TOKENS = 2**63 - 1  # of all documents together, which are summed as 64-bit integers
 _FEW = 6  # documents of a part: with so few, exchanges may end early, and a second start is tried
 _FEW_PARTS = 64
+_LEVEL_STEP = 1e-3  # of a mean micro-batch: what ranks that wait for one another may differ by
+_TRY_AGAIN = 0.05  # of a step: what ranks wait before its micro-batches are also divided without filled slots
+# Exchanges end when differencing, which takes so much longer the more documents there are, would have ended as well:
+_SWAPS = 12  # documents for each swap between parts of equal size
+_SLOT_EXCHANGES = 64  # in all slots together, of which the first gain most
+_EXCHANGES = 64  # documents times parts for each exchange between others
+
+
+@overload
+def balance(
+    lengths: Sequence[int] | NDArray[np.integer[Any]],
+    parts: int | None = ...,
+    max_tokens: int | None = ...,
+    equal_size: bool = ...,
+    multiple_of: int = ...,
+    *,
+    workload: DocumentPrices | Literal["tokens"] | None = ...,
+    costs: Sequence[float] | NDArray[Any] | None = ...,
+    ranks: None = ...,
+    phases: DocumentPhases | None = ...,
+) -> list[list[int]]: ...
+
+
+@overload
+def balance(
+    lengths: Sequence[int] | NDArray[np.integer[Any]],
+    parts: int | None = ...,
+    max_tokens: int | None = ...,
+    equal_size: bool = ...,
+    multiple_of: int = ...,
+    *,
+    workload: DocumentPrices | Literal["tokens"] | None = ...,
+    costs: Sequence[float] | NDArray[Any] | None = ...,
+    ranks: int,
+    phases: DocumentPhases | None = ...,
+) -> list[list[list[int]]]: ...
 
 
 def balance(
     lengths: Sequence[int] | NDArray[np.integer[Any]],
-    parts: int | None,
+    parts: int | None = None,
     max_tokens: int | None = None,
     equal_size: bool = False,
     multiple_of: int = 1,
     *,
     workload: DocumentPrices | Literal["tokens"] | None = None,
-) -> list[list[int]]:
-    """Divide documents of ``lengths`` tokens into ``parts`` micro-batches whose dearest is as cheap as can be found.
+    costs: Sequence[float] | NDArray[Any] | None = None,
+    ranks: int | None = None,
+    phases: DocumentPhases | None = None,
+) -> list[list[int]] | list[list[list[int]]]:
+    """Divide documents of ``lengths`` tokens into micro-batches of equal work, for all data-parallel ranks of a step.
 
-    Stateless, and the same for the same arguments. No part is empty.
+    Stateless, and the same for the same arguments. No micro-batch is empty.
+
+    Without ``ranks`` the dearest of ``parts`` micro-batches becomes as cheap as can be found. With ``ranks`` all ranks
+    run equally many, the m-th of each at the same time (a slot), and the sum over slots of the dearest micro-batch is
+    made small: what a step takes where ranks wait for one another at every micro-batch, as under FSDP. Among
+    micro-batches of a slot the ranks are chosen so that their totals agree, which is what counts under DDP without
+    such waiting. The cheapest slots are at both ends, where a pipeline fills and drains.
 
     Args:
         lengths: Tokens of each document.
-        parts: Number of parts; None is the fewest that ``max_tokens`` allows.
-        max_tokens: The most tokens of a part; None is any number.
-        equal_size: All parts hold the same number of documents.
-        multiple_of: The number of parts is raised to a multiple of this, such as the number of data-parallel ranks, so
-            that every rank runs equally many.
+        parts: Number of micro-batches, of all ranks together; None is the fewest that ``max_tokens`` allows, or one for
+            each rank.
+        max_tokens: The most tokens of a micro-batch; None is any number.
+        equal_size: All micro-batches hold the same number of documents.
+        multiple_of: ``parts`` is raised to a multiple of this; with ``ranks``, the micro-batches of each rank are, as
+            interleaved pipeline stages want.
         workload: Prices of documents, by default those of a 7B model on H100: predicted seconds of forward and backward
             with attention, ``make_workload("7b", "h100")``. Give ``make_workload`` of your model, or ``"tokens"`` where
             the price is the length, as for a model without attention.
+        costs: The price of each document, in any unit, in place of ``workload``.
+        ranks: Number of data-parallel ranks.
+        phases: What documents cost before the language model, in the unit of their prices. Where these are
+            synchronised, the sum over phases of the dearest micro-batch (of every slot) is kept low, and is never more
+            than without them; ``memory_tokens`` count against ``max_tokens``.
 
     Returns:
-        For every part the indices of its documents, ascending.
+        For every micro-batch the indices of its documents, ascending; with ``ranks`` a list of them for every rank.
 
     Raises:
         UserError: A length that is no whole number, or a length or size below 1; 2**63 tokens or more together; a
-            ``workload`` of another kind, such as the name of a model; ``parts`` and ``max_tokens`` both None; fewer
-            documents than parts; with ``equal_size``, a number of documents that is no multiple of the parts; a
-            document over ``max_tokens``, or documents for which no ``parts`` parts of ``max_tokens`` tokens are found.
+            ``workload`` of another kind, such as the name of a model; ``costs`` of another number, below 0 or not
+            finite, or beside ``workload``; ``parts``, ``max_tokens`` and ``ranks`` all None; fewer documents than
+            micro-batches; with ``equal_size``, a number of documents that is no multiple of them; a document over
+            ``max_tokens``, or documents for which no ``parts`` micro-batches of ``max_tokens`` tokens are found.
     """
     tokens = _checked(lengths)
-    task = _Task(tokens, _prices(tokens, workload), _positive("max_tokens", max_tokens), equal_size)
-    multiple = _positive("multiple_of", multiple_of) or 1
-    if parts is None:
-        members = _fewest(task, multiple)
+    even = 0.0 if ranks is None else _LEVEL_STEP
+    task = _Task(tokens, _prices(tokens, workload, costs), _positive("max_tokens", max_tokens), equal_size, even)
+    multiple = (_positive("multiple_of", multiple_of) or 1) * (_positive("ranks", ranks) or 1)
+    number = _positive("parts", parts)
+    slots = (
+        _slotted(task, number, multiple, ranks) if phases is None else _phased(task, number, multiple, ranks, phases)
+    )
+    named = [[sorted(part.tolist()) for part in slot] for slot in slots]
+    return named[0] if ranks is None else [list(of_rank) for of_rank in zip(*named, strict=True)]
+
+
+def _slotted(task: _Task, parts: int | None, multiple: int, ranks: int | None) -> list[list[Indices]]:
+    """Micro-batches slot by slot; without ``ranks`` all are one slot."""
+    if parts is None and (task.most_tokens is not None or ranks is None):
+        number, start = _fewest(task, multiple)
     else:
-        members = _divided(task, _rounded_up(_positive("parts", parts) or 1, multiple))
-    return [sorted(part.tolist()) for part in members]
+        number, start = _rounded_up(parts or 1, multiple), None
+    if ranks is None:
+        return [_divided(task, number, start)]
+    return [list(slot) for slot in zip(*_in_lock_step(task, number, ranks, start), strict=True)]
+
+
+def _phased(
+    task: _Task, parts: int | None, multiple: int, ranks: int | None, phases: DocumentPhases
+) -> list[list[Indices]]:
+    """The same by the prices of all phases; where ranks wait between these, levelled from there or from without."""
+    phases.check(len(task.tokens))
+    documents = np.column_stack([np.arange(len(task.tokens)), np.zeros_like(task.tokens), task.tokens])
+    costs = np.column_stack([task.prices, phases.of(documents)])
+    together = task._replace(tokens=phases.held_tokens(documents), prices=costs.sum(axis=1))
+    slots = _slotted(together, parts, multiple, ranks)
+    if not phases.synchronised:
+        return slots
+    without = _slotted(together._replace(prices=task.prices), sum(map(len, slots)), multiple, ranks)
+    most, equal_size = task.most_tokens, task.equal_size
+    levelled = [
+        [level_phases(slot, costs, together.tokens, most, equal_size=equal_size) for slot in start]
+        for start in (slots, without)
+    ]
+    return min(levelled, key=lambda found: sum(slowest_sum(slot, costs) for slot in found))
 
 
 class _Task(NamedTuple):
@@ -80,13 +171,14 @@ class _Task(NamedTuple):
     prices: Prices
     most_tokens: int | None
     equal_size: bool
+    even: float  # of the mean price of a part: a smaller difference between parts is none
 
 
-def _divided(task: _Task, parts: int) -> list[Indices]:
+def _divided(task: _Task, parts: int, start: list[Indices] | None = None) -> list[Indices]:
     _check_possible(task, parts)
     if parts in (1, len(task.tokens)):
         return np.array_split(np.arange(len(task.tokens)), parts)
-    start = _placed(task, parts)
+    start = start or _placed(task, parts)
     if start is not None and task.prices.min() == task.prices.max():
         return start  # as even as it gets
     start = start or _fitted(task, parts)
@@ -98,29 +190,31 @@ def _divided(task: _Task, parts: int) -> list[Indices]:
             f"found no way to divide {len(task.tokens)} documents of {task.tokens.sum()} tokens into {parts} parts of "
             f"max_tokens = {task.most_tokens}; raise max_tokens or parts"
         )
-    divided = _levelled(start, task)
     other = _differenced(task, parts)
-    return divided if other is None else min(divided, _levelled(other, task), key=lambda m: _most(m, task.prices))
+    start = start if other is None else min(start, other, key=lambda m: _most(m, task.prices))
+    return start if task.even else _levelled(start, task)  # for ranks each slot is levelled by itself
 
 
-def _fewest(task: _Task, multiple: int) -> list[Indices]:
-    """The smallest number of parts, a multiple of ``multiple``, in which the documents are found to fit."""
+def _fewest(task: _Task, multiple: int) -> tuple[int, list[Indices] | None]:
+    """The smallest number of parts, a multiple of ``multiple``, in which documents are found to fit, and how."""
     if task.most_tokens is None:
-        raise UserError("parts = None is the fewest parts that max_tokens allows; give parts or max_tokens")
+        raise UserError("parts = None is the fewest parts that max_tokens allows; give parts, max_tokens or ranks")
     parts = _rounded_up(-(-int(task.tokens.sum()) // task.most_tokens), multiple)
     while parts < len(task.tokens):
         if not task.equal_size or len(task.tokens) % parts == 0:
             _check_possible(task, parts)
             start = _placed(task, parts) or _fitted(task, parts)
             if start is not None:
-                return _levelled(start, task)
+                return parts, start
         parts += multiple
-    return _divided(task, parts)
+    return parts, None
 
 
 def _placed(task: _Task, parts: int) -> list[Indices] | None:
     """A start that balances prices; None where it would break the limit."""
-    return _dealt(task, parts) if task.equal_size else _dearest_first(task, parts)
+    if not task.equal_size:
+        return _dearest_first(task, parts)
+    return _within(task, [np.array(part, np.int64) for part in differenced(task.prices, parts, equal_size=True)])
 
 
 def _dearest_first(task: _Task, parts: int) -> list[Indices] | None:
@@ -137,24 +231,10 @@ def _dearest_first(task: _Task, parts: int) -> list[Indices] | None:
 
 def _fitted(task: _Task, parts: int) -> list[Indices] | None:
     """A start that balances tokens, so that it keeps to the limit if anything does; None where it does not."""
-    lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None)
+    lengths = task._replace(prices=task.tokens.astype(np.float64), most_tokens=None, even=0.0)
     start = _placed(lengths, parts)
-    start = start and _levelled(start, lengths)
+    start = start and _levelled(start, lengths, goal=float(task.most_tokens or 0))
     return start if start and _most(start, task.tokens) <= (task.most_tokens or 0) else None
-
-
-def _dealt(task: _Task, parts: int) -> list[Indices] | None:
-    """In rounds of falling price, the dearest to the cheapest part; None where that breaks the limit."""
-    order = np.argsort(-task.prices, kind="stable")
-    loads = np.zeros(parts)
-    members: list[list[int]] = [[] for _ in range(parts)]
-    for first in range(0, len(order), parts):
-        documents = order[first : first + parts]
-        cheapest_first = np.argsort(loads, kind="stable")[: len(documents)]
-        loads[cheapest_first] += task.prices[documents]
-        for part, document in zip(cheapest_first.tolist(), documents.tolist(), strict=True):
-            members[part].append(document)
-    return _within(task, [np.array(part, np.int64) for part in members])
 
 
 def _differenced(task: _Task, parts: int) -> list[Indices] | None:
@@ -169,10 +249,14 @@ def _within(task: _Task, start: list[Indices]) -> list[Indices] | None:
     return start if task.most_tokens is None or _most(start, task.tokens) <= task.most_tokens else None
 
 
-def _levelled(start: list[Indices], task: _Task) -> list[Indices]:
+def _levelled(start: list[Indices], task: _Task, goal: float = 0.0, most_tries: int = 2**31) -> list[Indices]:
     # Where prices are tokens, what makes the dearest part cheaper keeps it within the limit, too.
     most = None if np.array_equal(task.prices, task.tokens) else task.most_tokens
-    return level(start, task.prices, task.tokens, Limits(most, task.equal_size))
+    documents, parts = sum(map(len, start)), len(start)
+    if task.equal_size:
+        return level_equal_sizes(start, task.prices, task.tokens, Limits(most, task.even, documents // _SWAPS))
+    tries = min(documents * parts // _EXCHANGES, most_tries)
+    return level(start, task.prices, task.tokens, Limits(most, task.even, tries, goal))
 
 
 def _most(parts: list[Indices], amounts: Indices | Prices) -> float:
@@ -236,7 +320,13 @@ def _check_whole(lengths: Iterable[Any], dtype: np.dtype[Any]) -> None:
             )
 
 
-def _prices(tokens: Indices, workload: DocumentPrices | Literal["tokens"] | None) -> Prices:
+def _prices(
+    tokens: Indices,
+    workload: DocumentPrices | Literal["tokens"] | None,
+    costs: Sequence[float] | NDArray[Any] | None,
+) -> Prices:
+    if costs is not None:
+        return _given_costs(len(tokens), workload, costs)
     if isinstance(workload, str) and workload == "tokens":
         return tokens.astype(np.float64)
     if workload is None:
@@ -254,10 +344,84 @@ def _prices(tokens: Indices, workload: DocumentPrices | Literal["tokens"] | None
     return prices
 
 
+def _given_costs(documents: int, workload: object, costs: Sequence[float] | NDArray[Any]) -> Prices:
+    if workload is not None:
+        raise UserError("costs and workload are both prices of the documents; give one of them")
+    try:
+        prices = np.asarray(costs, np.float64)
+    except (TypeError, ValueError):
+        raise UserError("costs must be one number for each document") from None
+    if prices.shape != (documents,):
+        raise UserError(f"costs of shape {prices.shape} for {documents} documents; give one number for each")
+    wrong = np.flatnonzero(~(np.isfinite(prices) & (prices >= 0)))
+    if len(wrong):
+        raise UserError(f"document {wrong[0]} costs {prices[wrong[0]]}; costs must be finite and at least 0")
+    # Whatever a document costs, it is a document: exchanges want prices over 0.
+    return np.where(prices == 0, np.finfo(np.float64).tiny, prices)
+
+
 def _positive(name: str, value: int | None) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
         raise UserError(f"{name} = {value!r} is not a whole number of at least 1")
     return value if value is None else int(value)
+
+
+def _in_lock_step(task: _Task, parts: int, ranks: int, start: list[Indices] | None) -> list[list[Indices]]:
+    """The micro-batches of every rank, slot by slot."""
+    fair = float(task.prices.sum()) / ranks
+    slots = _filled_slots(task, parts, ranks)
+    if slots is None or _lock_step(slots, task.prices) > (1 + _TRY_AGAIN) * fair:
+        plain = _slots(task, _divided(task, parts, start), ranks)
+        slots = min(slots or plain, plain, key=lambda found: _lock_step(found, task.prices))
+    if _lock_step(slots, task.prices) > (1 + task.even) * fair:
+        tries = max(2, _SLOT_EXCHANGES // len(slots))
+        slots = [_levelled(slot, task, most_tries=tries) for slot in slots]
+    totals = np.zeros(ranks)
+    of_ranks: list[list[Indices]] = [[] for _ in range(ranks)]
+    for slot in sorted(slots, key=lambda slot: -_most(slot, task.prices)):
+        loads = np.array([task.prices[part].sum() for part in slot])
+        for rank, place in zip(np.argsort(totals, kind="stable"), np.argsort(-loads, kind="stable"), strict=True):
+            of_ranks[rank].append(slot[place])
+            totals[rank] += loads[place]
+    return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
+
+
+def _slots(task: _Task, members: list[Indices], ranks: int) -> list[list[Indices]]:
+    """Neighbours in price run at the same time: of given micro-batches no other slots take less time."""
+    falling = sorted(members, key=lambda part: -float(task.prices[part].sum()))
+    return [falling[first : first + ranks] for first in range(0, len(falling), ranks)]
+
+
+def _filled_slots(task: _Task, parts: int, ranks: int) -> list[list[Indices]] | None:
+    """Slots as long as the dearest document of those left, while it is dearer than a mean micro-batch of the rest."""
+    left = np.argsort(-task.prices, kind="stable")
+    if task.equal_size or len(left) < parts or ranks == 1:
+        return None
+    slots = []
+    while parts > ranks and task.prices[left[0]] > task.prices[left].sum() / parts:
+        parts -= ranks
+        some = left[: len(left) - parts]  # every later micro-batch needs a document
+        rooms = [task.most_tokens or int(task.tokens.sum())] * ranks
+        dearest = float(task.prices[left[0]])
+        owners = np.array(
+            into_lightest(task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, dearest)
+        )
+        slots.append([some[owners == rank] for rank in range(ranks)])
+        left = np.concatenate([some[owners < 0], left[len(some) :]])
+        if not all(len(part) for part in slots[-1]) or len(left) < parts:
+            return None
+    if not slots:
+        return None
+    rest = task._replace(tokens=task.tokens[left], prices=task.prices[left])
+    try:
+        members = [left[part] for part in _divided(rest, parts)]
+    except UserError:  # what is left does not fit
+        return None
+    return slots + _slots(task, members, ranks)
+
+
+def _lock_step(slots: list[list[Indices]], prices: Prices) -> float:
+    return sum(_most(slot, prices) for slot in slots)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -29,13 +29,15 @@ def into_lightest(
     shortest = min(tokens, default=0)
     lightest = [(load, index) for index, load in enumerate(loads) if rooms[index] >= shortest]
     heapify(lightest)
+    full: list[tuple[int, float, int]] = []  # minus room, load, bin: without room for the documents of late
     owners = []
     for length, price in zip(tokens, prices, strict=True):
-        full = []
+        while full and -full[0][0] >= length:
+            heappush(lightest, heappop(full)[1:])
         while lightest and rooms[lightest[0][1]] < length:
-            entry = heappop(lightest)
-            if rooms[entry[1]] >= shortest:
-                full.append(entry)
+            load, index = heappop(lightest)
+            if rooms[index] >= shortest:
+                heappush(full, (-rooms[index], load, index))
         if lightest and (load := lightest[0][0] + price) <= limit:
             index = lightest[0][1]
             loads[index], rooms[index] = load, rooms[index] - length
@@ -43,8 +45,6 @@ def into_lightest(
             owners.append(index)
         else:
             owners.append(-1)
-        for entry in full:
-            heappush(lightest, entry)
     return owners
 
 

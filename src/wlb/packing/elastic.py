@@ -99,6 +99,7 @@ class ElasticPacker(MakespanPacker):
     """
 
     name = "elastic"
+    _takes_phases = False
     options_class = ElasticOptions
 
     def __init__(self, task: PackingTask, options: ElasticOptions) -> None:

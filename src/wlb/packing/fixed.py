@@ -76,7 +76,7 @@ class FixedSolverPacker(CarryingPacker[SolverOptions]):
     def _improved(self, filled: OpenMicroBatches) -> OpenMicroBatches:
         placed = [(item, index) for index, members in enumerate(filled.members) for item in members]
         solution = solve(
-            [item.length for item, _ in placed],
+            [item.held for item, _ in placed],
             [item.seconds for item, _ in placed],
             len(filled.members),
             self.capacity,

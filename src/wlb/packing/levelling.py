@@ -32,10 +32,16 @@ _NOTHING = np.zeros(1)
 
 
 class Limits(NamedTuple):
-    """What exchanges must keep to: tokens of a part (None: any number), and whether parts keep their numbers."""
+    """What exchanges keep to: tokens of a part, or None; and when they end.
+
+    That is where parts differ by less than ``even`` of their mean, or after ``tries`` to exchange. With a ``goal`` it
+    is where no part is dearer than that, or where one that is cannot become cheaper.
+    """
 
     most_tokens: int | None
-    equal_size: bool
+    even: float
+    tries: int
+    goal: float = 0.0
 
 
 def level(parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> list[Indices]:
@@ -49,22 +55,28 @@ def level(parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits)
 
 class _Levelling:
     def __init__(self, parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> None:
-        self._parts = [part[np.argsort(prices[part], kind="stable")] for part in parts]
         self._prices, self._tokens, self._limits = prices, tokens, limits
+        self._parts = parts
         self._loads = np.array([prices[part].sum() for part in parts])
         self._total, self._count = float(self._loads.sum()), len(parts)  # of the parts that are not set aside
         whole = bool((prices == np.floor(prices)).all())
-        finest = _LEVEL * (len(parts) / len(prices)) ** 3 * float(self._loads.mean())
+        documents = sum(map(len, parts))
+        finest = max(_LEVEL * (len(parts) / documents) ** 3, limits.even) * float(self._loads.mean())
+        self._tries = limits.tries
         self._tolerance = max(1.0, finest) if whole else finest  # whole sums 1 apart are level
 
     def run(self) -> list[Indices]:
         left = np.ones(len(self._parts), bool)
-        while left.any():
+        while left.any() and self._tries > 0:
             heaviest = int(np.where(left, self._loads, -1.0).argmax())
             lightest = int(self._loads.argmin())
             if self._loads[heaviest] - self._loads[lightest] <= self._tolerance:
                 break
+            if self._loads[heaviest] <= self._limits.goal:
+                break
             if not self._exchange_with_any(heaviest):
+                if self._limits.goal:
+                    break
                 left[heaviest] = False
                 self._total, self._count = float(self._loads[left].sum()), max(1, int(left.sum()))
                 if self._loads[heaviest] <= (1 + _EVEN) * self._loads.mean():
@@ -72,7 +84,7 @@ class _Levelling:
         return self._parts
 
     def _exchange_with_any(self, heavy: int) -> bool:
-        if len(self._parts[heavy]) == 1 and not self._limits.equal_size:
+        if len(self._parts[heavy]) == 1:
             return False
         light = int(self._loads.argmin())
         if self._exchange(heavy, light):
@@ -83,8 +95,9 @@ class _Levelling:
     def _exchange(self, heavy: int, light: int) -> bool:
         """Make the best exchange between two parts; False where none makes ``heavy`` lighter than it is."""
         gap = float(self._loads[heavy] - self._loads[light])
-        if gap <= self._tolerance:
+        if gap <= self._tolerance or self._tries <= 0:
             return False
+        self._tries -= 1
         ours, theirs = self._parts[heavy], self._parts[light]
         found = self._best(ours, theirs, gap, self._wanted(heavy, light)) or self._best(ours, theirs, gap, gap / 2)
         if found is None:
@@ -117,57 +130,40 @@ class _Levelling:
             room = most - int(self._tokens[theirs].sum()), most - int(self._tokens[ours].sum())
             give_tokens, take_tokens = _sums(self._tokens[ours], gives), _sums(self._tokens[theirs], takes)
         best, least = None, min(aim, gap - aim) - self._tolerance / 2  # more or less gains nothing
-        for give_rows, take_rows in self._comparable(gives, takes):
-            order = np.argsort(take_sums[take_rows], kind="stable") + take_rows.start
-            ascending = take_sums[order]
-            wanted = give_sums[give_rows] - aim
-            above = np.searchsorted(ascending, wanted)
-            for neighbour in (np.minimum(above, len(order) - 1), np.maximum(above - 1, 0)):
-                distance = np.abs(ascending[neighbour] - wanted)
-                if most is not None:
-                    more = give_tokens[give_rows] - take_tokens[order[neighbour]]
-                    distance[(more > room[0]) | (-more > room[1])] = np.inf
-                row = int(distance.argmin())
-                if distance[row] < least:
-                    least = float(distance[row])
-                    best = gives.members(give_rows.start + row), takes.members(int(order[neighbour[row]]))
+        order = np.argsort(take_sums, kind="stable")
+        ascending = take_sums[order]
+        wanted = give_sums - aim
+        above = np.searchsorted(ascending, wanted)
+        for neighbour in (np.minimum(above, len(order) - 1), np.maximum(above - 1, 0)):
+            distance = np.abs(ascending[neighbour] - wanted)
+            if most is not None:
+                more = give_tokens - take_tokens[order[neighbour]]
+                distance[(more > room[0]) | (-more > room[1])] = np.inf
+            row = int(distance.argmin())
+            if distance[row] < least:
+                least = float(distance[row])
+                best = _members(gives, row), _members(takes, int(order[neighbour[row]]))
         return best
 
-    def _comparable(self, gives: _Subsets, takes: _Subsets) -> list[tuple[slice, slice]]:
-        """Subsets that may be exchanged for each other: all, or those of the same number of documents."""
-        if self._limits.equal_size:
-            return list(zip(gives.by_size[1:], takes.by_size[1:], strict=False))
-        return [(slice(0, gives.number), slice(0, takes.number))]
+
+def _members(subsets: Indices, subset: int) -> Indices:
+    column = subsets[:, subset]
+    return column[column >= 0]
 
 
-class _Subsets(NamedTuple):
-    """Subsets of a part's places in columns, (most places, subsets), the smallest first; -1 is no place.
-
-    ``by_size[s]`` is the range of those with s places.
-    """
-
-    places: Indices
-    by_size: tuple[slice, ...]
-
-    @property
-    def number(self) -> int:
-        return int(self.places.shape[1])
-
-    def members(self, subset: int) -> Indices:
-        column = self.places[:, subset]
-        return column[column >= 0]
-
-
-def _sums(values: NDArray[np.generic], subsets: _Subsets) -> Prices:
+def _sums(values: NDArray[np.generic], subsets: Indices) -> Prices:
     """The sum of ``values`` over each subset."""
     padded = np.concatenate((values, _NOTHING))  # to which -1 points
-    sums: Prices = padded[subsets.places].sum(axis=0)
+    sums: Prices = padded[subsets].sum(axis=0)
     return sums
 
 
 @lru_cache(maxsize=1024)
-def _subsets(documents: int) -> _Subsets:
-    """The empty subset, every single place, and of the first places as many larger subsets as are affordable."""
+def _subsets(documents: int) -> Indices:
+    """Places in columns, (most places, subsets), where -1 is no place.
+
+    The empty subset, every single place, and of the first places as many larger subsets as are affordable.
+    """
     few = min(documents, _SHORTEST)
     largest, count = 1, 1 + few
     while largest < few and count + comb(few, largest + 1) <= _MOST_SUBSETS:
@@ -175,12 +171,33 @@ def _subsets(documents: int) -> _Subsets:
         count += comb(few, largest)
     single = range(documents) if documents <= _MOST_SINGLE else np.linspace(0, documents - 1, _MOST_SINGLE).astype(int)
     rows: list[tuple[int, ...]] = [(), *((int(place),) for place in single)]
-    starts = [0, 1]
     for size in range(2, largest + 1):
-        starts.append(len(rows))
         rows += combinations(range(few), size)
     places = np.full((largest, len(rows)), -1)
     for column, row in enumerate(rows):
         places[: len(row), column] = row
-    ends = [*starts[1:], len(rows)]
-    return _Subsets(places, tuple(slice(start, end) for start, end in zip(starts, ends, strict=True)))
+    return places
+
+
+def level_equal_sizes(parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> list[Indices]:
+    """As ``level``, for parts of equally many documents, which stay so: the heaviest and the lightest part swap one."""
+    members = np.array(parts)
+    price, token = prices[members], tokens[members]
+    loads = price.sum(axis=1)
+    tolerance = limits.even * float(loads.mean())
+    for _ in range(limits.tries):
+        heavy, light = int(loads.argmax()), int(loads.argmin())
+        gap = float(loads[heavy] - loads[light])
+        distance = price[heavy][:, None] - (price[light] + gap / 2)
+        np.abs(distance, out=distance)
+        if limits.most_tokens is not None:
+            more = token[heavy][:, None] - token[light]
+            distance[more > limits.most_tokens - token[light].sum()] = np.inf
+            distance[-more > limits.most_tokens - token[heavy].sum()] = np.inf
+        give, take = divmod(int(distance.argmin()), distance.shape[1])
+        if distance[give, take] >= (gap - tolerance) / 2:
+            break
+        for values in (members, price, token):
+            values[heavy, give], values[light, take] = values[light, take], values[heavy, give]
+        loads[heavy], loads[light] = price[heavy].sum(), price[light].sum()
+    return list(members)

@@ -149,7 +149,7 @@ class MakespanPacker(CarryingPacker[MakespanOptions]):
             tokens += spare[taken].length
             taken += 1
         filled, unfit, over_limit = self._place_chosen(items + spare[:taken], choice.limit)
-        now, later = split_at(spare[taken:], max(0, self._rules.most - sum(filled.tokens)))
+        now, later = split_at(spare[taken:], max(0, self._rules.most - sum(map(_tokens, filled.members))))
         later = filled.place_within(now, max(filled.seconds)) + later
         left = [outlier for outlier, released in zip(outliers, choice.released, strict=True) if not released]
         self._held = [outlier.item for outlier in left if outlier.due]

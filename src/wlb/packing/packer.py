@@ -24,6 +24,7 @@ from wlb.errors import UserError
 from wlb.packing.options import PackerOptions
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload.base import DocumentPrices
+from wlb.workload.phases import PhasedPrices, segment_seconds
 
 Arrival = int | tuple[int, int] | Segment
 
@@ -35,18 +36,22 @@ _new_tuple = tuple.__new__
 
 
 class Pending(NamedTuple):
-    """A segment that waits to be trained: its tokens, its predicted seconds and the step it arrived in."""
+    """A segment that waits to be trained: its tokens, its predicted seconds and the step it arrived in.
+
+    ``held`` is what it counts against L_max: its tokens, and what its further phases hold in memory.
+    """
 
     length: int
     seconds: float
     arrived: int
     segment: Segment
+    held: int
 
 
 class PackingTask(NamedTuple):
     """What every packer is asked for: N micro-batches a step, over all data-parallel ranks, about one window each.
 
-    ``context_window`` is in tokens; ``workload`` prices documents.
+    ``context_window`` is in tokens; ``workload`` prices documents, with ``PhasedPrices`` in several phases.
     """
 
     micro_batches: int
@@ -68,11 +73,18 @@ class Packer(ABC, Generic[Options]):
     options_class: ClassVar[type[PackerOptions]] = PackerOptions
     prices_sharding: ClassVar[bool] = False  # whether prices are to know what sharding a document costs
     _cuts_documents: ClassVar[bool] = False  # so that they may be of any length
+    _takes_phases: ClassVar[bool] = True
 
     def __init__(self, task: PackingTask, options: Options) -> None:
         self.micro_batches = positive_integer("micro_batches", task.micro_batches)
         self.context_window = positive_integer("context_window", task.context_window)
         self.workload = task.workload
+        self.phased = task.workload if isinstance(task.workload, PhasedPrices) else None
+        if self.phased and not self._takes_phases:
+            raise UserError(
+                f"packing method {self.name!r} does not know phases ({', '.join(self.phased.names)}); use makespan "
+                "(preset best)"
+            )
         self.options = options
         self.capacity = options.most_tokens(self.context_window, self.micro_batches)  # the most tokens of a micro-batch
         self._step = 0
@@ -192,6 +204,7 @@ class Packer(ABC, Generic[Options]):
         longest = math.inf if self._cuts_documents else self.context_window
         wrong = [row for row in segments if not 0 < row[2] <= longest or row[1] < 0 or row[0] < 0]
         if not wrong:
+            self._check_held(segments)
             return
         document, start, length = wrong[0]
         if document < 0 or start < 0:
@@ -202,6 +215,18 @@ class Packer(ABC, Generic[Options]):
             f"document {document} has {length} tokens, over the context window of {self.context_window}; apply "
             f"wlb.documents.overlong.split_overlong ({', '.join(POLICIES)}) first, or raise the context window"
         )
+
+    def _check_held(self, segments: Sequence[Segment]) -> None:
+        if not self.phased or not segments or self._cuts_documents:
+            return
+        held = self.phased.phases.held_tokens(segments)
+        largest = int(held.argmax())
+        if held[largest] > self.capacity:
+            document, _, length = segments[largest]
+            raise UserError(
+                f"document {document} has {length} tokens and memory_tokens = {held[largest] - length}, together over "
+                f"the {self.capacity} of a micro-batch; raise max_length_factor or the context window"
+            )
 
     def _take(self, tokens: int) -> list[Segment]:
         """Remove arrived segments from the front until they hold at least ``tokens`` tokens."""
@@ -218,9 +243,13 @@ class Packer(ABC, Generic[Options]):
     def _price(self, segments: Sequence[Segment], arrived: int) -> list[Pending]:
         if not segments:
             return []
-        lengths = [segment[2] for segment in segments]
-        seconds = self.workload.document_seconds(lengths).tolist()
-        rows = zip(lengths, seconds, repeat(arrived), segments, strict=False)
+        lengths = held = [segment[2] for segment in segments]
+        if self.phased:
+            seconds = segment_seconds(self.phased, segments).tolist()
+            held = self.phased.phases.held_tokens(segments).tolist()
+        else:
+            seconds = self.workload.document_seconds(lengths).tolist()
+        rows = zip(lengths, seconds, repeat(arrived), segments, held, strict=False)
         return [_new_tuple(Pending, row) for row in rows]
 
     def _emit(

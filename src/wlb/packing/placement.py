@@ -17,7 +17,7 @@ from wlb.packing.plan import MicroBatch
 
 
 class OpenMicroBatches:
-    """N micro-batches being filled, none beyond ``capacity`` tokens."""
+    """N micro-batches being filled, none beyond ``capacity`` tokens, of which ``tokens`` are held."""
 
     def __init__(self, micro_batches: int, capacity: int) -> None:
         self.capacity = capacity
@@ -38,7 +38,7 @@ class OpenMicroBatches:
             while load != seconds[index]:  # outdated: that micro-batch has grown since
                 heappop(lightest)
                 load, index = lightest[0]
-            length = tokens[index] + item[0]
+            length = tokens[index] + item[4]
             if length <= capacity:
                 seconds[index] = load = load + item[1]
                 heapreplace(lightest, (load, index))
@@ -49,7 +49,7 @@ class OpenMicroBatches:
                 while shortest[0][0] != tokens[shortest[0][1]]:
                     heappop(shortest)
                 held, index = shortest[0]
-                length = held + item[0]
+                length = held + item[4]
                 if length > capacity:
                     left_over.append(item)
                     continue
@@ -67,7 +67,7 @@ class OpenMicroBatches:
         Unlike ``place`` this looks past the lightest one where that is full. Returns those that were not placed.
         """
         rooms = [self.capacity - held for held in self.tokens]
-        owners = into_lightest([item[0] for item in items], [item[1] for item in items], self.seconds, rooms, limit)
+        owners = into_lightest([item[4] for item in items], [item[1] for item in items], self.seconds, rooms, limit)
         self.tokens = [self.capacity - room for room in rooms]
         for item, owner in zip(items, owners, strict=True):
             if owner >= 0:
@@ -78,7 +78,7 @@ class OpenMicroBatches:
         """Place ``item`` into micro-batch ``index``, which must have room."""
         self.members[index].append(item)
         self.seconds[index] += item.seconds
-        self.tokens[index] += item.length
+        self.tokens[index] += item.held
 
     def fill_empty(self) -> None:
         """Move single documents from the heaviest micro-batches that hold several into those that hold none."""
@@ -89,7 +89,7 @@ class OpenMicroBatches:
             heaviest = max(several, key=self.seconds.__getitem__)
             item = self.members[heaviest].pop()
             self.seconds[heaviest] -= item.seconds
-            self.tokens[heaviest] -= item.length
+            self.tokens[heaviest] -= item.held
             self.put(item, index)
 
     def steps(self, micro_batches: int) -> Iterator[tuple[list[MicroBatch], list[Pending]]]:

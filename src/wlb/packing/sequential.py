@@ -14,6 +14,7 @@ from wlb.documents.segments import Segment
 from wlb.packing.options import PackerOptions
 from wlb.packing.packer import Packer
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.workload.phases import segment_seconds
 
 
 class SequentialPacker(Packer[PackerOptions]):
@@ -52,6 +53,5 @@ class SequentialPacker(Packer[PackerOptions]):
         for segment in segments:  # at most one: what the cut left of the last document
             self._arrived.appendleft(segment)
             self._arrived_tokens += segment.length
-        lengths = [segment.length for piece in pieces for segment in piece]
-        seconds = iter(self.workload.document_seconds(lengths).tolist())
+        seconds = iter(segment_seconds(self.workload, [segment for piece in pieces for segment in piece]).tolist())
         return self._emit(MicroBatch(tuple(piece), math.fsum(islice(seconds, len(piece)))) for piece in pieces)

@@ -153,7 +153,7 @@ class VariableLengthPacker(CarryingPacker[VariableLengthOptions]):
         released: list[Pending] = []
         for item in waiting:
             load, index = lightest[0]
-            seconds, tokens = load + item.seconds, outliers.tokens[index] + item.length
+            seconds, tokens = load + item.seconds, outliers.tokens[index] + item.held
             if seconds <= max(heaviest, (total + item.seconds) / self.micro_batches) and tokens <= self.capacity:
                 heapreplace(lightest, (seconds, index))
                 outliers.tokens[index] = tokens

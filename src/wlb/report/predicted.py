@@ -135,6 +135,7 @@ def _packing(evidence: Evidence) -> list[Markup]:
     columns = {
         "method": [r.method for r in results],
         "imbalance": [f"{r.imbalance_degree:.3f}" for r in results],
+        **{name: [f"{r.phase_imbalance[name]:.3f}" for r in results] for name in results[0].phase_imbalance},
         "token delay": [f"{r.mean_token_delay:.2f}" for r in results],
         "longest": [f"{r.longest_delay}" for r in results],
         "pipeline cost": [f"{r.as_packed.pipeline_cost:.3f}" for r in results],
@@ -241,7 +242,7 @@ def _rivals(found: dict[str, Any]) -> list[Markup]:
         ),
         table(columns),
         paragraph(
-            "Every policy is this project's reading of what was published; docs/rivals.md has sources and assumptions. "
+            "We re-implemented each policy from its publication; docs/rivals.md has the sources. "
             "Planning seconds are measured on the machine that ran the comparison, all else is simulated.",
             class_="muted",
         ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from wlb.packing import PACKERS, checked_name, make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.fixed import FixedSolverPacker
 from wlb.packing.packer import Packer
+from wlb.packing.phases import phase_imbalance
 from wlb.packing.plan import StepPlan
 from wlb.packing.statistics import PackingStatistics
 from wlb.simulate.costs import JobCosts
@@ -67,6 +68,7 @@ class MethodResult:
     ``imbalance_degree`` is the heaviest over the mean micro-batch of whole steps, by the prices a method packs by.
     ``attention_kept`` is the share of the documents' query-key pairs that is computed: what cutting documents leaves
     out makes a method faster, not better. ``optimality_gap`` is the mean over solves, for methods with a solver.
+    ``phase_imbalance`` is the heaviest over the mean micro-batch in each phase of documents that have several.
     """
 
     method: str
@@ -85,9 +87,12 @@ class MethodResult:
     tokens_in: int
     tokens_out: int
     optimality_gap: float | None = None
+    phase_imbalance: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("as_packed", "arranged")}
+        if not self.phase_imbalance:
+            del own["phase_imbalance"]
         arranged = {f"{name}_arranged": value for name, value in self.arranged._asdict().items()}
         return own | self.as_packed._asdict() | arranged
 
@@ -180,11 +185,13 @@ def compare_packer(
     statistics = PackingStatistics()
     trained = _TokenLedger()
     planning_seconds = 0.0
+    whole: list[StepPlan] = []
     for chunk in in_groups(documents, _DOCUMENTS_AT_A_TIME):
         start = time.perf_counter()
         plans = packer.plan(chunk)
         planning_seconds += time.perf_counter() - start
         statistics.add(plans)
+        whole += plans if job.phases else ()
         trained.add(plans)
         simulated.add(plans)
         on_progress(len(chunk))
@@ -210,6 +217,7 @@ def compare_packer(
         tokens_in=sum(document.length for document in documents),
         tokens_out=statistics.tokens,
         optimality_gap=float(np.mean(gaps)) if gaps else None,
+        phase_imbalance=phase_imbalance(whole, job.work_prices),
     )
 
 

@@ -22,6 +22,7 @@ from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.step import Steps
 from wlb.workload.base import DocumentPrices
+from wlb.workload.phases import segment_seconds
 
 _MICRO_BATCHES_AT_ONCE = 512
 
@@ -45,7 +46,7 @@ class Rate:
         """Count ``plans``, which take what ``steps`` says."""
         tables = [plan.table for plan in plans]
         owner = np.repeat(np.arange(len(plans)), [len(table) for table in tables])
-        seconds = self.work_prices.document_seconds(np.concatenate(tables)[:, 2])
+        seconds = segment_seconds(self.work_prices, np.concatenate(tables))
         self.work_seconds += float(seconds.sum())
         self.step_work_seconds += np.bincount(owner, seconds, len(plans)).tolist()
         self.step_tokens += steps.tokens.tolist()

@@ -19,7 +19,7 @@ from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import Rate, first_steps
-from wlb.simulate.step import CAUSES, IMBALANCES, Steps
+from wlb.simulate.step import CAUSES, Steps
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 
@@ -125,7 +125,7 @@ class _Totals:
         self._job = job
         self._where = dict.fromkeys(CAUSES, 0.0)
         self._gpu_seconds = np.zeros((job.layout.pp, job.layout.dp, job.layout.cp))
-        self._imbalance = dict.fromkeys(IMBALANCES, 0.0)
+        self._imbalance: dict[str, float] = {}
         self._pairs = self._whole_pairs = 0.0
         self._delay_token_steps = 0
         self._epochs = 0
@@ -135,7 +135,7 @@ class _Totals:
             self._where[cause] += float(seconds.sum())
         self._gpu_seconds += results.gpu_seconds.sum(axis=0)
         for name, of_steps in results.imbalance.items():
-            self._imbalance[name] += float(of_steps.sum())
+            self._imbalance[name] = self._imbalance.get(name, 0.0) + float(of_steps.sum())
 
     def add_documents(self, plans: Sequence[StepPlan], lengths: NDArray[np.int64]) -> None:
         self._delay_token_steps += sum(plan.delay_token_steps for plan in plans)

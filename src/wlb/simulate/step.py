@@ -23,6 +23,8 @@ from wlb.sharding.latency import RankSeconds, attending_seconds, backward_second
 from wlb.simulate.costs import Direction, JobCosts
 from wlb.simulate.fsdp import late_reduction, weights_kept, with_gathers
 from wlb.simulate.shards import Shards, price_shards
+from wlb.workload.flops import LINEAR_BACKWARD_FACTOR
+from wlb.workload.phases import LANGUAGE_MODEL
 
 # Of a matrix product's backward, which multiplies once for the input's gradient and once for the weight's.
 _WEIGHT_SHARE = 0.5
@@ -70,7 +72,8 @@ class Steps:
 
     Nothing is priced before it is asked for: ``seconds`` alone costs a fraction of ``where``. ``blocks`` and ``head``
     are what each rank computes outside attention in each micro-batch, in all blocks and in the output head; shape
-    (steps, dp, micro-batches, cp).
+    (steps, dp, micro-batches, cp). ``encoders`` are the seconds of the job's further phases, shape (steps, dp,
+    micro-batches, phases): every rank of a group takes them, on the first stage.
     """
 
     costs: JobCosts
@@ -78,18 +81,24 @@ class Steps:
     blocks: Phases
     head: Phases
     modelled: frozenset[str] = EVERYTHING
+    encoders: Array | None = None
 
     @classmethod
     def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
         """Steps of ``plans``, dealt to the job's data-parallel ranks already, in which groups run in lock step."""
-        shards = price_shards([micro_batch.lengths for plan in plans for micro_batch in plan.micro_batches], costs)
-        return cls.of_shards(shards.reshaped(len(plans), costs.layout.dp, costs.job.micro_batches_per_rank), costs)
+        micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
+        shape = len(plans), costs.layout.dp, costs.job.micro_batches_per_rank
+        shards, phases = price_shards([one.lengths for one in micro_batches], costs).reshaped(*shape), costs.job.phases
+        if phases is None:
+            return cls.of_shards(shards, costs)
+        encoders = np.array([phases.of(one.segments).sum(axis=0) for one in micro_batches])
+        return cls.of_shards(shards, costs, encoders.reshape(*shape, len(phases.names)))
 
     @classmethod
-    def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
+    def of_shards(cls, shards: Shards, costs: JobCosts, encoders: Array | None = None) -> Steps:
         """The steps of micro-batches that are sharded and priced, in the shape (steps, dp, micro-batches)."""
         blocks, head = (_priced(shards.tokens, price) for price in (costs.blocks, costs.head))
-        return cls(costs, shards, blocks, head)
+        return cls(costs, shards, blocks, head, encoders=encoders)
 
     @property
     def of_sizes(self) -> tuple[Steps, ...]:
@@ -106,14 +115,15 @@ class Steps:
             of_steps = column.reshape(*places.shape, *column.shape[3:])
             return of_steps[np.arange(len(places))[:, None], places].reshape(column.shape)
 
-        return self.of_shards(Shards(*map(moved, self.shards)), self.costs)
+        encoders = None if self.encoders is None else moved(self.encoders)
+        return self.of_shards(Shards(*map(moved, self.shards)), self.costs, encoders)
 
     @property
     def computing(self) -> Phases:
         """What each rank computes, without waiting; shape (steps, dp, stages, micro-batches, cp)."""
         shards, (forward, backward, weight) = self.shards, self.blocks
         blocks = Phases(shards.attention_forward + forward, shards.attention_backward + backward, weight)
-        return self._over_stages(blocks, self.head)
+        return self._with_encoders(self._over_stages(blocks, self.head))
 
     @property
     def groups(self) -> Phases:
@@ -159,7 +169,7 @@ class Steps:
         groups, head = self.groups, Phases(*map(self._together, self.head))
         if "micro-batches" not in self.modelled:
             groups, head = _alike(groups), _alike(head)
-        return self._over_stages(groups, head)
+        return self._with_encoders(self._over_stages(groups, head))
 
     @property
     def moving(self) -> Array:
@@ -178,7 +188,7 @@ class Steps:
             forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
         if not weights_kept(self.costs) and "dp ranks" in self.modelled:
             # FSDP gathers weights in every micro-batch, so data-parallel ranks wait for each other.
-            slowest = (seconds.max(axis=1, keepdims=True) for seconds in (forward, backward))
+            slowest = map(self._slowest, (forward, backward), self._encoding or (None, None))
             forward, backward = (np.broadcast_to(seconds, weight.shape) for seconds in slowest)
         sent = layout.pp > 1 and "stage transfers" in self.modelled
         transfer = self.costs.transfer(self.shards.tokens.max(axis=3)) if sent else 0.0
@@ -218,9 +228,20 @@ class Steps:
 
     @property
     def imbalance(self) -> dict[str, Array]:
-        """The slowest over the mean of what is computed, shape (steps,), for each of ``IMBALANCES``."""
+        """The slowest over the mean of what is computed, shape (steps,), for each of ``IMBALANCES``.
+
+        Where documents have phases, also that of micro-batches in each of them.
+        """
         groups = self.micro_batch_seconds
-        return {
+        phases, encoders = self.costs.job.phases, self.encoders
+        of_phases: dict[str, Array] = {}
+        if phases is not None and encoders is not None:
+            model = groups.mean(axis=3) - encoders.sum(axis=3)
+            columns = [model, *np.moveaxis(encoders, 3, 0)]
+            of_phases = {
+                n: _imbalance(c, (1, 2)) for n, c in zip([LANGUAGE_MODEL, *phases.names], columns, strict=True)
+            }
+        return of_phases | {
             "gpus": _imbalance(self.gpu_seconds, (1, 2, 3)),
             "cp": groups.max(axis=3).sum(axis=(1, 2)) / groups.mean(axis=3).sum(axis=(1, 2)),
             "micro_batches": _imbalance(groups.mean(axis=3), (1, 2)),
@@ -252,6 +273,35 @@ class Steps:
         forward, backward, _ = self.computing
         return forward + backward
 
+    @property
+    def _encoding(self) -> tuple[Array, Array] | None:
+        """Forward and backward of further phases; shape (steps, dp, stages, micro-batches, phases)."""
+        if self.encoders is None:
+            return None
+        seconds, stages = self.encoders, self.costs.layout.stages
+        if "micro-batches" not in self.modelled:
+            seconds = np.broadcast_to(seconds.mean(axis=(1, 2), keepdims=True), seconds.shape)
+        share = np.eye(stages)[0] if "stages" in self.modelled else np.full(stages, 1 / stages)
+        forward = share[:, None, None] * seconds[:, :, None] / (1 + LINEAR_BACKWARD_FACTOR)
+        return forward, LINEAR_BACKWARD_FACTOR * forward
+
+    def _with_encoders(self, stages: Phases) -> Phases:
+        """``stages``, on one rank of a group or all, with further phases."""
+        if self._encoding is None:
+            return stages
+        forward, backward = (seconds.sum(axis=-1) for seconds in self._encoding)
+        ranks = (..., *[None] * (stages.forward.ndim - forward.ndim))
+        weight = stages.weight + _WEIGHT_SHARE * backward[ranks]
+        return Phases(stages.forward + forward[ranks], stages.backward + backward[ranks], weight)
+
+    def _slowest(self, seconds: Array, encoding: Array | None) -> Array:
+        """Of data-parallel ranks, which wait for each other in every micro-batch, and between phases that do."""
+        phases = self.costs.job.phases
+        if encoding is None or phases is None or not phases.synchronised:
+            return np.asarray(seconds.max(axis=1, keepdims=True))
+        model = (seconds - encoding.sum(axis=-1)).max(axis=1, keepdims=True)
+        return np.asarray(model + encoding.max(axis=1, keepdims=True).sum(axis=-1))
+
     def _together(self, ranks: Array) -> Array:
         """Seconds of groups from those of their ranks, the last axis."""
         return np.asarray(ranks.max(axis=-1) if "cp ranks" in self.modelled else ranks.mean(axis=-1))
@@ -277,7 +327,8 @@ def _ranks(attention: Array, own_share: Array, rest: Array) -> RankSeconds:
 
 
 def _imbalance(seconds: Array, axes: tuple[int, ...]) -> Array:
-    return np.asarray(seconds.max(axis=axes) / seconds.mean(axis=axes))
+    largest, mean = seconds.max(axis=axes), seconds.mean(axis=axes)
+    return np.asarray(np.divide(largest, mean, out=np.ones_like(mean), where=mean > 0))  # a step may have no images
 
 
 def _alike(groups: Phases) -> Phases:

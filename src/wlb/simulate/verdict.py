@@ -164,11 +164,15 @@ def judge(
 def presets_of(
     job: SimulatedJob, lengths: DocumentLengths, presets: Iterable[str] = PRESETS
 ) -> dict[str, SimulatedJob]:
-    """``job`` under each of ``presets``, with the activation checkpointing under which it is fastest."""
-    return {name: _fastest(packed_as(job, name), lengths) for name in presets}
+    """``job`` under each of ``presets``, with the activation checkpointing under which it is fastest.
+
+    Without pools where documents have phases, which these do not know.
+    """
+    packed = {name: packed_as(job, name) for name in presets}
+    return {name: well_checkpointed(one, lengths) for name, one in packed.items() if not (one.phases and one.pools)}
 
 
-def _fastest(job: SimulatedJob, lengths: DocumentLengths) -> SimulatedJob:
+def well_checkpointed(job: SimulatedJob, lengths: DocumentLengths) -> SimulatedJob:
     """``job`` with the cheapest checkpointing that fits; or with more, where that makes room for a larger L_max.
 
     L_max is the job's own, or the largest that fits if that is less; that of pools is decided with them. With full

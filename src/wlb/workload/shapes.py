@@ -215,7 +215,8 @@ def check_built(shape: ModelShape) -> None:
         if getattr(shape, name) is not None:
             raise UserError(
                 f"the model has {_VARIANTS[name]}, which can be priced and simulated but not trained or profiled; "
-                "choose a dense model with full or windowed attention, such as llama3-8b"
+                "choose a dense model with full or windowed attention, such as llama3-8b, or train experts and latents "
+                "in Hugging Face's Trainer (wlb.integrations.huggingface.balanced)"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from itertools import chain, islice
 from typing import Any
@@ -203,3 +204,14 @@ def test_own_prices_are_packed_by():
 
     (plan,) = islice(sampler(workload=Tokens()).steps(), 1)
     assert [micro_batch.workload for micro_batch in plan.micro_batches] == [m.tokens for m in plan.micro_batches]
+
+
+def test_elastic_chooses_its_pools_and_says_where_none_share():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sampler([900] * 8, preset="elastic", micro_batches=1, model="7b").job.layout.cp == 2
+        assert sampler([50] * 300, preset="elastic", pool=1).job.layout.cp == 1
+        assert sampler([50] * 300, preset="elastic", pool=2).job.layout.cp == 2
+    with pytest.warns(UserWarning, match="preset 'elastic' lets none share a micro-batch") as warned:
+        assert sampler([50] * 300, preset="elastic").job.layout.cp == 1
+    assert warned[0].filename == __file__

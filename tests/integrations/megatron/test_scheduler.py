@@ -1,16 +1,27 @@
-"""Megatron-Core's contract for sequence-packing schedulers, held by ours, beside its own scheduler."""
+"""Megatron-Core's contract for sequence-packing schedulers, held by ours; and a training step of its own.
+
+Its own code moves tensors to CUDA; where it runs here, ``_OnCpu`` leaves them on the CPU.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+from tests.training.distributed import run_ranks
 
 data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule", reason="needs Megatron-Core")
 if not hasattr(data_schedule, "scheduler_map"):
     pytest.skip("needs Megatron-LM's main (0.20): this Megatron-Core has no scheduler_map", allow_module_level=True)
 
 from wlb.errors import UserError  # noqa: E402  # Megatron-Core decides whether this file runs
-from wlb.integrations.megatron.scheduler import BalancedScheduler, register  # noqa: E402
+from wlb.integrations.megatron.scheduler import BalancedScheduler, balanced_steps, register  # noqa: E402
 from wlb.workload import make_workload  # noqa: E402
 
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(7, 1.3, 300).astype(int) + 16, 65536)
@@ -62,3 +73,113 @@ def test_registered_it_is_what_megatron_makes():
 def test_a_sample_over_the_limit_is_refused():
     with pytest.raises(UserError, match="over max_tokens = 65536"):
         BalancedScheduler(MOST, CP, DP, None).get_groups_and_subsamples([(0, 65537), *[(i, 10) for i in range(1, 9)]])
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = dict(options or {})
+        if str(options.get("device", "")).startswith("cuda"):
+            options["device"] = "cpu"
+        return arguments[0] if function is torch.Tensor.cuda else function(*arguments, **options)
+
+
+class _Model(torch.nn.Module):
+    """One weight for each token, times its position: a sample lost, repeated or cut changes the gradient."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config, self.model_type = config, None
+        self.weight = torch.nn.Parameter(torch.ones(64, dtype=torch.float64))
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        pass
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.weight[tokens] ** 2 * (positions + 1)
+
+
+def gradient(model: _Model) -> torch.Tensor:
+    assert model.weight.grad is not None
+    return model.weight.grad
+
+
+def _forward_step(data_iterator: Any, model: _Model) -> Any:
+    tokens, _, mask, _, positions, *_ = data_schedule.get_batch_on_this_rank_for_sequence_packing(data_iterator)
+    losses = model(tokens, positions)
+
+    def loss(output: torch.Tensor) -> Any:
+        return (output * mask).sum(), mask.sum().int(), {"tokens": int(mask.sum())}
+
+    return losses, loss
+
+
+def _sample(length: int, seed: int) -> dict[str, torch.Tensor]:
+    tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, 64, length))
+    mask = torch.ones(length)
+    mask[-1] = 0
+    sizes = {name: torch.tensor([length]) for name in ("original_seq_len", "padded_seq_len")}
+    return {"tokens": tokens, "labels": tokens, "loss_mask": mask, "position_ids": torch.arange(length), **sizes}
+
+
+def _step(lengths: list[int]) -> tuple[list[float], list[int]]:
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer import TransformerConfig
+
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=True)
+    model = _Model(config)
+
+    def finalize(models: Any, tokens: torch.Tensor, **_: Any) -> None:
+        dist.all_reduce(model.weight.grad)
+        dist.all_reduce(tokens)
+        gradient(model).div_(tokens)
+
+    config.finalize_model_grads_func = finalize
+    mine = range(dist.get_rank(), len(lengths), 2)
+    get_schedule = balanced_steps(get_forward_backward_func, 256)
+    with _OnCpu():
+        results = get_schedule()(
+            forward_step_func=_forward_step,
+            data_iterator=iter([_sample(lengths[i], i) for i in mine]),
+            model=[model],
+            num_microbatches=len(mine),
+            seq_length=256,
+            micro_batch_size=1,
+        )
+    return gradient(model).tolist(), [result["tokens"] for result in results]
+
+
+def test_a_training_step_of_megatron_trains_every_sample_once_in_balanced_micro_batches():
+    lengths = [200, 40, 60, 100, 180, 30, 90, 110, 120, 50, 70, 80]
+    (grads, tokens), (others, their_tokens) = run_ranks(2, _step, lengths)
+    assert len(tokens) == len(their_tokens) == 3, "of six samples a rank"
+    assert all(count <= 256 for count in tokens + their_tokens)
+    model = _Model(None)
+    samples = [_sample(length, i) for i, length in enumerate(lengths)]
+    total = sum((model(s["tokens"], s["position_ids"]) * s["loss_mask"]).sum() for s in samples)
+    (total / sum(length - 1 for length in lengths)).backward()
+    assert grads == others
+    assert np.abs(np.array(grads) - gradient(model).numpy()).max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"calculate_per_token_loss": False}, "need --calculate-per-token-loss"),
+        ({"pipeline_model_parallel_size": 2}, "need variable_seq_lengths"),
+        ({"hybrid_context_parallel": True}, "leave one out"),
+    ],
+)
+def test_a_step_that_would_train_something_else_is_refused(settings: dict[str, Any], message: str):
+    config = {
+        "calculate_per_token_loss": True,
+        "pipeline_model_parallel_size": 1,
+        "variable_seq_lengths": False,
+        "hybrid_context_parallel": False,
+    }
+    model = SimpleNamespace(config=SimpleNamespace(**config | settings))
+    step = balanced_steps(lambda: lambda **_: pytest.fail("it was trained"), 256)()
+    with pytest.raises(UserError, match=message):
+        step(data_iterator=iter(()), model=[model], num_microbatches=1)

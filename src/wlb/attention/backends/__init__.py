@@ -74,7 +74,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, window: int | None) 
                 "the lengths of the segments of all rows"
             )
     tokens, heads, head_dim = query.shape
-    if key.shape != value.shape or key.shape[0] != tokens or key.shape[2] != head_dim or heads % key.shape[1]:
+    if key.shape[:2] != value.shape[:2] or key.shape[0] != tokens or key.shape[2] != head_dim or heads % key.shape[1]:
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit together"
         )

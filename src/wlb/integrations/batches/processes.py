@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +30,7 @@ class Processes:
     def __init__(self, rank: int | None, dp: int | None, cp: int, group: Any = None) -> None:
         self.rank, self.group = rank, group
         self._dp_given = dp is not None
-        if dp is None and self._distributed() is None:
+        if dp is None and _distributed() is None:
             dp = 1
         elif dp is None:
             dp = data_parallel_ranks(self._world(), cp)
@@ -47,7 +48,7 @@ class Processes:
                 f"dp x cp = {self.ranks} are not the {world} processes there are, so rank has no default; leave dp "
                 "out, give the group that trains, or give rank, the same where processes train the same micro-batches"
             )
-        return self._distributed().get_rank(self.group) if self.ranks > 1 else 0
+        return _distributed().get_rank(self.group) if self.ranks > 1 else 0
 
     def agree(self, plan: Mapping[str, Any], rank: int | None) -> None:
         """Compare ``plan`` on all processes, and that each rank is that of equally many; a collective call.
@@ -64,21 +65,28 @@ class Processes:
         if self.ranks == 1 or world == 1:
             return
         gathered: list[Any] = [None] * world
-        self._distributed().all_gather_object(gathered, (rank, dict(plan)), self.group)
+        _distributed().all_gather_object(gathered, (rank, dict(plan)), self.group)
         _check_same([plan for _, plan in gathered])
         _check_dealt([rank for rank, _ in gathered], self.ranks)
 
     def _world(self) -> int:
-        distributed = self._distributed()
+        distributed = _distributed()
         world: int = distributed.get_world_size(self.group) if distributed else 1
         if world < 1:
             raise UserError("this process is not in group; give a group that holds it")
         return world
 
-    def _distributed(self) -> Any:
-        """``torch.distributed`` where a process group is initialised, or None."""
-        distributed = sys.modules.get("torch.distributed")
-        return distributed if distributed and distributed.is_available() and distributed.is_initialized() else None
+
+def _distributed() -> Any:
+    """``torch.distributed`` where a process group is initialised, or None."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed if distributed and distributed.is_available() and distributed.is_initialized() else None
+
+
+def warn(message: str) -> None:
+    """Warn on the first process only, once for each line of code that comes here."""
+    if (distributed := _distributed()) is None or distributed.get_rank() == 0:
+        warnings.warn(f"wlb: {message}", stacklevel=4)
 
 
 def data_parallel_ranks(processes: int, cp: int) -> int:

@@ -7,6 +7,7 @@ which is how Accelerate's ``BatchSamplerShard`` deals batches to processes and w
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,12 +78,14 @@ class PlannedBatchSampler:
         self._counts: list[int] | None = None
         self._state: dict[str, Any] | None = None
         self._batches: PlannedBatches | None = None
+        self._followed: deque[StepPlan] | None = None
 
     def __iter__(self) -> PlannedBatches:
         """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs."""
         if self._state is None and self._batches is not None and self._batches.finished:
             self._pass = self._batches.number + 1
         self._batches = self._begun(self._state)
+        self._batches.followed = self._followed
         begin = {"epochs": self._epochs, "pass": self._pass, "state": digest(self._state)}
         self._group.agree(self._batches.steps.settings | begin, self._rank)
         self._state = None
@@ -97,7 +100,8 @@ class PlannedBatchSampler:
     def micro_batches_of_steps(self) -> list[int]:
         """Micro-batches of every step of a pass on each data-parallel rank, known by planning it.
 
-        They are ``job.micro_batches_per_rank`` but for the last steps, and but for a step under the preset "elastic"
+        They are ``job.micro_batches_per_rank`` but for the last steps, which may have fewer or, where few documents are
+        left over, more; and but for a step under the preset "elastic"
         whose few long documents do not suffice for that.
         """
         if self._counts is None:
@@ -127,6 +131,16 @@ class PlannedBatchSampler:
         """
         self._begun(state)
         self._state, self._pass, self._counts = dict(state), state["pass"], None
+
+    def follow(self) -> deque[StepPlan]:
+        """The plans whose micro-batches the next iterator yields, appended as it comes to them; to be taken out."""
+        self._followed = deque()
+        return self._followed
+
+    @property
+    def processes(self) -> Processes:
+        """Those that train together."""
+        return self._group
 
     @property
     def rank(self) -> int | None:
@@ -164,6 +178,7 @@ class PlannedBatches(ItemsOfSteps[list[int]]):
     ) -> None:
         super().__init__(steps_of(number), self._documents)
         self.number = number
+        self.followed: deque[StepPlan] | None = None
         self._steps_of, self._processes, self._epochs = steps_of, processes, epochs
 
     def __next__(self) -> list[int]:
@@ -190,6 +205,8 @@ class PlannedBatches(ItemsOfSteps[list[int]]):
         super().load_state_dict(state)
 
     def _documents(self, plan: StepPlan) -> list[list[int]]:
+        if self.followed is not None:
+            self.followed.append(plan)
         documents = self.steps.settings["documents"]
         return [
             [segment.document % documents for segment in plan.ranks[rank][index].segments]

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from wlb.documents.arriving import ArrivingDocuments
 from wlb.errors import UserError
+from wlb.integrations.batches.processes import warn
 from wlb.job.job import JobSpec
 from wlb.job.memory.fit import fits
 from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
@@ -32,6 +33,7 @@ from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob, simulated_job
 from wlb.workload import Hardware, ModelShape
 from wlb.workload.base import DocumentPrices
+from wlb.workload.phases import DocumentPhases, PhasedPrices, segment_seconds
 
 Item = TypeVar("Item")
 Lengths = NDArray[np.int64]
@@ -54,6 +56,7 @@ def balanced_job(
     shuffle: bool = True,
     overlong: str = "error",
     pool: int | Literal["auto"] = "auto",
+    phases: DocumentPhases | None = None,
     **packing: Any,
 ) -> SimulatedJob:
     """The job that a training loop runs: ``micro_batches`` a step on each of dp data-parallel ranks.
@@ -61,7 +64,9 @@ def balanced_job(
     A document costs what it costs ``model`` on ``hardware``, or what ``workload`` says. Micro-batches hold one context
     window on average and up to L_max tokens (``max_length_factor`` windows, 1.5 unless given). With preset "elastic"
     the dp x cp ranks are pooled anew, ``pool`` of them together and in lock step: ``cp``, ``dp`` and
-    ``micro_batches_per_rank`` of the result say how. ``packing`` are further options of the preset's packer.
+    ``micro_batches_per_rank`` of the result say how. Left out, it is the fastest by simulation, with a warning where
+    that is 1. ``packing`` are further options of the preset's packer. ``phases`` are what documents cost before
+    the language model.
     ``lengths`` None are those of a stream. Raises ``UserError`` for settings that no job could have.
     """
     settings = {"order": "pipeline"} | packing  # sorted alike on all ranks, which suits loops that run in lock-step
@@ -76,13 +81,18 @@ def balanced_job(
         cp=cp,
         packed_by=workload,
     )
-    job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool)
+    job = replace(job, data=job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong), pool=pool, phases=phases)
     if lengths is None and job.pools and "auto" in (job.pools.size, job.pools.micro_batches):
         raise UserError(
             f"preset {preset!r} chooses its pools by the lengths of all documents, which a stream does not have; give "
             "pool and pool_micro_batches, or use preset = 'best'"
         )
     decided = decide(job, np.array([], np.int64) if lengths is None else lengths, lock_step=True)
+    if job.pools and pool == "auto" and decided.layout.cp == 1 < job.layout.replicas:
+        warn(
+            f"on these documents the {job.layout.replicas} processes are predicted to be faster alone than in pools, "
+            f"so preset {preset!r} lets none share a micro-batch (cp = 1); give pool to choose the size yourself"
+        )
     # A loop may hold less than our trainer does: where L_max is decided by memory and nothing fits, memory is unknown.
     return decided if fits(decided) else decided.with_length_factor(job.packing.length_factor)
 
@@ -205,15 +215,16 @@ class WholeSteps(Iterator[StepPlan]):
         """``plan`` without empty micro-batches; None where its documents do not suffice for every rank."""
         if all(micro_batch.segments for micro_batch in plan.micro_batches) and len(plan.ranks) == self._job.layout.dp:
             return plan
-        segments = list(plan.segments)
+        segments, prices = list(plan.segments), self._job.packing_prices
         lengths = [segment.length for segment in segments]
+        seconds = segment_seconds(prices, segments)
+        phases = prices.phases.taken(segments) if isinstance(prices, PhasedPrices) else None
         dp = self._job.layout.dp
         for parts in (min(self._job.packing.micro_batches, len(segments) // dp * dp), None):
             try:
-                divided = balance(lengths, parts, self._capacity, multiple_of=dp, workload=self._job.packing_prices)
+                divided = balance(lengths, parts, self._capacity, multiple_of=dp, workload=prices, phases=phases)
             except UserError:
                 continue
-            seconds = self._job.packing_prices.document_seconds(lengths)
             micro_batches = tuple(
                 MicroBatch(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided
             )
@@ -229,8 +240,10 @@ def _settings(job: JobSpec, documents: Lengths | ArrivingDocuments[Any]) -> dict
         order = [len(documents), hashlib.blake2b(lengths, digest_size=8).hexdigest(), data.seed, data.shuffle]
     probes = np.unique(np.geomspace(1, job.context_window, 8).astype(np.int64))
     prices = np.asarray(job.packing_prices.document_seconds(probes), float).tolist()
+    phases = {} if job.phases is None else {"phases": job.phases.digest}
     return {
         **dict(zip(_ORDER, order, strict=True)),
+        **phases,
         **packing.in_use(),
         "context_window": job.context_window,
         "overlong": data.overlong,

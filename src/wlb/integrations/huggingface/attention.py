@@ -36,7 +36,7 @@ def register_attention(
     A model that uses it takes packed micro-batches of one row with ``cu_seq_lens_q`` (``FlatteningCollator``), and with
     ``shard_plan`` one rank's share of them (``context_parallel_share``), which the ranks of ``group`` attend together;
     None is the default group. It is exact, as fast as what it runs on (``wlb.attention``), and its memory does not grow
-    with the square of the tokens. Sliding windows are attended as such.
+    with the square of the tokens. Sliding windows are attended as such. Encoders of images or audio keep their own.
 
     Raises ``UserError`` for a model whose ``config.use_cache`` is on, that does not attend through ``transformers``'
     AttentionInterface, or that has layers other than attention. The attention raises it for what would silently train
@@ -50,8 +50,18 @@ def register_attention(
     if model is None:
         return
     check_model(model)
-    network: Any = model
-    network.set_attn_implementation(name)
+    attend_with(model, name)
+
+
+def attend_with(model: Any, name: str) -> None:
+    """Let the language model in ``model`` attend with the implementation ``name``; its encoders keep theirs."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    parts = {part: getattr(config, part, None) for part in getattr(config, "sub_configs", ())}
+    encoders = {part: own._attn_implementation for part, own in parts.items() if own is not None and own is not text}
+    model.set_attn_implementation(name)
+    if encoders:
+        model.set_attn_implementation(encoders)
 
 
 def check_model(model: nn.Module) -> None:
@@ -119,22 +129,18 @@ class PackedAttention:
         lengths = self._segment_lengths(arguments) if plan is None else plan.segment_lengths
         window = _window(attention_mask, arguments.get("sliding_window"), lengths)
         wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
-        width = max(query.shape[-1], value.shape[-1])  # latent attention has narrower values than keys
-        if not math.isclose(wanted, width**-0.5, rel_tol=1e-6):
-            query = query * (wanted * width**0.5)
+        if not math.isclose(wanted, query.shape[-1] ** -0.5, rel_tol=1e-6):
+            query = query * (wanted * query.shape[-1] ** 0.5)
         kind = query.device.type  # under autocast rotated queries and keys are float32 again, and values are not
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        q, k, v = (
-            F.pad(tensor[0].transpose(0, 1), (0, width - tensor.shape[-1])).to(dtype).contiguous()
-            for tensor in (query, key, value)
-        )
+        q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
         if plan is None:
             out = segment_attention(q, k, v, lengths, window=window)
         else:
             local = int(plan.tokens_per_rank[dist.get_rank(self._group)])
             out = context_parallel_attention(q[:local], k[:local], v[:local], plan, self._group, window=window)
             out = F.pad(out, (0, 0, 0, 0, 0, len(q) - local))
-        return out[None, ..., : value.shape[-1]], None
+        return out[None], None
 
     def _segment_lengths(self, arguments: Mapping[str, Any]) -> list[int]:
         extents: Tensor = arguments["cu_seq_lens_q"]

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wlb.errors import UserError
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.checks import TOLERANCE, PackingCheck, check_packing, packing_tolerance
-from wlb.integrations.huggingface.attention import is_packed_attention
+from wlb.integrations.huggingface.attention import attend_with, is_packed_attention
 from wlb.integrations.packed import extents_of
 from wlb.training.data.batch import IGNORE_LABEL
 
@@ -33,6 +34,11 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any]) -> PackingCheck:
 
     Dropout is off meanwhile. Raises ``UserError`` where packing the micro-batch changes loss or gradients.
     """
+
+    if "pixel_values" in batch:
+        raise UserError(
+            "check_batch cannot take images out of a batch; give check_packing each document collated alone"
+        )
 
     def loss_of(inputs: Mapping[str, Any]) -> Tensor:
         loss: Tensor = model(**inputs, num_items_in_batch=1).loss  # the sum over labelled tokens
@@ -98,7 +104,9 @@ def _checked_documents(sampler: PlannedBatchSampler) -> list[int]:
 
 def _learning_all(batch: Mapping[str, Any]) -> dict[str, Any]:
     """``batch`` with every token for a label but the first of each document."""
-    return {**batch, "labels": batch["input_ids"].masked_fill(batch["position_ids"] == 0, IGNORE_LABEL)}
+    positions = batch["position_ids"]
+    first = positions if positions.ndim == 2 else positions[0]  # those of models with images have further rows
+    return {**batch, "labels": batch["input_ids"].masked_fill(first == 0, IGNORE_LABEL)}
 
 
 def _steps_in_backward(model: nn.Module) -> bool:
@@ -144,22 +152,22 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 buffer.copy_(before)
         if attention is not None and attention != model.config._attn_implementation:  # type: ignore[union-attr]
-            model.set_attn_implementation(attention)  # type: ignore[operator]
+            attend_with(model, attention)
 
 
 def _by_own_attention(model: Any, losses: Iterable[Callable[[], Tensor]]) -> Iterator[Callable[[], Tensor]]:
     """``losses``, while ``model`` attends as it would without us."""
     ours = is_packed_attention(model)
-    name = model.config._attn_implementation if ours else None
+    name: Any = model.config._attn_implementation if ours else None
     if ours:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+        attend_with(model, "sdpa" if model._supports_sdpa else "eager")
     yield from losses
     if ours:
-        model.set_attn_implementation(name)
+        attend_with(model, name)
 
 
 def _singles(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The documents of ``batch``, each as a micro-batch of its own."""
     for start, stop in pairwise(batch["cu_seq_lens_q"].tolist()):
         own = {name: batch[name][:, start:stop] for name in ("input_ids", "position_ids", "labels")}
-        yield own | extents_of([stop - start])
+        yield own | extents_of([stop - start], batch["input_ids"].device)

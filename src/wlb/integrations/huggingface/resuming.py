@@ -56,8 +56,10 @@ class TrainedBatches:
         self._sampler.load_state_dict(self._state)
         batches = iter(self._sampler)
         yield from repeat([], self._passed_over)
-        for step, count in enumerate(self._counts, self._done + 1):
+        step, wanted = self._done, self._sampler.job.micro_batches_per_rank
+        for count in self._counts:
             of_step = count * self._processes
+            step += -(-count // wanted)  # Trainer makes several steps of a last one with more micro-batches
             for number in range(1, of_step + 1):
                 batch = next(batches)
                 if batches.of_step != of_step:

@@ -185,7 +185,7 @@ class _BalancedTrainer:
         usual = {"model": model_shape_of(trainer.model.config), "seed": trainer.args.seed}
         usual["hardware"] = "cpu" if device == "cpu" else "h100"
         return PlannedBatchSampler(
-            _lengths_of(trainer.train_dataset),
+            _lengths_of(trainer.train_dataset, trainer.data_collator),
             micro_batches=trainer.args.gradient_accumulation_steps,
             dp=dp,
             epochs=self._wlb_epochs,
@@ -272,7 +272,7 @@ def _cut_epochs(args: Any) -> Iterator[str]:
             yield f'{name} = "epoch" has no meaning where {math.ceil(epochs)} epochs are one stream; use "steps"'
 
 
-def _lengths_of(dataset: Any) -> Sequence[int]:
+def _lengths_of(dataset: Any, collator: Any) -> Sequence[int]:
     """Tokens of every document, without padding: the column ``length``, or what ``attention_mask`` and ids say."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
@@ -286,7 +286,8 @@ def _lengths_of(dataset: Any) -> Sequence[int]:
         return [int(np.count_nonzero(mask)) for mask in dataset["attention_mask"]]
     if "input_ids" in columns:
         return [len(ids) for ids in dataset["input_ids"]]
-    return [token_count(dataset[index], f"document {index}") for index in range(len(dataset))]
+    count = collator.token_count if isinstance(collator, FlatteningCollator) else token_count
+    return [count(dataset[index], f"document {index}") for index in range(len(dataset))]
 
 
 def _callback(trainer: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A policy is one small file that plans a step, and one line in ``POLICIES``. Plans are data (``plan``), priced in one
 place (``pricing``) by the simulator's own workload, links, FSDP and pipelines; ``compare`` finds each policy's best
-layout. docs/rivals.md has every policy's source and what was assumed.
+layout. Each file says its source and what was assumed; docs/rivals.md compares them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Source: ByteScale (SIGCOMM '25, arXiv 2502.21231), sections 4 and 5; no code is published. A document of s tokens gets
 ceil(s / C) ranks, short ones are packed by best fit to C tokens, and ranks run different numbers of micro-batches, as
 the loss is normalised by tokens and all ranks are in one group.
+
+Assumed: without and with a pipeline; no selective offloading, no hidden states on the host.
 """
 
 from __future__ import annotations

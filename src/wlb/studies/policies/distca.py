@@ -10,6 +10,9 @@ is. Servers that are short of less get nothing, and what nobody takes stays wher
 In a pipeline all stages run in lockstep, forwards of several micro-batches and then backwards, and a tick's attention
 is shared among the ranks of all stages: with those that have no micro-batch while the pipeline fills and drains, or
 without.
+
+Assumed: idle stages of a pipeline in lockstep serve (``distca``) or not (``distca-busy``); activations as of 1F1B,
+micro-batches even in attention, in its favour.
 """
 
 from __future__ import annotations

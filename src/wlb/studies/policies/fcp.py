@@ -3,6 +3,9 @@
 Source: arXiv 2605.08524 (MLSys '26), known here at second hand; no code is published. Longest document first, its
 blocks go in pairs from both ends to the rank with the least attention that has room. Data are reshuffled where
 attention begins and ends, and keys and values travel point to point, ordered so that no adapter serves two at once.
+
+Assumed: memory cap of 1.25 even shares; reshuffling is not hidden, keys and values in four parts; no adapter serves
+two at once, in its favour.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Source: arXiv 2602.21788 (its first version called DHP), at second hand. The tensor- and pipeline-parallel sizes stay;
 in every micro-batch documents are packed by best fit into groups of the fewest ranks whose memory holds them, and a
 dynamic program over groups and ranks gives away the ranks that are left, so that the slowest group is fastest.
+
+Assumed: micro-batches as few as hold all, even in predicted seconds; its estimator's exchange left out, so that
+giving ranks to the slowest group, one by one, is what the program finds; groups of one wait for nobody else.
 """
 
 from __future__ import annotations

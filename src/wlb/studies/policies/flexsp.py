@@ -10,6 +10,9 @@ then dealt to the groups of their size, by cost and, where one finds no room, by
 variables of the published program out and keeps its constraints: memory, ranks, sizes, and seconds of computing plus
 communication. Tokens of many documents together may fit a group that does not hold them one by one; then the program
 counts documents of a group in place of tokens, and a micro-batch for which it finds no groups at all is halved.
+
+Assumed: the program takes groups of a size together, at a bisected bound; documents are dealt to them, or fitted best
+where costs leave one over; a micro-batch that fits no groups is halved; one layout tried; pipeline size 1.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def run(settings: Settings) -> Report:
         notes=[
             f"{steps} steps of {BATCH_TOKENS:,} tokens of each policy in its best layout, H100 preset, and four times "
             "as many of systems that delay documents; over so few steps it matters to these which ones still wait",
-            "every policy is this project's reading of its publication; docs/rivals.md says what was assumed",
+            "we re-implemented each policy from its publication; wlb.studies.policies says what was assumed of each",
             *([f"plain-4d finds no layout that fits the memory of {', '.join(too_large)}"] if too_large else []),
         ],
     )

@@ -5,6 +5,9 @@ that a micro-batch may be packed to is profiled with every context-parallel size
 the one that trains a token fastest, the longest, and what a single rank has of each. Documents are packed to the least
 of these that holds them, room that is left is filled with shorter ones, and micro-batches of like attention run side by
 side. Between packing lengths only groups and checkpointing change.
+
+Assumed: 8,192 to the window doubled; profiles are simulated; kinds of checkpointing in place of numbers of layers;
+ring exchange hidden as ours is, which it also allows; one step runs all lengths, no curriculum; pipeline size 1.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Source: HotSPa (SOSP '24), its abstract; the system is Hetu (PKU-DAIR/Hetu). Documents are divided into buckets by
 length; each bucket trains with the strategy that is fastest for it, on all GPUs, one bucket after another. Between two
 strategies weights move, and gradients, which are accumulated over all buckets.
+
+Assumed: three buckets (1/16, 1/4, 1 window); moves are not overlapped, and only of what a GPU lacks.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ divided among pipelines of different tp, pp and context-parallel size. A greedy 
 random orders, so that the largest "sum of costs + (pp - 1) x largest cost" of all pipelines is least. Each pipeline
 packs what it got by an integer program. Every pipeline accumulates gradients of all weights, which are summed at the
 end of the step.
+
+Assumed: at most two strategies, with context parallelism; costs are the simulator's, of micro-batches full of like
+documents; the program (HiGHS) has 50 nodes and a gap of 1% in place of half a second, and over 2,000 variables it is
+longest first.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Source: arXiv 2607.23250, its abstract and what is told of it; no code is published. Of the sequences of a step's global
 batch, each F = sum l^2, ``POOL`` at a time make a pool, even in F; nothing moves to another step. Inside a pool, tiles
 of a block of queries and a group of heads go, heads first, to the rank under a soft cap that adds the fewest bytes.
+
+Assumed: cap 2%; tokens even inside a pool, in its favour; four chunks of heads; tiles of 8,192 queries.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Source: SandAI-org/MagiAttention, ``magi_attention/meta/solver/dispatch_solver.p
 default) and ``_make_dispatch_meta.py``. A micro-batch is cut into equal chunks, wherever documents end. The chunk with
 the most attention goes to the rank with the least so far, of those that have fewer than ceil(chunks / ranks) chunks.
 Tokens lie where they are attended, so only the keys and values that a rank attends and does not hold are sent.
+
+Assumed: fixed groups, as large as a window needs; micro-batches even in attention, in its favour; keys and values in
+four parts.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 Source: NVIDIA/Megatron-LM, ``core/datasets/data_schedule.py`` (``dp_balanced``), ``data_schedule_utils.py``
 (``next_hdp_group_packing_aware``, ``align_sample_id_groups``) and ``core/pipeline_parallel/hybrid_cp_schedule.py``
 (``BalancedCPScheduler``), read for what they do.
+
+Assumed of megatron-dynamic: ring exchange hidden as ours is; synchronising with the host and broadcasting for each
+document cost nothing, in its favour.
+
+Assumed of megatron-packing: ring exchange hidden as ours is.
 """
 
 from __future__ import annotations

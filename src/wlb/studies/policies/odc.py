@@ -4,6 +4,10 @@ Source: ODC (ICLR '26, arXiv 2601.19362), sections 3, 4 and 6.1; sail-sg/odc, ``
 (``DynamicDiffMicro``, in the paper LB-Mini). Shards of weights come point to point from the ranks that have them, and
 gradients go back so, so no layer waits for all ranks, and ranks may run different numbers of micro-batches. That leaves
 one thing to balance: what each rank computes in the whole step.
+
+Assumed: costs are predicted seconds, parts not improved by exchanging documents; groups as large as a window needs,
+as it has no context parallelism; weights cross nodes by each GPU's own adapter, gradients stay whole through the
+step; pipeline size 1.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Source: verl-project/verl, ``verl/utils/seqlen_balancing.py`` and its trainers' ``balance_batch``; THUDM/slime,
 ``slime/utils/dp_schedule.py``. A reinforcement-learning step must train what it sampled, so nothing waits. Groups are
 fixed; a micro-batch holds at most a group's token cap, and all ranks run equally many.
+
+Assumed: where a balanced micro-batch is over the token cap, all ranks run more.
 """
 
 from __future__ import annotations

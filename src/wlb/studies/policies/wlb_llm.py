@@ -3,6 +3,9 @@
 Source: arXiv 2510.18121, section 6 (its own reimplementation, "WLB-ideal"), and ``distca/planner/wlb_planner.py`` of
 hao-ai-lab/DistCA, whose behaviour this is; WLB-LLM, arXiv 2503.17924, Algorithm 1 without outlier queues, and section 5
 for adaptive sharding.
+
+Assumed: b is 64,000 tokens up to the width of 8B models, 131,072 beyond, as for 34B; more micro-batches where one is
+over a rank's capacity.
 """
 
 from __future__ import annotations
