@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from wlb.report.gain import Gain, gain
 from wlb.report.html.charts import bars, intervals, series
@@ -22,7 +23,7 @@ _DIMENSIONS = {
     "dp": "data-parallel ranks",
     "micro_batches": "micro-batches of a pipeline",
 }
-_PARTS = ("compute of the mean rank", "idle until the slowest rank", "data wait", "everything else")
+_PARTS = ("compute of the mean rank", "wait for a core", "idle until the slowest rank", "data wait", "everything else")
 
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
@@ -131,9 +132,12 @@ def _where(runs: Sequence[TrainingRun]) -> list[Markup]:
         mean, step = diagnosis["mean_compute_seconds"], diagnosis["step_seconds"]
         waiting = mean * (diagnosis["slowest_over_mean"] - 1)
         data = max(rank["data_wait_seconds"] for rank in diagnosis["ranks"])
+        core = fmean(rank["core_wait_seconds"] for rank in diagnosis["ranks"])  # of the compute seconds
         rest = max(0.0, step - mean - waiting - data)
         seconds = run.mean("step_seconds")
-        rows.append((run.label, [seconds * part / step for part in (mean, waiting, data, rest)], _seconds(seconds)))
+        rows.append(
+            (run.label, [seconds * part / step for part in (mean - core, core, waiting, data, rest)], _seconds(seconds))
+        )
     note = (
         f"Measured: a run's mean step, divided as its last diagnosed steps were ({_diagnosed(runs)}). Everything else "
         "is bubbles of the pipeline, communication and the optimizer."
@@ -159,7 +163,7 @@ def _ranks(runs: Sequence[TrainingRun]) -> list[Markup]:
     note = (
         f"Mean of the last diagnosed steps ({_diagnosed(runs)}). Rows are pipeline ranks, columns context-parallel "
         "ranks within data-parallel ones; of a tensor-parallel group the slowest rank. Red ranks are the slowest; "
-        "blue ones are idle until those have finished."
+        "blue ones are idle until those have finished. Waiting for a core that other processes have counts as compute."
     )
     unit = "Measured seconds of compute in a step, without collectives and idle time"
     return [heat_map(Caption("ranks-chart", "Compute of every rank", note), panels, unit)]

@@ -18,7 +18,17 @@ STEPS, DIAGNOSIS = "steps.jsonl", "diagnosis.json"
 
 # Of diagnosis.json: what is shown of the job, of every rank, and by dimension.
 _DIAGNOSED = ("steps", "last_step", "step_seconds", "mean_compute_seconds", "slowest_over_mean")
-_OF_RANK = ("rank", "process", "pp", "dp", "cp", "compute_seconds", "normalised", "data_wait_seconds")
+_OF_RANK = (
+    "rank",
+    "process",
+    "pp",
+    "dp",
+    "cp",
+    "compute_seconds",
+    "normalised",
+    "core_wait_seconds",
+    "data_wait_seconds",
+)
 _DIMENSIONS = ("tp", "cp", "pp", "dp", "micro_batches")
 
 _LONGEST_LABEL = 22
