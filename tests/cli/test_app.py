@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -66,8 +67,10 @@ def test_a_missing_argument_comes_with_an_example(wlb):
 
 @in_turn("name", COMMANDS)
 def test_help_is_in_one_style_and_its_examples_can_be_parsed(name):
-    command = get_command(app).commands[name]
-    examples = re.findall(r"^Example: wlb (.*)$", command.help, re.MULTILINE)
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    command = group.commands[name]
+    examples = re.findall(r"^Example: wlb (.*)$", command.help or "", re.MULTILINE)
     assert examples
     for example in examples:
         first, *arguments = shlex.split(example)

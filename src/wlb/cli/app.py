@@ -22,32 +22,34 @@ from wlb.errors import UserError
 from wlb.terminal import tell
 
 
-class _PlainHelp:
-    """Help in one style: a flag has no placeholder, an argument its name alone, and a number no range beside it."""
-
-    def get_params(self, context: typer.Context) -> list[Any]:
-        parameters: list[Any] = super().get_params(context)  # type: ignore[misc]
-        for parameter in parameters:
-            if getattr(parameter, "is_flag", False):
-                parameter.metavar = ""
-            unsaid = {"_get_number_range_help_str": lambda: None}
-            if parameter.param_type_name == "argument":
-                unsaid["display_type_rich"] = lambda ctx: None
-            vars(parameter).update(unsaid)
-        return parameters
+def _plain(parameters: list[Any]) -> list[Any]:
+    """``parameters``, whose help has one style: no placeholder of a flag, no type of an argument, no range."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = _nothing
+        parameter._get_number_range_help_str = _nothing
+    return parameters
 
 
-class _Group(_PlainHelp, TyperGroup):
-    pass
+def _nothing(**_: object) -> None:
+    return None
 
 
-class _Command(_PlainHelp, TyperCommand):
-    pass
+class _PlainCommand(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain(super().get_params(ctx))
+
+
+class _PlainGroup(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain(super().get_params(ctx))
 
 
 app = typer.Typer(
     name="wlb",
-    cls=_Group,
+    cls=_PlainGroup,
     help="Workload-balanced 4D-parallel training on documents of very different lengths.",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -108,7 +110,7 @@ for panel, names in _COMMANDS.items():
     for name in names:
         command = getattr(import_module(f"wlb.cli.{name}"), name)
         paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__))  # the terminal wraps them
-        app.command(name, cls=_Command, help=paragraphs, rich_help_panel=panel)(with_groups(command))
+        app.command(name, cls=_PlainCommand, help=paragraphs, rich_help_panel=panel)(with_groups(command))
 
 
 def _described(error: typer.BadParameter) -> str:
