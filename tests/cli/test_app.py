@@ -175,10 +175,11 @@ def test_without_torch_training_names_the_extra(wlb, tmp_path, monkeypatch):
     (tmp_path / "job.toml").write_text('[data]\nstore = "corpus"\n[checkpoint]\ndir = "c"\n')
     for name in [name for name in sys.modules if name.startswith("wlb.training.dry_run")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    for arguments in (["train", tmp_path / "job.toml", "--dry-run"], ["train", tmp_path / "job.toml"]):
-        status, _, err = wlb(*arguments)
-        assert (status, err) == (2, "wlb: error: torch is not installed; run: pip install 'wlb-llm[train]'\n")
+    for missing in ("torch", "safetensors"):
+        monkeypatch.setitem(sys.modules, missing, None)
+        for arguments in (["train", tmp_path / "job.toml", "--dry-run"], ["train", tmp_path / "job.toml"]):
+            status, _, err = wlb(*arguments)
+            assert (status, err) == (2, f"wlb: error: {missing} is not installed; run: pip install 'wlb-llm[train]'\n")
 
 
 COMPARE = ["compare", "synthetic:500:4K", "--context-window", "4K", "--micro-batches", 2]

@@ -72,6 +72,7 @@ def train(
     Example: wlb train configs/405b_128k.toml --dry-run
     """
     settings = overrides or []
+    require("safetensors", "train")  # torch may be there without it, and processes that lack it end in a traceback
     if isinstance(asked, DryRunOptions):
         return _dry_run(config, settings, asked, json)
     from wlb.training.launcher import launch

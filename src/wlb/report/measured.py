@@ -28,8 +28,7 @@ _PARTS = ("compute of the mean rank", "wait for a core", "idle until the slowest
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     """The HTML of a report on ``run``, compared with ``before`` if that is given."""
-    if before is not None and before.name == run.name:
-        before = replace(before, name=f"{before.name} (before)")
+    before = before and _told_apart(before, run)
     runs = [run] if before is None else [before, run]
     values = {"a step, mean": _seconds(run.mean("step_seconds"))}
     if run.diagnosis is not None:
@@ -37,12 +36,12 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
         values["slowest over mean rank, compute of a step"] = f"{slowest:.2f}"
     values["model FLOPs utilisation"] = f"{run.utilisation:.1%}"
     values["tokens/s, all ranks"] = f"{run.tokens_per_second:,.0f}"
-    conclusion, gained = _verdict(run), []
+    gained = []
     if before is not None:
         faster = gain_at_equal_work(before, run)
         over = f"speed at equal work, over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
         values = {over: f"{faster.factor:.2f}x"} | values
-        conclusion, gained = _compared(run, before, faster), [section("gain", "Gain", *_gain(before, run, faster))]
+        gained = [section("gain", "Gain", *_gain(before, run, faster))]
     covered = ", beside ".join(
         f"{one.name}, {number_of(one.steps, 'step')} from step {one.columns['step'][0]:.0f} to "
         f"{one.columns['step'][-1]:.0f}"
@@ -51,7 +50,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     return page(
         TITLE,
         [
-            verdict(conclusion),
+            verdict(conclusion(run, before)),
             paragraph(
                 tag("span", "measured", class_="label-measured"),
                 f" by the job itself: {covered}. All means are over these steps.",
@@ -65,6 +64,17 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
             section("causes", "Causes", *_causes(run)),
         ],
     )
+
+
+def conclusion(run: TrainingRun, before: TrainingRun | None = None) -> str:
+    """In a sentence: what ``run`` loses, or how it compares with ``before``."""
+    if before is None:
+        return _verdict(run)
+    return _compared(run, _told_apart(before, run), gain_at_equal_work(before, run))
+
+
+def _told_apart(before: TrainingRun, run: TrainingRun) -> TrainingRun:
+    return replace(before, name=f"{before.name} (before)") if before.name == run.name else before
 
 
 def _verdict(run: TrainingRun) -> str:
