@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json
+from wlb.cli.console import emit_json, stdout
 
 
 def diagnose(
@@ -28,4 +28,4 @@ def diagnose(
     if json:
         emit_json(diagnosis)
     else:
-        print(render(diagnosis))
+        stdout.print(render(diagnosis), markup=False, highlight=False)
