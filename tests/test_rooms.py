@@ -13,12 +13,13 @@ import wlb
 from tests.cases import in_turn
 
 PACKAGE = Path(wlb.__file__).parent
-GROUND = {"errors", "files", "os_limits", "settings", "token_count"}
+GROUND = {"errors", "files", "os_limits", "settings", "terminal", "token_count"}
 # A room may import these rooms and the ground floor, and nothing else, not even in a function.
 MAY_IMPORT = {
     "errors": set(),
     "files": set(),
     "os_limits": set(),
+    "terminal": set(),
     "token_count": {"errors"},
     "settings": {"token_count"},
     "documents": set(),

@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from operator import index
 from pathlib import Path
@@ -94,6 +95,28 @@ class Problem(NamedTuple):
     others: int
 
 
+# Pydantic's words, and ours.
+_PLAIN_WORDS = {
+    r"^Value error, ": "",
+    r"^Field required": "is missing",
+    r"(Input|List|Tuple|String|Value) should (be|have)": r"must \2",
+    r" after validation, not \d+": "",
+    r"greater than or equal to": "at least",
+    r"less than or equal to": "at most",
+    r"a valid integer(, (unable to|got a)[^(]*\b)?": "a whole number",
+    r"a valid (number|string)(, unable to [^(]*\b)?": r"a \1",
+    r"a valid boolean(, unable to [^(]*\b)?": "true or false",
+    r"a valid (tuple|list|array)": "a list",
+}
+
+
+def plainly(message: str) -> str:
+    """What pydantic says of a value, as people say it: "must be at least 1"."""
+    for theirs, ours in _PLAIN_WORDS.items():
+        message = re.sub(theirs, ours, message)
+    return message
+
+
 def main_problem(error: ValidationError) -> Problem:
     """The one to tell of: a typo, which explains what is missing, or of a union the alternative that fits deepest.
 
@@ -108,7 +131,7 @@ def main_problem(error: ValidationError) -> Problem:
     first = min(problems, key=precedence)
     place = _place(first)
     same = [problem for problem in problems if _place(problem) == place[: len(_place(problem))]]
-    what = first["msg"].removeprefix("Value error, ")
+    what = plainly(first["msg"])
     if first["type"] not in ("literal_error", "value_error"):
         words = [p["ctx"]["expected"] for p in same if p["type"] == "literal_error" and _place(p) == place]
         what = ", or ".join([what, *words])

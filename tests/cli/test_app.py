@@ -3,15 +3,20 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
+from typer.testing import CliRunner
 
+from tests.cases import in_turn
 from tests.training.processes import ignore_nothing
-from wlb.cli.app import main
+from wlb.cli.app import _COMMANDS, app, main
 
 
 @pytest.mark.parametrize(("sent", "status", "line"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
@@ -36,9 +41,9 @@ def test_a_signal_while_the_command_line_is_imported_is_one_line(tmp_path: Path,
 @pytest.mark.parametrize(
     ("option", "wrong", "line"),
     [
-        ("--micro-batches", "0", "Input should be greater than or equal to 1 (got 0)"),
-        ("--max-token-delay", "some", "unable to parse string as a number (got some)"),
-        ("--max-length-factor", "1001", "less than or equal to 1000 (got 1001)"),
+        ("--micro-batches", "0", "must be at least 1 (got 0)"),
+        ("--max-token-delay", "some", "must be a number (got some)"),
+        ("--max-length-factor", "1001", "at most 1000 (got 1001)"),
     ],
 )
 def test_what_an_option_refuses_is_named(wlb, option, wrong, line):
@@ -46,6 +51,35 @@ def test_what_an_option_refuses_is_named(wlb, option, wrong, line):
     assert status == 2
     assert err.startswith(f"wlb: error: Invalid value for '{option}': ")
     assert err.endswith(f"{line}\n")
+
+
+COMMANDS = [name for names in _COMMANDS.values() for name in names]
+
+
+def test_a_missing_argument_comes_with_an_example(wlb):
+    assert wlb("check") == (
+        2,
+        "",
+        "wlb: error: Missing argument 'LENGTHS'; for example: wlb check lengths.json --gpus 64 --model llama3-8b\n",
+    )
+    assert "; for example: wlb prefill synthetic:" in wlb("prefill", "l.json")[2]
+
+
+@in_turn("name", COMMANDS)
+def test_help_is_in_one_style_and_its_examples_can_be_parsed(name):
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    command = group.commands[name]
+    examples = re.findall(r"^Example: wlb (.*)$", command.help or "", re.MULTILINE)
+    assert examples
+    for example in examples:
+        first, *arguments = shlex.split(example)
+        assert first == name
+        command.make_context(name, arguments)
+    shown = CliRunner().invoke(app, [name, "--help"], terminal_width=200).stdout
+    assert not re.search(r"<\w+>|x[<>]=|BOOLEAN|\bTEXT\b|INTEGER|FLOAT", shown)
+    (usage,) = re.findall(r"Usage: .*", shown)
+    assert not re.search(r"[\[{][a-z_]+[\]}]", usage)
 
 
 @pytest.mark.parametrize(
@@ -141,10 +175,11 @@ def test_without_torch_training_names_the_extra(wlb, tmp_path, monkeypatch):
     (tmp_path / "job.toml").write_text('[data]\nstore = "corpus"\n[checkpoint]\ndir = "c"\n')
     for name in [name for name in sys.modules if name.startswith("wlb.training.dry_run")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    for arguments in (["train", tmp_path / "job.toml", "--dry-run"], ["train", tmp_path / "job.toml"]):
-        status, _, err = wlb(*arguments)
-        assert (status, err) == (2, "wlb: error: torch is not installed; run: pip install 'wlb-llm[train]'\n")
+    for missing in ("torch", "safetensors"):
+        monkeypatch.setitem(sys.modules, missing, None)
+        for arguments in (["train", tmp_path / "job.toml", "--dry-run"], ["train", tmp_path / "job.toml"]):
+            status, _, err = wlb(*arguments)
+            assert (status, err) == (2, f"wlb: error: {missing} is not installed; run: pip install 'wlb-llm[train]'\n")
 
 
 COMPARE = ["compare", "synthetic:500:4K", "--context-window", "4K", "--micro-batches", 2]
@@ -168,8 +203,8 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*SHARD, "--cp", 10_000], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=2,cp=10000"], "cp = 10000 is not a group size; it must be from 1 to 512"),
         ([*REPORT, "--parallel", "pp=1000"], "model has 32 layers, fewer than the 1000 pipeline stages"),
-        ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp: Input should be less than or equal to"),
-        ([*REPORT, "--micro-batches", 10**12], "packing.micro_batches: Input should be less than or equal to"),
+        ([*REPORT, "--parallel", "dp=10000000000"], "parallel.dp: must be at most"),
+        ([*REPORT, "--micro-batches", 10**12], "packing.micro_batches: must be at most"),
         ([*PREFILL, "--dp", 10**6], "--dp 1000000 is over the 512 data-parallel ranks of a simulated prefill"),
         (
             ["compare", "synthetic:20000:128K", "--prefill", "--token-budget", 100],

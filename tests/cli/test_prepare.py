@@ -44,7 +44,14 @@ def test_json_result_and_store(wlb, tmp_path, corpus):
 def test_table_names_rejects_and_skipped_files(wlb, tmp_path, corpus):
     status, out, _ = wlb("prepare", corpus, "--out", tmp_path / "s", "--text-field", "body")
     assert status == 0
-    for words in ("rejected: bad json", "rejected: missing field", "skipped 1 files", "vocabulary 257, end token 256"):
+    assert f"Token store {tmp_path / 's'}" in " ".join(out.split())  # the path is not broken
+    assert "the first line without field 'body' has text; choose one with --text-field" in out
+    for words in (
+        "rejected: bad json",
+        "rejected: missing field",
+        "skipped 1 file of",
+        "vocabulary 257, end token 256",
+    ):
         assert words in out
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -40,6 +41,10 @@ def test_a_run_directory_becomes_a_page(tmp_path: Path):
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["gain"] == pytest.approx(1.5, rel=0.01)
     assert "measured" in out.read_text()
+    with mock.patch("webbrowser.open") as opened:
+        result = report(run, "--out", out, "--open")
+    opened.assert_called_once_with(out.as_uri())
+    assert result.stdout.startswith("On average, ranks sit idle for 10% of each step, waiting for the slowest one.\n")
 
 
 @pytest.mark.parametrize(

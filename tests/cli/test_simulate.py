@@ -39,7 +39,17 @@ def test_a_configuration_is_simulated_beside_plain_4d(config: Path, tmp_path: Pa
         assert sum(row["where"].values()) == pytest.approx(row["mean_step_seconds"])
     rates = [row["work_seconds"] / (row["steps"] * row["mean_step_seconds"]) for row in systems]
     assert [row["speed_at_equal_work"] for row in systems] == pytest.approx([rates[0] / rates[1], 1.0])
-    assert len(json.loads(trace.read_text())["traceEvents"]) > 8 * 2 * 2
+    events = json.loads(trace.read_text())["traceEvents"]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes == ["as configured dp 0", "as configured dp 1", "plain-4d dp 0", "plain-4d dp 1"]
+
+
+def test_a_preset_that_is_configured_is_one_column(config: Path):
+    result = wlb("simulate", config, "--set", "preset=plain-4d", "--lengths", LENGTHS, "--steps", "1")
+    assert result.returncode == 0, result.stderr
+    assert "as configured" in result.stdout
+    (row,) = (line for line in result.stdout.splitlines() if "speed at equal work  " in line)
+    assert row.count("x") == 1
 
 
 def test_a_mixture_is_simulated_on_the_lengths_of_its_stores(tmp_path: Path):

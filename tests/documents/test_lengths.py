@@ -166,8 +166,8 @@ def test_unsigned_values_do_not_wrap(tmp_path):
         ("l.txt", "5\n１２\n".encode(), "line 2 is '１２'"),
         ("l.txt", b"9" * 5000, "line 1 is '9999"),
         ("l.txt", b"\xff\xfe\x00", "is not text"),
-        ("l.npy", b"not numpy", "not a NumPy array file"),
-        ("l.npy", b"", "not a NumPy array file"),
+        ("l.npy", b"not numpy", "not a NumPy array of numbers; write"),
+        ("l.npy", b"", "not a NumPy array of numbers; write"),
         ("l.parquet", b"not parquet", "not a readable Parquet file"),
         ("l.idx", b"not an index", "not a Megatron index"),
         ("l.bed", b"1,2", "of no known kind"),
@@ -194,7 +194,7 @@ def test_wrong_content_is_one_clear_line(tmp_path, name, content, message):
         (np.array([True]), "holds bool values"),
         (np.array(["5"]), "holds <U1 values"),
         (np.array([[1, 2]]), r"shape \(1, 2\)"),
-        (np.array([None]), "not a NumPy array file"),
+        (np.array([None]), "not a NumPy array of numbers; write"),
     ],
 )
 def test_wrong_arrays(tmp_path, array, message):
@@ -233,7 +233,7 @@ def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys
         for length in (0, 3, 0, 2):
             writer.add([1] * length)
     assert read_lengths(tmp_path / "s").tolist() == [3, 2]
-    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's.idx'}: 2 empty documents are passed over\n"
+    assert capsys.readouterr().err == f"wlb: note: {tmp_path / 's.idx'}: 2 empty documents passed over\n"
     with TokenStoreWriter(tmp_path / "void", vocab_size=10) as writer:
         writer.add([])
     with pytest.raises(UserError, match="holds only empty documents"):

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from wlb.errors import UserError
 from wlb.job.config import PRESETS, JobConfig
 from wlb.job.config_file import load_config
+from wlb.settings import plainly
 from wlb.sharding import STRATEGIES
 from wlb.sharding.static import per_sequence
 from wlb.simulate import SimulatedJob, simulate
@@ -73,7 +74,7 @@ def test_an_override_sets_one_setting(config):
             load_config(config, [more])
     assert load_config(config, ["training.betas=[0.8,\n0.9]"]).training.betas == (0.8, 0.9)
     for endless in ("9" * 5000, "[" * 5000):
-        with pytest.raises(UserError, match=r"training\.seed: Input should be a valid integer"):
+        with pytest.raises(UserError, match=r"training\.seed: must be a whole number"):
             load_config(config, [f"training.seed={endless}"])
 
 
@@ -109,7 +110,7 @@ def _numbers(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("name", list(_numbers(JobConfig)))
 def test_true_is_no_number(config, name):
-    with pytest.raises(UserError, match=rf"{name}: Input should be a valid number.* \(got True\)"):
+    with pytest.raises(UserError, match=rf"{name}: must be a number.* \(got True\)"):
         load_config(config, [f"{name}=true"])
     yarn = (
         ["model.rope_scaling.rope_type=yarn"] if name.endswith(("beta_fast", "beta_slow", "attention_factor")) else []
@@ -146,15 +147,15 @@ def test_values_at_the_limits_are_taken(config):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("max_length_factor=true", "max_length_factor: Input should be a valid number, or 'auto' (got True)"),
-        ("max_length_factor=0", "max_length_factor: Input should be greater than or equal to 1, or 'auto' (got 0)"),
-        ("max_length_factor=wide", "max_length_factor: Input should be a valid number, or 'auto' (got 'wide')"),
-        ("outlier_thresholds=many", "outlier_thresholds: Input should be a valid tuple, or 'auto' (got 'many')"),
+        ("max_length_factor=true", "max_length_factor: must be a number, or 'auto' (got True)"),
+        ("max_length_factor=0", "max_length_factor: must be at least 1, or 'auto' (got 0)"),
+        ("max_length_factor=wide", "max_length_factor: must be a number, or 'auto' (got 'wide')"),
+        ("outlier_thresholds=many", "outlier_thresholds: must be a list, or 'auto' (got 'many')"),
         ("outlier_thresholds=[64, 16]", "outlier_thresholds: thresholds must rise (got [64, 16])"),
-        ("outlier_thresholds=[0]", "outlier_thresholds: Input should be greater than or equal to 1 (got 0)"),
+        ("outlier_thresholds=[0]", "outlier_thresholds: must be at least 1 (got 0)"),
         (
             "outlier_thresholds=[0, 0]",
-            "outlier_thresholds: Input should be greater than or equal to 1 (got 0); and 1 more",
+            "outlier_thresholds: must be at least 1 (got 0); and 1 more",
         ),
     ],
 )
@@ -246,3 +247,15 @@ def test_thresholds_over_the_window_are_refused(config):
     with pytest.raises(UserError, match=r"outlier_thresholds has 8192, over data\.context_window = 4096: no document"):
         load_config(config, [method, "packing.outlier_thresholds=[8192]", "data.context_window=4096"])
     load_config(config, [method, "packing.outlier_thresholds=[4096]", "data.context_window=4096"])
+
+
+def test_pydantics_words_are_said_plainly():
+    said = {
+        "Input should be greater than or equal to 1": "must be at least 1",
+        "Input should be a valid integer, got a number with a fractional part": "must be a whole number",
+        "Input should be a valid number, unable to parse string as a number": "must be a number",
+        "Tuple should have at least 1 item after validation, not 0": "must have at least 1 item",
+        "Value error, thresholds must rise": "thresholds must rise",
+        "Field required": "is missing",
+    }
+    assert {theirs: plainly(theirs) for theirs in said} == said

@@ -76,6 +76,7 @@ def diagnosis(host: str) -> dict[str, Any]:
                 "tp": 0,
                 "compute_seconds": compute[rank],
                 "normalised": compute[rank],
+                "core_wait_seconds": 0.25,
                 "data_wait_seconds": 0.01,
             }
             for rank in range(4)

@@ -46,6 +46,13 @@ def test_hosts_and_names_stay_text(tmp_path: Path):
     assert not {element for element, _ in reader.elements} & {"script", "img"}
 
 
+def test_waiting_for_a_core_is_no_compute(tmp_path: Path):
+    page = measured_report(read_run(write_run(tmp_path / "run")))
+    hints = dict(re.findall(r"<title>run, ([^:]*): ([\d.]+) s</title>", page))
+    ratio = float(hints["wait for a core"]) / float(hints["compute of the mean rank"])
+    assert ratio == pytest.approx(0.25 / 0.75, rel=0.01)
+
+
 def test_two_runs_are_compared(tmp_path: Path):
     before, after = (read_run(write_run(tmp_path / name, seconds=s)) for name, s in (("plain", 3.0), ("best", 2.0)))
     page = measured_report(after, before)

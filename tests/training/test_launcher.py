@@ -20,6 +20,7 @@ from tests.programs import Program, finished, forked
 from tests.training.jobs import read_steps, write_config, write_store
 from tests.training.processes import is_running, process, ranks_of, said, steps_written, wait_until
 from wlb.job.config import JobConfig
+from wlb.job.config_file import load_config
 from wlb.training import launcher as launch_module
 from wlb.training.forks import Forks
 from wlb.training.runtime.failures import Ending
@@ -90,13 +91,18 @@ def test_without_restarts_a_killed_rank_ends_the_job_and_resuming_loses_nothing(
 
 def test_ctrl_c_ends_the_job_at_once(folder):
     with started(endless(folder)) as process:
-        wait_until(lambda: steps_written(folder) >= 1)
+        wait_until(lambda: steps_written(folder) >= 7)
         ranks = ranks_of(process.pid)
         assert len(ranks) == 2
         os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches every process of a terminal
         _, err = process.communicate()
     assert process.returncode == 130
-    assert err.splitlines()[-1] == "wlb: interrupted"
+    kept, last = err.splitlines()[-2:]
+    assert last == "wlb: interrupted"
+    newest = max((folder / "checkpoints").glob("step-*[0-9]"))
+    lost = steps_written(folder) - int(newest.name.removeprefix("step-"))
+    steps = "1 step" if lost == 1 else f"{lost} steps"
+    assert kept == f"wlb: the same command continues from checkpoint {newest}; lost since then: {steps}"
     assert "Traceback" not in err
     assert not any(is_running(rank) for rank in ranks)
 
@@ -230,6 +236,15 @@ class Interrupted(Script):
         process = super()._start(*arguments, rank=rank, error_file=error_file)
         signal.raise_signal(signal.SIGINT)
         return process
+
+
+def test_what_ctrl_c_loses_without_a_checkpoint(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics" / "steps.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')  # killed while it wrote
+    without = load_config(write_config(tmp_path))
+    assert launch_module._what_is_kept(without) == "nothing is saved without checkpoint.dir; lost: 2 steps"
+    config = load_config(write_config(tmp_path, checkpoint={"dir": str(tmp_path / "checkpoints"), "every": 5}))
+    assert launch_module._what_is_kept(config) == "there is no checkpoint yet (checkpoint.every = 5); lost: 2 steps"
 
 
 def test_ctrl_c_while_ranks_start_leaves_none_of_them(monkeypatch):

@@ -109,7 +109,7 @@ def test_a_measured_workload_travels_between_processes():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "version: Input should be 1 or 2"),
+        ({"version": 3}, "version: must be 1 or 2"),
         ({"format": "chrome-trace"}, "format: "),
         ({"colour": "red"}, "colour: Extra inputs"),
         ({"tp": 0}, "tp: "),

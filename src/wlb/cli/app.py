@@ -11,16 +11,45 @@ import inspect
 import re
 import sys
 from importlib import import_module
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from wlb import __version__
 from wlb.cli.groups import with_groups
 from wlb.errors import UserError
+from wlb.terminal import tell
+
+
+def _plain(parameters: list[Any]) -> list[Any]:
+    """``parameters``, whose help has one style: no placeholder of a flag, no type of an argument, no range."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = _nothing
+        parameter._get_number_range_help_str = _nothing
+    return parameters
+
+
+def _nothing(**_: object) -> None:
+    return None
+
+
+class _PlainCommand(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain(super().get_params(ctx))
+
+
+class _PlainGroup(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain(super().get_params(ctx))
+
 
 app = typer.Typer(
     name="wlb",
+    cls=_PlainGroup,
     help="Workload-balanced 4D-parallel training on documents of very different lengths.",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -81,14 +110,19 @@ for panel, names in _COMMANDS.items():
     for name in names:
         command = getattr(import_module(f"wlb.cli.{name}"), name)
         paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.__doc__))  # the terminal wraps them
-        app.command(name, help=paragraphs, rich_help_panel=panel)(with_groups(command))
+        app.command(name, cls=_PlainCommand, help=paragraphs, rich_help_panel=panel)(with_groups(command))
 
 
-def _with_value(error: typer.BadParameter) -> str:
-    """The message of ``error`` with the refused value, which Typer leaves out where pydantic has checked it."""
+def _described(error: typer.BadParameter) -> str:
+    """The message of ``error``, with an example or the refused value, which Typer leaves out."""
     from pydantic import ValidationError
 
-    message, cause = error.format_message(), error.__cause__
+    from wlb.settings import plainly
+
+    message, cause = plainly(error.format_message()), error.__cause__
+    if type(error).__name__ == "MissingParameter" and error.ctx is not None:
+        example = re.search("Example: (.*)", error.ctx.command.help or "")
+        return message.rstrip(".") + (f"; for example: {example[1]}" if example else "")
     if not isinstance(cause, ValidationError):
         return message
     given = cause.errors()[0]["input"]
@@ -96,7 +130,7 @@ def _with_value(error: typer.BadParameter) -> str:
 
 
 def _refuse(message: str) -> NoReturn:
-    print(f"wlb: error: {' '.join(message.splitlines())}", file=sys.stderr)  # names of files may have line ends
+    tell(f"wlb: error: {' '.join(message.splitlines())}")  # names of files may have line ends
     sys.exit(2)
 
 
@@ -108,7 +142,7 @@ def main() -> None:
     try:
         status = app(standalone_mode=False)
     except (UserError, _CommandLineError) as error:
-        _refuse(str(error) if isinstance(error, UserError) else _with_value(error))
+        _refuse(str(error) if isinstance(error, UserError) else _described(error))
     except OSError as error:
         if error.errno not in _PATH_ERRORS:
             raise

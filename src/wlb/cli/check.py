@@ -12,6 +12,7 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.console import emit_json, note, progress_bar, show_columns, stdout
+from wlb.terminal import number_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +51,7 @@ class CheckOptions(options.JobOptions):
         lengths: NDArray[np.int64]
         lengths, are_all = text_lengths(corpus, load_tokenizer(self.tokenizer), _MOST_TEXTS)
         if not are_all:
-            note(f"lengths are those of the first {len(lengths):,} documents of {source}")
+            note(f"lengths are those of the first {number_of(len(lengths), 'document')} of {source}")
         return lengths
 
 
@@ -112,10 +113,10 @@ def show_verdict(verdict: Verdict, found: AskedJob) -> None:
     passes = max(system.epochs for system in systems.values())
     said = [
         f"{verdict}\n",
-        f"{options.described(found.priced_by)}: {layout_of(job)}; {job.packing.micro_batches} micro-batches of "
-        f"{job.context_window:,} tokens a step",
+        f"{options.described(found.priced_by)}: {layout_of(job)}; "
+        f"{number_of(job.packing.micro_batches, 'micro-batch')} of {job.context_window:,} tokens a step",
         f"assumed: {found.assumed}" if found.assumed else "",
-        f"simulated: {base.steps} steps, after {verdict.warm_up} that warm up"
+        f"simulated: {number_of(base.steps, 'step')}, after {verdict.warm_up} that warm up"
         + (f"; the documents fill fewer and are repeated, {passes} passes over them began" if passes > 1 else ""),
     ]
     for line in filter(None, said):

@@ -13,6 +13,7 @@ from wlb.cli.check import judged, show_verdict
 from wlb.cli.console import emit_json, note, show_columns, stdout, with_progress
 from wlb.cli.groups import was_given
 from wlb.cli.prefill import PrefillOptions, prefill
+from wlb.terminal import number_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -118,8 +119,8 @@ def _compared_methods(
         show_comparison(results, title)
         if overlong.documents:
             stdout.print(
-                f"{overlong.documents} documents over the context window ({asked.overlong}): "
-                f"{overlong.pieces} pieces, {overlong.tokens_dropped} tokens dropped"
+                f"{number_of(overlong.documents, 'document')} over the context window ({asked.overlong}): "
+                f"{number_of(overlong.pieces, 'piece')}, {number_of(overlong.tokens_dropped, 'token')} dropped"
             )
 
     return {
@@ -199,4 +200,4 @@ def show_comparison(results: Sequence[MethodResult], title: str) -> None:
         if r.documents_in != r.documents_out:
             stdout.print(f"[red]{r.method} trained {r.documents_out:,} of {r.documents_in:,} documents[/red]")
     if all(r.documents_in == r.documents_out for r in results):
-        stdout.print(f"every method trained all {results[0].documents_in:,} documents, each token once ✓")
+        stdout.print(f"every method trained all {number_of(results[0].documents_in, 'document')}, each token once ✓")

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from wlb.terminal import tell
+
 T = TypeVar("T")
 
 _ANY_WIDTH = 1000  # more columns than any table has: a file or a pipe has no right edge
@@ -69,6 +71,9 @@ def print_table(*versions: Table) -> None:
         cells = [str(cell) for cell in (column.header, *column.cells)]
         parts = (part for cell in cells for part in (cell.splitlines() if column.no_wrap else cell.split()))
         column.min_width = max(map(len, parts), default=0)
+    table.min_width = max(
+        map(len, f"{table.title} {table.caption}".split()), default=0
+    )  # or long paths would be broken
     Console(width=max(stdout.width, unbounded.measure(table).minimum)).print(table, crop=False)
 
 
@@ -79,7 +84,7 @@ def emit_json(value: Any) -> None:
 
 def note(text: str) -> None:
     """Print what is worth knowing, on stderr."""
-    print(f"wlb: note: {text}", file=sys.stderr)
+    tell(f"wlb: note: {text}")
 
 
 def progress_bar() -> Progress:

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json
+from wlb.cli.console import emit_json, stdout
 
 
 def diagnose(
-    metrics_dir: Annotated[Path, typer.Argument(help="metrics.dir of a job that runs, or has run.")],
+    metrics_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="metrics.dir of a job that runs, or has run.")],
     json: options.Json = False,
 ) -> None:
     """Show how much of its time a job loses to imbalance, along which dimension, and what causes it.
@@ -28,4 +28,4 @@ def diagnose(
     if json:
         emit_json(diagnosis)
     else:
-        print(render(diagnosis))
+        stdout.print(render(diagnosis), markup=False, highlight=False)

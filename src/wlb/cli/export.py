@@ -16,11 +16,13 @@ WeightDtype = StrEnum("WeightDtype", ["BFLOAT16", "FLOAT32"])
 
 
 def export(
-    config: Annotated[Path, typer.Argument(help="Configuration that the job was started with (TOML).")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="Configuration that the job was started with (TOML).")
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to make; it must not exist.", show_default=False)],
     step: Annotated[int | None, options.number("Checkpoint of this step; default: the newest.")] = None,
     dtype: Annotated[
-        WeightDtype, typer.Option(help="Type of the weights; a checkpoint has float32.")
+        WeightDtype, typer.Option(metavar="bfloat16|float32", help="Type of the weights; a checkpoint has float32.")
     ] = WeightDtype.BFLOAT16,
     overrides: options.Settings = None,
     json: options.Json = False,

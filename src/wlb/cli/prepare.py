@@ -15,6 +15,7 @@ from wlb.cli.console import emit_json, progress_bar, show_columns, stdout
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
+from wlb.terminal import number_of
 
 if TYPE_CHECKING:
     from wlb.documents.prepare import PrepareReport
@@ -63,7 +64,9 @@ def prepare(
         False, "--chat", help="Read conversations (messages with roles); only what the assistant says becomes labels."
     ),
     unit: UnitOption = typer.Option(
-        UnitOption.DEFINITION, help="With --stdlib: one document per top-level definition or module."
+        UnitOption.DEFINITION,
+        metavar="definition|module",
+        help="With --stdlib: one document per top-level definition or module.",
     ),
     workers: int | None = typer.Option(
         None,
@@ -158,6 +161,8 @@ def prepare(
         emit_json(report.to_json())
         return
     _show(report)
+    if "missing_field" in report.rejects:
+        stdout.print(corpus.described_fields(), markup=False, highlight=False)
     if chat_format is not None and chat_format.is_chatml:
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
 
@@ -169,7 +174,10 @@ def _check(source: str, json: bool) -> None:
     if json:
         emit_json({"store": source, "documents": len(store), "tokens": store.tokens})
     else:
-        stdout.print(f"{source} is whole: {len(store):,} documents, {store.tokens:,} tokens", highlight=False)
+        stdout.print(
+            f"{source} is whole: {number_of(len(store), 'document')}, {number_of(store.tokens, 'token')}",
+            highlight=False,
+        )
 
 
 def _corpus(
@@ -230,5 +238,5 @@ def _show(report: PrepareReport) -> None:
     documents, tokens = zip(*rows.values(), strict=True)
     title = f"Token store {report.files[-1].removesuffix('.idx')}"
     show_columns({"": [*rows], "documents": documents, "tokens": tokens}, title=title)
-    skipped = f"; skipped {report.skipped_files:,} files of other kinds" if report.skipped_files else ""
+    skipped = f"; skipped {number_of(report.skipped_files, 'file')} of other kinds" if report.skipped_files else ""
     stdout.print(f"vocabulary {report.vocab_size:,}, end token {report.end_token}{skipped}", highlight=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from dataclasses import asdict, dataclass
 from os.path import isdir
 from pathlib import Path
@@ -38,11 +39,14 @@ def report(
     before: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="An earlier job to compare a training job with.")
     ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the report in the browser.")] = False,
     json: options.Json = False,
 ) -> None:
     """Write a report as one HTML file that works offline: what imbalance costs, where, and what to set.
 
-    Example: wlb report synthetic:20000:128K:0 --model 7b --dp 4 --pp 4 --cp 2 --tp 8 --out report.html
+    Example: wlb report synthetic:20000:128K:0 --model 7b --dp 4 --pp 4 --cp 2 --tp 8 --open
+
+    Example: wlb report runs/tiny --out measured.html
     """
     from wlb.documents.store.sources import names_store
     from wlb.report.html.page import write_page
@@ -56,16 +60,17 @@ def report(
     else:
         text, summary = _predicted(context, source, asked)
     write_page(out, text)
+    if show:
+        webbrowser.open(out.absolute().as_uri())
     if json:
         emit_json({"out": str(out), **summary})
     else:
-        if "verdict" in summary:
-            stdout.print(summary["verdict"], markup=False, highlight=False)
+        stdout.print(summary["verdict"], markup=False, highlight=False)
         stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)", markup=False)
 
 
 def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
-    from wlb.report.measured import gain_at_equal_work, measured_report
+    from wlb.report.measured import conclusion, gain_at_equal_work, measured_report
     from wlb.report.run_directory import read_run
 
     run, earlier = read_run(path), None if before is None else read_run(before)
@@ -73,6 +78,7 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
     if earlier is not None:
         summary["speed_at_equal_work"] = asdict(gain_at_equal_work(earlier, run))
         summary["gain"] = run.tokens_per_second / earlier.tokens_per_second
+    summary["verdict"] = conclusion(run, earlier)
     return measured_report(run, earlier), summary
 
 

@@ -24,8 +24,9 @@ def reproduce(
     name: Annotated[
         str,
         typer.Argument(
+            metavar="EXPERIMENT",
             help="imbalance, table2, speedups, breakdown, context-windows, sharding, kernel, published, rivals, "
-            "level, convergence, or all (but the last four)."
+            "level, convergence, or all (but the last four).",
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of NAME.json and NAME.png.")] = Path("results"),
@@ -58,7 +59,9 @@ def reproduce(
     measured on GPUs; every row is in its JSON. convergence trains 12 small models, for over an hour, and
     rivals searches layouts of 24 policies for 24 jobs, on all cores; both can be interrupted and continued.
 
-    Examples: wlb reproduce speedups · wlb reproduce all · nohup wlb reproduce convergence &
+    Example: wlb reproduce speedups
+
+    Example: wlb reproduce convergence --out results
     """
     from wlb.studies.experiment import Settings
     from wlb.studies.registry import EXPERIMENTS, SIMULATED

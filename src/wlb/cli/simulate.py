@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from wlb.cli import options
 from wlb.cli.check import judged
 from wlb.cli.console import counted, emit_json, show_columns, stdout
 from wlb.errors import UserError
+from wlb.terminal import number_of, tell
 
 if TYPE_CHECKING:
     from wlb.documents.length_counts import DocumentLengths
@@ -36,6 +36,7 @@ class SimulateOptions:
     job: Annotated[
         str | None,
         typer.Argument(
+            metavar="JOB",
             help="Configuration file of a job, or a named one: 550m-64k ... 70b-128k, 405b-128k. \\[required without "
             "--search]",
             show_default=False,
@@ -65,7 +66,7 @@ class SimulateOptions:
     settings: options.Settings = None
     encoder: options.Encoders = None
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the last step of the last system as a Perfetto trace.")
+        Path | None, typer.Option(metavar="FILE", help="Write the last step of every system as a Perfetto trace.")
     ] = None
 
     def jobs(self, lengths: str | None) -> tuple[dict[str, SimulatedJob], Any, list[StoreSource]]:
@@ -173,7 +174,7 @@ def simulate(
     jobs = {system: result.job for system, result in results.items()}
     _warn_of_memory(jobs)
     if asked.trace is not None:
-        _write_trace(asked.trace, [*jobs.values()][-1], documents, verdict.warm_up + verdict.steps)
+        _write_trace(asked.trace, jobs, documents, verdict.warm_up + verdict.steps)
     profile = asked.profile and asked.profile.name
     shown = {
         "job": asked.job,
@@ -222,18 +223,22 @@ def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
         problem = too_large(jobs[worst])
         others = [system for system in refused if system != worst]
         also = f"; {', '.join(others)} {'do' if len(others) > 1 else 'does'} not fit either" if others else ""
-        print(f"wlb: warning: {worst}: {problem}{also}", file=sys.stderr)
+        tell(f"wlb: warning: {worst}: {problem}{also}")
 
 
-def _write_trace(path: Path, job: SimulatedJob, lengths: DocumentLengths, steps: int) -> None:
+def _write_trace(path: Path, jobs: dict[str, SimulatedJob], lengths: DocumentLengths, steps: int) -> None:
+    """The last step of every system."""
     from itertools import islice
 
     from wlb.job.planner import StepPlanner
     from wlb.simulate.timeline import timeline
     from wlb.simulate.trace import write_trace
 
-    plan = next(islice(StepPlanner(job, lengths).plans(), steps - 1, None))
-    write_trace(path, timeline(plan, job))
+    lines = {}
+    for system, job in jobs.items():
+        plan = next(islice(StepPlanner(job, lengths).plans(), steps - 1, None))
+        lines[system] = timeline(plan, job)
+    write_trace(path, lines)
 
 
 def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
@@ -260,12 +265,19 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],
     }
+    jobs = {name: result.job for name, result in results.items()}
+    micro_batches = number_of(first.job.packing.micro_batches, "micro-batch")
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
+    columns = dict(zip(results, map(list, zip(*rows.values(), strict=True)), strict=True))
+    same = [name for name in results if name != _CONFIGURED and jobs[name] == jobs.get(_CONFIGURED)]
+    if same:
+        del columns[_CONFIGURED]
+    columns = {f"{name},\n{_CONFIGURED}" if name in same else name: column for name, column in columns.items()}
     show_columns(
-        {"": [*rows]} | dict(zip(results, zip(*rows.values(), strict=True), strict=True)),
-        title=f"{Path(shown['job']).name} on {first.job.layout.world_size:,} GPUs\nsimulated ({priced})",
+        {"": [*rows]} | columns,
+        title=f"{Path(shown['job']).name} on {number_of(first.job.layout.world_size, 'GPU')}\nsimulated ({priced})",
         notes={
-            "": f"{first.steps} steps of {first.job.packing.micro_batches} micro-batches, lengths {shown['lengths']}\n"
+            "": f"{number_of(first.steps, 'step')} of {micro_batches}, lengths {shown['lengths']}\n"
             f"{_repeated(systems)}"
             f"speed at equal work: predicted seconds of work done in a second, over {verdict.base}\n"
             "tokens/s counts attention that is cut away, and documents still delayed, as gains\n"

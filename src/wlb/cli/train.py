@@ -51,7 +51,7 @@ class DryRunOptions:
 
 
 def train(
-    config: Annotated[Path, typer.Argument(help="Configuration of the job (TOML).")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Configuration of the job (TOML).")],
     asked: Annotated[
         TrainOptions | DryRunOptions,
         typer.Option(
@@ -66,8 +66,13 @@ def train(
     """Train a model on this machine, with one process per rank of \\[parallel].
 
     On several machines run the same configuration with torchrun -m wlb.training CONFIG.
+
+    Example: wlb train configs/tiny.toml --set training.steps=12
+
+    Example: wlb train configs/405b_128k.toml --dry-run
     """
     settings = overrides or []
+    require("safetensors", "train")  # torch may be there without it, and processes that lack it end in a traceback
     if isinstance(asked, DryRunOptions):
         return _dry_run(config, settings, asked, json)
     from wlb.training.launcher import launch

@@ -33,6 +33,7 @@ from wlb.documents.store.shards import ShardedLengths
 from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
+from wlb.terminal import number_of, tell
 from wlb.token_count import parse_count, parse_tokens
 
 _STDIN = Path("standard input")
@@ -76,7 +77,7 @@ def read_lengths(source: StoreSource, *, keep_empty: bool = False) -> NDArray[np
         return tokens
     if not trained.size:
         raise UserError(f"{path} holds only empty documents")
-    print(f"wlb: note: {path}: {len(tokens) - len(trained)} empty documents are passed over", file=sys.stderr)
+    tell(f"wlb: note: {path}: {number_of(len(tokens) - len(trained), 'empty document')} passed over")
     return trained
 
 
@@ -190,8 +191,8 @@ def _from_integers(path: Path, values: Sequence[Any], where: str) -> Integers:
 def _from_npy(path: Path) -> Integers:
     try:
         array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise UserError(f"{path} is not a NumPy array file: {error}") from None
+    except (ValueError, EOFError):  # NumPy's own words advise to load pickles, which would run code
+        raise UserError(f"{path} is not a NumPy array of numbers; write one with numpy.save") from None
     if not isinstance(array, np.ndarray) or array.ndim != 1:
         shape = getattr(array, "shape", "none")
         raise UserError(f"{path} has shape {shape}; one dimension, one length per document, is needed")
@@ -233,11 +234,9 @@ def _from_store(source: StoreSource) -> tuple[Path, Integers]:
         return path, lengths[:]
     blocks = np.sort(Permutation(len(lengths) // _BLOCK, 0).between(0, _MOST_READ // _BLOCK))
     sample = np.concatenate([lengths[first : first + _BLOCK] for first in (blocks * _BLOCK).tolist()])
-    print(
-        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its "
-        f"{len(lengths):,} documents, "
-        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0",
-        file=sys.stderr,
+    tell(
+        f"wlb: note: {path}: lengths are those of a sample of {len(sample):,} of its {len(lengths):,} documents, "
+        f"{len(blocks):,} runs of {_BLOCK:,} from places drawn with seed 0"
     )
     return path, sample
 

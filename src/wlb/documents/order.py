@@ -26,6 +26,7 @@ from wlb.documents.segments import Segment
 from wlb.documents.store.sources import StoreSetting, StoreSource, source_name, source_parts
 from wlb.errors import UserError
 from wlb.settings import NonNegativeInt, Number, Section, Tokens
+from wlb.terminal import number_of
 
 _ORDER = "feistel"  # of every epoch that begins
 _OLD_ORDER = "sorted"  # of epochs that older versions began; their states do not name it
@@ -213,13 +214,15 @@ def summarise_epoch(lengths: Lengths, config: DataConfig, store: StoreSource | N
         where = f" of {store}" if config.mixture else ""
         raise UserError(
             f"document {document}{where} has {tokens} tokens, over data.context_window = "
-            f"{config.context_window} ({summary.overlong} documents are); raise it or set data.overlong = 'split'"
+            f"{config.context_window} ({number_of(summary.overlong, 'document')} in all); raise it or set "
+            "data.overlong = 'split'"
         )
     dropped = summary.overlong if config.overlong == "drop" else 0
     if summary.documents - summary.empty - dropped <= 0:
         raise UserError(
-            f"nothing to train on in token store {store}: of {summary.documents} documents {summary.empty} "
-            f"are empty and {dropped} dropped as longer than data.context_window = {config.context_window}"
+            f"nothing to train on in token store {store}: of "
+            f"{number_of(summary.documents, 'document')}, {summary.empty} are empty and {dropped} dropped as longer "
+            f"than data.context_window = {config.context_window}"
         )
     return summary
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from wlb.errors import UserError
 from wlb.job.config import Number, PositiveInt, RopeScalingConfig
 from wlb.job.model import SCALINGS, Scaling, TransformerConfig, scaling_json, scaling_of, yarn_length
+from wlb.settings import plainly
 from wlb.workload.model_json import FAMILIES, read_config_json
 from wlb.workload.shapes import ModelShape
 
@@ -152,8 +153,8 @@ def _mistake(error: ValidationError) -> str:
     if problem["type"] == "extra_forbidden":
         return f": {name} is not supported for rotary positions; choose another model"
     if not name:
-        return f": {problem['msg'].removeprefix('Value error, ')}"
-    return f": {name}: {problem['msg'].removeprefix('Value error, ')} (got {problem['input']!r})"
+        return f": {plainly(problem['msg'])}"
+    return f": {name}: {plainly(problem['msg'])} (got {problem['input']!r})"
 
 
 def _from_json(document: Mapping[str, Any]) -> TransformerConfig:

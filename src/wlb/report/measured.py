@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from wlb.report.gain import Gain, gain
 from wlb.report.html.charts import bars, intervals, series
@@ -11,6 +12,7 @@ from wlb.report.html.diagrams import heat_map
 from wlb.report.html.markup import Caption, Markup, join, table, tag
 from wlb.report.html.page import facts, page, paragraph, section, verdict
 from wlb.report.run_directory import TrainingRun
+from wlb.terminal import number_of
 
 TITLE = "What this training job loses to imbalance"
 
@@ -21,13 +23,12 @@ _DIMENSIONS = {
     "dp": "data-parallel ranks",
     "micro_batches": "micro-batches of a pipeline",
 }
-_PARTS = ("compute of the mean rank", "idle until the slowest rank", "data wait", "everything else")
+_PARTS = ("compute of the mean rank", "wait for a core", "idle until the slowest rank", "data wait", "everything else")
 
 
 def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
     """The HTML of a report on ``run``, compared with ``before`` if that is given."""
-    if before is not None and before.name == run.name:
-        before = replace(before, name=f"{before.name} (before)")
+    before = before and _told_apart(before, run)
     runs = [run] if before is None else [before, run]
     values = {"a step, mean": _seconds(run.mean("step_seconds"))}
     if run.diagnosis is not None:
@@ -35,20 +36,21 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
         values["slowest over mean rank, compute of a step"] = f"{slowest:.2f}"
     values["model FLOPs utilisation"] = f"{run.utilisation:.1%}"
     values["tokens/s, all ranks"] = f"{run.tokens_per_second:,.0f}"
-    conclusion, gained = _verdict(run), []
+    gained = []
     if before is not None:
         faster = gain_at_equal_work(before, run)
         over = f"speed at equal work, over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
         values = {over: f"{faster.factor:.2f}x"} | values
-        conclusion, gained = _compared(run, before, faster), [section("gain", "Gain", *_gain(before, run, faster))]
+        gained = [section("gain", "Gain", *_gain(before, run, faster))]
     covered = ", beside ".join(
-        f"{one.name}, {one.steps} steps from step {one.columns['step'][0]:.0f} to {one.columns['step'][-1]:.0f}"
+        f"{one.name}, {number_of(one.steps, 'step')} from step {one.columns['step'][0]:.0f} to "
+        f"{one.columns['step'][-1]:.0f}"
         for one in reversed(runs)
     )
     return page(
         TITLE,
         [
-            verdict(conclusion),
+            verdict(conclusion(run, before)),
             paragraph(
                 tag("span", "measured", class_="label-measured"),
                 f" by the job itself: {covered}. All means are over these steps.",
@@ -62,6 +64,17 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
             section("causes", "Causes", *_causes(run)),
         ],
     )
+
+
+def conclusion(run: TrainingRun, before: TrainingRun | None = None) -> str:
+    """In a sentence: what ``run`` loses, or how it compares with ``before``."""
+    if before is None:
+        return _verdict(run)
+    return _compared(run, _told_apart(before, run), gain_at_equal_work(before, run))
+
+
+def _told_apart(before: TrainingRun, run: TrainingRun) -> TrainingRun:
+    return replace(before, name=f"{before.name} (before)") if before.name == run.name else before
 
 
 def _verdict(run: TrainingRun) -> str:
@@ -129,9 +142,12 @@ def _where(runs: Sequence[TrainingRun]) -> list[Markup]:
         mean, step = diagnosis["mean_compute_seconds"], diagnosis["step_seconds"]
         waiting = mean * (diagnosis["slowest_over_mean"] - 1)
         data = max(rank["data_wait_seconds"] for rank in diagnosis["ranks"])
+        core = fmean(rank["core_wait_seconds"] for rank in diagnosis["ranks"])  # of the compute seconds
         rest = max(0.0, step - mean - waiting - data)
         seconds = run.mean("step_seconds")
-        rows.append((run.label, [seconds * part / step for part in (mean, waiting, data, rest)], _seconds(seconds)))
+        rows.append(
+            (run.label, [seconds * part / step for part in (mean - core, core, waiting, data, rest)], _seconds(seconds))
+        )
     note = (
         f"Measured: a run's mean step, divided as its last diagnosed steps were ({_diagnosed(runs)}). Everything else "
         "is bubbles of the pipeline, communication and the optimizer."
@@ -157,7 +173,7 @@ def _ranks(runs: Sequence[TrainingRun]) -> list[Markup]:
     note = (
         f"Mean of the last diagnosed steps ({_diagnosed(runs)}). Rows are pipeline ranks, columns context-parallel "
         "ranks within data-parallel ones; of a tensor-parallel group the slowest rank. Red ranks are the slowest; "
-        "blue ones are idle until those have finished."
+        "blue ones are idle until those have finished. Waiting for a core that other processes have counts as compute."
     )
     unit = "Measured seconds of compute in a step, without collectives and idle time"
     return [heat_map(Caption("ranks-chart", "Compute of every rank", note), panels, unit)]

@@ -12,12 +12,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.terminal import number_of
 
 STEPS, DIAGNOSIS = "steps.jsonl", "diagnosis.json"
 
 # Of diagnosis.json: what is shown of the job, of every rank, and by dimension.
 _DIAGNOSED = ("steps", "last_step", "step_seconds", "mean_compute_seconds", "slowest_over_mean")
-_OF_RANK = ("rank", "process", "pp", "dp", "cp", "compute_seconds", "normalised", "data_wait_seconds")
+_OF_RANK = (
+    "rank",
+    "process",
+    "pp",
+    "dp",
+    "cp",
+    "compute_seconds",
+    "normalised",
+    "core_wait_seconds",
+    "data_wait_seconds",
+)
 _DIMENSIONS = ("tp", "cp", "pp", "dp", "micro_batches")
 
 _LONGEST_LABEL = 22
@@ -66,8 +77,7 @@ class TrainingRun:
     def diagnosed(self) -> str:
         """Which steps the diagnosis covers."""
         assert self.diagnosis is not None
-        steps = self.diagnosis["steps"]
-        return f"{self.name}: {steps} step{'s' if steps > 1 else ''} up to step {self.diagnosis['last_step']}"
+        return f"{self.name}: {number_of(self.diagnosis['steps'], 'step')} up to step {self.diagnosis['last_step']}"
 
     def mean(self, column: str) -> float:
         return float(self.columns[column].mean())

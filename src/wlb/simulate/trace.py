@@ -1,19 +1,22 @@
-"""A simulated step as a trace for Perfetto (ui.perfetto.dev) or Chrome's tracing page.
+"""A simulated step as a trace for Perfetto (ui.perfetto.dev) or Chrome's tracing page, of one system or several.
 
-The file is JSON of the Trace Event Format: a process for each data-parallel rank, in it a thread for each pipeline and
-context-parallel rank, and on that an event for each operation, named by phase and micro-batch. Inside an operation the
-part that a rank waits or communicates is an event of its own; what lies between operations is the pipeline's bubble.
+The file is JSON of the Trace Event Format: a process for each data-parallel rank of a system, in it a thread for each
+pipeline and context-parallel rank, and on that an event for each operation, named by phase and micro-batch. Inside an
+operation the part that a rank waits or communicates is an event of its own; what lies between operations is the
+pipeline's bubble.
 Tensor-parallel ranks run alike and share a thread.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wlb.errors import UserError
+from wlb.schedules.layout import Layout
 from wlb.schedules.operations import Operation
 from wlb.simulate.timeline import Timeline
 
@@ -23,16 +26,47 @@ _SHORTEST_SECONDS = 1e-9  # what is shorter is rounding
 
 
 def write_trace(
-    path: Path, line: Timeline, *, dp_ranks: Sequence[int] | None = None, cp_ranks: Sequence[int] | None = None
+    path: Path,
+    line: Timeline | Mapping[str, Timeline],
+    *,
+    dp_ranks: Sequence[int] | None = None,
+    cp_ranks: Sequence[int] | None = None,
 ) -> int:
     """Write ``line`` to ``path``, of all ranks or of those named; returns the number of tracks.
 
-    Of a job with over ``MOST_TRACKS`` of them only the slowest data-parallel rank is drawn, and if that is still too
+    Steps of several systems, by name, stand one below the other, from the same time. Of a job with over
+    ``MOST_TRACKS`` tracks only the slowest data-parallel rank is drawn, and if that is still too
     many, its first context-parallel ranks. Raises ``UserError`` for ranks that do not exist and a file that cannot be
     written.
     """
-    layout = line.job.layout
-    slowest = int(line.rank_ends.max(axis=0).argmax())
+    lines = {"": line} if isinstance(line, Timeline) else line
+    events: list[dict[str, Any]] = []
+    tracks = first_process = 0
+    for name, each in lines.items():
+        chosen = _chosen(each.job.layout, int(each.rank_ends.max(axis=0).argmax()), dp_ranks, cp_ranks)
+        for event in _events(each, *chosen):
+            if event["name"] == "process_name":
+                event["args"]["name"] = f"{name} {event['args']['name']}".lstrip()
+            events.append(event | {"pid": first_process + event["pid"]})
+        tracks += math.prod(map(len, chosen)) * each.job.layout.pp
+        first_process += each.job.layout.dp
+    details: dict[str, Any] = {name: {"step": each.plan.step, "seconds": each.seconds} for name, each in lines.items()}
+    trace = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"simulated": "by wlb simulate", **details.pop("", {}), **details},
+    }
+    try:
+        path.write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"trace {path} cannot be written: {error.strerror}") from None
+    return tracks
+
+
+def _chosen(
+    layout: Layout, slowest: int, dp_ranks: Sequence[int] | None, cp_ranks: Sequence[int] | None
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The data- and the context-parallel ranks that are drawn."""
     if dp_ranks is None:
         dp_ranks = range(layout.dp) if layout.pp * layout.replicas <= MOST_TRACKS else [slowest]
     if cp_ranks is None:
@@ -40,16 +74,7 @@ def write_trace(
     for name, ranks, size in (("dp", dp_ranks, layout.dp), ("cp", cp_ranks, layout.cp)):
         if missing := [rank for rank in ranks if not 0 <= rank < size]:
             raise UserError(f"the job has no {name} rank {missing[0]}; there are {size}, from 0")
-    trace = {
-        "traceEvents": [*_events(line, dp_ranks, cp_ranks)],
-        "displayTimeUnit": "ms",
-        "otherData": {"simulated": "by wlb simulate", "step": line.plan.step, "seconds": line.seconds},
-    }
-    try:
-        path.write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"trace {path} cannot be written: {error.strerror}") from None
-    return len(dp_ranks) * len(cp_ranks) * layout.pp
+    return dp_ranks, cp_ranks
 
 
 def _events(line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) -> Iterator[dict[str, Any]]:

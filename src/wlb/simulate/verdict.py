@@ -116,8 +116,9 @@ class Verdict:
             return f"{loses}. No other preset is faster here."
         delay = self.systems[self.winner].token_delay
         waits = "with the same documents in every step" if delay < 0.005 else f"a token waits {delay:.2f} steps"
+        winner = f'preset = "{self.winner}"' if self.winner in PRESETS else f"the job {self.winner}"
         return (
-            f'{loses}. preset = "{self.winner}" gives back {self.given_back:.0%} '
+            f"{loses}. {winner} gives back {self.given_back:.0%} "
             f"({self.speed(self.winner):.2f}x at equal work, {waits})."
         )
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from wlb.errors import UserError, require
 from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
+from wlb.terminal import number_of
 from wlb.training.checkpoint.files import step_of
 from wlb.training.forks import ForkedRank, Forks
 from wlb.training.runtime.console import meanwhile, say, show_meanwhile
@@ -69,7 +70,7 @@ def launch(config_path: Path, overrides: Sequence[str] = (), *, summary: bool = 
             arguments.append("--json")
         restarts = Restarts(config)
         request.ranks_answer = True
-        while ending := _run_ranks(config, arguments, request, forks):
+        while ending := _run_to_end(config, arguments, request, forks):
             request.ranks_answer = False  # there are none: verifying a checkpoint may take longer than a grace time
             origin = restarts.take() if ending.restart and not request.received else None
             request.ranks_answer = True
@@ -157,6 +158,34 @@ class Restarts:
         return f"checkpoint {newest.name}" if newest else "the first step, as there is no checkpoint yet"
 
 
+def _run_to_end(config: JobConfig, arguments: Sequence[str], request: _EndRequest, forks: Forks) -> Ending | None:
+    """``_run_ranks``, and what Ctrl-C loses."""
+    try:
+        return _run_ranks(config, arguments, request, forks)
+    except KeyboardInterrupt:
+        say(f"wlb: {_what_is_kept(config)}")
+        raise
+
+
+def _what_is_kept(config: JobConfig) -> str:
+    """What the same command continues from, and how many steps it repeats."""
+    from wlb.training.checkpoint.resuming import newest_checkpoint
+    from wlb.training.observe.metrics import STEPS, last_step_in
+
+    last = last_step_in(config.metrics.dir / STEPS)
+    if config.checkpoint.dir is None:
+        return f"nothing is saved without checkpoint.dir; lost: {number_of(last, 'step')}"
+    try:
+        newest = newest_checkpoint(config.checkpoint)
+    except UserError as error:
+        return str(error)
+    if newest is None:
+        every = config.checkpoint.every
+        return f"there is no checkpoint yet (checkpoint.every = {every}); lost: {number_of(last, 'step')}"
+    lost = number_of(max(0, last - step_of(newest)), "step")
+    return f"the same command continues from checkpoint {newest}; lost since then: {lost}"
+
+
 def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest, forks: Forks) -> Ending | None:
     """Start all ranks and wait until they have ended; returns how, unless they have trained to the end."""
     from torch.distributed import TCPStore
@@ -168,7 +197,7 @@ def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest
         error_files = [Path(folder, f"rank-{rank}.json") for rank in range(config.parallel.world_size)]
         ranks: list[_Rank] = []
         try:
-            show_meanwhile(f"starting {len(error_files)} processes")
+            show_meanwhile(f"starting {number_of(len(error_files), 'process')}")
             with held_back({signal.SIGINT}):  # or Ctrl-C could come between the start of a rank and the list of them
                 for rank, error_file in enumerate(error_files):
                     ranks.append(_start(forks, arguments, environment, rank=rank, error_file=error_file))

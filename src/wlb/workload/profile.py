@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from wlb.errors import UserError
 from wlb.files import replace_text
+from wlb.settings import plainly
 from wlb.workload.base import Phase, Seconds
 from wlb.workload.shapes import ModelShape
 
@@ -229,8 +230,7 @@ def read_profile(path: str | Path) -> WorkloadProfile:
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"])
-        what = problem["msg"].removeprefix("Value error, ")
-        raise UserError(f"profile {path}: {where + ': ' if where else ''}{what}") from None
+        raise UserError(f"profile {path}: {where + ': ' if where else ''}{plainly(problem['msg'])}") from None
 
 
 def _profile_in(text: str) -> str:

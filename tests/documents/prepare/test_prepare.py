@@ -109,6 +109,12 @@ def test_a_corpus_without_documents_makes_no_store(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": ""}\n{\n{\n')
     with pytest.raises(UserError, match="no documents are left of 3: 2 bad json, 1 empty"):
         prepare_store(FileCorpus([tmp_path / "d.jsonl"]), tmp_path / "s", BytesTokenizer())
+    (tmp_path / "d.jsonl").write_text('3\n{"content": "a", "id": 1}\n')
+    with pytest.raises(
+        UserError,
+        match="2 missing field; the first line without field 'text' has content, id; choose one with --text",
+    ):
+        prepare_store(FileCorpus([tmp_path / "d.jsonl"]), tmp_path / "s", BytesTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["d.jsonl"]
 
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training.runtime.test_console import Terminal
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.job.config import MetricsConfig
-from wlb.training.observe.metrics import MetricsWriter, continue_file, last_step_in, live_line
+from wlb.training.observe.metrics import MetricsWriter, continue_file, last_step_in, live_line, sparkline
 from wlb.training.runtime.failures import TrainingError
 
 ROW: dict[str, Any] = {
@@ -158,6 +159,40 @@ def test_the_live_line_shows_dimensions_that_have_several_ranks():
         "  dp 1.02/1.05"
     )
     assert live_line(ROW, pooled=True).endswith("  pools 1.02/1.05")
+
+
+@given(st.integers(1, 200))
+def test_a_narrow_terminal_goes_without_whole_fields(columns):
+    fields = live_line(ROW).split("  ")
+    prefixes = ["  ".join(fields[:shown]) for shown in range(1, len(fields) + 1)]
+    assert live_line(ROW, columns) == max([fields[0], *(line for line in prefixes if len(line) <= columns)], key=len)
+
+
+def test_steps_stay_on_a_terminal_and_the_run_ends_in_what_it_came_to(tmp_path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    writer = MetricsWriter(config(tmp_path), 0)
+    assert not [*writer.closing_lines()]
+    for step, loss in enumerate((4.0, math.nan, 3.0, 1.0), 1):
+        writer.write(ROW | {"step": step, "loss": loss})
+    shown = [line.removeprefix("\r\x1b[K") for line in terminal.getvalue().split("\n")[:-1]]
+    losses = ["4.0000", "nan", "3.0000", "1.0000"]
+    assert [line.split("  ")[:2] for line in shown] == [
+        [f"step {n}", f"loss {loss}"] for n, loss in enumerate(losses, 1)
+    ]
+    assert max(map(len, shown)) <= 80
+    assert [*writer.closing_lines()] == [
+        "trained to step 4: 400 tokens in 2.0 s, 200 tokens/s",
+        "loss 4.0000 to 1.0000  █▆▁",
+    ]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200))
+def test_a_sparkline_is_short_and_reaches_from_the_least_to_the_largest(losses):
+    bars = sparkline(losses)
+    assert len(bars) == min(len(losses), 40)
+    assert set(bars) <= set("▁▂▃▄▅▆▇█")
+    assert "▁" in bars
 
 
 def test_a_skipped_step_is_valid_json_and_says_so(tmp_path):

@@ -96,7 +96,14 @@ def test_a_rank_that_waits_for_its_core_is_reported_by_name(tmp_path):
     )
     assert re.match(pattern, warning)
     assert read_steps(tmp_path)[-1]["slow_ranks"] == [1]
-    assert "causes, costliest first:\n  1. rank 1 (" in said[-1]
+    assert "causes, costliest first:\n  1. rank 1 (" in said[-2]
+    metrics = tmp_path / "metrics"
+    _, _, imbalance, *files = said[-1].splitlines()
+    assert re.fullmatch(r"imbalance of ranks, slowest over mean: 1\.\d{3} predicted, 1\.818 measured", imbalance)
+    assert files == [
+        f"metrics: {metrics}; no checkpoint.dir is set",
+        f"next: wlb report {metrics}, wlb diagnose {metrics}",
+    ]
 
 
 def test_an_even_job_warns_of_nobody(tmp_path):

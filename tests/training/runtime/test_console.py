@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from wlb.training.runtime.console import end_progress, flush, meanwhile, say, show_meanwhile, show_progress
+from wlb.training.runtime.console import flush, meanwhile, say, show_meanwhile
 
 
 def test_what_shows_while_one_waits_leaves_no_trace_on_a_terminal_and_none_at_all_in_a_log(
@@ -40,8 +40,6 @@ def test_lines_are_lost_where_the_reader_has_ended(monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(sys, name, stream)
         print("a summary")
         say("step 1")
-        show_progress("step 2")
-        end_progress()
         flush()
         assert os.readlink(f"/proc/self/fd/{writer}") == os.devnull
 
@@ -63,6 +61,5 @@ def test_streams_that_were_closed_before_the_start_are_passed_over(monkeypatch: 
     monkeypatch.setattr("sys.stdout", None)
     monkeypatch.setattr("sys.stderr", None)
     say("nobody reads this")
-    show_progress("nor this")
-    end_progress()
+    show_meanwhile("nor this")
     flush()

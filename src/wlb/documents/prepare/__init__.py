@@ -112,7 +112,7 @@ def prepare_store(
         ) as writer,
         closing(parts.batches(dtype) if parts else map_in_order(tokenize, corpus.batches(), workers)) as batches,
     ):
-        rejects, text_bytes = _write(batches, writer, on_progress)
+        rejects, text_bytes = _write(batches, writer, corpus, on_progress)
         report = PrepareReport(
             documents_in=writer.documents + rejects.total(),
             documents_out=writer.documents,
@@ -192,8 +192,15 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, most: int) -> tuple[NDArr
         lengths.append(tokenized.lengths)
         rejects.update(tokenized.rejects)
     if not sum(map(len, lengths)):
-        raise UserError(f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}")
+        raise _nothing_left(corpus, rejects)
     return np.concatenate(lengths), True
+
+
+def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:
+    why = f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}"
+    if rejects[Reject.NO_FIELD]:
+        why += f"; {corpus.described_fields()}"
+    return UserError(why)
 
 
 def _settings(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None) -> dict[str, Any]:
@@ -208,7 +215,7 @@ def _tokenize(tokenizer: Tokenizer, chat: ChatFormat | None) -> Callable[[Batch]
 
 
 def _write(
-    batches: Iterable[TokenizedBatch], writer: TokenStoreWriter, on_progress: OnProgress
+    batches: Iterable[TokenizedBatch], writer: TokenStoreWriter, corpus: Corpus, on_progress: OnProgress
 ) -> tuple[Counter[str], int]:
     """Rejects by reason, and the bytes of text that were written. Raises ``UserError`` where none are."""
     rejects: Counter[str] = Counter()
@@ -221,7 +228,7 @@ def _write(
     if not writer.documents and not rejects:
         raise UserError("the sources contain no documents")
     if not writer.documents:
-        raise UserError(f"no documents are left of {rejects.total()}: {describe_rejects(rejects)}")
+        raise _nothing_left(corpus, rejects)
     return rejects, text_bytes
 
 

@@ -104,6 +104,15 @@ def json_field(line: bytes, field: str) -> Any:
     return record[field] if isinstance(record, dict) and field in record else Reject.NO_FIELD
 
 
+def json_fields(line: bytes) -> list[str]:
+    """The names of the fields of one JSON object; none of what is no object."""
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return []
+    return [*record] if isinstance(record, dict) else []
+
+
 def json_line_text(line: bytes, field: str) -> list[str | Reject]:
     """The text in ``field`` of one JSON object."""
     text = json_field(line, field)

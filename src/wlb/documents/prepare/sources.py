@@ -30,6 +30,7 @@ from wlb.documents.prepare.raw_files import (
     file_kind,
     format_suffix,
     is_compressed,
+    json_fields,
     json_line_text,
     json_lines,
     parquet_cells,
@@ -97,6 +98,10 @@ class Corpus:
 
     def tasks(self) -> Iterator[CorpusTask]:
         """Tasks that have all documents between them, in order."""
+        raise NotImplementedError
+
+    def described_fields(self) -> str:
+        """Which field was looked for in JSON Lines, and which ones the first line without it has."""
         raise NotImplementedError
 
     def batches(self) -> Iterator[Batch]:
@@ -189,6 +194,12 @@ class FileCorpus(Corpus):
                 continue
             for path in paths:
                 yield from self._of_one_file(path, kind, most)
+
+    def described_fields(self) -> str:
+        found = (json_fields(item) for batch in self.batches() for item in batch.items if isinstance(item, bytes))
+        other = next((fields for fields in found if fields and self._field not in fields), [])
+        names = ", ".join(other)[:80] or "none"
+        return f"the first line without field {self._field!r} has {names}; choose one with --text-field"
 
     def _of_one_file(self, path: Path, kind: FileKind, most: int) -> Iterator[CorpusTask]:
         size, state = path.stat().st_size, _file_state(path)

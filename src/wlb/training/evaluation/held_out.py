@@ -28,6 +28,7 @@ from wlb.job.job import JobSpec
 from wlb.packing import make_packer
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.terminal import number_of
 from wlb.training.data.batch import labels_of_segments
 
 _FIRST_BOUNDARY, _BOUNDARY_RATIO = 256, 4
@@ -76,7 +77,7 @@ class Evaluation:
         """The result for the console."""
         buckets = "  ".join(f"{b.name}: {b.loss:.4f}" for b in self.buckets if b.tokens)
         return (
-            f"evaluation after step {step}  loss {self.loss:.4f}  {self.documents:,} documents  {buckets}  "
+            f"evaluation after step {step}  loss {self.loss:.4f}  {number_of(self.documents, 'document')}  {buckets}  "
             f"{self.seconds:.1f} s"
         )
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.terminal import number_of
 from wlb.training.observe.imbalance import Imbalance, RankSteps, imbalance_of
 
 FILE = "diagnosis.json"  # in metrics.dir
@@ -226,10 +227,10 @@ def render(diagnosis: dict[str, Any]) -> str:
     ranks = diagnosis["ranks"]
     slowest = max(ranks, key=lambda rank: rank["normalised"])
     fastest = min(ranks, key=lambda rank: rank["normalised"])
-    steps = f"{diagnosis['steps']} step{'s' if diagnosis['steps'] > 1 else ''}"
     lines = [
-        f"compute of {len(ranks)} ranks without collectives, mean of {steps} up to step "
-        f"{diagnosis['last_step']} ({diagnosis['step_seconds']:.3g} s each)",
+        f"compute of {number_of(len(ranks), 'rank')} without collectives, mean of "
+        f"{number_of(diagnosis['steps'], 'step')} up to step {diagnosis['last_step']} "
+        f"({diagnosis['step_seconds']:.3g} s each)",
         f"  {'':<15}{'s a step':>9}{'normalised':>12}",
         f"  {'slowest':<15}{slowest['compute_seconds']:>9.3g}{slowest['normalised']:>12.3f}  {_named(slowest)}",
         f"  {'mean':<15}{diagnosis['mean_compute_seconds']:>9.3g}{1:>12.3f}",

@@ -12,18 +12,24 @@ import math
 import os
 import statistics
 from array import array
-from collections.abc import Iterator
-from itertools import takewhile
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, takewhile
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wlb.errors import UserError, require
 from wlb.job.config import MetricsConfig
+from wlb.terminal import columns
 from wlb.training.evaluation.held_out import Evaluation
-from wlb.training.runtime.console import end_progress, say, show_progress
+from wlb.training.runtime.console import say
 from wlb.training.runtime.failures import TrainingError
 
+STEPS = "steps.jsonl"  # in metrics.dir
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARKLINE_COLUMNS = 40
 _NOT_PLOTTED = {"step", "document_ids", "segments", "slow_ranks", "store_tokens"}
 _SHORT = {"micro_batches": "mb"}  # in the live line
 _SHORT_OF_POOLS = _SHORT | {"cp": "pool", "dp": "pools"}
@@ -39,12 +45,12 @@ class MetricsWriter:
         self._pooled = pooled
         self._last: dict[str, Any] = {"step": None, "loss": None}
         self._tokens = self._documents = 0
-        self._seconds, self._imbalance = array("d"), array("d")  # of every step: 16 bytes, over months of them
+        self._losses, self._seconds, self._imbalance = array("d"), array("d"), array("d")  # of every step, for months
         self._evaluation: Evaluation | None = None
         self._unlabelled_reported = False
         try:
             config.dir.mkdir(parents=True, exist_ok=True)
-            self._rows, self._evaluations = config.dir / "steps.jsonl", config.dir / "evaluation.jsonl"
+            self._rows, self._evaluations = config.dir / STEPS, config.dir / "evaluation.jsonl"
             for path in (self._rows, self._evaluations):
                 if note := continue_file(path, last_step):
                     say(note)
@@ -70,6 +76,7 @@ class MetricsWriter:
         row = {name: value for name, value in row.items() if value is not None}
         self._tokens += row["tokens"]
         self._documents += row["documents"]
+        self._losses.append(row["loss"])
         self._seconds.append(row["step_seconds"])
         self._imbalance.append(row["imbalance_degree"])
         unknown = {name: None for name in ("loss", "grad_norm") if not math.isfinite(row[name])}
@@ -84,7 +91,7 @@ class MetricsWriter:
                 f"wlb: warning: step {row['step']} has no labelled token among its {row['tokens']:,}, so its loss "
                 "and gradients are zero; look at the masks of its documents (metrics.document_ids)"
             )
-        show_progress(live_line(row, pooled=self._pooled))
+        say(live_line(row, columns(), pooled=self._pooled))
 
     def write_evaluation(self, step: int, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -111,10 +118,21 @@ class MetricsWriter:
             "evaluation_loss": self._evaluation.to_json(0)["loss"] if self._evaluation else None,
         }
 
+    def closing_lines(self) -> Iterator[str]:
+        """What the steps of this run came to; nothing where none was trained."""
+        if not self._seconds:
+            return
+        seconds = sum(self._seconds)
+        yield (
+            f"trained to step {self._last['step']}: {self._tokens:,} tokens in {seconds:,.1f} s, "
+            f"{self._tokens / seconds:,.0f} tokens/s"
+        )
+        if finite := [loss for loss in self._losses if math.isfinite(loss)]:
+            yield f"loss {finite[0]:.4f} to {finite[-1]:.4f}  {sparkline(finite)}"
+
     def close(self) -> None:
         if self._tensorboard is not None:
             self._tensorboard.close()
-        end_progress()
 
 
 LEGEND = (
@@ -123,23 +141,39 @@ LEGEND = (
 )
 
 
-def live_line(row: dict[str, Any], *, pooled: bool = False) -> str:
-    """A step in one line, of which 80 columns show what matters most.
+def live_line(row: dict[str, Any], columns: int | None = None, *, pooled: bool = False) -> str:
+    """A step in one line, what matters most first; what does not fit into ``columns`` is left out from the end.
 
     Imbalance by dimension is predicted/measured, where the dimension has more than one rank.
     """
     short = _SHORT_OF_POOLS if pooled else _SHORT
-    by_dimension = "".join(
-        f"  {short.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
+    fields = [
+        f"step {row['step']}",
+        f"loss {row['loss']:.4f}",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
+        f"{row['step_seconds']:.2f} s",
+        f"imbalance {row['imbalance_degree']:.3f}",
+        f"delay {row['token_delay']:.2f}",
+        f"mfu {row['mfu']:.1%}",
+        f"data wait {row['data_wait_seconds'] / row['step_seconds']:.0%}",
+        f"{row['pending_documents']} pending",
+    ]
+    fields += [
+        f"{short.get(name, name)} {factor['predicted']:.2f}/{factor['measured']:.2f}"
         for name, factor in row["imbalance"].items()
         if factor["predicted"] is not None and factor["measured"] is not None and factor["measured"] != 1
-    )
-    return (
-        f"step {row['step']}  loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s  "
-        f"{row['step_seconds']:.2f} s  imbalance {row['imbalance_degree']:.3f}  delay {row['token_delay']:.2f}  "
-        f"mfu {row['mfu']:.1%}  data wait {row['data_wait_seconds'] / row['step_seconds']:.0%}  "
-        f"{row['pending_documents']} pending{by_dimension}"
-    )
+    ]
+    prefixes = accumulate(fields, "{}  {}".format)
+    *_, fitting = fields[0], *takewhile(lambda line: columns is None or len(line) <= columns, prefixes)
+    return fitting
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Finite ``values`` as bars between the least and the largest, of at most 40 columns: each a mean of some."""
+    finite = np.array(values)[np.isfinite(values)]
+    means = np.array([part.mean() for part in np.array_split(finite, min(len(finite), _SPARKLINE_COLUMNS) or 1)])
+    heights = (means - means.min()) / (np.ptp(means) or 1.0) * (len(_BARS) - 1)
+    return "".join(_BARS[height] for height in heights.round().astype(int))
 
 
 def _append(path: Path, row: dict[str, Any]) -> None:
@@ -182,8 +216,9 @@ def continue_file(path: Path, last_step: int) -> str | None:
 
 
 def last_step_in(path: Path) -> int:
-    """The step of the last line; 0 without one."""
-    return next((int(_step_of(line)) for _, line in _lines_from_end(path)), 0)
+    """The step of the last whole line; 0 without one."""
+    steps = (_step_of(line) for _, line in _lines_from_end(path))
+    return next((int(step) for step in steps if math.isfinite(step)), 0)
 
 
 def _lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:

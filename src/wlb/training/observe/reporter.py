@@ -12,6 +12,8 @@ threads.
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from wlb.documents.store.mixture import StoreMixture
 from wlb.documents.store.sources import source_name
 from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
+from wlb.terminal import number_of
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.diagnosis import FILE, RankName, StragglerWatch, diagnose, render
@@ -120,11 +123,25 @@ class Reporter:
         self._metrics.write_evaluation(step, evaluation)
 
     def finish(self) -> dict[str, Any]:
-        """Close the files, and print the diagnosis of the last steps; returns the summary of all steps."""
+        """Close the files, print the diagnosis and what the run came to; returns the summary of all steps."""
         self._metrics.close()
-        if diagnosis := self._diagnose():
+        diagnosis = self._diagnose()
+        if diagnosis:
             say(render(diagnosis))
+        if lines := [*self._metrics.closing_lines()]:
+            say("\n".join([*lines, *self._closing_lines(diagnosis)]))
         return self._metrics.summary()
+
+    def _closing_lines(self, diagnosis: dict[str, Any] | None) -> Iterator[str]:
+        """How even the ranks were, where files are, and what shows more of them."""
+        if diagnosis:
+            dimensions = [diagnosis["imbalance"][dimension] for dimension in ("tp", "cp", "pp", "dp")]
+            predicted, measured = (math.prod(one[kind] for one in dimensions) for kind in ("predicted", "measured"))
+            yield f"imbalance of ranks, slowest over mean: {predicted:.3f} predicted, {measured:.3f} measured"
+        metrics, checkpoints = self._config.metrics.dir, self._config.checkpoint.dir
+        yield f"metrics: {metrics}" + (f"; checkpoints: {checkpoints}" if checkpoints else "; no checkpoint.dir is set")
+        shown = shlex.quote(str(metrics))
+        yield f"next: wlb report {shown}" + (f", wlb diagnose {shown}" if diagnosis else "")
 
     def _look_at(self, rows: RankSteps, seconds: float) -> None:
         done, every = self._step - self._first, self._config.metrics.diagnose_every
@@ -165,23 +182,21 @@ class Reporter:
 
     def _startup(self, loader: StepLoader) -> Iterator[str]:
         config, job, data = self._config, self._job, loader.epoch_summary
-        documents = f"{data.documents:,} documents"
+        documents = number_of(data.documents, "document")
         if data.empty:
-            documents += f", {data.empty:,} empty ones passed over"
+            documents += f", {data.empty:,} empty passed over"
         if data.overlong:
             overlong = _OVERLONG[config.data.overlong]
             documents += f", {data.overlong:,} over {config.data.context_window:,} tokens {overlong}"
         origin = f"resuming after step {self._first}" if self._first else "starting"
+        processes = number_of(job.layout.world_size, f"{self._execution.device.type} process")
         pools, longest = "", f"{job.longest_micro_batch:,} tokens"
         if job.levels_steps:
             pools = f" with steps that are level over {job.layout.cp} ranks"
             longest = f"{-(-job.longest_micro_batch // job.layout.cp):,} tokens on each rank"
         elif job.pools:
             pools = f" with pool = {job.layout.cp} and pool_micro_batches = {job.micro_batches_per_rank}"
-        yield (
-            f"{origin} on {job.layout.world_size} {self._execution.device.type} processes{pools}; {documents}; "
-            f"micro-batches of up to {longest}"
-        )
+        yield (f"{origin} on {processes}{pools}; {documents}; micro-batches of up to {longest}")
         if mixture := config.data.mixture:
             total = sum(config.data.weights)
             shares = ", ".join(f"{source_name(part.store)} {part.weight / total:.1%}" for part in mixture)

@@ -1,4 +1,4 @@
-"""Lines on stderr while a job runs: a progress line that is rewritten on a terminal, plain lines elsewhere.
+"""Lines on stderr while a job runs, and on a terminal what it is doing before its first step.
 
 Training goes on without a console. Lines are lost where the reader of a pipe has ended, a terminal was closed, or the
 disk of a log is full; in the last case only until there is room again.
@@ -8,34 +8,26 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
+
+from wlb.terminal import columns, wrapped
 
 _ERASE_LINE = "\r\x1b[K"
 _NOBODY_READS = {errno.EPIPE, errno.EIO}  # the other end of the pipe or terminal is gone
 
 
 def say(line: str) -> None:
-    """One line that stays; it takes the place of the progress line, which comes back with the next step."""
-    _write(f"{_ERASE_LINE if _on_terminal() else ''}{line}\n")
-
-
-def show_progress(line: str) -> None:
-    """Show ``line`` in place of the progress line shown before it."""
-    if _on_terminal():
-        columns = shutil.get_terminal_size().columns  # a line that wraps could not be erased
-        _write(f"{_ERASE_LINE}{line[: columns - 1]}")
-    else:
-        say(line)
+    """Lines that stay; they take the place of what ``show_meanwhile`` shows."""
+    _write(f"{_ERASE_LINE if _on_terminal() else ''}{wrapped(line)}\n")
 
 
 def show_meanwhile(line: str) -> None:
-    """Show ``line`` in place of the progress line, on a terminal only: a log needs no line that others replace."""
+    """Show a short ``line`` until the next one, on a terminal only: a log needs no line that others replace."""
     if _on_terminal():
-        show_progress(line)
+        _write(f"{_ERASE_LINE}{line}")
 
 
 @contextmanager
@@ -49,12 +41,6 @@ def meanwhile(line: str) -> Iterator[None]:
             _write(_ERASE_LINE)
 
 
-def end_progress() -> None:
-    """Leave the last progress line where it is."""
-    if _on_terminal():
-        _write("\n")
-
-
 def flush() -> None:
     """Write out what was printed; a process that leaves with ``os._exit`` has to."""
     for stream in (sys.stdout, sys.stderr):
@@ -66,7 +52,7 @@ def flush() -> None:
 
 
 def _on_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()
+    return columns() is not None
 
 
 def _write(text: str) -> None:

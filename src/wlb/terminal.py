@@ -1,0 +1,43 @@
+"""Text for people: counted things, and lines on stderr, which break between words where that is a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+
+_USUAL_COLUMNS = 80
+
+
+def number_of(number: int, thing: str) -> str:
+    """``number`` and ``thing``, in the plural unless it is one: "1 document", "2,000 documents"."""
+    plural = "es" if thing.endswith(("s", "h")) else "s"
+    return f"{number:,} {thing}{'' if number == 1 else plural}"
+
+
+def columns() -> int | None:
+    """The width of the terminal on stderr; None where stderr is none, so that lines have any length."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return None
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _USUAL_COLUMNS
+    except OSError:
+        return _USUAL_COLUMNS
+
+
+def wrapped(text: str) -> str:
+    """``text`` as stderr shows it; what follows a break is indented by two columns more than its line."""
+    width = columns()
+    if width is None:
+        return text
+    return "\n".join(_wrapped(line, width) for line in text.split("\n"))
+
+
+def _wrapped(line: str, width: int) -> str:
+    indent = line[: len(line) - len(line.lstrip())] + "  "
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def tell(text: str) -> None:
+    """Print ``text`` on stderr."""
+    print(wrapped(text), file=sys.stderr)
