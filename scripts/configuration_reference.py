@@ -26,8 +26,8 @@ Every setting of a job, which is a TOML file. A setting is changed for one run w
     wlb train configs/tiny.toml --set training.steps=20 --set preset=elastic
 
 Unknown sections and keys are refused, and relative paths are relative to the working directory. Only `data.store`, or
-`[[data.mixture]]` in its place, must be set. Brackets have the default (**bold** where a setting is one of several values)
-or else the type. Numbers of tokens are integers, or text with a binary unit: `"128K"` is 131,072.
+`[[data.mixture]]` in its place, must be set. Brackets have the default (**bold** where a setting is one of several
+values) or else the type. Numbers of tokens are integers, or text with a binary unit: `"128K"` is 131,072.
 """
 
 
@@ -84,7 +84,7 @@ def _definition(entry: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]
 
 
 def _default(entry: dict[str, Any]) -> str:
-    """The default, in bold among the values that a setting is one of, or else the type; of packers' options, by packer."""
+    """The default, in bold where a setting is one of several values, or else the type; by packer for their options."""
     kind, default = _type(entry), _value(entry.get("default"))
     packers_with: dict[str, list[str]] = {}
     for packer, value in entry.get("defaults", {}).items():
