@@ -1,4 +1,4 @@
-"""The example of docs/planner.md: the same steps packed by ``variable_length`` and by ``makespan``, drawn as a picture.
+"""The example of docs/packing.md: the same steps packed by ``variable_length`` and by ``makespan``, drawn as a picture.
 
     .venv/bin/python benchmarks/planner_picture.py docs/images/planner.png
 

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the schema in ``wlb.job.config``: each key, its type, default and bounds.
+"""Write docs/configuration.md from the schema in ``wlb.job.config``: each key, its default or type, and its meaning.
 
     .venv/bin/python scripts/configuration_reference.py [--check]
 
@@ -19,16 +19,16 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 HEADER = """# Configuration reference
 
-Generated from the schema in `src/wlb/job/config.py` by `scripts/configuration_reference.py`; do not edit.
+Every setting of a job, which is a TOML file. A setting is changed for one run with `--set`:
 
-A job is a TOML file; `wlb train CONFIG --set section.key=value` changes a setting for one run, `--set preset=NAME` the
-preset. Unknown sections and keys are refused, relative paths are relative to the working directory. Only `data.store`,
-or `[[data.mixture]]` in its place, has no default. Numbers of tokens are integers, or text with a binary unit: `"128K"`
-is 131,072 and `"1M"` is 1,048,576.
+<!-- not run: trains -->
+
+    wlb train configs/tiny.toml --set training.steps=20 --set preset=elastic
+
+Unknown sections and keys are refused, and relative paths are relative to the working directory. Only `data.store`, or
+`[[data.mixture]]` in its place, must be set. Brackets have the default (**bold** where a setting is one of several
+values) or else the type. Numbers of tokens are integers, or text with a binary unit: `"128K"` is 131,072.
 """
-
-BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-LARGEST_SHOWN = 2**31 - 1  # the width of an integer is no news to the reader
 
 
 def main() -> int:
@@ -57,20 +57,18 @@ def reference() -> str:
 
 def _preset_section(entry: dict[str, Any]) -> str:
     lines = ["## preset\n", f"{entry['description']}. Default: `{entry['default']}`.\n"]
-    lines += ["| Preset | Sets |", "| --- | --- |"]
     for name, sections in PRESETS.items():
         settings = [f"`{s}.{k} = {json.dumps(v)}`" for s, values in sections.items() for k, v in values.items()]
-        lines.append(f"| `{name}` | {', '.join(settings) or 'nothing: the defaults below'} |")
+        lines.append(f"- `{name}`: {', '.join(settings) or 'the defaults below'}")
     return "\n".join(lines) + "\n"
 
 
 def _section(name: str, definition: dict[str, Any], schema: dict[str, Any]) -> str:
     lines = [f"## [{name}]\n", f"{definition['description']}\n"]
-    lines += ["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |"]
     required = definition.get("required", ())
     for key, entry in sorted(definition["properties"].items(), key=lambda item: "defaults" in item[1]):
-        default = "required" if key in required else _default(entry)
-        lines.append(f"| `{key}` | {_type(entry, schema)} | {default} | {entry.get('description', '')} |")
+        value = f"required, {_type(entry)}" if key in required else _default(entry)
+        lines.append(f"- `{key}` ({value}): {entry.get('description', '')}")
     nested = [
         _section(f"{name}.{key}", _definition(option, schema), schema)
         for key, entry in definition["properties"].items()
@@ -86,38 +84,42 @@ def _definition(entry: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]
 
 
 def _default(entry: dict[str, Any]) -> str:
-    """The default; of a packer's option, that of each packer which has it."""
-    by_packer: dict[str, Any] = entry.get("defaults", {})
-    if not by_packer:
-        return _value(entry.get("default"))
+    """The default, in bold where a setting is one of several values, or else the type; by packer for their options."""
+    kind, default = _type(entry), _value(entry.get("default"))
     packers_with: dict[str, list[str]] = {}
-    for packer, value in by_packer.items():
+    for packer, value in entry.get("defaults", {}).items():
         packers_with.setdefault(_value(value), []).append(packer)
-    return "; ".join(f"{value} ({', '.join(packers)})".strip() for value, packers in packers_with.items())
+    if packers_with:
+        defaults = [f"{', '.join(packers)}{value and f': {value}'}" for value, packers in packers_with.items()]
+        return "; ".join([kind, *defaults] if _choices(entry) or "" in packers_with else defaults)
+    if default and _choices(entry):
+        return kind.replace(default, f"**{default}**")
+    return default or kind
+
+
+def _choices(entry: dict[str, Any]) -> list[str]:
+    """The values that a setting is one of."""
+    options = [choice for option in entry.get("anyOf", ()) for choice in _choices(option)]
+    return options + [_value(value) for value in entry.get("enum", [entry["const"]] if "const" in entry else [])]
 
 
 def _value(value: object) -> str:
     return "" if value is None else f"`{json.dumps(value)}`"
 
 
-def _type(entry: dict[str, Any], schema: dict[str, Any]) -> str:
+def _type(entry: dict[str, Any]) -> str:
     if "$ref" in entry:
         return "table, below"
     if "anyOf" in entry:
-        return " or ".join(text for option in entry["anyOf"] if (text := _type(option, schema)))
-    if "enum" in entry:
-        return ", ".join(f"`{json.dumps(value)}`" for value in entry["enum"])
-    if "const" in entry:
-        return f'`"{entry["const"]}"`'
+        return " or ".join(text for option in entry["anyOf"] if (text := _type(option)))
+    if choices := _choices(entry):
+        return ", ".join(choices)
     if entry.get("type") == "null":
         return ""
     if entry.get("type") == "array":
-        items = entry.get("prefixItems")
-        return f"{len(items)} of: {_type(items[0], schema)}" if items else f"list of: {_type(entry['items'], schema)}"
+        return f"list of {_type(entry['items'])}" if "items" in entry else "list"
     names = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
-    name = entry["format"] if entry.get("format") in ("path", "tokens") else names[entry["type"]]
-    bounds = [f"{sign} {entry[key]:g}" for key, sign in BOUNDS.items() if key in entry and entry[key] < LARGEST_SHOWN]
-    return " ".join([name, *bounds])
+    return str(entry["format"]) if entry.get("format") in ("path", "tokens") else names[entry["type"]]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from wlb.workload.links import Link, Traffic, group_link, shard_bytes
 H100 = HARDWARE["h100"]
 TRAFFIC: tuple[Traffic, ...] = get_args(Traffic)
 GPU_HARDWARE = st.sampled_from([HARDWARE[name] for name in ("a100", "h100", "h200", "b200", "mi300x")])
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "presets.md"
+DOCUMENTED = Path(__file__).with_name("published_measurements.md")
 
 
 class Measured(NamedTuple):
@@ -49,7 +49,7 @@ class Measured(NamedTuple):
 
 
 def measured() -> list[Measured]:
-    """The table of docs/presets.md that starts with the column ``Traffic`` and has message sizes."""
+    """The table of published_measurements.md that starts with the column ``Traffic`` and has message sizes."""
     lines = [line.strip("| ").split("|") for line in DOCUMENTED.read_text(encoding="utf-8").splitlines()]
     rows = [[cell.strip() for cell in row] for row in lines if len(row) > 3]
     header = next(row for row in rows if row[:3] == ["Traffic", "Ranks", "of a node"])

@@ -1,4 +1,4 @@
-"""Presets beside published measurements: the table of docs/presets.md says what the presets give."""
+"""Presets beside published measurements: the table of published_measurements.md says what the presets give."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wlb.workload.base import Phase
 from wlb.workload.hardware import Hardware
 from wlb.workload.links import group_link
 
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "presets.md"
+DOCUMENTED = Path(__file__).with_name("published_measurements.md")
 
 
 class Row(NamedTuple):

@@ -178,7 +178,8 @@ _BLACKWELL_KERNELS = {
 # Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,
 # reduce-scatter and all-to-all in a node of 4 and 8, over 10 nodes with 1, 2, 4 and 8 GPUs of each, and between 2 nodes
 # (github.com/xxrjun/nccl-tests-cluster, example-cluster01; github.com/waynehacking8/nccl-collectives-bench;
-# github.com/NVIDIA/nccl issue 1357). Errors by size are in docs/presets.md: within 15% but for those named there.
+# github.com/NVIDIA/nccl issue 1357). Errors by size are in tests/workload/published_measurements.md: within 15% but for
+# those that docs/presets.md names.
 # Quoted by NCCL's maintainers: 370 GB/s over NVLink 4 (nccl-tests issue 212), 48 to 49 over an adapter (issue 267).
 _HOPPER_NODE_BANDWIDTH = 345e9
 _HOPPER_NETWORK_BANDWIDTH = 47e9

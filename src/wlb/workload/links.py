@@ -11,7 +11,7 @@ bytes depends on the traffic:
 * ``point_to_point``: one adapter.
 
 Each message pays a latency that grows with its steps: the ranks a ring passes or the peers of an all-to-all. The
-rates are fitted to published measurements, which docs/presets.md lists with the error at each size.
+rates are fitted to published measurements; tests/workload/published_measurements.md has the error at each size.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """W_a and W_l from measurements: a JSON file of seconds over lengths and token counts, and how it is read.
 
-``WorkloadProfile`` is the file (docs/workload.md describes every field), ``ProfileWorkload`` prices documents
-with it. Attention is interpolated as seconds per token, which is a straight line between two lengths if
-attention costs a d^2 + b d; the linear part is interpolated as it is. Beyond the longest measurement attention
-grows with the attended pairs and the linear part with the tokens; below the shortest both are proportional.
-``PrefixTable`` prices queries over the keys before them: bilinearly between measurements, which is exact for any
-a q k + b q + c k + d of q queries and k keys, and in proportion beyond them.
+``WorkloadProfile`` is the file, ``ProfileWorkload`` prices documents with it. Attention is interpolated as seconds per
+token, which is a straight line between two lengths if attention costs a d^2 + b d; the linear part is interpolated as
+it is. Beyond the longest measurement attention grows with the attended pairs and the linear part with the tokens; below
+the shortest both are proportional. ``PrefixTable`` prices queries over the keys before them: bilinearly between
+measurements, which is exact for any a q k + b q + c k + d of q queries and k keys, and in proportion beyond them.
 
 Version 2 of the file adds the clock, the threads and ``prefix_attention``; files of version 1 read as before.
 """
@@ -86,7 +85,10 @@ class PrefixMeasurements(BaseModel):
 
 
 class WorkloadProfile(BaseModel):
-    """A measured profile file, version 1 or 2."""
+    """A measured profile file, version 1 or 2; unknown fields are refused.
+
+    ``attention`` has one document of each length, ``linear`` one micro-batch of each number of tokens.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

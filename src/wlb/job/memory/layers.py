@@ -1,9 +1,9 @@
 """What each layer of the model holds and needs, in bytes, on one tensor-parallel rank.
 
 Counted tensor by tensor for the model that ``wlb.training`` trains, after the method of Korthikanti et al., arXiv
-2205.05198, section 4; ``docs/memory.md`` lists the tensors. ``tests/job/memory/test_layers.py`` compares them with
-what PyTorch allocates. What experts, latent attention and linear attention hold beside that is counted in the same way,
-but nothing here runs them to compare with.
+2205.05198, section 4; ``tests/job/memory/test_layers.py`` compares them with what PyTorch allocates. What experts,
+latent attention and linear attention hold beside that is counted in the same way, but nothing here runs them to compare
+with.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from wlb.workload.shapes import check_built
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 # One forward and two backward of six matrices are 18 for each length of a micro-batch, whatever the number of blocks;
-# attention has more. docs/memory.md compares memory and CPU time with those of the libraries' 1,024.
+# attention has more. docs/memory.md compares memory with that of the libraries' 1,024.
 _COMPILED_PRODUCTS = "64"
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
