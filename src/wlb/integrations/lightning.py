@@ -38,8 +38,9 @@ class LightningLoss:
             step. Without it, all tokens of a document but one count as labelled.
 
     Steps are those of the trainer, so a run that is resumed with the same settings goes on with the right counts.
-    Raises ``UserError`` where sampler and trainer disagree, and in a call for labels that no micro-batch of the step
-    has.
+    Raises ``UserError`` where sampler and trainer disagree in micro-batches, rank or number of processes, for a sampler
+    with context parallelism, and in a call for labels that no micro-batch of the step has: those of another sampler, or
+    masked ones without ``dataset``.
     """
 
     def __init__(

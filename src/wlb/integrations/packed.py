@@ -121,8 +121,10 @@ def packed_batches(
     of it and keeps what waits to be trained. With ``state`` the stream begins again and is passed over up to there.
 
     Where documents say which of their tokens are learnt, the labelled tokens of a step are counted over all processes,
-    once a step; those of a stream compare in the same call the lengths that came. Raises ``UserError`` as the sampler
-    does.
+    once a step; those of a stream compare in the same call the lengths that came.
+
+    Raises ``UserError`` as the sampler does, and for a ``state`` of other documents, ``seed`` or ``shuffle``, which
+    change the order of an epoch that has begun.
     """
     sizes = {"context_window": context_window, "micro_batches": micro_batches, "cp": cp}
     steps = PackedSteps(documents, Processes(rank, dp, cp, group), epochs, sharding, **sizes, **settings)

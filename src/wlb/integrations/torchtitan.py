@@ -6,7 +6,8 @@
 accumulation. In place of rows cut every ``seq_len`` tokens come micro-batches of whole documents that take all ranks
 equally long; they hold ``seq_len`` tokens on average and up to 1.5 times as many. torchtitan's own loss, a sum over
 tokens divided by the step's number of labels, stays right for them, and its position-based masks keep documents apart
-(attention ``flex`` or ``varlen``).
+(attention ``flex`` or ``varlen``; with any other, documents attend each other). ``torch.compile`` must take dynamic
+shapes.
 
 Every rank plans; the state is the plan's, so a checkpoint continues exactly, and also with another data-parallel
 degree. Not with pipeline parallelism, whose schedules take one length of micro-batch (pytorch#159942), nor with CUDA

@@ -60,18 +60,27 @@ def balanced(
             processes anew, so leave ``cp`` out), pool, workload, seed, options of the packer. ``model`` is the
             trained one.
 
-    All epochs are one stream, so for Trainer they are one epoch: strategies "epoch" of saving, evaluating and logging
-    are refused where there are several. Gradient accumulation is the number of micro-batches. Epochs are repeated up to
-    ``max_steps`` where that is given.
+    All epochs are one stream, so for Trainer they are one epoch: ``state.epoch`` goes from 0 to 1. Gradient
+    accumulation is the number of micro-batches. Epochs are repeated up to ``max_steps`` where that is given. Lengths
+    come from the column ``length`` (tokens without padding), else from ``attention_mask`` or ``input_ids``.
 
-    A checkpoint says which documents come next. Resuming goes on with them, also with another gradient accumulation,
-    number of processes, window or preset; ``train`` raises ``UserError`` where documents, seed or shuffle differ, and
-    for a checkpoint that says nothing.
+    The state of the sampler is in a checkpoint's ``trainer_state.json``. Resuming goes on with the documents that come
+    next, also with another gradient accumulation, number of processes, ``cp``, window or preset; ``train`` raises
+    ``UserError`` where documents, seed or shuffle differ, and for a checkpoint without that state.
 
-    The constructor raises ``UserError`` for what would silently train something else: ``use_cache``, layers that carry
-    a state from one document into the next, a model whose loss takes no ``num_items_in_batch``, a loss that is averaged
-    rank by rank, processes that are not data-parallel, several devices in one process, a data set without lengths,
-    ``padding_free=False`` of ``SFTTrainer``; and for a ``train_sampling_strategy``, as the sampler is ours.
+    The constructor raises ``UserError`` for what would silently train something else:
+
+    - ``use_cache``, and layers that carry a state from one document into the next;
+    - a model whose loss takes no ``num_items_in_batch``, and ``average_tokens_across_devices = False``. The check finds
+      other losses that are means: a router's auxiliary loss (``output_router_logits``; ``router_aux_loss_coef`` of
+      ``SFTTrainer``), and ``label_smoothing_factor`` before transformers 5.15;
+    - tensor, context or sequence parallelism of the Trainer, and several devices in one process (``DataParallel``);
+    - ``split_batches``, ``dispatch_batches``, ``ignore_data_skip``, and a ``train_sampling_strategy``, as the sampler
+      is ours;
+    - a data set without lengths, and masks or padding that the data collator would pass over;
+    - ``packing=True`` or ``padding_free=False`` of ``SFTTrainer``;
+    - a fraction of an epoch without ``max_steps``, and, with several epochs, the strategy "epoch" of saving, evaluating
+      or logging.
     """
 
     class Balanced(_BalancedTrainer, trainer_class):

@@ -94,6 +94,10 @@ def balanced_steps(
     the samples that the data iterator gives for ``num_microbatches``, and then runs with the new iterator and number of
     micro-batches. Those numbers may differ from the samples read, so losses must be counted by tokens.
 
+    The micro-batch size is 1. The data set gives a sample an index (``tokens``, ``labels``, ``loss_mask``,
+    ``position_ids``, and ``padded_seq_len``, a multiple of 2 x CP), or rows with ``cu_seqlens`` as ``SFTDataset`` does.
+    Set ``--calculate-per-token-loss``, and ``variable_seq_lengths`` with pipeline stages.
+
     Args:
         get_forward_backward_func: Megatron-Core's.
         max_seqlen_per_dp_cp_rank: The most tokens of a micro-batch on each context-parallel rank.
