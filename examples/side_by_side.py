@@ -263,6 +263,7 @@ def main() -> None:
         for trainer in trainers:
             notebook.mark(trainer.monitor.clock)
         running = {number: trainer.steps() for number, trainer in enumerate(trainers)}
+        last = max(config.training.steps or 0 for config in configs)
         for round_ in count(1):
             for number, steps in list(running.items()):
                 notebook.begin(one_at_a_time=number < len(arguments.one_at_a_time))
@@ -274,9 +275,7 @@ def main() -> None:
             if not running:
                 break
             if dist.get_rank() == 0:
-                print(
-                    f"\r  step {round_} of {max(config.training.steps or 0 for config in configs)}", end="", flush=True
-                )
+                print(f"\r  step {round_} of {last}", end="\n" if round_ == last else "", flush=True)
 
 
 if __name__ == "__main__":
