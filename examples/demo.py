@@ -51,8 +51,8 @@ CONFIG = ROOT / "configs" / "tiny_elastic.toml"
 PRESETS = ("plain-4d", "elastic")
 RANKS = 2
 VOCABULARY = 512
-MODEL = ("hidden=64", "layers=2", "heads=2", "kv_heads=2", "ffn_hidden=176")
-ATTENTION = 8.0  # seconds of a window-long document's attention over those of everything else, measured; 8B at 128K: 5
+MODEL = ("hidden=64", "layers=2", "heads=4", "kv_heads=4", "head_dim=16", "ffn_hidden=176")
+ATTENTION = 10.0  # seconds of a window-long document's attention over those of everything else, about; 8B at 128K: 5
 ORDERS = 16  # of the documents, of which one is trained
 CHECK = ("check", "synthetic:20000:128K:0")
 WAITING = "#c0392b"
@@ -115,7 +115,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
-    parser.add_argument("--steps", type=int, default=13, help="optimizer steps of each preset; the first warms up")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each preset; the first warms up")
     parser.add_argument("--window", type=int, default=16_384, help="context window; a step has one for each rank")
     return parser.parse_args()
 

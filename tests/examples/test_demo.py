@@ -124,7 +124,7 @@ def test_what_is_printed_and_drawn_follows_from_the_figures(capsys: pytest.Captu
     demo.show_simulated(CHECKED)
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
-    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if line.split()}
+    rows = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if "x " in line}
     assert rows["plain-4d"] == ["1.00x", "3.500", "1.40", "4.500", "1.00x"]  # (4 + 3) / 2, over (3 + 2) / 2
     assert rows["elastic"] == ["1.27x", "2.750", "1.05", "3.000", "1.50x"]  # 7 / 5.5, and 9 / 6 by the clock
     text = " ".join(printed.split())
@@ -144,6 +144,19 @@ def test_bars_are_what_a_rank_computes_and_the_rest_is_waiting():
     assert slow == [(0.0, 0.25, None), (0.25, 3.75, 0), (3.75, 4.0, None)]
     assert fast == [(0.0, 0.25, None), (0.25, 1.75, 0), (1.75, 2.0, None)]
     assert [rank[-1] for rank in times] == [4.0, 4.0]
+
+
+def test_documents_come_in_an_order_that_is_as_uneven_as_usual():
+    lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1.5, 400).astype(np.int64) + 1, 3000)
+    pieces = demo.usual_order(lengths, 1024, 5)
+    assert sum(piece.length for piece in pieces) == lengths.sum()
+    assert len({(piece.document, piece.start) for piece in pieces}) == len(pieces)
+    tokens = np.array([piece.length for piece in pieces])
+    window = (tokens.cumsum() - tokens) // 1024
+    seconds = 1 + demo.ATTENTION * np.bincount(window, (tokens / 1024) ** 2)
+    steps = seconds[: len(seconds) // 2 * 2].reshape(-1, 2)
+    uneven = [float(part.max(axis=1).sum() / part.mean(axis=1).sum()) for part in (steps[1:5], steps)]
+    assert uneven[0] == pytest.approx(uneven[1], abs=0.05)
 
 
 def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
