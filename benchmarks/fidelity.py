@@ -8,7 +8,7 @@ same plans from profiles measured before and after each repetition. Presets take
 processes; the first step is not counted.
 
 Other programs take the machine's cores away from ranks, so nothing is measured in wall time: a step's measured seconds
-are the CPU seconds of its critical path (``parts/training/critical_path.py``), with the median over repetitions of what
+are the CPU seconds of its critical path (``examples/side_by_side.py``), with the median over repetitions of what
 each rank computes between two messages. Its predicted seconds are the median over profiles. Programs that share caches
 with ranks still lengthen CPU seconds, most of what reads much memory; the spread between repetitions says how much.
 

@@ -15,7 +15,7 @@ the simulator, from times measured on this machine at the start (``wlb profile``
 step's seconds over those measured, less one, the median; it holds where every process has a core of its own.
 
 Wall time says little on a machine that others use. "CPU s" are the CPU seconds of a step's critical path: those of the
-slowest rank, and of others while it waits for them (``parts/training/critical_path.py``). "busy" is the mean rank's
+slowest rank, and of others while it waits for them (``examples/side_by_side.py``). "busy" is the mean rank's
 share of them. "of ideal" is the speed at equal work over that of plain-4d if its ranks shared its CPU seconds evenly.
 "exchanged" counts tokens whose keys and values go to another rank, once for each, over all tokens. ``--presets
 plain-4d,best,elastic:even,elastic:level`` compares pools in lock step with level steps.

@@ -1,12 +1,12 @@
-"""The main job on real input: what balancing gains on this machine, measured, and on a cluster, simulated.
+"""What balancing gains: measured with two processes on this machine, and simulated for a cluster.
 
 1. Turn the standard library of this Python into a token store (``wlb prepare``), and cut its documents where context
-   windows end, as the paper's data loader does: from here on every system trains the same segments.
-2. Train them on two data-parallel processes under ``plain-4d`` and under ``elastic``, a step of each in turn, so that
-   both see the same machine (``side_by_side.py``). A step of one trains the same segments as that step of the other,
-   so speed at equal work and in tokens/s are one number.
-3. Simulate a job on 256 GPUs, on documents that are cut in the same way.
-4. Print both and draw ``demo/demo.png``.
+   windows end, as the paper's data loader does: from here on both presets train the same segments in every step.
+2. Train them on two data-parallel processes under ``plain-4d`` and ``elastic``, a step of each in turn. The figure is
+   CPU seconds of the critical path: what a step takes where each rank has a core of its own. For it ranks compute one
+   at a time, as they would slow each other (``side_by_side.py``); for the clock, a second time, both at once.
+3. Ask ``wlb check`` what a job on a cluster loses.
+4. Print both and draw one step of each preset, ``demo/demo.png``.
 
 Everything is written below ``demo/``; a second run reuses the token stores.
 """
@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,59 +35,61 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from side_by_side import BEGIN, END, Note, played, read_notes, step_seconds
 from wlb.documents.filling import cut_at_windows
-from wlb.documents.lengths import read_lengths
 from wlb.documents.permutation import Permutation
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.job.config_file import load_config
 from wlb.job.planner import StepPlanner
+from wlb.packing.plan import StepPlan
 from wlb.report.plots import BALANCED, BASELINE, pyplot_without_display, save
-from wlb.simulate import SimulationResult, simulate, simulate_steps, simulated_job
 from wlb.training.preflight import check_job
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "tiny_elastic.toml"
 PRESETS = ("plain-4d", "elastic")
-VOCABULARY = 1024
-WINDOW = 4096
-
-CLUSTER_MODEL, CLUSTER_WINDOW = "llama3-8b", 131_072
-CLUSTER: dict[str, Any] = {
-    "tp": 8,
-    "pp": 4,
-    "dp": 4,
-    "cp": 2,
-    "micro_batches": 4,
-    "virtual_pp": 2,
-    "schedule": "interleaved_1f1b",
-}
-CLUSTER_DOCUMENTS = f"synthetic:20000:{CLUSTER_WINDOW}:0"
-CLUSTER_STEPS = 16
-SYSTEMS = ("plain-4d", "fixed-4d", "wlb-llm", "best", "elastic")
-OURS = ("best", "elastic")  # the others are the paper's
+RANKS = 2
+VOCABULARY = 512
+MODEL = ("hidden=64", "layers=2", "heads=4", "kv_heads=4", "head_dim=16", "ffn_hidden=176")
+ATTENTION = 10.0  # seconds of a window-long document's attention over those of everything else, about; 8B at 128K: 5
+ORDERS = 16  # of the documents, of which one is trained
+CHECK = ("check", "synthetic:20000:128K:0")
+WAITING = "#c0392b"
+TOO_BUSY = 1.2  # times the CPU seconds that the clock may take and still say something
 
 console = Console(width=80, highlight=False)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A preset's steps, the first excluded; ``rank_seconds`` are predicted, of shape (steps, ranks)."""
+    """A preset's counted steps: their plans, the notes of all ranks in each, and what the clock said of the same."""
 
     preset: str
-    segments: list[list[Segment]]
-    tokens: list[int]
-    step_seconds: list[float]
-    rank_seconds: NDArray[np.float64]
+    plans: list[StepPlan]
+    notes: list[list[list[Note]]]
+    clock_seconds: list[float]
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """CPU seconds of each step's critical path, shape (steps,)."""
+        return np.array([step_seconds(of_step) for of_step in self.notes])
 
     @property
-    def tokens_per_second(self) -> float:
-        return sum(self.tokens) / sum(self.step_seconds)
+    def even_seconds(self) -> float:
+        """CPU seconds that the steps would take if their ranks shared the work evenly."""
+        return float(np.mean([[notes[-1].cpu_seconds for notes in of_step] for of_step in self.notes], axis=1).sum())
 
     @property
     def imbalance(self) -> float:
-        """The slowest rank over the mean one, mean over steps."""
-        return float((self.rank_seconds.max(axis=1) / self.rank_seconds.mean(axis=1)).mean())
+        """The critical path over the mean rank's work."""
+        return float(self.seconds.sum()) / self.even_seconds
+
+    def speed(self, base: Measured) -> float:
+        return float(base.seconds.sum() / self.seconds.sum())
+
+    def clock_speed(self, base: Measured) -> float:
+        return sum(base.clock_seconds) / sum(self.clock_seconds)
 
 
 def main() -> None:
@@ -94,25 +98,25 @@ def main() -> None:
     began = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
     stage(1, "token store of the standard library of this Python")
-    store = prepare(out)
-    stage(2, f"{' and '.join(PRESETS)} on 2 processes, {arguments.steps} steps each, in turn")
+    store = prepare(out, arguments.window, arguments.steps)
+    stage(2, f"{' and '.join(PRESETS)} on {RANKS} processes, {arguments.steps} steps each, in turn")
     train_in_turns(out, store, arguments)
-    measured = [measure(preset, out, store, arguments) for preset in PRESETS]
-    assert measured[0].segments == measured[1].segments, "both trained the same segments in every step"
-    stage(3, "a cluster, simulated")
-    simulated = simulate_cluster()
+    base, ours = measure(out, store, arguments)
+    stage(3, f"a cluster, simulated: wlb {' '.join(CHECK)}")
+    checked = check()
     stage(4, "results")
-    show_measured(measured, arguments)
-    show_simulated(simulated)
-    draw(measured, simulated, out / "demo.png")
-    console.print(f"\npicture: {out / 'demo.png'} ({time.perf_counter() - began:.0f} s in all)")
+    show_measured(base, ours, arguments.window)
+    draw(base, ours, out / "demo.png")
+    show_simulated(checked)
+    console.print(f"picture: {out / 'demo.png'} ({time.perf_counter() - began:.0f} s in all)", soft_wrap=True)
+    console.print("\nnext: wlb check LENGTHS   (your documents: a file of lengths, or a token store)")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("demo"), help="directory of everything that is written")
-    parser.add_argument("--steps", type=int, default=17, help="optimizer steps of each preset; the first warms up")
-    parser.add_argument("--micro-batches", type=int, default=4, help="context windows of a step")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of each preset; the first warms up")
+    parser.add_argument("--window", type=int, default=16_384, help="context window; a step has one for each rank")
     return parser.parse_args()
 
 
@@ -120,36 +124,52 @@ def stage(number: int, what: str) -> None:
     console.print(f"\n[bold]\\[{number}/4] {what}[/bold]")
 
 
-def prepare(out: Path) -> Path:
+def prepare(out: Path, window: int, steps: int) -> Path:
     """The prefix of a store of segments, none of which crosses the end of a window of the stream."""
-    corpus, segments = out / "corpus", out / "segments"
+    corpus, segments = out / f"corpus-{VOCABULARY}", out / f"segments-{window}-{steps}"
     if not corpus.with_suffix(".idx").exists():
-        run("-m", "wlb", "prepare", "--stdlib", "--train-bpe", VOCABULARY, "--out", corpus)
+        words = ["prepare", "--stdlib", "--train-bpe", str(VOCABULARY), "--out", str(corpus)]
+        subprocess.run([sys.executable, "-m", "wlb", *words], check=True)
     if not segments.with_suffix(".idx").exists():
         documents = TokenStore.open(corpus)
-        order = Permutation(len(documents), 0).between(0, len(documents)).tolist()
-        whole = (Segment(document, 0, int(documents.lengths[document])) for document in order)
         with TokenStoreWriter(segments, vocab_size=VOCABULARY) as writer:
-            for piece in cut_at_windows(whole, WINDOW):
+            for piece in usual_order(np.asarray(documents.lengths), window, steps):
                 writer.add(documents.read(*piece))
     return segments
 
 
-def run(*words: object) -> None:
-    subprocess.run([sys.executable, *map(str, words)], check=True)
+def usual_order(lengths: NDArray[np.int64], window: int, steps: int) -> list[Segment]:
+    """The documents cut at windows, in the order whose first steps are nearest to the usual imbalance of plain-4d.
+
+    Usual is the mean over all steps of all orders. So few steps of any one order may be far more or less even.
+    """
+    orders, of_all, of_first = [], [], []
+    for seed in range(ORDERS):
+        order = Permutation(len(lengths), seed).between(0, len(lengths))
+        whole = zip(order.tolist(), lengths[order].tolist(), strict=True)
+        orders.append(cut_at_windows((Segment(document, 0, length) for document, length in whole), window))
+        pieces = np.array([piece.length for piece in orders[-1]])
+        seconds = 1 + ATTENTION * np.bincount((pieces.cumsum() - pieces) // window, (pieces / window) ** 2)
+        by_step = seconds[: len(seconds) // RANKS * RANKS].reshape(-1, RANKS)
+        slowest, even = by_step.max(axis=1), by_step.mean(axis=1)
+        of_all.append(slowest.sum() / even.sum())
+        of_first.append(slowest[1:steps].sum() / even[1:steps].sum())
+    return orders[int(np.abs(np.array(of_first) - np.mean(of_all)).argmin())]
 
 
-def job_settings(preset: str, out: Path, store: Path, arguments: argparse.Namespace) -> list[str]:
+def job_settings(preset: str, directory: Path, store: Path, arguments: argparse.Namespace) -> list[str]:
     """What a preset's job changes in the configuration."""
     return [
         f"preset={preset}",
+        *(f"model.{size}" for size in MODEL),
         f"data.store={store}",
         "data.shuffle=false",
-        f"packing.micro_batches={arguments.micro_batches}",
+        f"data.context_window={arguments.window}",
+        f"packing.micro_batches={RANKS}",
         f"training.steps={arguments.steps}",
-        f"checkpoint.dir={out / preset / 'checkpoints'}",
+        f"checkpoint.dir={directory / 'checkpoints'}",
         f"checkpoint.every={10**6}",
-        f"metrics.dir={out / preset}",
+        f"metrics.dir={directory}",
         "metrics.tensorboard=false",
     ]
 
@@ -157,14 +177,15 @@ def job_settings(preset: str, out: Path, store: Path, arguments: argparse.Namesp
 def train_in_turns(out: Path, store: Path, arguments: argparse.Namespace) -> None:
     """Train every preset afresh, on one thread a process; what the trainers say goes to ``training.log``."""
     words: list[str] = []
-    for preset in PRESETS:
-        shutil.rmtree(out / preset, ignore_errors=True)
-        words += ["--job", str(CONFIG), *job_settings(preset, out, store, arguments)]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for option, kind in (("--one-at-a-time", "cpu"), ("--job", "clock")):
+        for preset in PRESETS:
+            shutil.rmtree(out / kind / preset, ignore_errors=True)
+            words += [option, str(CONFIG), *job_settings(preset, out / kind / preset, store, arguments)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     log = out / "training.log"
     with log.open("w", encoding="utf-8") as errors:
         trained = subprocess.run(
-            [*torchrun, str(ROOT / "examples" / "side_by_side.py"), *words],
+            [*torchrun, str(ROOT / "examples" / "side_by_side.py"), "--out", str(out / "notes"), *words],
             stderr=errors,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             check=False,
@@ -173,117 +194,156 @@ def train_in_turns(out: Path, store: Path, arguments: argparse.Namespace) -> Non
         raise SystemExit(f"training failed; the end of {log}:\n{log.read_text(encoding='utf-8')[-3000:]}")
 
 
-def measure(preset: str, out: Path, store: Path, arguments: argparse.Namespace) -> Measured:
-    """Read the job's ``steps.jsonl``, and plan its steps once more for what each rank had to do."""
-    lines = (out / preset / "steps.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines][1:]
-    config = load_config(CONFIG, job_settings(preset, out, store, arguments))
-    job = check_job(config, config.parallel.world_size).job
-    plans = list(islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, 1 + len(rows)))
-    assert [plan.tokens for plan in plans] == [row["tokens"] for row in rows], "the plans are those that were trained"
-    return Measured(
-        preset,
-        segments=[sorted(plan.segments) for plan in plans],
-        tokens=[row["tokens"] for row in rows],
-        step_seconds=[row["step_seconds"] for row in rows],
-        rank_seconds=simulate_steps(plans, job).gpu_seconds.reshape(len(plans), -1),
-    )
-
-
-def simulate_cluster() -> dict[str, SimulationResult]:
-    """Every system on 256 GPUs, on synthetic documents that are cut where windows end."""
-    whole = [Segment(n, 0, length) for n, length in enumerate(read_lengths(CLUSTER_DOCUMENTS).tolist())]
-    lengths = np.array([piece.length for piece in cut_at_windows(whole, CLUSTER_WINDOW)])
-    results: dict[str, SimulationResult] = {}
-    for system in SYSTEMS:
-        console.print(f"  {system} ...")
-        job = simulated_job(CLUSTER_MODEL, CLUSTER_WINDOW, system, **CLUSTER)
-        in_order = replace(job, data=job.data.model_copy(update={"shuffle": False}))
-        prices = next(iter(results.values())).job.work_prices if results else None
-        results[system] = simulate(in_order, lengths, CLUSTER_STEPS, work_prices=prices)
+def measure(out: Path, store: Path, arguments: argparse.Namespace) -> list[Measured]:
+    """Read what was noted of every preset, without the first step, and plan its steps once more."""
+    notes = read_notes(out / "notes", RANKS)
+    results = []
+    for number, preset in enumerate(PRESETS):
+        lines = (out / "clock" / preset / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines][1:]
+        job = check_job(load_config(CONFIG, job_settings(preset, out / "cpu" / preset, store, arguments)), RANKS).job
+        plans = list(islice(StepPlanner(job, TokenStore.open(store).lengths).plans(), 1, 1 + len(rows)))
+        assert [plan.tokens for plan in plans] == [row["tokens"] for row in rows], (
+            "the plans are those that were trained"
+        )
+        of_preset = [notes[number, row["step"]] for row in rows]
+        results.append(Measured(preset, plans, of_preset, [row["step_seconds"] for row in rows]))
+    first, second = ([sorted(plan.segments) for plan in result.plans] for result in results)
+    assert first == second, "both trained the same segments in every step"
     return results
 
 
-def show_measured(results: Sequence[Measured], arguments: argparse.Namespace) -> None:
-    base = results[0]
-    table = new_table(
-        "measured on this machine\n2 data-parallel processes, hidden size 128\n"
-        f"{len(base.tokens)} steps of {arguments.micro_batches} x {WINDOW:,} tokens of each preset",
-        ("speed at\nequal work", "\ntokens/s", "step\nseconds", "imbalance\nof ranks"),
-        "each step trains the same segments under both\nstep seconds: median\n"
-        "imbalance: predicted compute of the slowest rank over the mean",
+def check() -> dict[str, Any]:
+    """What ``wlb check`` says of a cluster."""
+    said = subprocess.run([sys.executable, "-m", "wlb", *CHECK, "--json"], check=True, stdout=subprocess.PIPE)
+    checked: dict[str, Any] = json.loads(said.stdout)
+    return checked
+
+
+def show_measured(base: Measured, ours: Measured, window: int) -> None:
+    table = Table(
+        title=f"measured: {len(base.plans)} steps of {RANKS} x {window:,} tokens on {RANKS} data-parallel processes",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
-    for result in results:
+    table.add_column("\npreset")
+    for heading in (
+        "\nspeed",
+        "CPU seconds\na step",
+        "slowest rank\nover mean",
+        "clock, seconds\na step",
+        "speed by\nclock",
+    ):
+        table.add_column(heading, justify="right")
+    for result in (base, ours):
         table.add_row(
             result.preset,
-            f"{result.tokens_per_second / base.tokens_per_second:.2f}x",
-            f"{result.tokens_per_second:,.0f}",
-            f"{median(result.step_seconds):.2f}",
+            f"{result.speed(base):.2f}x",
+            f"{result.seconds.mean():.3f}",
             f"{result.imbalance:.2f}",
+            f"{np.mean(result.clock_seconds):.3f}",
+            f"{result.clock_speed(base):.2f}x",
         )
     console.print(table)
-
-
-def show_simulated(results: dict[str, SimulationResult]) -> None:
-    base = results[SYSTEMS[0]]
-    table = new_table(
-        f"simulated, not measured\n{CLUSTER_MODEL} on {base.job.layout.world_size} H100: tp 8, pp 4, cp 2, dp 4\n"
-        f"{CLUSTER_STEPS} steps of 16 x {CLUSTER_WINDOW:,} tokens",
-        ("speed at\nequal work", "\ntokens/s", "step\nseconds", "tokens/step\nCV", "token\ndelay"),
-        f"lengths {CLUSTER_DOCUMENTS}, cut where windows end\n"
-        "tokens/s overstates where long documents are delayed\n"
-        "the paper's: plain-4d, fixed-4d, wlb-llm; ours: best, elastic",
+    console.print(
+        f"Perfectly even ranks would give {base.imbalance:.2f}x; {ours.preset} reaches "
+        f"{ours.speed(base) / base.imbalance:.0%} of that. Every step trains the same documents under both. "
+        "CPU seconds are of the slowest rank's own work."
     )
-    for system, result in results.items():
-        table.add_row(
-            system,
-            f"{result.speed_at_equal_work(base):.2f}x",
-            f"{result.tokens_per_second:,.0f}",
-            f"{result.mean_step_seconds:.2f}",
-            f"{result.tokens_cv:.2f}",
-            f"{result.token_delay:.2f}",
+    stretched = max(sum(result.clock_seconds) / float(result.seconds.sum()) for result in (base, ours))
+    if stretched > TOO_BUSY:
+        console.print(
+            f"[bold]The clock means little here:[/bold] it ran {stretched:.1f} times the CPU seconds, because other "
+            "programs had the cores or the two processes slow each other."
         )
-    console.print(table)
 
 
-def new_table(title: str, headings: Sequence[str], caption: str) -> Table:
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("preset")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
+def show_simulated(checked: dict[str, Any]) -> None:
+    model, base = tomllib.loads(checked["config"])["model"]["name"], checked["systems"][0]
+    layout = ", ".join(f"{name} {base['layout'][name]}" for name in ("tp", "cp", "pp", "dp"))
+    console.print(f"\nsimulated: {model} on {base['gpus']} GPUs ({layout})\n{checked['verdict']}\n", markup=False)
 
 
-def draw(measured: Sequence[Measured], simulated: dict[str, SimulationResult], path: Path) -> None:
-    """What each rank has to do in each step, and speeds over plain-4d: measured here, simulated on a cluster."""
-    figure, axes = pyplot_without_display().subplots(
-        1, 4, figsize=(14, 3.8), width_ratios=[1.2, 1.2, 0.6, 1.0], constrained_layout=True
+class Bar(NamedTuple):
+    """Computing without interruption, in a micro-batch or, if None, outside of any."""
+
+    starts: float
+    ends: float
+    micro_batch: int | None
+
+
+def bars(notes: Sequence[Note], times: Sequence[float]) -> list[Bar]:
+    """What a rank computes when, of ``notes`` that it comes to at ``times``; between bars it waits."""
+    made: list[Bar] = []
+    micro_batch: int | None = None
+    for (before, starts), (note, _) in pairwise([(Note("", (), 0.0), 0.0), *zip(notes, times, strict=True)]):
+        mark, _, number = before.message.rpartition(" ")
+        micro_batch = int(number) if mark == BEGIN else None if mark == END else micro_batch
+        ends = starts + note.cpu_seconds - before.cpu_seconds
+        if made and made[-1].micro_batch == micro_batch and math.isclose(made[-1].ends, starts):
+            made[-1] = made[-1]._replace(ends=ends)
+        elif ends > starts:
+            made.append(Bar(starts, ends, micro_batch))
+    return made
+
+
+def draw(base: Measured, ours: Measured, path: Path) -> None:
+    """The step of both presets whose speed is nearest to that of all steps, as a timeline of its ranks."""
+    step = int(np.abs(base.seconds / ours.seconds - ours.speed(base)).argmin())
+    figure, axes = pyplot_without_display().subplots(2, 1, figsize=(8.4, 3.1), sharex=True, constrained_layout=True)
+    ends = float(base.seconds[step])
+    for axis, result, colour in zip(axes, (base, ours), (BASELINE, BALANCED), strict=True):
+        _draw_ranks(axis, result, step, colour)
+        seconds = float(result.seconds[step])
+        axis.axvline(seconds, color="black", linewidth=1.2)
+        axis.set(xlim=(0, 1.005 * ends), ylim=(RANKS - 0.5, -0.5), yticks=range(RANKS))
+        axis.set_yticklabels([f"rank {rank}" for rank in range(RANKS)])
+        axis.set_title(f"{result.preset}: the step takes {seconds:.2f} s", fontsize=10, loc="left")
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    axes[0].set_title(f"measured, one of {len(base.plans)} steps", fontsize=8, loc="right", color="dimgrey")
+    axes[1].set_title(
+        f"{ends / float(ours.seconds[step]):.2f} times as fast, the same documents",
+        fontsize=10,
+        loc="right",
+        color=BALANCED,
     )
-    colours = {preset: BALANCED if preset in OURS else BASELINE for preset in SYSTEMS}
-    tallest = max(float(result.rank_seconds.max()) for result in measured)
-    for axis, result in zip(axes, measured, strict=False):
-        for step, ranks in enumerate(result.rank_seconds):
-            axis.bar(3 * step + np.arange(len(ranks)), ranks, width=0.9, color=colours[result.preset])
-            axis.hlines(ranks.max(), 3 * step - 0.5, 3 * step + len(ranks) - 0.5, color="black", linewidth=1.2)
-        axis.set(ylim=(0, 1.1 * tallest), xticks=[], xlabel="two ranks, step by step; line: when the step ends")
-        axis.set_title(f"{result.preset}: seconds of work of each rank (predicted)", fontsize=10)
-    base = measured[0].tokens_per_second
-    speeds = {result.preset: result.tokens_per_second / base for result in measured}
-    _draw_speeds(axes[2], speeds, colours, "measured\n2 CPU processes")
-    plain = simulated[SYSTEMS[0]]
-    over_plain = {system: result.speed_at_equal_work(plain) for system, result in simulated.items()}
-    _draw_speeds(axes[3], over_plain, colours, f"simulated\n{CLUSTER_MODEL}, {plain.job.layout.world_size} H100")
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set_xlabel("CPU seconds; a bar is a micro-batch, with its longest document", fontsize=9)
     save(figure, path)
 
 
-def _draw_speeds(axis: Any, speeds: dict[str, float], colours: dict[str, str], title: str) -> None:
-    bars = axis.bar(list(speeds), list(speeds.values()), color=[colours[preset] for preset in speeds], width=0.7)
-    axis.bar_label(bars, [f"{speed:.2f}x" for speed in speeds.values()], padding=2, fontsize=9)
-    axis.set_title(f"speed at equal work, {title}", fontsize=10)
-    axis.tick_params(axis="x", labelsize=8)
-    axis.margins(y=0.12)
+def _draw_ranks(axis: Any, result: Measured, step: int, colour: str) -> None:
+    notes, ends = result.notes[step], float(result.seconds[step])
+    for rank, (of_rank, times) in enumerate(zip(notes, played(notes), strict=True)):
+        made = bars(of_rank, times)
+        axis.barh(rank, ends, height=0.8, color="none", edgecolor=WAITING, hatch="////", linewidth=0, alpha=0.45)
+        for bar in made:
+            axis.barh(rank, bar.ends - bar.starts, left=bar.starts, height=0.8, color=colour, linewidth=0)
+        for number, label in enumerate(longest_documents(result.plans[step], rank)):
+            mine = [bar for bar in made if bar.micro_batch == number]
+            left, right = mine[0].starts, mine[-1].ends
+            axis.vlines(right, rank - 0.4, rank + 0.4, color="white")
+            if sum(bar.ends - bar.starts for bar in mine) < 0.95 * (right - left):  # it waits inside
+                _, left, right = max((bar.ends - bar.starts, bar.starts, bar.ends) for bar in mine)
+            _write(axis, rank, left, right, ends, label, "black" if colour == BASELINE else "white")
+        for bar, following in pairwise([*made, Bar(ends, ends, None)]):
+            _write(axis, rank, bar.ends, following.starts, ends, "waits", WAITING)
+
+
+def _write(axis: Any, rank: int, left: float, right: float, ends: float, label: str, colour: str) -> None:
+    if right - left > 0.1 * ends:
+        axis.text((left + right) / 2, rank, label, ha="center", va="center", fontsize=9, color=colour)
+
+
+def longest_documents(plan: StepPlan, rank: int) -> list[str]:
+    """Of each micro-batch of ``rank`` in a step: its longest document, or half of the one that both ranks share."""
+    own = plan.ranks[rank] if len(plan.ranks) > 1 else [each for each in plan.ranks[0] if rank in each.ranks]
+    shared = [len(micro_batch.ranks) > 1 for micro_batch in own]
+    return [
+        f"half of {max(each.lengths):,}" if both else f"{max(each.lengths):,} tokens"
+        for each, both in zip(own, shared, strict=True)
+    ]
 
 
 if __name__ == "__main__":

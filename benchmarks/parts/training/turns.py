@@ -1,10 +1,10 @@
 """Every preset trained in turns on real processes, and the same steps simulated: what two benchmarks share.
 
 A layout names the parallel sizes that are 2: ``dp``, or ``dp+cp`` on four processes. ``elastic:even`` is the preset
-with that ``packing.grouping``. Presets take turns, a step each, in the same processes (``critical_path.py``). Each
-repetition leaves a ``steps.jsonl`` per preset, whose first step is not counted, and notes of CPU seconds. The plans of
-those steps, and their predicted seconds, come from the configuration, the document lengths and a profile measured on
-this machine.
+with that ``packing.grouping``. Presets take turns, a step each, in the same processes
+(``examples/side_by_side.py``). Each repetition leaves a ``steps.jsonl`` per preset, whose first step is not counted,
+and notes of CPU seconds. The plans of those steps, and their predicted seconds, come from the configuration, the
+document lengths and a profile measured on this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from statistics import mean, median
 from typing import Any
 
 from parts.measurement import make_parser
-from parts.training import critical_path
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import PRESETS
 from wlb.job.config_file import load_config
@@ -34,8 +33,11 @@ from wlb.training.preflight import check_job
 from wlb.workload.profile import WorkloadProfile, read_profile
 
 ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT / "examples"))
+import side_by_side  # noqa: E402  # the examples are no package
+
 CONFIG = ROOT / "configs" / "tiny.toml"
-PROGRAM = Path(critical_path.__file__)
+PROGRAM = Path(side_by_side.__file__)
 NAMES = [*PRESETS, *(f"elastic:{grouping}" for grouping in ("even", "alike", "level"))]
 VOCABULARY = 512  # that of the preset tiny, which is what is profiled
 PROCESSES = 2
@@ -216,14 +218,14 @@ def in_cpu_seconds(row: Trained, options: argparse.Namespace) -> Trained:
     job = options.presets.index(row.preset)
     steps = [(job, step) for step in range(2, options.steps + 2)]  # counted from 1, without the first
     repetitions = [
-        critical_path.read_notes(folder(options, row.layout, "notes", n), processes_of(row.layout))
+        side_by_side.read_notes(folder(options, row.layout, "notes", n), processes_of(row.layout))
         for n in range(options.repetitions)
     ]
     ranks = [
-        [critical_path.typical(of_rank) for of_rank in zip(*(notes[step] for notes in repetitions), strict=True)]
+        [side_by_side.typical(of_rank) for of_rank in zip(*(notes[step] for notes in repetitions), strict=True)]
         for step in steps
     ]
-    measured = [critical_path.step_seconds(of_step) for of_step in ranks]
-    alone = [sum(critical_path.step_seconds(notes[step]) for step in steps) for notes in repetitions]
+    measured = [side_by_side.step_seconds(of_step) for of_step in ranks]
+    alone = [sum(side_by_side.step_seconds(notes[step]) for step in steps) for notes in repetitions]
     busy = sum(mean(notes[-1].cpu_seconds for notes in of_step) for of_step in ranks) / sum(measured)
     return replace(row, measured=measured, in_repetitions=alone, busy=busy)
