@@ -84,7 +84,7 @@ def test_key_value_heads_are_replicated_where_ranks_are_more():
             lambda: simulated_job(SHAPE, WINDOW, micro_batches=65_537),
             "micro_batches: must be at most",
         ),
-        (lambda: named_job("7b"), "unknown job '7b'; did you mean 7b-64k? choose from 550m-64k"),
+        (lambda: named_job("7b"), "unknown job '7b'; choose from 550m-64k"),
         (lambda: SimulatedJob.from_config(configuration(model={"pretrained": Path("x")})), "holds no config.json"),
     ],
 )
