@@ -244,7 +244,7 @@ def test_empty_documents_of_a_store_are_passed_over_and_counted(tmp_path, capsys
 def test_directories_are_no_lengths(source, tmp_path, monkeypatch):
     (tmp_path / "here/folder").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(UserError, match="is a directory; name a|is empty"):
+    with pytest.raises(UserError, match=r"is a directory; name a|is empty"):
         read_lengths(source)
 
 
