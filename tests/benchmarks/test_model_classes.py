@@ -20,4 +20,4 @@ def test_a_row_says_what_balancing_gains(benchmark, capsys, tmp_path):
 
 def test_an_unknown_model_is_one_line(benchmark, capsys):
     assert benchmark.main(["--models", "gpt-9"]) == 2
-    assert capsys.readouterr().err.startswith("model classes benchmark: error: unknown model 'gpt-9'; did you mean")
+    assert capsys.readouterr().err.startswith("model classes benchmark: error: unknown model 'gpt-9'; choose from tiny")

@@ -118,6 +118,8 @@ PUBLISHED: dict[str, str | None] = {
     "wlb.profiling.prediction_errors": "workload, held_out",
     "wlb.training.data.sharded_batch.shard_batch": "batch, shard_plan, rank, multiple_of=...",
     "wlb.workload.load_profile": "path",
+    "wlb.workload.HARDWARE": None,
+    "wlb.workload.MODEL_SHAPES": None,
     "wlb.workload.model_shape": "name",
     "wlb.workload.ModelShape": (
         "hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size, sliding_window=..., "

@@ -142,7 +142,7 @@ def test_a_workload_travels_between_processes_and_does_not_change():
         ({"model": "8b"}, "unknown model '8b'; choose from tiny, 550m, 7b, 30b, 70b, llama3-8b"),
         (
             {"hardware": "v100"},
-            "unknown hardware 'v100'; did you mean h100? choose from a100, h100, h200",
+            r"unknown hardware 'v100'; did you mean h100\? choose from a100, h100, h200",
         ),
         ({"tp": 3}, "tp = 3 does not divide 32 query heads and 32 key/value heads"),
         ({"model": "70b", "tp": 16}, "8 key/value heads"),
