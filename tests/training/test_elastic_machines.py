@@ -65,7 +65,7 @@ def test_a_job_outlives_a_machine_and_takes_it_back(tmp_path: Path, config: Path
             wait_until(lambda: steps_written(tmp_path) >= max(seen, 7))
             os.killpg(other.pid, signal.SIGKILL)  # the agent and its rank: the machine is gone
         heard = len(said.text)
-        wait_until(lambda: "on 1 cpu processes" in said.text[heard:])
+        wait_until(lambda: "on 1 cpu process" in said.text[heard:])
         after = steps_written(tmp_path)
         wait_until(lambda: steps_written(tmp_path) > after + 5)
         heard = len(said.text)
