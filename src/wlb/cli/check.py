@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from wlb.simulate.verdict import Verdict
 
 _CHECKED = ("plain-4d", "best", "elastic")
-
-
 _MOST_TEXTS = 20_000  # that are tokenised
 
 
@@ -70,13 +68,12 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     from wlb.simulate.verdict import presets_of
 
     tokens = asked.lengths(lengths)
-    found = asked.job(context, lengths, tokens)
+    found = asked.job(context, None if asked.tokenizer else lengths, tokens)
     verdict = judged(presets_of(found.job, tokens, _CHECKED), tokens, asked.steps)
     store = lengths if names_store(lengths) else None
     gpus = found.job.layout.world_size
     hours = 24 * gpus * verdict.given_back
-    preset = "best" if verdict.winner == verdict.base else verdict.winner
-    config = recommended_config(verdict.configured(preset), asked.model, lengths, store, preset=preset)
+    config = recommended_config(verdict.configured(), asked.model, lengths, store, preset=verdict.preset)
     if json:
         emit_json(verdict.to_json() | {"gpu_hours_a_day": hours, "assumed": found.assumed, "config": config})
         return
@@ -84,7 +81,8 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     if verdict.winner != verdict.base:
         stdout.print(f"Of {gpus:,} GPUs that is {hours:,.0f} GPU-hours a day.\n", highlight=False)
         stdout.print(config, markup=False, highlight=False)
-    stdout.print(f"next: wlb report {shlex.quote(lengths)}", markup=False, highlight=False)
+    if lengths != "-" and not asked.tokenizer:  # which a second command cannot read, or not as lengths
+        stdout.print(f"next: wlb report {shlex.quote(lengths)}, with the same options", markup=False, highlight=False)
 
 
 def judged(jobs: Mapping[str, SimulatedJob], lengths: NDArray[np.int64], steps: int | None) -> Verdict:

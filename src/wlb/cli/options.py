@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from wlb.cli.console import note
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError, choose_from, require
 from wlb.schedules.operations import TRAINED_SCHEDULES
@@ -105,12 +106,12 @@ Encoders = Annotated[
 ]
 
 
-def with_phases(job: SimulatedJob, lengths: StoreSource, encoders: Sequence[str] | None) -> SimulatedJob:
+def with_phases(job: SimulatedJob, lengths: StoreSource | None, encoders: Sequence[str] | None) -> SimulatedJob:
     """``job`` with the phases of documents that ``lengths`` has columns for; ``encoders`` as ``--encoder`` has them."""
     from wlb.documents.lengths import read_encoder_tokens
     from wlb.workload.phases import DocumentPhases, encoder_seconds
 
-    columns = read_encoder_tokens(lengths)
+    columns = {} if lengths is None else read_encoder_tokens(lengths)
     sizes = dict.fromkeys(columns, _ENCODER_PARAMETERS)
     for one in encoders or ():
         name, _, size = one.partition("=")
@@ -120,6 +121,8 @@ def with_phases(job: SimulatedJob, lengths: StoreSource, encoders: Sequence[str]
         sizes[name] = size
     if not columns:
         return job
+    priced = ", ".join(f"{name}_tokens as an encoder of {size} parameters" for name, size in sizes.items())
+    note(f"{lengths}: {priced} (--encoder NAME=PARAMETERS)")
     tp, hardware = job.layout.tp, job.hardware
     seconds = {name: encoder_seconds(columns[name], _parameters(size), hardware, tp) for name, size in sizes.items()}
     return replace(job, phases=DocumentPhases(seconds))
@@ -273,8 +276,10 @@ class JobOptions(GpuOptions):
         int | None, number_of_steps("Steps, after some that warm up; default: of 512 windows, 8 to 32.")
     ] = None
 
-    def job(self, context: typer.Context, source: str, lengths: NDArray[np.int64]) -> AskedJob:
-        """The job under preset ``best`` on documents of ``lengths`` from ``source``, and what was assumed of it.
+    def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
+        """The job under preset ``best`` on documents of ``lengths``, and what was assumed of it.
+
+        ``source`` may have columns of encoders beside the lengths; None has none.
 
         With a measured profile ``hardware`` says its links. Raises ``UserError`` for a layout that cannot run.
         """

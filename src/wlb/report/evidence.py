@@ -48,8 +48,8 @@ class Evidence:
 
     @property
     def winner(self) -> str:
-        """The preset that is recommended: ``best`` where none is faster than the baseline."""
-        return BEST if self.verdict.winner == BASELINE else self.verdict.winner
+        """The preset that is recommended."""
+        return self.verdict.preset
 
     @cached_property
     def fits(self) -> bool:

@@ -250,9 +250,7 @@ def _rivals(found: dict[str, Any]) -> list[Markup]:
 
 
 def _config(evidence: Evidence, model: str, source: str, store: str | None) -> list[Markup]:
-    config = code(
-        recommended_config(evidence.verdict.configured(evidence.winner), model, source, store, preset=evidence.winner)
-    )
+    config = code(recommended_config(evidence.verdict.configured(), model, source, store, preset=evidence.winner))
     chosen = "Activation checkpointing is the least that leaves room for L_max."
     if evidence.winner == ELASTIC:
         chosen += " Pools and their micro-batches are chosen when the job starts."

@@ -82,9 +82,14 @@ class Verdict:
         as_fast = ELASTIC in others and self.speed(ELASTIC) >= (1 - AS_FAST) * self.speed(fastest)
         return ELASTIC if as_fast and fastest != self.base else fastest
 
-    def configured(self, preset: str) -> SimulatedJob:
+    @property
+    def preset(self) -> str:
+        """What to configure: the winner, or ``best`` where nothing is faster than the base."""
+        return BEST if self.winner == self.base else self.winner
+
+    def configured(self) -> SimulatedJob:
         """The job that a configuration of ``preset`` describes: before anything is decided on pools."""
-        job, best = self.systems[preset].job, self.systems[BEST].job
+        job, best = self.systems[self.preset].job, self.systems[BEST].job
         return replace(best if job.pools else job, activation_checkpointing=job.activation_checkpointing)
 
     def parts(self, system: str) -> dict[str, float]:

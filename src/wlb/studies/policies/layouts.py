@@ -57,8 +57,8 @@ def _ideal_seconds(documents: bytes, ranks: Ranks) -> float:
 def no_layout(policy: str, space: SearchSpace) -> UserError:
     """What to raise where nothing fits the memory."""
     return UserError(
-        f"{policy} finds no layout of {space.gpus} GPUs that fits their memory with windows of {space.context_window} "
-        "tokens; give more GPUs or a shorter window"
+        f"{policy} finds no layout of {space.gpus} GPUs, in sizes that are powers of two, that fits their memory with "
+        f"windows of {space.context_window} tokens; give more GPUs or a shorter window"
     )
 
 
