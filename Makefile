@@ -76,6 +76,7 @@ release-check:
 	$(PYTHON) -m venv --clear dist-venv
 	dist-venv/bin/pip install --quiet --disable-pip-version-check dist/*.whl
 	cd dist && ../dist-venv/bin/wlb --help > /dev/null
+	test -f dist-venv/share/wlb/configs/7b_128k.toml
 	cd dist && ../dist-venv/bin/wlb compare synthetic:5000:32K:0 --context-window 32K --micro-batches 4 --steps 4
 	cd dist && ../dist-venv/bin/python -c "import wlb; print(wlb.make_shard_plan([7, 3], 2, 'per_document').positions(0))"
 

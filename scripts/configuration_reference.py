@@ -19,15 +19,11 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 HEADER = """# Configuration reference
 
-Every setting of a job, which is a TOML file. A setting is changed for one run with `--set`:
+Every setting of a job, which is a TOML file. `--set training.steps=20` changes one for a run.
 
-<!-- not run: trains -->
-
-    wlb train configs/tiny.toml --set training.steps=20 --set preset=elastic
-
-Unknown sections and keys are refused, and relative paths are relative to the working directory. Only `data.store`, or
-`[[data.mixture]]` in its place, must be set. Brackets have the default (**bold** where a setting is one of several
-values) or else the type. Numbers of tokens are integers, or text with a binary unit: `"128K"` is 131,072.
+Unknown keys are refused, and relative paths start at the working directory. Only `data.store`, or `[[data.mixture]]` in
+its place, must be set. Brackets have the default (**bold** where a setting is one of several values) or else the type.
+Numbers of tokens may be text with a binary unit: `"128K"` is 131,072.
 """
 
 

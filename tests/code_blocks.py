@@ -1,4 +1,4 @@
-"""The code blocks of a Markdown page, and the commands in them."""
+"""The code blocks of a Markdown page, the commands in them, and what they print."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,13 +15,17 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 _PROGRAMS = ("wlb", "make", "python", "pytest", "torchrun", "tensorboard", "hf", "nohup", "pip")
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+) -->")
 _FILE = re.compile(r"Write this to `(?P<name>\S+)`")
+_VARY = "<!-- figures vary -->"
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
 class Block:
     """One block: its language is that of its fence; of an indented one ``shell`` or, if it holds no command, ``text``.
 
-    ``not_run`` is the reason in the comment above it, ``file`` the name that the text above tells to save it under.
+    What the command above prints is fenced as ``output``, under a comment where its figures vary (with the machine, or
+    with the files that are read). ``not_run`` is the reason in the comment above a block, ``file`` the name that the
+    text above tells to save it under.
     """
 
     page: Path
@@ -29,6 +34,7 @@ class Block:
     text: str
     not_run: str | None
     file: str | None
+    figures_vary: bool
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -44,6 +50,27 @@ class Block:
             elif found and line.startswith(" ") and line.strip().startswith("["):
                 found[-1] += " " + line.strip()  # a synopsis goes on
         return found
+
+    def shows(self, printed: str) -> bool:
+        """Whether these are the words of ``printed``, where ``...`` is any words and last digits may be off by one."""
+        words = ["(?:\\S+ )*" if word == "..." else self._pattern(word) + " " for word in _words(self.text)]
+        return bool(re.fullmatch("".join(words), " ".join([*_words(printed), ""])))
+
+    def _pattern(self, word: str) -> str:
+        between = [re.escape(part) for part in _NUMBER.split(word)]
+        numbers = ["[\\d.,]+" if self.figures_vary else _neighbours(number) for number in _NUMBER.findall(word)]
+        return "".join(text + number for text, number in zip_longest(between, numbers, fillvalue=""))
+
+
+def _words(text: str) -> list[str]:
+    return text.replace("─", "").split()
+
+
+def _neighbours(number: str) -> str:
+    """A pattern of ``number`` and of those one higher and lower in its last digit."""
+    places = len(number.partition(".")[2])
+    value, comma = float(number.replace(",", "")), "," * ("," in number)
+    return "(?:" + "|".join(re.escape(f"{value + step / 10**places:{comma}.{places}f}") for step in (-1, 0, 1)) + ")"
 
 
 def program_and_arguments(command: str) -> list[str]:
@@ -76,7 +103,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
 def _block(page: Path, number: int, language: str, lines: list[str], above: str) -> Block:
     reason, file = _NOT_RUN.fullmatch(above), _FILE.search(above)
     text = "\n".join(lines).strip("\n")
-    return Block(page, number + 1, language, text, reason and reason["reason"], file and file["name"])
+    return Block(page, number + 1, language, text, reason and reason["reason"], file and file["name"], above == _VARY)
 
 
 def _program(line: str) -> bool:

@@ -1,7 +1,8 @@
 """Every code block of the documentation runs as it stands, or says above it why it is not run.
 
-The blocks of a page run in order, in one directory that looks like a clone, on less data and for fewer steps than a
-reader would. What is not run must still name commands, options, files, settings and functions that exist.
+The blocks of a page run in order, in one directory that looks like a clone, and print what the page shows below them
+(only ``train`` runs for fewer steps than a reader would). What is not run must still name commands, options, files,
+settings and functions that exist.
 """
 
 from __future__ import annotations
@@ -78,43 +79,43 @@ def _profile() -> WorkloadProfile:
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if any(b.not_run is None for b in blocks_of(p))], ids=lambda p: p.stem
 )
-def test_blocks_run(page: Path, clone: Path):
+def test_blocks_run_and_print_what_pages_show(page: Path, clone: Path, capfd: pytest.CaptureFixture[str]):
     for block in blocks_of(page):
         if block.not_run is None and block.language == "python":
             exec(compile(block.text, str(block), "exec"), {})
         elif block.not_run is None and block.language == "shell":
-            for command in block.commands:
-                _run(command, str(block))
+            capfd.readouterr()
+            commands = [program_and_arguments(command) for command in block.commands]
+            for program, *arguments in commands:
+                assert program == "wlb", f"{block}: mark {program} as not run, and say why"
+                _run(arguments, str(block))
+            printed = capfd.readouterr().out
+            for shown in [] if any("train" in command for command in commands) else _outputs_of(commands):
+                assert shown.shows(printed), f"{shown} shows other lines than those that are printed now:\n{printed}"
         elif block.file is not None:
             (clone / block.file).write_text(block.text, encoding="utf-8")
 
 
-def _run(command: str, where: str) -> None:
-    program, *arguments = program_and_arguments(command)
-    assert program == "wlb", f"{where}: mark {command!r} as not run, and say why"
-    if arguments[0] == "reproduce":  # which tests/studies do, and tests/cli/test_reproduce.py
-        assert arguments[1] in EXPERIMENTS, where
-        return
+def _outputs_of(commands: Sequence[Sequence[str]]) -> list[Block]:
+    """What any page shows below these commands, also one that does not run them."""
+    return [
+        shown
+        for block, shown in pairwise(BLOCKS)
+        if shown.language == "output" and [program_and_arguments(command) for command in block.commands] == commands
+    ]
+
+
+def _run(arguments: Sequence[str], where: str) -> None:
+    """One command; of ``train`` a smaller job, in one process and for two steps."""
+    if arguments[0] == "train":
+        smaller = ["training.steps=2", "training.threads=1", "packing.micro_batches=1", "parallel.pp=1"]
+        for setting in [*smaller, "evaluation.documents=2"]:
+            arguments = [*arguments, "--set", setting]
     try:
-        status = app(_smaller(arguments), standalone_mode=False)
+        status = app([*arguments], standalone_mode=False)
     except Exception as error:
-        raise AssertionError(f"{where}: {command!r} fails: {error}") from error
-    assert status in (None, 0), f"{where}: {command!r} ends with status {status}"
-
-
-def _smaller(arguments: Sequence[str]) -> list[str]:
-    """The same command on fewer documents and for fewer steps."""
-    command = arguments[0]
-    most = 200 if command == "prefill" or "--prefill" in arguments else 4000
-    small = [re.sub(r"^synthetic:(\d+)", lambda m: f"synthetic:{min(int(m[1]), most)}", word) for word in arguments]
-    if command == "compare" and "--prefill" not in arguments:
-        small += ["--steps", "2"] + ([] if "--methods" in arguments else ["--methods", "sequential,makespan"])
-    if command in ("tune", "simulate", "report") and not arguments[1].startswith("runs/"):  # a run has its own steps
-        small += ["--steps", "2"]
-    if command == "train":
-        settings = "training.steps=2 training.threads=1 parallel.pp=1 packing.micro_batches=1 evaluation.documents=2"
-        small += [word for setting in settings.split() for word in ("--set", setting)]
-    return small
+        raise AssertionError(f"{where}: {arguments} fails: {error}") from error
+    assert status in (None, 0), f"{where}: {arguments} ends with status {status}"
 
 
 def test_the_quickstart_of_the_reference_prints_steps(capsys: pytest.CaptureFixture[str]):
@@ -123,12 +124,31 @@ def test_the_quickstart_of_the_reference_prints_steps(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count("Segment(document=") > 10
 
 
-def test_blocks_have_a_language():
-    for block in BLOCKS:
-        assert block.language in ("python", "toml", "json", "shell", "text"), block
+def test_blocks_have_a_language_and_commands_their_output():
+    for block, following in pairwise([*BLOCKS, BLOCKS[0]]):
+        assert block.language in ("python", "toml", "json", "shell", "text", "output"), block
+        if block.language == "shell" and block.not_run is None:
+            assert following.language == "output", f"{block}: show below it what it prints"
         if block.language == "text":
             code = re.match(r"(from|import) \w|\[\w+\]\n", block.text)
             assert not code, f"{block} is code: fence it with its language"
+
+
+def test_a_figure_that_is_off_is_no_longer_shown(tmp_path: Path):
+    page = tmp_path / "page.md"
+    page.write_text("    wlb check\n\n```output\nlost 1.50 ...\n──── 4,000 documents\n```\n")
+    _, exact = blocks_of(page)
+    page.write_text(page.read_text().replace("```", "<!-- figures vary -->\n```", 1))
+    _, vague = blocks_of(page)
+    for printed, as_exact, as_vague in (
+        ("lost 1.51 of it\n───────── 4,000 documents\n", True, True),  # the last digit of another platform
+        ("lost 1.50 4,000 documents", True, True),
+        ("lost 1.52 of it\n──── 4,000 documents", False, True),
+        ("lost 1.50 of it\n──── 4,002 documents", False, True),
+        ("lost 1.50 of it\n──── 4,000 documents each", False, False),
+        ("gained 1.50 of it\n──── 4,000 documents", False, False),
+    ):
+        assert (exact.shows(printed), vague.shows(printed)) == (as_exact, as_vague), printed
 
 
 @in_turn(("where", "command"), COMMANDS + INLINE)
@@ -139,6 +159,7 @@ def test_commands_exist_and_have_the_options(where: str, command: str):
     if program == "wlb" and words[1] != "--help":
         known = {option for parameter in WLB[words[1]].params for option in parameter.opts + parameter.secondary_opts}
         assert given <= known, f"{where}: wlb {words[1]} has no {sorted(given - known)}"
+        assert words[1] != "reproduce" or words[2] in (*EXPERIMENTS, "all", "NAME"), where
     elif program == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
     elif program in ("python", "torchrun"):

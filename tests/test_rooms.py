@@ -13,14 +13,16 @@ import wlb
 from tests.cases import in_turn
 
 PACKAGE = Path(wlb.__file__).parent
-GROUND = {"errors", "files", "os_limits", "settings", "terminal", "token_count"}
+GROUND = {"errors", "files", "markup", "os_limits", "settings", "terminal", "token_count", "two_cores"}
 # A room may import these rooms and the ground floor, and nothing else, not even in a function.
 MAY_IMPORT = {
     "errors": set(),
     "files": set(),
+    "markup": set(),
     "os_limits": set(),
     "terminal": set(),
     "token_count": {"errors"},
+    "two_cores": {"os_limits"},
     "settings": {"token_count"},
     "documents": set(),
     "workload": set(),
@@ -32,6 +34,7 @@ MAY_IMPORT = {
     "serving": {"sharding", "workload"},
     "report": {"documents", "job", "packing", "sharding", "simulate", "workload"},
     "studies": {"documents", "job", "packing", "report", "schedules", "sharding", "simulate", "workload"},
+    "page": {"documents", "report", "simulate", "studies", "workload"},
     "attention": {"sharding"},
     "models": {"documents", "job", "workload"},
     "training": {

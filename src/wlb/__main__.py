@@ -1,5 +1,6 @@
 """The ``wlb`` command, also as ``python -m wlb``: Ctrl-C and SIGTERM are one line, also while modules are imported."""
 
+import gc
 import signal
 import sys
 from typing import NoReturn
@@ -15,6 +16,7 @@ class _EndedBySignal(SystemExit):
 def main() -> None:
     """Run the command line; exits as ``wlb.cli.app.main`` does, with 130 after Ctrl-C and with 143 after SIGTERM."""
     signal.signal(signal.SIGTERM, _terminate)
+    gc.set_threshold(50_000, 20, 50)  # planning makes a million tuples and no cycles
     try:
         from wlb.cli.app import main as run  # takes a good part of a second, so it is imported here
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import textwrap
+from collections.abc import Mapping
 
 _USUAL_COLUMNS = 80
 
@@ -13,6 +15,16 @@ def number_of(number: int, thing: str) -> str:
     """``number`` and ``thing``, in the plural unless it is one: "1 document", "2,000 documents"."""
     plural = "es" if thing.endswith(("s", "h")) else "s"
     return f"{number:,} {thing}{'' if number == 1 else plural}"
+
+
+def listed(settings: Mapping[str, object]) -> str:
+    """``settings`` in one line: "model 7b, hardware h100"."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
+def next_command(*words: object) -> str:
+    """The line that names the ``wlb`` command to go on with; it can be run as it is printed."""
+    return f"next: {shlex.join(['wlb', *map(str, words)])}"
 
 
 def columns() -> int | None:
@@ -25,9 +37,9 @@ def columns() -> int | None:
         return _USUAL_COLUMNS
 
 
-def wrapped(text: str) -> str:
-    """``text`` as stderr shows it; what follows a break is indented by two columns more than its line."""
-    width = columns()
+def wrapped(text: str, width: int | None = None) -> str:
+    """``text`` in lines of ``width``, by default stderr's; what follows a break is indented by two columns more."""
+    width = width or columns()
     if width is None:
         return text
     return "\n".join(_wrapped(line, width) for line in text.split("\n"))

@@ -113,7 +113,7 @@ def test_auto_prefers_the_fastest_that_supports_the_tensors() -> None:
 
 
 def test_a_back_end_that_cannot_run_says_why() -> None:
-    with pytest.raises(UserError, match=r"'cpu' cannot be used: torch\.float16 is none of"):
+    with pytest.raises(UserError, match=r"'cpu' cannot be used: torch\.float16 is not one of"):
         pick_backend(torch.empty(1, 1, 8, dtype=torch.float16), "cpu")
     with pytest.raises(UserError, match=r"'cuda' cannot be used: (there is no|the tensors are on cpu)"):
         pick_backend(torch.empty(1, 1, 8), "cuda")

@@ -1,5 +1,6 @@
 """What every command has in common."""
 
+import io
 import json
 import os
 import re
@@ -194,6 +195,8 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([*COMPARE, "--overlong", "cat"], "overlong policy 'cat' is unknown; did you mean cut?"),
+        (["simulate"], "or use --search; for example: wlb simulate 7b-128k"),
         ([*COMPARE, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower pp"),
         ([*COMPARE, "--pp", 10**9], "model has 32 layers, fewer than the 1000000000 pipeline stages"),
         ([*TUNE, "--max-delay", 0], "max_delay = 0: must be at least 1 here; makespan takes 0"),
@@ -332,3 +335,59 @@ def test_paths_that_do_not_serve_are_one_line(wlb, tmp_path, monkeypatch, argume
         assert err.startswith("wlb: error: ")
         assert "Errno" not in err
         assert err.count("\n") == 1
+
+
+_DOCUMENTS = "synthetic:900:4K:0"
+_SMALL = ["--model", "tiny", "--hardware", "cpu", "--context-window", "4K"]
+_PLAIN = ["--systems", "plain-4d"]
+_BATCH = ["--batch-tokens", "64K", "--steps", 1]
+_SIZES = ["--dp", 2, "--micro-batches", 8, "--steps", 2]
+
+
+@in_turn(
+    ("arguments", "commands"),
+    [
+        (["prepare", "texts", "--out", "my store"], ["check"]),
+        (["report", "my store", *_SMALL, "--tp", 2, "--pp", 1, "--steps", 1], ["train"]),
+        (["check", "texts/a.txt", "--tokenizer", "bytes", *_SMALL, "--pp", 1, "--steps", 1], ["prepare"]),
+        (["check", _DOCUMENTS, *_SMALL, *_SIZES], ["report", "simulate"]),
+        (["compare", _DOCUMENTS, *_SMALL, *_SIZES, "--methods", "sequential"], ["report"]),
+        (["shard", _DOCUMENTS, *_SMALL, "--cp", 2, "--samples", 4], ["compare"]),
+        (["rivals", _DOCUMENTS, *_SMALL, "--gpus", 2, "--policies", "plain-4d", *_BATCH], ["check"]),
+        (["simulate", "550m-64k", "--steps", 1, "--lengths", "synthetic:500:64K:0", *_PLAIN], ["report", "simulate"]),
+        (["simulate", "job.toml", "--set", "parallel.tp=1", "--hardware", "cpu", "--steps", 1, *_PLAIN], ["train"]),
+    ],
+)
+def test_the_next_command_can_be_run_as_it_is_printed(wlb, small_corpus, arguments, commands):
+    """The last one of a case is parsed only."""
+    for command in commands:
+        status, out, err = wlb(*arguments)
+        assert status == 0, err
+        (following,) = re.findall("^next: wlb (.*)", out, re.MULTILINE)
+        assert out.endswith(f"{following}\n")
+        before, arguments = arguments, shlex.split(following)
+        assert arguments[0] == command
+        if "cpu" in before and command in ("simulate", "train"):
+            assert arguments[arguments.index("--hardware") + 1] == "cpu"
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    group.commands[command].make_context(command, arguments[1:])
+
+
+@pytest.fixture
+def small_corpus(tmp_path, monkeypatch):
+    """The working directory: texts, and a job on them."""
+    (tmp_path / "texts").mkdir()
+    for name in "abcdefgh":
+        (tmp_path / "texts" / f"{name}.txt").write_text("word " * 4000)
+    job = 'preset = "best"\n[model]\nname = "tiny"\n[training]\ndevice = "cpu"\n[packing]\nmicro_batches = 1\n'
+    (tmp_path / "job.toml").write_text(job + '[data]\nstore = "my store"\ncontext_window = 4096\n')
+    monkeypatch.chdir(tmp_path)
+
+
+def test_what_cannot_be_read_twice_has_no_next_command(wlb, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("4000\n900\n" * 60))
+    status, out, err = wlb("compare", "-", *_SMALL, *_SIZES, "--methods", "sequential")
+    assert status == 0, err
+    assert "every method trained" in out
+    assert "next:" not in out

@@ -38,3 +38,14 @@ def test_what_may_not_wrap_stays_whole(monkeypatch: pytest.MonkeyPatch, capsys: 
     lines = capsys.readouterr().out.splitlines()
     for words in WORDS:
         assert any(line.count(words) == 2 for line in lines)
+
+
+def test_title_and_notes_have_the_width_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(console, "stdout", Console(width=80))
+    note = "a note of 64 columns, which is far wider than the [narrow] table"
+    console.show_columns({"a": ["1"]}, title=note, notes={"a": f"{note}\n{note} and a path/{'x' * 20}/of/its.own"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == note
+    assert lines[-3:] == [note, f"{note} and a", f"  path/{'x' * 20}/of/its.own"]

@@ -158,7 +158,8 @@ def test_a_store_is_checked_in_full(tmp_path, wlb):
         for tokens in ([1, 2, 3], [4]):
             writer.add(tokens)
     status, out, _ = wlb("prepare", "--check", tmp_path / "s")
-    assert (status, out) == (0, f"{tmp_path / 's'} is whole: 2 documents, 4 tokens\n")
+    said = f"{tmp_path / 's'} is whole: 2 documents, 4 tokens\nnext: wlb check {tmp_path / 's'}\n"
+    assert (status, out) == (0, said)
     for arguments, message in (
         (
             ["--check", tmp_path / "s", "--out", tmp_path / "t"],

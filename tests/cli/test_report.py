@@ -25,9 +25,14 @@ def report_without_torch(*arguments: str | Path) -> subprocess.CompletedProcess[
 
 
 def test_lengths_become_a_page_and_figures(tmp_path: Path):
-    out = tmp_path / "report.html"
+    out, edited = tmp_path / "report.html", tmp_path / "report.job.toml"
+    edited.write_text("# mine")
     result = report_without_torch(*SMALL, "--out", out, "--json")
     assert result.returncode == 0, result.stderr
+    earlier = tmp_path / "report.job.earlier.toml"
+    assert f"{edited} was another job, which is {earlier} now" in result.stderr
+    assert earlier.read_text() == "# mine"
+    assert edited.read_text().startswith("# For documents as in")
     summary = json.loads(result.stdout)
     assert (summary["kind"], summary["steps"], summary["out"]) == ("simulated", 4, str(out))
     assert f"{summary['gain']['best']['factor']:.2f}x" in out.read_text()

@@ -258,6 +258,7 @@ OUTPUTS: dict[str, Any] = {
     },
     "report LENGTHS": {
         "out": str,
+        "config_file": str,
         "kind": str,
         "gain": {"fixed-4d": _GAIN, "wlb-llm": _GAIN, "best": _GAIN},
         "speed_at_equal_work": {"fixed-4d": _GAIN, "wlb-llm": _GAIN, "best": _GAIN},

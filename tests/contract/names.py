@@ -152,6 +152,7 @@ COMMANDS = {
     "prepare": "--stdlib --out --check --tokenizer --train-bpe --end-token --text-field --chat --unit --workers "
     "--shard --ray --overwrite --json",
     "check": "--context-window --micro-batches --gpus --dp --pp --tp --cp --model --hardware --profile --steps --json",
+    "serve": "--port --browser --no-browser",
     "compare": (
         "--context-window --micro-batches --dp --pp --tp --cp --model --hardware --profile --methods "
         "--max-length-factor --max-delay --steps --overlong --solver-seconds --plot --prefill --token-budget --chunked "
@@ -168,8 +169,8 @@ COMMANDS = {
     "shard": ("--context-window --cp --tp --model --hardware --profile --strategies --samples --seed --plot --json"),
     "profile": "--out --device --model --tp --max-length --dtype --threads --quick --plot --json",
     "simulate": (
-        "--lengths --steps --systems --hardware --profile --schedule --set --trace --search --gpus --model "
-        "--context-window --batch-tokens --json"
+        "--lengths --steps --systems --hardware --profile --schedule --set --trace --open-trace --search --gpus "
+        "--model --context-window --batch-tokens --json"
     ),
     "rivals": ("--gpus --context-window --model --hardware --batch-tokens --policies --steps --plot --json"),
     "reproduce": "--out --lengths --steps --seed --seeds --profile --measured --json",

@@ -124,8 +124,31 @@ def test_a_loss_refuses_the_batches_of_another_sampler_and_masks_that_it_was_not
             loss(torch.zeros(len(labels), 19), labels, 0)
 
 
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_loader_that_begins_anew_in_a_resumed_run_is_refused(stateful: bool):
+    """Documents are equally long, so that the number of labels gives nothing away."""
+    sampler = PlannedBatchSampler([8] * 64, **SIZES, micro_batches=2)
+    batches = iter(sampler)
+    for _ in range(4):
+        next(batches)
+    state = batches.state_dict()
+    loss = LightningLoss(sampler, accumulate_grad_batches=2)
+    resumed = iter(sampler)
+    if stateful:
+        resumed.load_state_dict(state)
+    documents = [{"input_ids": [index % 19] * 8} for index in range(64)]
+    labels = FlatteningCollator()([documents[index] for index in next(resumed)])["labels"][0]
+    if stateful:
+        loss(torch.zeros(len(labels), 19), labels, 2)
+    else:
+        with pytest.raises(UserError, match=r"in step 2, plan 2 of the sampler, and its loader yields plan 0; resume"):
+            loss(torch.zeros(len(labels), 19), labels, 2)
+
+
 def test_a_step_of_fewer_micro_batches_before_the_last_is_refused():
     planned = PlannedBatchSampler(LENGTHS, **SIZES, micro_batches=2, epochs=2)
-    sampler: Any = SimpleNamespace(job=planned.job, rank=None, steps=lambda: reversed(list(planned.steps())))
+    sampler: Any = SimpleNamespace(
+        job=planned.job, rank=None, steps=lambda: reversed(list(planned.steps())), follow=planned.follow
+    )
     with pytest.raises(UserError, match="documents for only 1 of its 2 micro-batches, and Lightning would go on"):
         LightningLoss(sampler, 2)(torch.zeros(1, 10), torch.zeros(1, dtype=torch.int64), 0)

@@ -1,14 +1,14 @@
-"""The recipes of docs/adoption.md, as they stand there, in the packages they are for or in stand-ins.
+"""The recipes of ``examples/planner_recipes.py`` in the packages they are for or in stand-ins.
 
-Stand-ins have the signatures of slime 624b824, prime-rl 559b447 and SkyRL a956457, and deal micro-batches to ranks as
-those do. With checkouts on ``PYTHONPATH`` the packages' own functions run.
+Stand-ins have the signatures of slime 624b824, prime-rl 559b447, SkyRL a956457, NeMo-RL 7ea279a and OpenRLHF 3c3be62,
+and deal micro-batches to ranks as those do. With checkouts on ``PYTHONPATH`` the packages' own functions run.
 """
 
 from __future__ import annotations
 
-import enum
 import importlib
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,10 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "adoption.md").read_text()
+import wlb
+
+SOURCE = Path(__file__).parents[2] / "examples" / "planner_recipes.py"
+RECIPES = SimpleNamespace(**runpy.run_path(str(SOURCE)))
 LENGTHS = np.random.default_rng(0).lognormal(6, 1.2, 200).astype(int).clip(16, 4096).tolist()
 RANKS, LIMIT = 8, 4096
+WORKLOAD = wlb.make_workload("7b", "h100")
 
 
 def _package(name: str, monkeypatch: pytest.MonkeyPatch, **contents: Any) -> Any:
@@ -27,19 +32,13 @@ def _package(name: str, monkeypatch: pytest.MonkeyPatch, **contents: Any) -> Any
     try:
         return importlib.import_module(name)
     except ImportError:
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            monkeypatch.setitem(sys.modules, ".".join(parts[:count]), ModuleType(".".join(parts[:count])))
-        for count in range(1, len(parts)):
-            setattr(sys.modules[".".join(parts[:count])], parts[count], sys.modules[".".join(parts[: count + 1])])
-        vars(sys.modules[name]).update(contents)
-        return sys.modules[name]
-
-
-def _recipe(first_line: str) -> None:
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if block.startswith(first_line)]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
-    exec(code, {"__name__": "recipe"})
+        parent, _, own = name.rpartition(".")
+        module = ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
+        if parent:
+            monkeypatch.setattr(_package(parent, monkeypatch), own, module, raising=False)
+        return module
 
 
 def _check(of_ranks: list[list[list[int]]]) -> None:
@@ -73,7 +72,7 @@ def test_slime(monkeypatch: pytest.MonkeyPatch):
         "slime.utils.dp_schedule", monkeypatch, build_dp_schedule=_slime_schedule, _pack_step_into_mbs=None
     )
     monkeypatch.setattr(slime, "_pack_step_into_mbs", slime._pack_step_into_mbs)
-    _recipe("from slime")
+    RECIPES.slime(RANKS)
     args = SimpleNamespace(
         use_dynamic_batch_size=True, max_tokens_per_gpu=LIMIT, balance_by_flops=False, balance_data=False
     )
@@ -98,40 +97,89 @@ def test_prime_rl(monkeypatch: pytest.MonkeyPatch):
     )
     for name in ("_materialize_bin", "packed_samples_into_micro_bs", "_distribute_group"):
         monkeypatch.setattr(prime, name, getattr(prime, name))
-    _recipe("from prime_rl")
+    RECIPES.prime_rl()
     prime._materialize_bin = lambda members: [len(sample.input_ids) for sample in members.samples]
     samples = [SimpleNamespace(input_ids=range(length)) for length in LENGTHS]
     micro_batches = prime.packed_samples_into_micro_bs(samples, LIMIT, RANKS, sum)
     _check(prime._distribute_group(micro_batches, RANKS, sum))
 
 
-def test_skyrl(monkeypatch: pytest.MonkeyPatch):
-    class SeqPacker:
-        def __init__(self, bin_capacity: int, min_bin_count: Any = None, bin_count_multiple: Any = None) -> None:
-            self.bin_capacity, self.bin_count_multiple = bin_capacity, bin_count_multiple
+class SeqPacker:
+    def __init__(self, bin_capacity: int, min_bin_count: Any = None, bin_count_multiple: Any = None) -> None:
+        self.bin_capacity, self.bin_count_multiple = bin_capacity, bin_count_multiple
 
-        def pack(self, sequence_lengths: list[int]) -> list[list[int]]:
-            bins: list[list[int]] = self._pack_implementation(sequence_lengths)  # type: ignore[attr-defined]
-            return bins
+    def pack(self, sequence_lengths: list[int]) -> list[list[int]]:
+        return self._pack_implementation(sequence_lengths)
 
-    class Strategies(enum.Enum):
-        FIRST_FIT_DECREASING = "first_fit_decreasing"
+    def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
+        raise NotImplementedError
 
-    packers: dict[Any, Any] = {}
-    skyrl = _package(
-        "skyrl.train.dataset.bin_packing",
-        monkeypatch,
-        SeqPacker=SeqPacker,
-        PackingStrategy=Strategies,
-        _PACKERS=packers,
-        make_seq_packer=lambda name, **options: sys.modules["skyrl.train.dataset.bin_packing"]._PACKERS[
-            Strategies[name.upper()]
-        ](**options),
-    )
-    monkeypatch.setattr(skyrl, "_PACKERS", dict(skyrl._PACKERS))
-    _recipe("from skyrl")
-    packer = skyrl.make_seq_packer(
-        "first_fit_decreasing", bin_capacity=LIMIT, min_bin_count=RANKS, bin_count_multiple=RANKS
-    )
-    bins = [[LENGTHS[i] for i in part] for part in packer.pack(LENGTHS)]
+
+@pytest.mark.parametrize(
+    ("module", "packer", "make", "algorithm"),
+    [
+        ("skyrl.train.dataset.bin_packing", "FirstFitDecreasing", "make_seq_packer", "first_fit_decreasing"),
+        (
+            "nemo_rl.data.packing.algorithms",
+            "ModifiedFirstFitDecreasingPacker",
+            "get_packer",
+            "modified_first_fit_decreasing",
+        ),
+    ],
+)
+def test_skyrl_and_nemo_rl(module: str, packer: str, make: str, algorithm: str, monkeypatch: pytest.MonkeyPatch):
+    own = type(packer, (SeqPacker,), {})
+    package = _package(module, monkeypatch, **{packer: own, make: lambda name, **options: own(**options)})
+    its_own = getattr(package, packer)
+    monkeypatch.setattr(its_own, "_pack_implementation", its_own._pack_implementation)
+    getattr(RECIPES, module.partition(".")[0])()
+    packing = getattr(package, make)(algorithm, bin_capacity=LIMIT, min_bin_count=RANKS, bin_count_multiple=RANKS)
+    bins = [[LENGTHS[i] for i in part] for part in packing.pack(LENGTHS)]
     _check([bins[rank::RANKS] for rank in range(RANKS)])
+    work = np.array([[sum(map(_price, part)) for part in bins[rank::RANKS]] for rank in range(RANKS)])
+    assert work.max(axis=0).sum() < 1.1 * work.mean(axis=0).sum()
+
+
+def _price(length: int) -> float:
+    return float(WORKLOAD.document_seconds([length])[0])
+
+
+def test_openrlhf(monkeypatch: pytest.MonkeyPatch):
+    """Its controller gives every rank its samples, and each rank then divides them into as many micro-batches."""
+    utils = "openrlhf.trainer.ppo_utils."
+    experience = _package(
+        f"{utils}experience", monkeypatch, Experience=None, split_experience_batch=list, make_experience_batch=list
+    )
+    buffer = _package(f"{utils}replay_buffer", monkeypatch, get_seqlen_balanced_partitions=None)
+    trainer = _package("openrlhf.trainer.ppo_trainer", monkeypatch, balance_experiences=None)
+    monkeypatch.setattr(trainer, "balance_experiences", trainer.balance_experiences)
+    monkeypatch.setattr(buffer, "get_seqlen_balanced_partitions", buffer.get_seqlen_balanced_partitions)
+    RECIPES.openrlhf(RANKS, LIMIT)
+    make = experience.Experience or SimpleNamespace
+    samples = [
+        make(sequences=torch.ones(1, length, dtype=torch.long), total_length=torch.tensor([length]))
+        for length in LENGTHS
+    ]
+    given = [experience.make_experience_batch(samples[at : at + 50]) for at in range(0, len(samples), 50)]
+    of_ranks = [
+        [int(sample.total_length) for sample in experience.split_experience_batch(own)]
+        for own in trainer.balance_experiences(given, None)
+    ]
+    assert {len(own) for own in of_ranks} == {len(LENGTHS) // RANKS}
+    work = [sum(map(_price, own)) for own in of_ranks]
+    assert max(work) < 1.001 * sum(work) / RANKS
+    number = max(len(wlb.balance(own, max_tokens=LIMIT)) for own in of_ranks)
+    divide = buffer.get_seqlen_balanced_partitions
+    _check([[[own[i] for i in part] for part in divide(own, number, equal_size=False)] for own in of_ranks])
+
+
+def test_every_job_of_the_weekly_workflow_imports_what_its_tests_would_do_without():
+    """Tests skip, or run stand-ins, where an import fails; in that workflow it must fail the job."""
+    jobs = (Path(__file__).parents[2] / ".github" / "workflows" / "weekly.yml").read_text()
+    (imported,) = set(re.findall(r"- run: python -c \"(.*)\"", jobs))
+    assert imported == "import ${{ matrix.imports }}"
+    assert jobs.count("          - name: ") == jobs.count("            imports: ")
+    named = " ".join(re.findall(r"imports: (?:>-)?((?:.|\n {14})*)", jobs))
+    for package, name in re.findall(r"from ((?:slime|prime_rl|skyrl|nemo_rl)[\w.]*) import (\w+)", SOURCE.read_text()):
+        assert (package if name[0].isupper() else f"{package}.{name}") in named
+    assert "openrlhf.trainer.ppo_utils.replay_buffer" in named

@@ -119,6 +119,8 @@ def test_resumes_after_any_step(method, one_epoch, lengths, stop, window):
     assert [s.plan for s in again] == [s.plan for s in (after if before else before + after)]
     assert [s.state for s in again] == [s.state for s in (after if before else before + after)]
     assert [s.documents for s in again] == [s.documents for s in (after if before else before + after)]
+    skipped = planner_of(lengths, method, one_epoch=one_epoch, window=window).plans(stop)
+    assert [*islice(skipped, 8)] == [step.plan for step in after]
 
 
 def test_a_resumed_plan_may_be_dealt_to_other_ranks():

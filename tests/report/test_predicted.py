@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from tests.report.conftest import HOSTILE, WINDOW, small_job
-from tests.report.html.test_markup import read
+from tests.test_markup import read
+from wlb.documents.store.reader import TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
 from wlb.report.evidence import Evidence, gather_evidence
@@ -18,6 +22,7 @@ from wlb.report.gain import Gain
 from wlb.report.predicted import predicted_report, recommended_config
 from wlb.simulate import simulate
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, Verdict
+from wlb.workload import MODEL_SHAPES
 
 CHARTS = ["gain-chart", "lengths", "packing-chart", "where-chart", "ranks-chart", "pipeline-chart", "sharding-chart"]
 
@@ -72,14 +77,33 @@ def test_before_and_after_are_the_presets(evidence: Evidence):
 
 @pytest.mark.parametrize("store", [None, "data/my corpus", 'quote " \\ backslash \x7f \t\n ü'])
 def test_the_recommendation_loads(evidence: Evidence, tmp_path: Path, store):
-    config = tmp_path / "job.toml"
-    config.write_text(recommended_config(evidence.job, "7b", "lengths\nwith [lines].json", store), encoding="utf-8")
+    config, systems = tmp_path / "job.toml", dict(evidence.systems)
+    verdict = Verdict({name: systems[name] for name in (BASELINE, BEST)}, 0)
+    config.write_text(recommended_config(verdict, "7b", "lengths\nwith [lines].json", store), encoding="utf-8")
     loaded = load_config(config)
     assert loaded.preset == "best"
     assert loaded.packing == evidence.job.packing
     assert (loaded.parallel.dp, loaded.parallel.pp, loaded.parallel.cp, loaded.parallel.tp) == (2, 2, 2, 8)
     assert loaded.data.context_window == WINDOW
     assert store is None or str(loaded.data.store) == store
+
+
+def test_the_recommended_vocabulary_is_one_that_tp_divides(evidence: Evidence, tmp_path: Path):
+    with TokenStoreWriter(tmp_path / "bytes", vocab_size=257) as writer:
+        writer.add(np.zeros(9, np.int64))
+    text = recommended_config(evidence.verdict, "7b", "bytes", str(tmp_path / "bytes"))
+    assert (evidence.job.layout.tp, tomllib.loads(text)["model"]["vocab_size"]) == (8, 264)
+
+
+def test_the_model_of_a_profile_is_recommended(evidence: Evidence):
+    names = ("context_window", "packing", "layout", "activation_checkpointing")
+    job = SimpleNamespace(**{name: getattr(evidence.job, name) for name in names})
+    tiny = MODEL_SHAPES["tiny"]
+    for shape, name in ((replace(tiny, vocab_size=7), "tiny"), (replace(tiny, layers=9), "MODEL OF THE PROFILE")):
+        job.pricing = SimpleNamespace(profile=SimpleNamespace(model=shape))
+        verdict = Mock(Verdict, preset=BEST, configured=lambda: job)
+        text = recommended_config(verdict, "llama3-8b", "lengths.json")
+        assert tomllib.loads(text)["model"] == {"name": name}
 
 
 def test_doubts_are_said(evidence: Evidence):

@@ -225,7 +225,9 @@ def test_ranks_that_pass_over_a_request_to_end_are_killed(monkeypatch, tmp_path)
     script.ask_when(ready.exists)
     ending = script.run(monkeypatch, beyond_grace=0.2)
     assert ending is not None
-    assert ending.text.startswith("wlb: terminated: not all ranks ended within 0.2 s, and were killed")
+    assert ending.text.startswith(
+        "wlb: terminated: not all ranks ended within 0.2 s, and were killed; nothing is saved without"
+    )
     assert (ending.status, ending.restart) == (143, False)
 
 

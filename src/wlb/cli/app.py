@@ -93,6 +93,7 @@ _COMMANDS = {
     "Data": ("prepare",),
     "Planning": (
         "check",
+        "serve",
         "compare",
         "tune",
         "shard",

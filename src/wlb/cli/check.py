@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, note, progress_bar, show_columns, stdout
+from wlb.cli.console import emit_json, note, progress_bar, show_columns, show_next, stdout
+from wlb.cli.groups import given_again, names_of
 from wlb.terminal import number_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wlb.cli.options import AskedJob
-    from wlb.simulate import SimulatedJob
     from wlb.simulate.verdict import Verdict
+    from wlb.studies.check import AskedJob
 
-_CHECKED = ("plain-4d", "best", "elastic")
+_STORE = "corpus"  # that documents of text are prepared into
 _MOST_TEXTS = 20_000  # that are tokenised
 
 
@@ -63,65 +63,53 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
 
     Example: wlb check corpus.jsonl --tokenizer MODEL_DIRECTORY
     """
-    from wlb.documents.store.sources import names_store
-    from wlb.report.predicted import recommended_config
-    from wlb.simulate.verdict import presets_of
+    from wlb.studies.check import CHECKED, checked
 
     tokens = asked.lengths(lengths)
     found = asked.job(context, None if asked.tokenizer else lengths, tokens)
-    verdict = judged(presets_of(found.job, tokens, _CHECKED), tokens, asked.steps)
-    store = lengths if names_store(lengths) else None
-    gpus = found.job.layout.world_size
-    hours = 24 * gpus * verdict.given_back
-    config = recommended_config(verdict.configured(), asked.model, lengths, store, preset=verdict.preset)
+    verdict = judged_presets(found, tokens, CHECKED, asked.steps)
+    result = checked(found, verdict, asked.model, lengths)
     if json:
-        emit_json(verdict.to_json() | {"gpu_hours_a_day": hours, "assumed": found.assumed, "config": config})
+        emit_json(result.to_json())
         return
     show_verdict(verdict, found)
     if verdict.winner != verdict.base:
-        stdout.print(f"Of {gpus:,} GPUs that is {hours:,.0f} GPU-hours a day.\n", highlight=False)
-        stdout.print(config, markup=False, highlight=False)
-    if lengths != "-" and not asked.tokenizer:  # which a second command cannot read, or not as lengths
-        stdout.print(f"next: wlb report {shlex.quote(lengths)}, with the same options", markup=False, highlight=False)
+        gpus = f"{found.job.layout.world_size:,} GPUs"
+        stdout.print(f"Of {gpus} that is {result.gpu_hours_a_day:,.0f} GPU-hours a day.\n", highlight=False)
+        stdout.print(result.config, markup=False, highlight=False, soft_wrap=True)
+    if asked.tokenizer is None:
+        show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))
+    else:
+        text = given_again(context, ["tokenizer", "text_field"])
+        show_next("prepare", lengths, *text, "--out", _STORE)
 
 
-def judged(jobs: Mapping[str, SimulatedJob], lengths: NDArray[np.int64], steps: int | None) -> Verdict:
-    """The verdict on ``jobs``, with a progress bar for each."""
-    from wlb.simulate.search import usual_steps
-    from wlb.simulate.verdict import judge
-
-    steps = steps or usual_steps(next(iter(jobs.values())).global_batch)
+@contextmanager
+def progress_of(systems: Iterable[str], steps: int) -> Iterator[Callable[[str, int], None]]:
+    """A progress bar for each of ``systems``, told the system and its steps just done."""
     with progress_bar() as bar:
-        tasks = {name: bar.add_task(name, total=steps) for name in jobs}
-        return judge(jobs, lengths, steps, on_progress=lambda name, done: bar.advance(tasks[name], done))
+        tasks = {name: bar.add_task(name, total=steps) for name in systems}
+        yield lambda name, done: bar.advance(tasks[name], done)
+
+
+def judged_presets(found: AskedJob, lengths: NDArray[np.int64], presets: Iterable[str], steps: int | None) -> Verdict:
+    """The verdict on ``presets``, with a progress bar for each."""
+    from wlb.simulate.search import usual_steps
+    from wlb.simulate.verdict import judge_presets
+
+    steps = steps or usual_steps(found.job.global_batch)
+    with progress_of(presets, steps) as told:
+        *_, verdict = judge_presets(found.job, lengths, presets, steps, on_progress=told)
+    return verdict
 
 
 def show_verdict(verdict: Verdict, found: AskedJob) -> None:
     """Print the verdict, then what it is made of."""
-    from wlb.simulate.search import layout_of
-    from wlb.simulate.verdict import PARTS
+    from wlb.studies.check import about, columns_of
 
-    systems, base = verdict.systems, verdict.systems[verdict.base]
-    parts = {name: verdict.parts(name) for name in systems}
-    rows = {part: [f"{parts[name][part]:.1%}" for name in systems] for part in PARTS}
-    rows["together"] = [f"{sum(parts[name].values()):.1%}" for name in systems]
-    rows["speed at equal work"] = [f"{verdict.speed(name):.2f}x" for name in systems]
-    rows["token delay, steps"] = [f"{system.token_delay:.2f}" for system in systems.values()]
-    job = found.job
-    passes = max(system.epochs for system in systems.values())
-    said = [
-        f"{verdict}\n",
-        f"{options.described(found.priced_by)}: {layout_of(job)}; "
-        f"{number_of(job.packing.micro_batches, 'micro-batch')} of {job.context_window:,} tokens a step",
-        f"assumed: {found.assumed}" if found.assumed else "",
-        f"simulated: {number_of(base.steps, 'step')}, after {verdict.warm_up} that warm up"
-        + (f"; the documents fill fewer and are repeated, {passes} passes over them began" if passes > 1 else ""),
-    ]
-    for line in filter(None, said):
+    for line in (f"{verdict}\n", *about(verdict, found)):
         stdout.print(line, markup=False, highlight=False)
     stdout.print()
-    first = f"of a step of {verdict.base}"
-    show_columns(
-        {first: [*rows]} | dict(zip(systems, zip(*rows.values(), strict=True), strict=True)),
-        notes={first: f"shares are of the time that {verdict.base} takes for the same work"},
-    )
+    columns = columns_of(verdict)
+    note = f"shares are of the time that {verdict.base} takes for the same work"
+    show_columns(columns, notes={next(iter(columns)): note})

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.check import judged, show_verdict
-from wlb.cli.console import emit_json, note, show_columns, stdout, with_progress
-from wlb.cli.groups import was_given
+from wlb.cli.check import judged_presets, show_verdict
+from wlb.cli.console import emit_json, note, show_columns, show_next, stdout, with_progress
+from wlb.cli.groups import given_again, names_of, was_given
 from wlb.cli.prefill import PrefillOptions, prefill
-from wlb.terminal import number_of
+from wlb.terminal import listed, number_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wlb.cli.options import AskedJob
     from wlb.documents.overlong import OverlongReport
     from wlb.documents.segments import Segment
     from wlb.packing.packer import Packer
     from wlb.simulate import SimulatedJob
     from wlb.simulate.compare import MethodResult
+    from wlb.studies.check import AskedJob
 
 _ALL = "all"
 # Options that only the comparison of packing methods reads.
@@ -76,7 +76,7 @@ def compare(
     Example: wlb compare synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.simulate.verdict import presets_of
+    from wlb.job.config import PRESETS
 
     if isinstance(asked, PrefillOptions):
         prefill(context, lengths, asked, json)
@@ -88,13 +88,15 @@ def compare(
     if by_method or json:
         compared, show = _compared_methods(tokens[tokens > 0], asked, found)
     if not by_method:
-        verdict = judged(presets_of(found.job, tokens), tokens, asked.steps)
+        verdict = judged_presets(found, tokens, PRESETS, asked.steps)
     if json:
         emit_json(({} if by_method else {"verdict": verdict.to_json()}) | compared)
-    elif by_method:
+        return
+    if by_method:
         show()
     else:
         show_verdict(verdict, found)
+    show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))
 
 
 def _compared_methods(
@@ -148,7 +150,7 @@ def documents_of(
 
 def title_of(job: SimulatedJob, priced_by: dict[str, str | int]) -> str:
     sizes = f"{job.packing.micro_batches} micro-batches a step, dp {job.layout.dp}, pp {job.layout.pp}"
-    return f"window {job.context_window:,}, {sizes}\nsimulated with {options.described(priced_by)}"
+    return f"window {job.context_window:,}, {sizes}\nsimulated with {listed(priced_by)}"
 
 
 def compare_packers(

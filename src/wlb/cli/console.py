@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from wlb.terminal import tell
+from wlb.terminal import next_command, tell, wrapped
 
 T = TypeVar("T")
 
@@ -61,7 +61,8 @@ def empty_table(title: str = "", caption: str = "") -> Table:
 def print_table(*versions: Table) -> None:
     """Print the first of ``versions``, widest first, that fits the terminal, else the last one.
 
-    No word is ever cut: where the terminal is too narrow for the last version too, its lines are longer.
+    No word is ever cut: where the terminal is too narrow for the last version too, its lines are longer. Title and
+    caption have the terminal's width, not the table's.
     """
     unbounded = Console(width=_ANY_WIDTH)
     for table in versions:
@@ -71,15 +72,27 @@ def print_table(*versions: Table) -> None:
         cells = [str(cell) for cell in (column.header, *column.cells)]
         parts = (part for cell in cells for part in (cell.splitlines() if column.no_wrap else cell.split()))
         column.min_width = max(map(len, parts), default=0)
-    table.min_width = max(
-        map(len, f"{table.title} {table.caption}".split()), default=0
-    )  # or long paths would be broken
+    title, caption, table.title, table.caption = table.title, table.caption, None, None
+    _print_prose(title)
     Console(width=max(stdout.width, unbounded.measure(table).minimum)).print(table, crop=False)
+    _print_prose(caption)
+
+
+def _print_prose(text: object) -> None:
+    if text:
+        lines = wrapped(str(text), stdout.width)
+        stdout.print(lines, style="italic", markup=False, highlight=False, soft_wrap=True)
 
 
 def emit_json(value: Any) -> None:
     """Print one JSON document on stdout."""
     print(json.dumps(value, allow_nan=False))
+
+
+def show_next(*words: object) -> None:
+    """Print which command follows; nothing where it would have to read standard input again."""
+    if words and "-" not in words:
+        stdout.print(next_command(*words), markup=False, highlight=False, soft_wrap=True)
 
 
 def note(text: str) -> None:

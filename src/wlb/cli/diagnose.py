@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, stdout
+from wlb.cli.console import emit_json, show_next, stdout
+from wlb.terminal import wrapped
 
 
 def diagnose(
@@ -28,4 +29,5 @@ def diagnose(
     if json:
         emit_json(diagnosis)
     else:
-        stdout.print(render(diagnosis), markup=False, highlight=False)
+        stdout.print(wrapped(render(diagnosis), stdout.width), markup=False, highlight=False, soft_wrap=True)
+        show_next("report", metrics_dir)

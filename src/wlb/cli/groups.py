@@ -103,6 +103,17 @@ def was_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def given_again(context: typer.Context, names: Collection[str]) -> list[str]:
+    """The options of ``names`` that stood on the command line, as words for another command that has them."""
+    words: list[str] = []
+    for parameter in context.command.params:
+        if parameter.name in names and was_given(context, parameter.name):
+            value = context.params[parameter.name]
+            for one in value if isinstance(value, list | tuple) else [value]:
+                words += [parameter.opts[0], str(one)]
+    return words
+
+
 def _spelled(parameter: Any) -> str:
     return "/".join((*parameter.opts, *parameter.secondary_opts))
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wlb.cli.console import note
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError, choose_from, require
 from wlb.schedules.operations import TRAINED_SCHEDULES
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wlb.documents.store.sources import StoreSource
     from wlb.simulate import SimulatedJob
     from wlb.simulate.search import SearchSpace
+    from wlb.studies.check import AskedJob
     from wlb.workload import ModelShape, Workload
     from wlb.workload.profile import WorkloadProfile
 
@@ -95,48 +94,22 @@ Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the r
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 
 
-_ENCODER_PARAMETERS = "675M"  # of the vision encoder of Qwen2-VL (arXiv 2409.12191, section 2.1)
 Encoders = Annotated[
     list[str] | None,
     typer.Option(
         "--encoder",
         metavar="NAME=PARAMETERS",
-        help=f"Size of the encoder that the column NAME_tokens goes through; default: {_ENCODER_PARAMETERS}.",
+        help="Size of the encoder that the column NAME_tokens goes through; default: 675M.",
     ),
 ]
 
 
-def with_phases(job: SimulatedJob, lengths: StoreSource | None, encoders: Sequence[str] | None) -> SimulatedJob:
-    """``job`` with the phases of documents that ``lengths`` has columns for; ``encoders`` as ``--encoder`` has them."""
-    from wlb.documents.lengths import read_encoder_tokens
-    from wlb.workload.phases import DocumentPhases, encoder_seconds
+def machine_of(hardware: str) -> list[str]:
+    """What a dry run is told of GPUs that were simulated as ``hardware``; nothing of those it assumes."""
+    from wlb.workload import hardware_preset
 
-    columns = {} if lengths is None else read_encoder_tokens(lengths)
-    sizes = dict.fromkeys(columns, _ENCODER_PARAMETERS)
-    for one in encoders or ():
-        name, _, size = one.partition("=")
-        if name not in columns:
-            known = ", ".join(f"{column}_tokens" for column in columns) or "none"
-            raise UserError(f"--encoder {one}: {lengths} has no column {name}_tokens (of such columns it has {known})")
-        sizes[name] = size
-    if not columns:
-        return job
-    priced = ", ".join(f"{name}_tokens as an encoder of {size} parameters" for name, size in sizes.items())
-    note(f"{lengths}: {priced} (--encoder NAME=PARAMETERS)")
-    tp, hardware = job.layout.tp, job.hardware
-    seconds = {name: encoder_seconds(columns[name], _parameters(size), hardware, tp) for name, size in sizes.items()}
-    return replace(job, phases=DocumentPhases(seconds))
-
-
-def _parameters(size: str) -> float:
-    scale = {"M": 1e6, "B": 1e9}.get(size[-1:], 1.0)
-    try:
-        number = scale * float(size.rstrip("MB"))
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise UserError(f"an encoder of {size!r} parameters is no number over 0; write it as 675M")
-    return number
+    assumed = "h100"
+    return [] if hardware == assumed else ["--device", hardware_preset(hardware).device_type, "--hardware", hardware]
 
 
 def check_writable(path: Path) -> None:
@@ -174,17 +147,10 @@ def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[st
     return names
 
 
-def described(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
-
-
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp", "schedule")
-_BASELINE = "plain-4d"
-_LEAST_WINDOW = 4096
-_BATCH_TOKENS = 2**22
 _COLUMNS_PER_GPU = 512
 _TOKENS_PER_GPU = 65_536
-_GPUS_PER_NODE = 8
+GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +192,7 @@ class GpuOptions:
         split_layers(shape, pp)
         tp = self.tp
         if tp is None:
-            fitting = (size for size in (2, 4, _GPUS_PER_NODE) if shape.hidden // size >= _COLUMNS_PER_GPU)
+            fitting = (size for size in (2, 4, GPUS_PER_NODE) if shape.hidden // size >= _COLUMNS_PER_GPU)
             tp = math.gcd(max(fitting, default=1), shape.kv_heads)
         if cp is None:
             cp = min(max(1, context_window // _TOKENS_PER_GPU), MOST_RANKS)
@@ -283,19 +249,18 @@ class JobOptions(GpuOptions):
 
         With a measured profile ``hardware`` says its links. Raises ``UserError`` for a layout that cannot run.
         """
-        window, assumed = self.context_window, ""
-        if window is None:
-            window, assumed = _window_of(lengths)
+        from wlb.studies.check import AskedJob, in_fastest_layout, window_of, with_phases
+
         sizes = self._sizes(context)
         if not sizes and self.profile is None and self.micro_batches is None:
-            job = self._in_fastest_layout(window, lengths)
-            assumed += f"{job.layout.world_size} GPUs in the layout in which {_BASELINE} is fastest"
-            priced_by: dict[str, str | int] = {"model": self.model, "hardware": self.hardware}
-            return AskedJob(with_phases(job, source, self.encoder), priced_by, assumed)
-        if self.gpus is not None:
+            gpus = self.gpus or DEFAULT_GPUS
+            found = in_fastest_layout(self.model, self.hardware, gpus, self.context_window, lengths)
+        elif self.gpus is not None:
             raise UserError(f"--gpus {self.gpus} chooses the sizes that are given too; leave one of them out")
-        job, priced_by = self._of_sizes(context, window, sizes)
-        return AskedJob(with_phases(job, source, self.encoder), priced_by, assumed.removesuffix("; "))
+        else:
+            window, assumed = (self.context_window, "") if self.context_window is not None else window_of(lengths)
+            found = AskedJob(*self._of_sizes(context, window, sizes), assumed.removesuffix("; "))
+        return found._replace(job=with_phases(found.job, source, self.encoder))
 
     def _sizes(self, context: typer.Context) -> dict[str, Any]:
         """Those that were given."""
@@ -335,38 +300,6 @@ class JobOptions(GpuOptions):
             **layout | {"tp": gpu.tp, "cp": gpu.cp},
         )
         return job, gpu.described | {"hardware": self.hardware}
-
-    def _in_fastest_layout(self, window: int, lengths: NDArray[np.int64]) -> SimulatedJob:
-        from wlb.simulate.search import packed_as, search_space
-        from wlb.studies.policies.ours import SystemPolicy
-
-        windows = max(1, _BATCH_TOKENS // window)
-        while windows > 1 and windows * window > int(lengths.sum()):
-            windows //= 2
-        space = search_space(
-            self.model,
-            self.gpus or DEFAULT_GPUS,
-            window,
-            hardware=self.hardware,
-            batch_tokens=windows * window,
-            steps=1,
-        )
-        return packed_as(SystemPolicy(_BASELINE).fastest(_BASELINE, space, lengths)[0], "best")
-
-
-class AskedJob(NamedTuple):
-    """A job under preset ``best``, what it is priced by, and what was ``assumed`` of it, empty if nothing."""
-
-    job: SimulatedJob
-    priced_by: dict[str, str | int]
-    assumed: str
-
-
-def _window_of(lengths: NDArray[np.int64]) -> tuple[int, str]:
-    """The power of two that holds the longest document, within bounds; and how to say that."""
-    longest = int(lengths.max())
-    window = min(max(_LEAST_WINDOW, 1 << (longest - 1).bit_length()), DEFAULT_WINDOW)
-    return window, f"a window of {window:,} tokens, as the longest document has {longest:,}; "
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from wlb.cli import options
 from wlb.cli.console import emit_json, show_columns, stderr, stdout, with_progress
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError
+from wlb.terminal import listed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -163,7 +164,7 @@ def _show(
         columns,
         title=f"{len(job.lengths):,} prompts, {load}, budget {job.token_budget:,} tokens, "
         f"chunked prefill {'on' if job.chunked else 'off'}\n{job.gpus} GPUs: {ranks}\n"
-        f"simulated with {options.described(priced_by)}",
+        f"simulated with {listed(priced_by)}",
         notes={
             "method": "p50 to longest: seconds to the first token",
             "kJ": "kJ: of all GPUs until the last first token",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, show_columns, stdout
+from wlb.cli.console import emit_json, progress_bar, show_columns, show_next, stdout
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError
 from wlb.os_limits import usable_cores
@@ -165,6 +165,7 @@ def prepare(
         stdout.print(corpus.described_fields(), markup=False, highlight=False)
     if chat_format is not None and chat_format.is_chatml:
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
+    show_next("check", out)
 
 
 def _check(source: str, json: bool) -> None:
@@ -178,6 +179,7 @@ def _check(source: str, json: bool) -> None:
             f"{source} is whole: {number_of(len(store), 'document')}, {number_of(store.tokens, 'token')}",
             highlight=False,
         )
+        show_next("check", source)
 
 
 def _corpus(

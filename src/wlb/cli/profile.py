@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import counted, emit_json, show_columns, stdout
+from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
 from wlb.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Model, compute type and longest document, by device.
 _DEFAULTS = {"cpu": ("tiny", "float32", 4096), "cuda": (options.DEFAULT_MODEL, "bfloat16", 131_072)}
 
+_DOCUMENTS = 4000  # synthetic ones, to try the profile on
 
 Device = StrEnum("Device", ["CPU", "CUDA"])
 Dtype = StrEnum("Dtype", ["FLOAT64", "FLOAT32", "BFLOAT16"])
@@ -123,6 +124,8 @@ def profile(
     lengths = ", ".join(f"{tokens:,} ({name})" for name, tokens in crossover.items() if tokens)
     stdout.print(f"tokens at which a document's attention costs as much as everything else: {lengths}", highlight=False)
     stdout.print(f"profile: {out}" + (f", picture: {plot}" if plot else ""), highlight=False)
+    documents = f"synthetic:{_DOCUMENTS}:{settings.max_length}:0"
+    show_next("check", documents, "--profile", out, "--hardware", preset)
 
 
 def _show(accuracy: dict[str, list[Accuracy]], title: str) -> None:

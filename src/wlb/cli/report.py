@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, progress_bar, stdout
-from wlb.cli.groups import names_of, refuse_unused
+from wlb.cli.console import emit_json, note, progress_bar, show_next, stdout
+from wlb.cli.groups import given_again, names_of, refuse_unused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,8 @@ def report(
 ) -> None:
     """Write a report as one HTML file that works offline: what imbalance costs, where, and what to set.
 
+    From document lengths it also writes the job that it recommends, as OUT with .job.toml for .html.
+
     Example: wlb report synthetic:20000:128K:0 --model 7b --dp 4 --pp 4 --cp 2 --tp 8 --open
 
     Example: wlb report runs/tiny --out measured.html
@@ -58,7 +60,11 @@ def report(
         refuse_unused(context, names_of(ReportOptions), why)
         text, summary = _measured(Path(source), before)
     else:
-        text, summary = _predicted(context, source, asked)
+        config = out.with_suffix(".job.toml")
+        options.check_writable(config)
+        text, job, summary = _predicted(context, source, asked)
+        _write_job(config, job)
+        summary["config_file"] = str(config)
     write_page(out, text)
     if show:
         webbrowser.open(out.absolute().as_uri())
@@ -67,6 +73,22 @@ def report(
     else:
         stdout.print(summary["verdict"], markup=False, highlight=False)
         stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)", markup=False)
+        if "config_file" in summary:
+            job = summary["config_file"]
+            if names_store(source):
+                show_next("train", job, "--dry-run", *options.machine_of(asked.hardware))
+            else:
+                same = given_again(context, ["hardware", "profile", "encoder", "steps"])
+                show_next("simulate", job, "--lengths", source, *same)
+
+
+def _write_job(path: Path, job: str) -> None:
+    """Write ``job``; what stood there, and may have been edited, is kept beside it."""
+    content = job.encode(errors="replace")  # names of files may have any bytes
+    if path.exists() and path.read_bytes() != content:
+        earlier = path.replace(path.with_suffix(".earlier.toml"))
+        note(f"{path} was another job, which is {earlier} now")
+    path.write_bytes(content)
 
 
 def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
@@ -82,11 +104,12 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
     return measured_report(run, earlier), summary
 
 
-def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tuple[str, dict[str, Any]]:
+def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tuple[str, str, dict[str, Any]]:
+    """The page, the job that it recommends as TOML, and what ``--json`` prints."""
     from wlb.documents.lengths import read_lengths
     from wlb.documents.store.sources import names_store
     from wlb.report.evidence import gather_evidence
-    from wlb.report.predicted import predicted_report, read_rivals
+    from wlb.report.predicted import predicted_report, read_rivals, recommended_config
 
     rivals = None if asked.rivals is None else read_rivals(asked.rivals)
     lengths = read_lengths(source, keep_empty=True)
@@ -100,20 +123,24 @@ def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tup
     text = predicted_report(
         evidence, source=source, model=asked.model, hardware=asked.hardware, store=store, rivals=rivals
     )
-    return text, {
-        "kind": "simulated",
-        "speed_at_equal_work": {name: asdict(gain) for name, gain in evidence.gains.items()},
-        "gain": {name: asdict(gain) for name, gain in evidence.gains_in_tokens.items()},
-        "imbalance": {name: system.imbalance["gpus"] for name, system in evidence.systems.items()},
-        "tokens_per_second": {name: system.tokens_per_second for name, system in evidence.systems.items()},
-        "recommended": {
-            "preset": evidence.winner,
-            "max_length_factor": float(evidence.job.packing.length_factor),
-            "activation_checkpointing": evidence.job.activation_checkpointing,
+    return (
+        text,
+        recommended_config(evidence.verdict, asked.model, source, store),
+        {
+            "kind": "simulated",
+            "speed_at_equal_work": {name: asdict(gain) for name, gain in evidence.gains.items()},
+            "gain": {name: asdict(gain) for name, gain in evidence.gains_in_tokens.items()},
+            "imbalance": {name: system.imbalance["gpus"] for name, system in evidence.systems.items()},
+            "tokens_per_second": {name: system.tokens_per_second for name, system in evidence.systems.items()},
+            "recommended": {
+                "preset": evidence.winner,
+                "max_length_factor": float(evidence.job.packing.length_factor),
+                "activation_checkpointing": evidence.job.activation_checkpointing,
+            },
+            "verdict": str(evidence.verdict),
+            "lost": evidence.verdict.lost,
+            "given_back": evidence.verdict.given_back,
+            "fits": evidence.fits,
+            "steps": evidence.systems["best"].steps,
         },
-        "verdict": str(evidence.verdict),
-        "lost": evidence.verdict.lost,
-        "given_back": evidence.verdict.given_back,
-        "fits": evidence.fits,
-        "steps": evidence.systems["best"].steps,
-    }
+    )

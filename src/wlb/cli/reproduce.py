@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, empty_table, print_table, stderr, stdout
+from wlb.cli.console import emit_json, empty_table, print_table, show_next, stderr, stdout
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError, choose_from
 
@@ -92,6 +92,8 @@ def reproduce(
             stdout.print(f"written: {out / experiment}.json and .png, {document['run_seconds']} s\n")
     if json:
         emit_json({"experiments": written})
+    elif lengths is not None:
+        show_next("check", lengths)
 
 
 def _run(name: str, settings: Settings) -> tuple[Report, dict[str, Any]]:

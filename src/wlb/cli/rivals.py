@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from wlb.cli import options
-from wlb.cli.console import counted, emit_json, note, show_columns
+from wlb.cli.console import counted, emit_json, note, show_columns, show_next
+from wlb.cli.groups import given_again
 
 if TYPE_CHECKING:
     from wlb.studies.policies.policy import Outcome
@@ -15,6 +18,7 @@ _STEPS = 2  # as many as ``wlb reproduce rivals`` simulates, so that both give o
 
 
 def rivals(
+    context: typer.Context,
     lengths: options.Lengths,
     given: options.SpaceOptions,
     policies: Annotated[str | None, options.list_of_names("Policies; default: all (docs/rivals.md).")] = None,
@@ -65,6 +69,7 @@ def rivals(
         note(f"the documents fill fewer steps and are repeated: up to {passes} passes")
     for name, why in without.items():
         note(f"{name}: {why}")
+    show_next("check", lengths, *given_again(context, ["gpus", "model", "context_window", "hardware"]))
 
 
 def _show(outcomes: Sequence[Outcome], title: str, steps: int) -> None:

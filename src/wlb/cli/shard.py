@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, show_columns, with_progress
+from wlb.cli.console import emit_json, show_columns, show_next, with_progress
+from wlb.cli.groups import given_again, names_of
+from wlb.terminal import listed
 
 if TYPE_CHECKING:
     from wlb.sharding.compare import StrategyResult
@@ -69,7 +71,9 @@ def shard(
         )
         return
     sizes = f"window {context_window:,}, cp {cp}, {len(micro_batches)} micro-batches"
-    _show(results, f"{sizes}\npredicted for {options.described(priced_by)}")
+    _show(results, f"{sizes}\npredicted for {listed(priced_by)}")
+    same = names_of(options.GpuOptions) + ["context_window"] + ["cp"] * (gpu.profile is None)
+    show_next("compare", lengths, *given_again(context, same))
 
 
 def _show(results: Sequence[StrategyResult], title: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wlb.cli import options
-from wlb.cli.check import judged
-from wlb.cli.console import counted, emit_json, show_columns, stdout
+from wlb.cli.check import progress_of
+from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
 from wlb.errors import UserError
+from wlb.schedules.operations import TRAINED_SCHEDULES
 from wlb.terminal import number_of, tell
 
 if TYPE_CHECKING:
@@ -68,6 +70,9 @@ class SimulateOptions:
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the last step of every system as a Perfetto trace.")
     ] = None
+    open_trace: Annotated[
+        bool, typer.Option("--open-trace", help="Open it at ui.perfetto.dev; without --trace from a temporary file.")
+    ] = False
 
     def jobs(self, lengths: str | None) -> tuple[dict[str, SimulatedJob], Any, list[StoreSource]]:
         """The jobs to simulate, by the system that each shows; the lengths of their documents, and where they are from.
@@ -75,11 +80,13 @@ class SimulateOptions:
         These are one source, ``lengths`` where it is given, or each store of a mixture.
         """
         from wlb.simulate.job import NAMED_JOBS
+        from wlb.simulate.run import check_documents
         from wlb.simulate.verdict import well_checkpointed
+        from wlb.studies.check import with_phases
         from wlb.workload.profile import read_profile
 
         if self.job is None:
-            raise UserError("name a configuration file or a job such as 7b-128k, or use --search")
+            raise UserError("name a configuration file or a job, or use --search; for example: wlb simulate 7b-128k")
         if self.job in NAMED_JOBS:
             jobs, sources = self._named(self.job)
         elif Path(self.job).suffix == ".toml":
@@ -96,12 +103,29 @@ class SimulateOptions:
         documents = _lengths(sources)
         jobs = {system: job.with_layout(**layout).priced(**prices) for system, job in jobs.items()}
         if lengths is not None:
-            jobs = {system: options.with_phases(job, lengths, self.encoder) for system, job in jobs.items()}
+            jobs = {system: with_phases(job, lengths, self.encoder) for system, job in jobs.items()}
         if self.systems is None:  # pools know no phases
             jobs = {system: job for system, job in jobs.items() if not (job.phases and job.pools)}
         if self.job in NAMED_JOBS:
+            check_documents(next(iter(jobs.values())), documents)
             jobs = {preset: well_checkpointed(job, documents) for preset, job in jobs.items()}
         return jobs, documents, sources
+
+    def follows(self, job: SimulatedJob, sources: list[StoreSource]) -> list[object]:
+        """The command to go on with: a dry run of a configuration whose stores exist, or a report on a named job."""
+        from wlb.documents.store.sources import names_store
+        from wlb.simulate.job import NAMED_JOBS
+
+        assert self.job is not None
+        if self.job in NAMED_JOBS:
+            gpu = {"model": NAMED_JOBS[self.job].model, "tp": job.layout.tp, "cp": job.layout.cp}
+            priced = gpu if self.profile is None else {"profile": self.profile}
+            encoders = [word for one in self.encoder or () for word in ("--encoder", one)]
+            return ["report", *sources, *_as_options(job, priced | {"hardware": self.hardware}), *encoders]
+        if not all(map(names_store, job.data.stores)):
+            return []
+        settings = [word for one in self.settings or () for word in ("--set", one)]
+        return ["train", self.job, *settings, "--dry-run", *options.machine_of(self.hardware)]
 
     def _named(self, name: str) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
         from wlb.job.config import PRESETS
@@ -162,19 +186,26 @@ def simulate(
     Example: wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
     """
     if isinstance(asked, options.SpaceOptions):
-        _search(asked, lengths, steps or _SEARCH_STEPS, json)
+        _search(asked, lengths or _synthetic(asked.context_window), steps or _SEARCH_STEPS, json)
         return
     from wlb.documents.store.sources import source_name
+    from wlb.simulate.search import usual_steps
+    from wlb.simulate.verdict import judge
 
     if asked.trace is not None:
         options.check_writable(asked.trace)
     jobs, documents, sources = asked.jobs(lengths)
-    verdict = judged(jobs, documents, steps)
+    steps = steps or usual_steps(next(iter(jobs.values())).global_batch)
+    with progress_of(jobs, steps) as told:
+        verdict = judge(jobs, documents, steps, on_progress=told)
     results = verdict.systems
     jobs = {system: result.job for system, result in results.items()}
     _warn_of_memory(jobs)
-    if asked.trace is not None:
-        _write_trace(asked.trace, jobs, documents, verdict.warm_up + verdict.steps)
+    trace = asked.trace
+    if trace is None and asked.open_trace:
+        trace = Path(tempfile.mkdtemp(prefix="wlb-"), "trace.json")
+    if trace is not None:
+        _write_trace(trace, jobs, documents, verdict.warm_up + verdict.steps)
     profile = asked.profile and asked.profile.name
     shown = {
         "job": asked.job,
@@ -184,22 +215,41 @@ def simulate(
     }
     if json:
         emit_json(shown | verdict.to_json())
-        return
-    _show_simulation(verdict, shown)
-    if asked.trace is not None:
-        stdout.print(f"trace: {asked.trace} (open it at ui.perfetto.dev)")
+    else:
+        _show_simulation(verdict, shown)
+        if trace is not None:
+            where = "" if asked.open_trace else " (open it at ui.perfetto.dev)"
+            stdout.print(f"trace: {trace}{where}", markup=False, highlight=False, soft_wrap=True)
+    if asked.open_trace and trace is not None:
+        from wlb.cli.perfetto import open_trace
+
+        open_trace(trace)
+    if not json:
+        show_next(*asked.follows(verdict.systems[verdict.base].job, sources))
 
 
-def _search(asked: options.SpaceOptions, lengths: str | None, steps: int, json: bool) -> None:
+def _search(asked: options.SpaceOptions, lengths: str, steps: int, json: bool) -> None:
     from wlb.simulate.search import search
 
     space = asked.space(steps)
     with counted("layouts") as progress:
-        found = search(space, _lengths([lengths or _synthetic(asked.context_window)]), on_progress=progress)
+        found = search(space, _lengths([lengths]), on_progress=progress)
     if json:
         emit_json(_search_json(found))
     else:
         _show_search(found)
+        priced = {"model": asked.model, "tp": found.winner.job.layout.tp, "cp": found.winner.job.layout.cp}
+        show_next("report", lengths, *_as_options(found.winner.job, priced | {"hardware": asked.hardware}))
+
+
+def _as_options(job: SimulatedJob, priced: dict[str, Any]) -> list[object]:
+    """What ``wlb report`` is told for ``job``: its sizes, and by what it is ``priced``."""
+    layout = job.layout
+    chosen: dict[str, Any] = {"context_window": job.context_window, "micro_batches": job.packing.micro_batches}
+    chosen |= priced | {"dp": layout.dp, "pp": layout.pp}
+    if layout.schedule in TRAINED_SCHEDULES and layout.virtual_pp > 1:
+        chosen |= {"virtual_pp": layout.virtual_pp, "schedule": layout.schedule}
+    return [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def _synthetic(context_window: int) -> str:
@@ -254,7 +304,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     rows = {
         "speed at equal work": [f"{verdict.speed(name):.3f}x" for name in results],
         "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in systems],
-        **{cause: [f"{r.where[cause]:.3f}" for r in systems] for cause in causes},
+        **{cause: [f"{round(r.where[cause], 3) + 0.0:.3f}" for r in systems] for cause in causes},
         "step": [f"{r.mean_step_seconds:.3f}" for r in systems],
         "imbalance: GPUs": [f"{r.imbalance['gpus']:.3f}" for r in systems],
         "imbalance: micro-batches": [f"{r.imbalance['micro_batches']:.3f}" for r in systems],

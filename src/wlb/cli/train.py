@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, show_columns, stderr, stdout
+from wlb.cli.console import emit_json, show_columns, show_next, stderr, stdout
 from wlb.errors import UserError, require
 from wlb.token_count import parse_count
 
@@ -109,6 +109,8 @@ def _dry_run(config: Path, overrides: list[str], asked: DryRunOptions, json: boo
         emit_json(shown)
     else:
         _print(config, shown, result.ranks, result.found.problems)
+        if not result.found.problems and shown["gpus"] <= options.GPUS_PER_NODE:  # more are started by torchrun
+            show_next("train", config, *(word for setting in overrides for word in ("--set", setting)))
     return _PROBLEMS if result.found.problems else 0
 
 

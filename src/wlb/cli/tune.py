@@ -11,7 +11,8 @@ import typer
 
 from wlb.cli import options
 from wlb.cli.compare import compare_packers, documents_of, show_comparison, title_of
-from wlb.cli.console import counted, emit_json, show_columns, stdout
+from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
+from wlb.cli.groups import given_again, names_of
 
 if TYPE_CHECKING:
     from wlb.documents.segments import Segment
@@ -91,7 +92,8 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
     )
     stdout.print("recommended configuration:\n")
     lines = (f"{name} = {json_module.dumps(value)}" for name, value in recommended.items())
-    stdout.print("\n".join(["[packing]", *lines]), markup=False, highlight=False)
+    stdout.print("\n".join(["[packing]", *lines, ""]), markup=False, highlight=False, soft_wrap=True)
+    show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))
 
 
 def _trials(documents: Sequence[Segment], asked: TuneOptions, job: SimulatedJob) -> list[Trial]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.overlong import OverlongReport, split_overlong
+from wlb.documents.overlong import POLICIES, OverlongReport, split_overlong
 from wlb.documents.segments import Segment
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 
 _MOST_STEPS_OF_ONE = 64  # that a document may fill where fewer are asked for
 
@@ -28,6 +28,8 @@ def documents_for(
     ``cut_at_windows``. Raises ``UserError`` where the documents do not fill one step, and where one document, most of
     them all, fills far more than ``steps``.
     """
+    if overlong not in (*POLICIES, "cut"):
+        raise UserError(f"overlong policy {overlong!r} is unknown; {choose_from(overlong, [*POLICIES, 'cut'])}")
     step_tokens = micro_batches * context_window
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
     if steps is not None:

@@ -36,7 +36,7 @@ class MixtureStore(Section):
     """One store of a mixture and its share of the trained tokens. In a file each is a [[data.mixture]]."""
 
     store: StoreSetting = Field(description="The token store, as data.store names it")
-    weight: Number = Field(gt=0, le=1e9, description="Its share of the tokens, over the sum of all weights")
+    weight: Number = Field(gt=0, le=1e9, description="Its relative share of the tokens")
 
 
 class DataConfig(Section):
@@ -44,8 +44,8 @@ class DataConfig(Section):
 
     store: StoreSetting | None = Field(
         None,
-        description="The token store: its prefix (PREFIX.bin and PREFIX.idx), a path or a URL, or its shards: a "
-        "directory, a glob or a list of paths; required without a mixture",
+        description="The token store: its prefix, a path or a URL, or its shards: a directory, a glob or a list; "
+        "required without a mixture",
     )
     mixture: tuple[MixtureStore, ...] = Field((), description="Several stores with weights, instead of store")
     context_window: Tokens = Field(4096, description="Longest run of tokens attention may span")

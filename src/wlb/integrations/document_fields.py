@@ -29,7 +29,15 @@ from wlb.training.data.batch import IGNORE_LABEL
 Document = Sequence[int] | NDArray[Any] | Tensor | Mapping[str, Any]
 
 LOSS_MASKS = ("completion_mask", "loss_mask", "assistant_masks")
+IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "length", *LOSS_MASKS)
+
+_REMEDY = "remove the column where the model does not need it, else train such data without wlb"
+_REMEDIES = dict.fromkeys(
+    IMAGE_FIELDS,
+    "pack images with wlb.integrations.huggingface.ImageCollator, as data collator of balanced(Trainer) or of a "
+    "DataLoader with PlannedBatchSampler (packed_batches takes text alone)",
+)
 
 
 def ids_and_labels(document: Document, name: str = "a document") -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -84,8 +92,7 @@ def _check_fields(fields: Mapping[str, Any], name: str) -> None:
     for field in fields:
         if field not in FIELDS and _may_be_input(fields[field]):
             raise UserError(
-                f"{name} has {field}, which packed micro-batches would lose; remove the column where the model does "
-                "not need it, else train such data without wlb"
+                f"{name} has {field}, which packed micro-batches would lose; {_REMEDIES.get(field, _REMEDY)}"
             )
 
 

@@ -24,7 +24,7 @@ from wlb.integrations.packed import packed_loss, summed_over_ranks
 from wlb.packing.plan import MicroBatch
 from wlb.training.data.batch import IGNORE_LABEL
 
-_Ranks = Sequence[Sequence[MicroBatch]]
+_Step = tuple[int, Sequence[Sequence[MicroBatch]]]  # number of a plan, and micro-batches rank by rank
 
 
 class LightningLoss:
@@ -37,10 +37,11 @@ class LightningLoss:
             process reads those of its own micro-batches, and the labelled tokens are summed over processes once a
             step. Without it, all tokens of a document but one count as labelled.
 
-    Steps are those of the trainer, so a run that is resumed with the same settings goes on with the right counts.
-    Raises ``UserError`` where sampler and trainer disagree in micro-batches, rank or number of processes, for a sampler
-    with context parallelism, and in a call for labels that no micro-batch of the step has: those of another sampler, or
-    masked ones without ``dataset``.
+    Steps are those of the trainer, so a run that is resumed with the same settings goes on with the right counts. Its
+    loader must go on, too (torchdata's ``StatefulDataLoader``), as Lightning begins a ``DataLoader`` anew.
+    Raises ``UserError`` where sampler and trainer disagree in micro-batches, rank or number of processes, where the
+    loader yields another step than the trainer's, for a sampler with context parallelism, and in a call for labels that
+    no micro-batch of the step has: those of another sampler, or masked ones without ``dataset``.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class LightningLoss:
         self._sampler, self._dataset = sampler, dataset
         self._accumulated = accumulate_grad_batches
         self._step: int | None = None  # the one whose labels are counted
+        self._loading, self._loaded = sampler.follow(), -1  # plans that the loader came to, and the number of the last
 
     def __call__(self, logits: Tensor, labels: Tensor, global_step: int) -> Tensor:
         """Of logits (tokens, vocabulary) and labels (tokens,) to predict there, in the trainer's ``global_step``."""
@@ -76,30 +78,32 @@ class LightningLoss:
             logits, labels, self._loss_tokens, averaged_over=self._sampler.job.layout.dp * self._accumulated
         )
 
-    def _steps(self) -> Iterator[tuple[_Ranks | None, _Ranks | None]]:
-        """The micro-batches of each trainer's step, rank by rank, and those of the step after it.
+    def _steps(self) -> Iterator[tuple[_Step | None, _Step | None]]:
+        """Each trainer's step, and the one after it.
 
         A plan is one such step; the last may have more micro-batches than are accumulated, and is then several.
         """
         accumulated = self._accumulated
         steps = (
-            [rank[first : first + accumulated] for rank in plan.ranks]
+            (plan.step, [rank[first : first + accumulated] for rank in plan.ranks])
             for plan in self._sampler.steps()
             for first in range(0, len(plan.ranks[0]), accumulated)
         )
-        end: list[_Ranks | None] = [None]
+        end: list[_Step | None] = [None]
         return pairwise(chain(steps, end))
 
     def _count_labels(self, step: int) -> None:
         """Count the labelled tokens of this process's micro-batches in ``step``, and of the whole step."""
         if self._step is None or step < self._step:
             self._coming = enumerate(self._steps())
-        ranks, following = next((steps for number, steps in self._coming if number == step), (None, None))
-        if ranks is None:
+        trained, following = next((steps for number, steps in self._coming if number == step), (None, None))
+        if trained is None:
             raise UserError(
                 f"step {step} is after the last of the sampler's pass; give the sampler all epochs, and the trainer "
                 "max_epochs=1"
             )
+        plan, ranks = trained
+        self._check_loader(plan, step)
         mine = ranks[self._checked_rank()]
         if following is not None and len(mine) != self._accumulated:
             raise UserError(
@@ -113,6 +117,16 @@ class LightningLoss:
             own = sum(self._labelled)
             self._loss_tokens = own if self._sampler.job.layout.dp == 1 else summed_over_ranks(own)
         self._step = step
+
+    def _check_loader(self, plan: int, step: int) -> None:
+        """That the loader is in the step numbered ``plan``, too, as far as it was seen."""
+        if self._loading and self._loading[0].step == plan:
+            self._loaded = self._loading.popleft().step
+        elif self._loading and self._loaded != plan:
+            raise UserError(
+                f"the trainer is in step {step}, plan {plan} of the sampler, and its loader yields plan "
+                f"{self._loading[0].step}; resume with torchdata's StatefulDataLoader, as Lightning begins others anew"
+            )
 
     def _checked_rank(self) -> int:
         """This process's rank, of those that the sampler plans for."""

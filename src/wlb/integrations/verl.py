@@ -4,7 +4,8 @@
 
 verl divides documents among ranks, and a rank's documents into micro-batches, with
 ``verl.utils.seqlen_balancing.get_seqlen_balanced_partitions``, a Karmarkar-Karp differencing in Python. It is replaced
-by ``wlb.balance``, which is as even or more, and faster. Prices and numbers of micro-batches stay verl's.
+by ``wlb.balance``, which is faster and as even or more (of over 256 documents, to within a millionth). Prices and
+numbers of micro-batches stay verl's.
 
 verl's controller and its workers are Ray processes of their own. One setting reroutes all of them, with no code:
 

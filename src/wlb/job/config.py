@@ -67,31 +67,19 @@ _SCALINGS_WITH = {
 
 
 class RopeScalingConfig(Section):
-    """Rotary positions stretched to a longer context, with the names of Hugging Face's config.json."""
+    """Rotary positions stretched to a longer context, with the names and meanings of Hugging Face's config.json."""
 
     rope_type: Literal["llama3", "linear", "yarn"] = Field(
-        "llama3", description="Llama 3.1's scaling, position interpolation, or YaRN"
+        "llama3", description="Llama 3.1's, position interpolation, or YaRN"
     )
-    factor: Number = Field(8.0, ge=1, description="Low frequencies are divided by this; with linear, all")
-    low_freq_factor: Number = Field(
-        1.0, gt=0, description="llama3: turns over the original context below which they are"
-    )
-    high_freq_factor: Number = Field(
-        4.0, gt=0, description="llama3: turns over the original context above which they are kept"
-    )
-    original_max_position_embeddings: Tokens = Field(
-        8192, description="The original context, in tokens; not for linear"
-    )
-    beta_fast: Number = Field(
-        32.0, ge=1e-6, le=1e6, description="yarn: turns over the original context from which they are kept"
-    )
-    beta_slow: Number = Field(
-        1.0, ge=1e-6, le=1e6, description="yarn: turns over the original context up to which they are divided"
-    )
-    attention_factor: Number | None = Field(
-        None, gt=0, description="yarn: length of cosine and sine; default: 0.1 ln(factor) + 1"
-    )
-    truncate: bool = Field(True, description="yarn: the ramp between them begins and ends at whole pairs of dimensions")
+    factor: Number = Field(8.0, ge=1, description="Ratio of the contexts")
+    low_freq_factor: Number = Field(1.0, gt=0, description="With llama3")
+    high_freq_factor: Number = Field(4.0, gt=0, description="With llama3")
+    original_max_position_embeddings: Tokens = Field(8192, description="Not with linear")
+    beta_fast: Number = Field(32.0, ge=1e-6, le=1e6, description="With yarn")
+    beta_slow: Number = Field(1.0, ge=1e-6, le=1e6, description="With yarn")
+    attention_factor: Number | None = Field(None, gt=0, description="With yarn; default: 0.1 ln(factor) + 1")
+    truncate: bool = Field(True, description="With yarn")
 
     @model_validator(mode="after")
     def _check(self) -> RopeScalingConfig:
@@ -110,10 +98,8 @@ class RopeScalingConfig(Section):
 class ModelConfig(Section):
     """Which model: a preset name, with any dimension overridden, or the directory of a pretrained one."""
 
-    name: str = Field("tiny", description="Preset: tiny, llama3-8b, ...; or a Hugging Face directory, for its shape")
-    pretrained: NonEmptyPath | None = Field(
-        None, description="Hugging Face directory that gives the shape (config.json) and the initial weights"
-    )
+    name: str = Field("tiny", description="A preset, or a Hugging Face directory, for its shape")
+    pretrained: NonEmptyPath | None = Field(None, description="Hugging Face directory, for its shape and weights")
     hidden: PositiveInt | None = Field(None, description="Width of the residual stream")
     layers: PositiveInt | None = Field(None, description="Transformer blocks, over all pipeline stages")
     heads: PositiveInt | None = Field(None, description="Query heads")
@@ -122,15 +108,15 @@ class ModelConfig(Section):
     ffn_hidden: PositiveInt | None = Field(None, description="Width of the SwiGLU feed-forward layer")
     vocab_size: PositiveInt | None = Field(None, description="Token ids are below this; default: the store's")
     rope_theta: Number = Field(500_000.0, gt=1, description="Base of the rotary position frequencies")
-    rope_scaling: RopeScalingConfig | None = Field(None, description="Scaling of rotary positions to a longer context")
+    rope_scaling: RopeScalingConfig | None = Field(None, description="Scaling of rotary positions")
     norm_eps: Number = Field(1e-5, gt=0, description="Added to the mean square in RMSNorm")
-    qkv_bias: bool = Field(False, description="Bias in the query, key and value projections (Qwen2)")
-    o_bias: bool = Field(False, description="Bias in the output projection of attention (Llama's attention_bias: both)")
+    qkv_bias: bool = Field(False, description="Bias of query, key and value (Qwen2)")
+    o_bias: bool = Field(False, description="Bias of attention's output (Llama's attention_bias: both)")
     sliding_window: Tokens | None = Field(
-        None, description="Tokens that attention spans up to each token (Mistral); default: all of its document"
+        None, description="Tokens that attention spans (Mistral); default: the document"
     )
     full_attention_layers: PositiveInt | None = Field(
-        None, description="With sliding_window: the first so many layers attend all of the document (Qwen2)"
+        None, description="How many first layers have no sliding_window (Qwen2)"
     )
     qk_norm: bool = Field(False, description="RMSNorm of each head's query and key (Qwen3)")
     tied_embeddings: bool = Field(False, description="Output head with the embedding's matrix")
@@ -149,14 +135,13 @@ class ParallelConfig(Section):
     """How many processes, along which dimensions; the product is the world size."""
 
     dp: PositiveInt = Field(
-        1, description='Data-parallel size (FSDP2); "auto" in a file: as many as the started processes make'
+        1, description='Data-parallel size (FSDP2); in a file also "auto", from the started processes'
     )
     pp: PositiveInt = Field(1, description="Pipeline-parallel size")
     cp: PositiveInt = Field(1, description="Context-parallel size")
     pool: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="With packing.method elastic: ranks of a pool, a divisor of dp x cp; auto is the size that is "
-        "fastest by simulation",
+        description="With packing.method elastic: ranks of a pool, a divisor of dp x cp; auto simulates",
     )
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
     virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
@@ -214,12 +199,11 @@ class PackingConfig(_PackerSettings):
     )
     micro_batches: MicroBatchCount = Field(4, description="Micro-batches of a step, over all data-parallel ranks")
     assignment: Assignment = Field(
-        "balanced", description="How micro-batches are dealt to data-parallel ranks: in turn, or heaviest first"
+        "balanced", description="Micro-batches are dealt to data-parallel ranks in turn, or heaviest first"
     )
     order: Order = Field(
         "makespan",
-        description="Order of micro-batches inside a rank: as packed, heavy in the middle, or searched for the order "
-        "that parallel.schedule runs fastest",
+        description="Order inside a rank: as packed, heavy in the middle, or what parallel.schedule runs fastest",
     )
 
     @property
@@ -270,7 +254,7 @@ class ShardingConfig(Section):
 
     strategy: Annotated[str, AfterValidator(checked_strategy)] = Field(
         "hybrid",
-        description="Which context-parallel rank attends for which tokens",
+        description="How a micro-batch is divided over context-parallel ranks",
         json_schema_extra={"enum": [*STRATEGIES]},
     )
 
@@ -280,68 +264,61 @@ class TrainingConfig(Section):
 
     steps: PositiveInt | None = Field(None, description="Optimizer steps; without it, one epoch")
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
-        "auto", description="Compute type; auto is bfloat16 on CUDA and float32 on CPU"
+        "auto", description="Compute type; auto: bfloat16 on CUDA, float32 on CPU"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one")
     seed: NonNegativeInt = Field(0, description="Seed of the initial weights")
     learning_rate: Number = Field(3e-4, gt=0, le=100, description="Peak AdamW learning rate")
     warmup_steps: NonNegativeInt = Field(10, description="Steps of linear warm-up")
     decay_steps: PositiveInt | None = Field(
-        None, description="Step at which the learning rate has fallen to a tenth; default: steps"
+        None, description="Step at which the rate has fallen to a tenth; default: steps"
     )
     lr_schedule: Literal["cosine", "wsd", "constant"] = Field(
-        "cosine", description="Learning rate after warm-up: a cosine, a plateau and a decay (WSD), or a plateau"
+        "cosine", description="After warm-up: a cosine, a plateau and a decay, or a plateau"
     )
     decay_fraction: Number = Field(0.2, gt=0, le=1, description="Last part of decay_steps in which wsd decays")
     weight_decay: Number = Field(0.1, ge=0, description="AdamW weight decay, on matrices only")
     betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW moment decay rates")
     gradient_clip: Number = Field(1.0, ge=0, description="Largest global gradient norm; 0 turns clipping off")
     activation_checkpointing: Checkpointing = Field(
-        "none", description="What blocks compute again in the backward pass: nothing, all but attention, or all"
+        "none", description="What the backward pass computes again: nothing, all but attention, or all"
     )
     memory_gib: Number | None = Field(
-        None, gt=0, description="Memory of a process; default: 90% of its GPU, or of its share of the machine's"
+        None, gt=0, description="Memory of a process; default: 90% of its GPU's, or of its share of the machine's"
     )
-    compile: bool = Field(False, description="Run blocks through torch.compile, once for all lengths")
+    compile: bool = Field(False, description="Run blocks through torch.compile")
     threads: PositiveInt | None = Field(
         None,
-        description="CPU threads per process, no more than the machine has cores; default: OMP_NUM_THREADS, or else "
-        "cores / processes",
+        description="CPU threads per process; default: OMP_NUM_THREADS, or else cores / processes",
     )
     prefetch: Annotated[int, Field(ge=1, le=100, strict=True)] = Field(
-        2, description="Steps planned and read ahead of training, held in memory"
+        2, description="Steps planned and read ahead of training"
     )
     non_finite: Literal["stop", "skip"] = Field(
-        "stop", description="What happens at a step whose loss or gradient norm is not finite"
+        "stop", description="At a step whose loss or gradient norm is not finite"
     )
-    max_skipped: PositiveInt = Field(
-        10, description="Steps in a row that non_finite = 'skip' passes over before it stops"
-    )
+    max_skipped: PositiveInt = Field(10, description="Most steps in a row that non_finite = 'skip' skips")
     timeout_seconds: Number = Field(
         300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in one collective"
     )
-    max_restarts: NonNegativeInt = Field(
-        3, description="Times wlb train starts a killed or hung job again without a newer checkpoint in between"
-    )
+    max_restarts: NonNegativeInt = Field(3, description="Restarts by wlb train without a newer checkpoint in between")
     grace_seconds: Number = Field(
         25.0,
         ge=0,
         le=_LONGEST_TIMEOUT_SECONDS,
-        description="Time after SIGTERM to finish the step and save it; torchrun and SLURM kill after 30 s by default",
+        description="Time after SIGTERM to finish the step and save it",
     )
 
 
 class CheckpointConfig(Section):
     """Where and how often the job saves its state."""
 
-    dir: NonEmptyPath | None = Field(None, description="Directory of checkpoints; none are written without it")
+    dir: NonEmptyPath | None = Field(None, description="Directory; without it none are written")
     every: PositiveInt = Field(100, description="Steps between checkpoints")
     keep: PositiveInt = Field(2, description="Newest checkpoints that are kept")
-    resume: bool = Field(True, description="Continue from the newest checkpoint in dir, if there is one")
-    allow_changed_data: bool = Field(
-        False, description="Continue on another token store or with other settings of the document order, on purpose"
-    )
-    asynchronous: bool = Field(True, description="Write in the background, from a copy in host memory")
+    resume: bool = Field(True, description="Continue from the newest checkpoint in dir")
+    allow_changed_data: bool = Field(False, description="Continue on another token store or document order, on purpose")
+    asynchronous: bool = Field(True, description="Write in the background, from a copy")
 
 
 class MetricsConfig(Section):
@@ -350,27 +327,25 @@ class MetricsConfig(Section):
     dir: NonEmptyPath = Field(Path("runs/default"), description="Directory of steps.jsonl and TensorBoard files")
     document_ids: Literal[False, True, "segments"] = Field(
         False,
-        description="List the documents of every step in steps.jsonl; segments lists also every piece that was trained",
+        description="List the documents of every step in steps.jsonl, or their segments too",
     )
     tensorboard: bool = Field(True, description="Write TensorBoard event files")
-    diagnose_every: PositiveInt = Field(
-        50, description="Steps between diagnoses of imbalance, each over as many; on CUDA also between measurements"
-    )
+    diagnose_every: PositiveInt = Field(50, description="Steps between diagnoses; on CUDA also between measurements")
     straggler_factor: Number = Field(
-        1.5, gt=1, description="A rank is reported slow when it computes this many times longer than expected of it"
+        1.5, gt=1, description="A rank is slow when it computes this many times longer than expected"
     )
-    profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4 of the run, every rank's")
+    profile: bool = Field(False, description="Write a torch.profiler trace of steps 3 and 4")
 
 
 class EvaluationConfig(Section):
     """Whether and how the loss on held-out documents is measured."""
 
-    store: StoreSetting | None = Field(None, description="Token store of held-out documents, named as data.store is")
+    store: StoreSetting | None = Field(None, description="Held-out token store, named as data.store is")
     every: PositiveInt = Field(100, description="Steps between evaluations; one more follows the last step")
-    documents: PositiveInt | None = Field(None, description="Only the first so many documents of the store")
+    documents: PositiveInt | None = Field(None, description="Only the first so many; default: all")
     length_buckets: Literal["auto"] | tuple[Tokens, ...] = Field(
         "auto",
-        description="Document lengths that separate the buckets of the loss; auto: 256, 1024, ... up to context_window",
+        description="Document lengths between buckets of the loss; auto: 256, 1024, ...",
     )
 
     @model_validator(mode="after")

@@ -95,10 +95,13 @@ class StepPlanner(Iterator[PlannedStep]):
         state = self.state_dict()
         return PlannedStep(arranged, time.perf_counter() - started, state, tuple(sorted(finished)), len(waiting))
 
-    def plans(self) -> Iterator[StepPlan]:
-        """The plans alone, for a simulation, which has no use for the states that go with them."""
+    def plans(self, first: int = 0) -> Iterator[StepPlan]:
+        """The plans alone, from the next but ``first`` on: a simulation has no use for the states that go with them."""
         while (plan := self._next_plan()) is not None:
-            yield self._arranged(plan)
+            if first > 0:
+                first -= 1
+            else:
+                yield self._arranged(plan)
 
     @property
     def pending_documents(self) -> int:
@@ -166,12 +169,19 @@ class StepPlanner(Iterator[PlannedStep]):
         elif steps := self._packer.next_steps():
             self._emitted += steps
         elif not self._stream.epoch_is_over:
-            self._packer.take_in(self._stream.take(_DOCUMENTS_AT_ONCE))
+            self._take_in(max(1, self._packer.tokens_missing))
         elif self._is_last_epoch:
             self._drained = True
         else:
             self._stream.next_epoch()
             self._drained = False
+
+    def _take_in(self, tokens: int) -> None:
+        """At least so many tokens, or all that are left of the epoch."""
+        while tokens > 0 and not self._stream.epoch_is_over:
+            segments = self._stream.take(_DOCUMENTS_AT_ONCE)
+            self._packer.take_in(segments)
+            tokens -= sum([segment.length for segment in segments])
 
     def _arranged(self, plan: StepPlan) -> StepPlan:
         packing, plan = self._packing, self._priced(plan)

@@ -63,8 +63,12 @@ class Pricing:
             return
         ours, theirs = (replace(one, vocab_size=1) for one in (shape, self.profile.model))
         if ours != theirs:
+            measured, asked = vars(theirs), vars(ours)
+            differing = ", ".join(
+                f"{name} {measured[name]}, not {asked[name]}" for name in asked if measured[name] != asked[name]
+            )
             raise UserError(
-                f"the profile was measured with {theirs}, the job's model is {ours}; measure its own profile"
+                f"the profile was measured with another model ({differing}); measure one of the job's model"
             )
         if self.profile.cp != 1:
             raise UserError(f"the profile was measured with cp = {self.profile.cp}; the simulation needs one of cp = 1")

@@ -8,7 +8,8 @@ learning step or the global batch of another data loader, only the division is l
 2. parts exchange documents until the heaviest cannot become lighter (``wlb.packing.levelling``).
 
 Where documents do not fit so, the first step is repeated for tokens instead of prices, and at last searched for. Few
-documents are divided a second time from another start (``wlb.packing.differencing``), and the better division is taken.
+documents are divided a second time from another start (``wlb.packing.differencing``), and the better division is taken,
+which is then never less even than that start.
 
 For ``ranks`` that wait for one another after every micro-batch, those of like price run at the same time. A document
 dearer than a mean micro-batch makes a *slot* (the micro-batches of all ranks that run at the same time) as long as
@@ -18,6 +19,7 @@ itself, so the other ranks of the slot are filled up to it, and the later slots 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.packing.bins import fitting_bins, into_lightest
 from wlb.packing.differencing import differenced
-from wlb.packing.levelling import Indices, Limits, Prices, level, level_equal_sizes
+from wlb.packing.levelling import Indices, Limits, Prices, level, level_equal_sizes, sums_of
 from wlb.packing.phases import level_phases, slowest_sum
 
 if TYPE_CHECKING:
@@ -34,8 +36,9 @@ if TYPE_CHECKING:
     from wlb.workload.phases import DocumentPhases
 
 _MOST_TOKENS = 2**63 - 1  # of all documents together, which are summed as 64-bit integers
-_FEW = 6  # documents of a part: with so few, exchanges may end early, and a second start is tried
-_FEW_PARTS = 64
+_FEW = 256  # documents: with so few, exchanges may end early, and a second start is tried
+_FEW_OF_PART = 6  # the same of a part
+_FEW_PARTS = 64  # of more documents than _FEW
 _LEVEL_STEP = 1e-3  # of a mean micro-batch: what ranks that wait for one another may differ by
 _TRY_AGAIN = 0.05  # of a step: what ranks wait before its micro-batches are also divided without filled slots
 # Exchanges end when differencing, which takes so much longer the more documents there are, would have ended as well:
@@ -191,8 +194,10 @@ def _divided(task: _Task, parts: int, start: list[Indices] | None = None) -> lis
             f"max_tokens = {task.most_tokens}; raise max_tokens or parts"
         )
     other = _differenced(task, parts)
-    start = start if other is None else min(start, other, key=lambda m: _most(m, task.prices))
-    return start if task.even else _levelled(start, task)  # for ranks each slot is levelled by itself
+    starts = [start] if other is None else [start, other]
+    if not task.even:  # for ranks each slot is levelled by itself
+        starts = [_levelled(start, task) for start in starts]
+    return min(starts, key=lambda found: _most(found, task.prices))
 
 
 def _fewest(task: _Task, multiple: int) -> tuple[int, list[Indices] | None]:
@@ -223,10 +228,14 @@ def _dearest_first(task: _Task, parts: int) -> list[Indices] | None:
     tokens, prices = task.tokens.tolist(), task.prices.tolist()
     rooms = [task.most_tokens or sum(tokens)] * parts
     owners = into_lightest([tokens[i] for i in order], [prices[i] for i in order], [0.0] * parts, rooms)
-    members: list[list[int]] = [[] for _ in range(parts)]
-    for document, owner in zip(order, owners, strict=True):
-        members[owner].append(document)
-    return None if -1 in owners else [np.array(part, np.int64) for part in members]
+    return None if -1 in owners else _members(np.array(order), np.array(owners), parts)
+
+
+def _members(documents: Indices, owners: Indices, parts: int) -> list[Indices]:
+    """``documents`` by the part that owns each; -1 is none."""
+    order = np.argsort(owners, kind="stable")
+    bounds = np.searchsorted(owners[order], np.arange(parts + 1)).tolist()
+    return [documents[order[first:stop]] for first, stop in pairwise(bounds)]
 
 
 def _fitted(task: _Task, parts: int) -> list[Indices] | None:
@@ -239,7 +248,8 @@ def _fitted(task: _Task, parts: int) -> list[Indices] | None:
 
 def _differenced(task: _Task, parts: int) -> list[Indices] | None:
     """Another start, where there are few documents; None where there are many, or it breaks a limit."""
-    if task.equal_size or parts > _FEW_PARTS or len(task.tokens) > _FEW * parts:
+    documents = len(task.tokens)
+    if task.equal_size or (documents > _FEW and (parts > _FEW_PARTS or documents > _FEW_OF_PART * parts)):
         return None
     start = [np.array(part, np.int64) for part in differenced(task.prices, parts)]
     return _within(task, start) if all(len(part) for part in start) else None
@@ -260,7 +270,7 @@ def _levelled(start: list[Indices], task: _Task, goal: float = 0.0, most_tries: 
 
 
 def _most(parts: list[Indices], amounts: Indices | Prices) -> float:
-    return max(float(amounts[part].sum()) for part in parts)
+    return float(sums_of(parts, amounts).max())
 
 
 def _check_possible(task: _Task, parts: int) -> None:
@@ -299,7 +309,7 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Indices:
     # NumPy makes integers of booleans among integers, and floats or objects of integers over 64 bits.
     if array.dtype.kind not in "iu" or (isinstance(lengths, list | tuple) and bool in set(map(type, lengths))):
         _check_whole(lengths, array.dtype)
-    tokens = [int(length) for length in (lengths if array.dtype.kind == "f" else array.tolist())]
+    tokens = array.tolist() if array.dtype.kind in "iu" else [int(length) for length in lengths]
     if (shortest := min(tokens)) < 1:
         raise UserError(f"document {tokens.index(shortest)} has {shortest} tokens; lengths must be at least 1")
     if (total := sum(tokens)) > _MOST_TOKENS:
@@ -356,6 +366,9 @@ def _given_costs(documents: int, workload: object, costs: Sequence[float] | NDAr
     wrong = np.flatnonzero(~(np.isfinite(prices) & (prices >= 0)))
     if len(wrong):
         raise UserError(f"document {wrong[0]} costs {prices[wrong[0]]}; costs must be finite and at least 0")
+    with np.errstate(over="ignore"):
+        if not np.isfinite(prices.sum()):
+            raise UserError("costs add up to more than a float holds; give them in a larger unit")
     # Whatever a document costs, it is a document: exchanges want prices over 0.
     return np.where(prices == 0, np.finfo(np.float64).tiny, prices)
 
@@ -373,22 +386,27 @@ def _in_lock_step(task: _Task, parts: int, ranks: int, start: list[Indices] | No
     if slots is None or _lock_step(slots, task.prices) > (1 + _TRY_AGAIN) * fair:
         plain = _slots(task, _divided(task, parts, start), ranks)
         slots = min(slots or plain, plain, key=lambda found: _lock_step(found, task.prices))
-    if _lock_step(slots, task.prices) > (1 + task.even) * fair:
+    loads = _loads(slots, task.prices)
+    if loads.max(axis=1).sum() > (1 + task.even) * fair:
         tries = max(2, _SLOT_EXCHANGES // len(slots))
-        slots = [_levelled(slot, task, most_tries=tries) for slot in slots]
+        slots = [
+            _levelled(slot, task, goal=mean, most_tries=tries)  # of a slot the dearest counts
+            for slot, mean in zip(slots, loads.mean(axis=1), strict=True)
+        ]
+    # Each was levelled by itself, so micro-batches of another may be nearer in price now.
+    slots = _slots(task, [part for slot in slots for part in slot], ranks)
     totals = np.zeros(ranks)
     of_ranks: list[list[Indices]] = [[] for _ in range(ranks)]
-    for slot in sorted(slots, key=lambda slot: -_most(slot, task.prices)):
-        loads = np.array([task.prices[part].sum() for part in slot])
-        for rank, place in zip(np.argsort(totals, kind="stable"), np.argsort(-loads, kind="stable"), strict=True):
-            of_ranks[rank].append(slot[place])
-            totals[rank] += loads[place]
+    for slot, of_slot in zip(slots, _loads(slots, task.prices), strict=True):
+        for rank, part, load in zip(np.argsort(totals, kind="stable"), slot, of_slot, strict=True):
+            of_ranks[rank].append(part)
+            totals[rank] += load
     return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
 
 
 def _slots(task: _Task, members: list[Indices], ranks: int) -> list[list[Indices]]:
     """Neighbours in price run at the same time: of given micro-batches no other slots take less time."""
-    falling = sorted(members, key=lambda part: -float(task.prices[part].sum()))
+    falling = [members[place] for place in np.argsort(-sums_of(members, task.prices), kind="stable")]
     return [falling[first : first + ranks] for first in range(0, len(falling), ranks)]
 
 
@@ -406,9 +424,9 @@ def _filled_slots(task: _Task, parts: int, ranks: int) -> list[list[Indices]] | 
         owners = np.array(
             into_lightest(task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks, rooms, dearest)
         )
-        slots.append([some[owners == rank] for rank in range(ranks)])
+        slots.append(_members(some, owners, ranks))
         left = np.concatenate([some[owners < 0], left[len(some) :]])
-        if not all(len(part) for part in slots[-1]) or len(left) < parts:
+        if not all(map(len, slots[-1])) or len(left) < parts:
             return None
     if not slots:
         return None
@@ -420,8 +438,13 @@ def _filled_slots(task: _Task, parts: int, ranks: int) -> list[list[Indices]] | 
     return slots + _slots(task, members, ranks)
 
 
+def _loads(slots: list[list[Indices]], prices: Prices) -> Prices:
+    """The price of every micro-batch, a row for each slot."""
+    return sums_of([part for slot in slots for part in slot], prices).reshape(len(slots), -1)
+
+
 def _lock_step(slots: list[list[Indices]], prices: Prices) -> float:
-    return sum(_most(slot, prices) for slot in slots)
+    return float(_loads(slots, prices).max(axis=1).sum())
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -46,13 +46,12 @@ class ElasticOptions(MakespanOptions):
     )
     pool_micro_batches: MicroBatchCount | Literal["auto"] = Field(
         "auto",
-        description="Micro-batches that each pool runs in a step; auto is the number that is fastest by simulation",
+        description="Micro-batches that each pool runs in a step; auto simulates which is fastest",
     )
     grouping: Grouping | Literal["auto"] = Field(
         "auto",
-        description='Documents of a micro-batch: "even", of all lengths, so that micro-batches cost the same; "alike", '
-        'of like lengths, so that short ones exchange nothing; "level", which evens out whole steps: every rank runs '
-        "micro-batches of its own; auto is decided with pool_micro_batches, and even where those are given",
+        description="Documents of a micro-batch: of all lengths, of like lengths, or lists of micro-batches for each "
+        "rank; auto is decided with pool_micro_batches",
     )
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ from wlb.settings import MicroBatchCount, Number, PositiveInt
 class FixedOptions(DelayOptions):
     """Options of ``fixed_greedy``."""
 
-    window: MicroBatchCount = Field(1, description="Global batches packed together, at most 65536 micro-batches in all")
+    window: MicroBatchCount = Field(1, description="Global batches packed together")
 
     @property
     def global_batches(self) -> int:
@@ -38,7 +38,7 @@ class SolverOptions(FixedOptions):
     """Options of ``fixed_solver``; one with a time limit plans differently on machines of different speed."""
 
     solver_nodes: Annotated[PositiveInt, Field(le=100_000)] = Field(
-        1000, description="Branch-and-bound nodes of one solve; every rank searches the same ones"
+        1000, description="Branch-and-bound nodes of one solve"
     )
     solver_seconds: Number | None = Field(None, gt=0, exclude=True, description="Longest time of one solve")
 

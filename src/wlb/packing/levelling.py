@@ -9,10 +9,11 @@ dear document makes heavy is set aside, and the others are levelled on.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import combinations
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, combinations
 from math import comb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,11 +54,18 @@ def level(parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits)
     return _Levelling(parts, prices, tokens, limits).run()
 
 
+def sums_of(parts: Sequence[Indices], amounts: NDArray[Any]) -> NDArray[Any]:
+    """Of the ``amounts`` of each part's documents; no part may be empty."""
+    starts = list(accumulate(map(len, parts[:-1]), initial=0))
+    sums: NDArray[Any] = np.add.reduceat(amounts[np.concatenate(parts)], starts)
+    return sums
+
+
 class _Levelling:
     def __init__(self, parts: list[Indices], prices: Prices, tokens: Indices, limits: Limits) -> None:
         self._prices, self._tokens, self._limits = prices, tokens, limits
         self._parts = parts
-        self._loads = np.array([prices[part].sum() for part in parts])
+        self._loads = sums_of(parts, prices)
         self._total, self._count = float(self._loads.sum()), len(parts)  # of the parts that are not set aside
         whole = bool((prices == np.floor(prices)).all())
         documents = sum(map(len, parts))
@@ -83,6 +91,11 @@ class _Levelling:
                     break
         return self._parts
 
+    @cached_property
+    def _rooms(self) -> NDArray[Any]:
+        """Tokens that parts may still take, where these are limited."""
+        return (self._limits.most_tokens or 0) - sums_of(self._parts, self._tokens)
+
     def _exchange_with_any(self, heavy: int) -> bool:
         if len(self._parts[heavy]) == 1:
             return False
@@ -98,16 +111,18 @@ class _Levelling:
         if gap <= self._tolerance or self._tries <= 0:
             return False
         self._tries -= 1
-        ours, theirs = self._parts[heavy], self._parts[light]
-        found = self._best(ours, theirs, gap, self._wanted(heavy, light)) or self._best(ours, theirs, gap, gap / 2)
+        found = self._best(heavy, light, gap)
         if found is None:
             return False
-        give, take = found
-        moved = float(self._prices[ours[give]].sum() - self._prices[theirs[take]].sum())
+        give, take, moved, freed = found
+        ours, theirs = self._parts[heavy], self._parts[light]
         self._parts[heavy] = self._swapped(ours, give, theirs[take])
         self._parts[light] = self._swapped(theirs, take, ours[give])
         self._loads[heavy] -= moved
         self._loads[light] += moved
+        if self._limits.most_tokens is not None:
+            self._rooms[heavy] += freed
+            self._rooms[light] -= freed
         return True
 
     def _wanted(self, heavy: int, light: int) -> float:
@@ -121,29 +136,32 @@ class _Levelling:
         swapped = np.concatenate([part[stays], added])
         return swapped[np.argsort(self._prices[swapped], kind="stable")]
 
-    def _best(self, ours: Indices, theirs: Indices, gap: float, aim: float) -> tuple[Indices, Indices] | None:
-        """Which places of ``ours`` and ``theirs`` to exchange so that about ``aim`` moves, over 0 and under ``gap``."""
+    def _best(self, heavy: int, light: int, gap: float) -> tuple[Indices, Indices, float, int] | None:
+        """Which places of the two parts to exchange so that over 0 and under ``gap`` moves; price and tokens of it."""
+        ours, theirs = self._parts[heavy], self._parts[light]
         gives, takes = _subsets(len(ours)), _subsets(len(theirs))
-        give_sums, take_sums = _sums(self._prices[ours], gives), _sums(self._prices[theirs], takes)
-        most = self._limits.most_tokens
-        if most is not None:
-            room = most - int(self._tokens[theirs].sum()), most - int(self._tokens[ours].sum())
-            give_tokens, take_tokens = _sums(self._tokens[ours], gives), _sums(self._tokens[theirs], takes)
-        best, least = None, min(aim, gap - aim) - self._tolerance / 2  # more or less gains nothing
-        order = np.argsort(take_sums, kind="stable")
-        ascending = take_sums[order]
-        wanted = give_sums - aim
-        above = np.searchsorted(ascending, wanted)
-        for neighbour in (np.minimum(above, len(order) - 1), np.maximum(above - 1, 0)):
-            distance = np.abs(ascending[neighbour] - wanted)
-            if most is not None:
-                more = give_tokens - take_tokens[order[neighbour]]
-                distance[(more > room[0]) | (-more > room[1])] = np.inf
-            row = int(distance.argmin())
-            if distance[row] < least:
-                least = float(distance[row])
-                best = _members(gives, row), _members(takes, int(order[neighbour[row]]))
-        return best
+        given, taken = _sums(self._prices[ours], gives), _sums(self._prices[theirs], takes)
+        order = taken.argsort(kind="stable")
+        taken = taken[order]
+        limited = self._limits.most_tokens is not None
+        if limited:
+            given_tokens = _sums(self._tokens[ours], gives)
+            taken_tokens = _sums(self._tokens[theirs], takes)[order]
+        for aim in (self._wanted(heavy, light), gap / 2):
+            wanted = given - aim
+            above = taken.searchsorted(wanted)
+            neighbours = np.array((np.minimum(above, len(order) - 1), np.maximum(above - 1, 0)))
+            distance = np.abs(taken[neighbours] - wanted)
+            if limited:
+                more = given_tokens - taken_tokens[neighbours]
+                distance[(more > self._rooms[light]) | (more < -self._rooms[heavy])] = np.inf
+            best = int(distance.argmin())
+            if distance.flat[best] < min(aim, gap - aim) - self._tolerance / 2:  # more or less gains nothing
+                give, take = best % len(given), int(neighbours.flat[best])
+                freed = int(given_tokens[give] - taken_tokens[take]) if limited else 0
+                moved = float(given[give] - taken[take])
+                return _members(gives, give), _members(takes, int(order[take])), moved, freed
+        return None
 
 
 def _members(subsets: Indices, subset: int) -> Indices:
@@ -151,10 +169,9 @@ def _members(subsets: Indices, subset: int) -> Indices:
     return column[column >= 0]
 
 
-def _sums(values: NDArray[np.generic], subsets: Indices) -> Prices:
+def _sums(values: NDArray[Any], subsets: Indices) -> Prices:
     """The sum of ``values`` over each subset."""
-    padded = np.concatenate((values, _NOTHING))  # to which -1 points
-    sums: Prices = padded[subsets].sum(axis=0)
+    sums: Prices = np.concatenate((values, _NOTHING)).take(subsets).sum(axis=0)  # -1 points to nothing
     return sums
 
 

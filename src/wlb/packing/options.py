@@ -83,8 +83,8 @@ class DelayOptions(PackerOptions):
 
     max_delay: NonNegativeInt = Field(
         16,
-        description="Planning rounds (a step, or packing.window of them) after which a waiting document goes first; 0, "
-        "with makespan and elastic alone, lets none wait",
+        description="Steps (or packing.window of them) after which a waiting document goes first; 0 only with makespan "
+        "and elastic",
     )
 
     @field_validator("max_delay")
@@ -100,8 +100,8 @@ class LengthFactorOptions(DelayOptions):
 
     max_length_factor: LengthFactor | Literal["auto"] = Field(
         1.5,
-        description="L_max, the most tokens of a micro-batch, in context windows; auto is the most that memory allows, "
-        "up to 4 (with elastic, twice the mean micro-batch), in a job that is trained or simulated",
+        description="L_max, the most tokens of a micro-batch, in context windows; auto is what memory allows, up to 4 "
+        "(with elastic, twice the mean micro-batch)",
     )
 
     def largest_auto_factor(self, micro_batches: int) -> float:

@@ -123,7 +123,12 @@ class Packer(ABC, Generic[Options]):
 
     def next_steps(self) -> list[StepPlan]:
         """The next step, or the steps that are planned together with it; none where too few documents have arrived."""
-        return self._next_steps() if self._arrived_tokens >= self._tokens_wanted() else []
+        return [] if self.tokens_missing else self._next_steps()
+
+    @property
+    def tokens_missing(self) -> int:
+        """Tokens that have yet to arrive before ``next_steps`` returns any."""
+        return max(0, self._tokens_wanted() - self._arrived_tokens)
 
     def drain(self) -> list[StepPlan]:
         """Plan everything still held, in as many steps as it needs; the packer is empty afterwards."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.simulate import SimulatedJob, SimulationResult
 from wlb.simulate.compare import MethodResult, compare_packer, packer_for
 from wlb.simulate.timeline import Timeline, timeline
-from wlb.simulate.verdict import BASELINE, BEST, Verdict, judge, presets_of
+from wlb.simulate.verdict import BASELINE, BEST, Verdict, judge_presets
 
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")
 RECOMMENDED = "makespan"
@@ -70,7 +69,7 @@ class Evidence:
     def usual_steps(self) -> dict[str, Timeline]:
         """Of the baseline, of ``best`` and of the winner, the step with the most usual seconds for its work."""
         names = {BASELINE, BEST, self.winner}
-        return {name: _usual_step(self.systems[name], self.lengths, self.verdict.warm_up) for name in names}
+        return {name: usual_step(self.verdict, name, self.lengths) for name in names}
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
@@ -100,8 +99,8 @@ def gather_evidence(
 
     Without ``steps`` for as many as ``judge`` does. Raises ``UserError`` where the documents do not fill one step.
     """
-    found = judge(
-        presets_of(job, lengths), lengths, steps, on_progress=lambda name, done: on_progress(f"simulating {name}")
+    *_, found = judge_presets(
+        job, lengths, steps=steps, on_progress=lambda name, done: on_progress(f"simulating {name}")
     )
     documents, _ = documents_for(lengths, job.packing.micro_batches, job.context_window, steps=found.steps)
     best = found.systems[BEST].job
@@ -113,7 +112,8 @@ def gather_evidence(
     return Evidence(lengths, found, methods)
 
 
-def _usual_step(result: SimulationResult, lengths: NDArray[np.int64], warm_up: int) -> Timeline:
-    """The step of ``result`` with the most usual seconds for its work, planned again."""
+def usual_step(verdict: Verdict, system: str, lengths: NDArray[np.int64]) -> Timeline:
+    """The step of ``system`` with the most usual seconds for its work, planned again on documents of ``lengths``."""
+    result = verdict.systems[system]
     usual = int(np.abs(result.step_seconds / result.step_work_seconds - 1 / result.work_rate).argmin())
-    return timeline(next(islice(StepPlanner(result.job, lengths).plans(), warm_up + usual, None)), result.job)
+    return timeline(next(StepPlanner(result.job, lengths).plans(verdict.warm_up + usual)), result.job)

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from wlb.documents.store.reader import stored_vocab_size
 from wlb.errors import UserError
+from wlb.markup import Markup, tag
 from wlb.report.evidence import Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram
 from wlb.report.html.diagrams import heat_map, pipeline_chart, shard_chart
-from wlb.report.html.markup import Caption, Markup, table, tag
+from wlb.report.html.markup import Caption, table
 from wlb.report.html.page import code, facts, page, paragraph, section, verdict
 from wlb.report.plots import is_baseline
 from wlb.simulate import SimulatedJob, simulate_step
 from wlb.simulate.search import layout_of
-from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, PARTS
+from wlb.simulate.timeline import Timeline
+from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, PARTS, Verdict
 from wlb.workload import MODEL_SHAPES
 
 TITLE = "What workload balancing gives this job"
@@ -40,7 +45,7 @@ def predicted_report(
 
     ``rivals`` is what ``wlb rivals --json`` printed, for a section of its own.
     """
-    job, winner = evidence.job, evidence.winner
+    job, winner, model = evidence.job, evidence.winner, _measured_model(evidence.job) or model
     gain, before, after = evidence.gains[winner], evidence.systems[BASELINE], evidence.systems[winner]
     values = {
         f"speed at equal work, {winner} over {BASELINE} ({gain.low:.2f} to {gain.high:.2f})": f"{gain.factor:.2f}x",
@@ -64,11 +69,15 @@ def predicted_report(
             section("gain", "Expected gain", *_gain(evidence)),
             section("documents", "Documents", length_histogram(evidence.lengths)),
             section("packing", "Packing", *_packing(evidence)),
-            section("where", "Where the time goes", _where(evidence)),
+            section("where", "Where the time goes", where_chart(evidence.verdict)),
             section("ranks", "Ranks", _ranks(evidence)),
-            section("pipeline", "Pipeline", _pipeline(evidence)),
+            section(
+                "pipeline",
+                "Pipeline",
+                step_chart({name: evidence.usual_steps[name] for name in (BASELINE, evidence.winner)}),
+            ),
             section("sharding", "Sharding", _sharding(evidence)),
-            *([] if rivals is None else [section("rivals", "Published policies", *_rivals(rivals))]),
+            *([] if rivals is None else [section("rivals", "Published policies", *rivals_shown(rivals))]),
             section("config", "Recommended configuration", *_config(evidence, model, source, store)),
         ],
     )
@@ -151,8 +160,9 @@ def _packing(evidence: Evidence) -> list[Markup]:
     return [chart, table(columns, caption)]
 
 
-def _where(evidence: Evidence) -> Markup:
-    parts = {name: evidence.verdict.parts(name) for name in evidence.systems}
+def where_chart(verdict: Verdict) -> Markup:
+    """What the time of each system goes to."""
+    parts = {name: verdict.parts(name) for name in verdict.systems}
     return bars(
         Caption(
             "where-chart",
@@ -183,14 +193,15 @@ def _ranks(evidence: Evidence) -> Markup:
     )
 
 
-def _pipeline(evidence: Evidence) -> Markup:
+def step_chart(steps: Mapping[str, Timeline]) -> Markup:
+    """One step of each system, on one clock."""
     note = (
         f"{_THE_STEP}; numbers are micro-batches. Where there are many ranks, the slowest data-parallel rank only; of "
         "level steps, in which every rank has its own micro-batches, the first ranks."
     )
     return pipeline_chart(
         Caption("pipeline-chart", "One step, before and after", note),
-        [(name, evidence.usual_steps[name]) for name in (BASELINE, evidence.winner)],
+        [*steps.items()],
     )
 
 
@@ -216,7 +227,8 @@ def read_rivals(path: Path) -> dict[str, Any]:
     return found
 
 
-def _rivals(found: dict[str, Any]) -> list[Markup]:
+def rivals_shown(found: Mapping[str, Any]) -> list[Markup]:
+    """The chart and table of ``found``, which has the keys of ``wlb rivals --json``."""
     policies = found["policies"]
     speeds = [(p["policy"], [p["speed_at_equal_work"]], f"{p['speed_at_equal_work']:.2f}x") for p in policies]
     columns = {
@@ -250,25 +262,27 @@ def _rivals(found: dict[str, Any]) -> list[Markup]:
 
 
 def _config(evidence: Evidence, model: str, source: str, store: str | None) -> list[Markup]:
-    config = code(recommended_config(evidence.verdict.configured(), model, source, store, preset=evidence.winner))
-    chosen = "Activation checkpointing is the least that leaves room for L_max."
+    config = code(recommended_config(evidence.verdict, model, source, store))
+    chosen = "We chose the lightest activation checkpointing that leaves room for L_max."
     if evidence.winner == ELASTIC:
         chosen += " Pools and their micro-batches are chosen when the job starts."
     return [paragraph(chosen), config]
 
 
-def recommended_config(
-    job: SimulatedJob, model: str, source: str, store: str | None = None, *, preset: str = "best"
-) -> str:
-    """The sections that ``job`` settles, under ``preset``; without ``store`` a placeholder stands for it."""
-    packing = job.packing
+def recommended_config(verdict: Verdict, model: str, source: str, store: str | None = None) -> str:
+    """The preset that ``verdict`` names and what its job settles; without ``store`` a placeholder stands for it."""
+    job, preset = verdict.configured(), verdict.preset
+    model, packing = _measured_model(job) or model, job.packing
     sections: dict[str, dict[str, Any]] = {
         "model": {"name" if model in MODEL_SHAPES or not Path(model).is_dir() else "pretrained": model},
         "data": {"store": store or "data/corpus", "context_window": job.context_window},
         "parallel": {"dp": job.layout.dp, "pp": job.layout.pp, "cp": job.layout.cp, "tp": job.layout.tp},
         "packing": {"micro_batches": packing.micro_batches},
     }
-    if preset == "best":
+    vocab_size = (stored_vocab_size(store) if store else None) or 0
+    if "name" in sections["model"] and vocab_size % job.layout.tp:  # every rank has equally many rows
+        sections["model"]["vocab_size"] = vocab_size + -vocab_size % job.layout.tp
+    if preset == BEST:
         sections["packing"]["max_length_factor"] = float(packing.length_factor)
     if job.layout.virtual_pp > 1 or job.layout.schedule != "1f1b":
         sections["parallel"] |= {"virtual_pp": job.layout.virtual_pp, "schedule": job.layout.schedule}
@@ -279,6 +293,15 @@ def recommended_config(
     for name, settings in sections.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
     return "\n".join(lines) + "\n"
+
+
+def _measured_model(job: SimulatedJob) -> str | None:
+    """The name of the model that the job's profile was measured with; None without a profile."""
+    if job.pricing.profile is None:
+        return None
+    measured = replace(job.pricing.profile.model, vocab_size=1)
+    names = (name for name, shape in MODEL_SHAPES.items() if replace(shape, vocab_size=1) == measured)
+    return next(names, "MODEL OF THE PROFILE")
 
 
 def _toml(value: Any) -> str:

@@ -88,9 +88,7 @@ def first_steps(
 
     ``warm_up`` steps are planned before them, at once, and left out.
     """
-    costs, plans = JobCosts(job), StepPlanner(job, lengths).plans()
-    for _ in islice(plans, warm_up):
-        pass
+    costs, plans = JobCosts(job), StepPlanner(job, lengths).plans(warm_up)
     groups = in_groups(islice(plans, steps), max(1, _MICRO_BATCHES_AT_ONCE // job.packing.micro_batches))
     return ((group, simulate_steps(group, costs)) for group in groups)
 

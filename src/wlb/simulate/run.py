@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from wlb.documents.filling import check_filling
 from wlb.documents.mixture import joined_lengths
+from wlb.markup import bar_table
 from wlb.packing.plan import StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import Rate, first_steps
 from wlb.simulate.step import CAUSES, Steps
+from wlb.terminal import number_of
 from wlb.workload.base import DocumentPrices
 from wlb.workload.flops import attended_pairs
 
@@ -70,6 +72,22 @@ class SimulationResult:
         """How many times faster than ``base`` the same work is done."""
         return self.work_rate / base.work_rate
 
+    def _repr_html_(self) -> str:
+        where = {cause: seconds for cause, seconds in self.where.items() if seconds}
+        columns = {
+            "cause": [*where],
+            "seconds": [f"{seconds:.3g}" for seconds in where.values()],
+            "share": [f"{seconds / self.mean_step_seconds:.1%}" for seconds in where.values()],
+        }
+        gpus, steps = self.job.layout.world_size, number_of(self.steps, "step")
+        heading = (
+            f"Simulated, {steps} of {number_of(gpus, 'GPU')}: {self.mean_step_seconds:.3g} s a step, "
+            f"{self.tokens_per_second:,.0f} tokens/s, slowest GPU over mean {self.imbalance['gpus']:.3f}, "
+            f"token delay {self.token_delay:.2f} steps"
+        )
+        lane = [{"seconds of a step": seconds} for seconds in where.values()]
+        return bar_table(heading, columns, [lane], {"seconds of a step": "green"})
+
     def to_json(self) -> dict[str, Any]:
         return {
             "gpus": self.job.layout.world_size,
@@ -105,9 +123,8 @@ def simulate(
     is "auto" is decided first (``decide``); ``job`` of the result says how. Documents are repeated, epoch after epoch,
     where the steps need more; raises ``UserError`` where they do not fill one step (``check_filling``).
     """
-    data, of_documents = job.data, joined_lengths(lengths)
-    step_tokens = job.global_batch * job.context_window
-    check_filling(of_documents, step_tokens, job.context_window, overlong=data.overlong, steps=steps)
+    check_documents(job, lengths, steps)
+    of_documents = joined_lengths(lengths)
     work_prices = work_prices or job.work_prices
     job = decide(job, lengths)
     totals = _Totals(job, Rate(work_prices))
@@ -117,6 +134,14 @@ def simulate(
         totals.add_documents(plans, of_documents)
         on_progress(len(plans))
     return totals.result()
+
+
+def check_documents(
+    job: SimulatedJob, lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]], steps: int = 1
+) -> None:
+    """``check_filling`` for ``steps`` steps of ``job``: before anything is simulated, which may take long."""
+    step_tokens, overlong = job.global_batch * job.context_window, job.data.overlong
+    check_filling(joined_lengths(lengths), step_tokens, job.context_window, overlong=overlong, steps=steps)
 
 
 class _Totals:

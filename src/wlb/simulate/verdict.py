@@ -8,7 +8,8 @@ end as at the beginning, so none looks fast because its long ones still wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, get_args
@@ -20,11 +21,16 @@ from wlb.documents.length_counts import DocumentLengths
 from wlb.job.config import PRESETS
 from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.memory.layers import Checkpointing
+from wlb.markup import COLOURS, bar_table
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
 from wlb.simulate.rate import rate
-from wlb.simulate.run import SimulationResult, simulate
+from wlb.simulate.run import SimulationResult, check_documents, simulate
 from wlb.simulate.search import packed_as, usual_steps
+from wlb.two_cores import on_two_cores
+
+Lengths = NDArray[np.int64] | Sequence[NDArray[np.int64]]
+Progress = Callable[[str, int], None]  # a system, and its steps just done
 
 BASELINE, BEST, ELASTIC = "plain-4d", "best", "elastic"  # presets
 AS_FAST = 0.01  # presets within so much of each other are as fast
@@ -75,12 +81,14 @@ class Verdict:
     def winner(self) -> str:
         """The preset to set: the fastest that fits the memory, or ``elastic``, which delays nothing, if as fast.
 
-        The base where none is faster.
+        The base where none is faster by ``AS_FAST``.
         """
         others = [name for name, system in self.systems.items() if name != self.base and fits(system.job)]
         fastest = max([self.base, *others], key=self.speed)
+        if self.speed(fastest) < 1 + AS_FAST:
+            return self.base
         as_fast = ELASTIC in others and self.speed(ELASTIC) >= (1 - AS_FAST) * self.speed(fastest)
-        return ELASTIC if as_fast and fastest != self.base else fastest
+        return ELASTIC if as_fast else fastest
 
     @property
     def preset(self) -> str:
@@ -112,20 +120,36 @@ class Verdict:
         """The share of the base's GPU time that the winner saves at equal work."""
         return 1 - 1 / self.speed(self.winner)
 
-    def __str__(self) -> str:
+    @property
+    def loses(self) -> str:
+        """What the base loses, and to what, as a clause."""
         lost = self.lost
         most_first = sorted(lost.items(), key=lambda item: -item[1])
         made_of = ", ".join(f"{share:.0%} {part}" for part, share in most_first if share >= 0.005)
-        loses = f"{self.base} loses {sum(lost.values()):.0%} of GPU time" + (f": {made_of}" if made_of else "")
+        together = max(0.0, sum(lost.values()))
+        return f"{self.base} loses {together:.0%} of GPU time" + (f": {made_of}" if made_of else "")
+
+    def __str__(self) -> str:
         if self.winner == self.base:
-            return f"{loses}. No other preset is faster here."
+            return f"{self.loses}. No other preset is faster by {AS_FAST:.0%} or more here."
         delay = self.systems[self.winner].token_delay
         waits = "with the same documents in every step" if delay < 0.005 else f"a token waits {delay:.2f} steps"
-        winner = f'preset = "{self.winner}"' if self.winner in PRESETS else f"the job {self.winner}"
+        winner = f'preset = "{self.winner}"' if self.winner in PRESETS else f"The job {self.winner}"
         return (
-            f"{loses}. {winner} gives back {self.given_back:.0%} "
+            f"{self.loses}. {winner} gives back {self.given_back:.0%} "
             f"({self.speed(self.winner):.2f}x at equal work, {waits})."
         )
+
+    def _repr_html_(self) -> str:
+        parts = [self.parts(name) for name in self.systems]
+        columns = {
+            "system": [*self.systems],
+            "lost": [f"{sum(of_system[part] for part in _LOST):.1%}" for of_system in parts],
+            "speed at equal work": [f"{self.speed(name):.2f}x" for name in self.systems],
+            "token delay, steps": [f"{system.token_delay:.2f}" for system in self.systems.values()],
+        }
+        heading = f"{self} Bars: time for the work of a step of {self.base}."
+        return bar_table(heading, columns, [parts], dict(zip(PARTS, COLOURS, strict=True)))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -146,30 +170,59 @@ class Verdict:
 
 def judge(
     jobs: Mapping[str, SimulatedJob],
-    lengths: NDArray[np.int64] | Sequence[NDArray[np.int64]],
+    lengths: Lengths,
     steps: int | None = None,
     *,
-    on_progress: Callable[[str, int], None] = lambda system, steps: None,
+    on_progress: Progress = lambda system, steps: None,
 ) -> Verdict:
     """Simulate ``steps`` steps, by default ``usual_steps``, of each of ``jobs`` on documents of ``lengths`` tokens.
 
-    Documents are repeated where they do not fill the steps; raises ``UserError`` where they do not fill one.
+    Documents are repeated where they do not fill the steps; raises ``UserError`` where they do not fill one step.
     ``on_progress`` gets the system and its steps just done.
     """
+    *_, verdict = _judging(jobs, lambda job: job, lengths, steps, on_progress)
+    return verdict
+
+
+def judge_presets(
+    job: SimulatedJob,
+    lengths: Lengths,
+    presets: Iterable[str] = PRESETS,
+    steps: int | None = None,
+    *,
+    on_progress: Progress = lambda system, steps: None,
+) -> Iterator[Verdict]:
+    """``judge`` of ``presets_of``, with the verdict on the presets so far after each; on two cores."""
+    jobs, settled = _packed(job, presets), partial(well_checkpointed, lengths=lengths)
+    yield from _judging(jobs, settled, lengths, steps, on_progress, on_two_cores)
+
+
+def _judging(
+    jobs: Mapping[str, SimulatedJob],
+    settled: Callable[[SimulatedJob], SimulatedJob],
+    lengths: Lengths,
+    steps: int | None,
+    on_progress: Progress,
+    mapped: Callable[..., Iterator[tuple[SimulationResult, bool]]] = map,
+) -> Iterator[Verdict]:
+    """The verdict on the systems so far, after each of ``jobs``."""
     first = next(iter(jobs.values()))
     warm_up = usual_steps(first.global_batch)
-    results = {
-        name: simulate(
-            job,
-            lengths,
-            steps or warm_up,
-            warm_up=warm_up,
-            work_prices=first.work_prices,
-            on_progress=partial(on_progress, name),
-        )
-        for name, job in jobs.items()
-    }
-    return Verdict(results, warm_up)
+    steps, here = steps or warm_up, os.getpid()
+    check_documents(first, lengths, steps)
+
+    def simulated(name: str) -> tuple[SimulationResult, bool]:
+        is_here = os.getpid() == here  # where progress can be shown
+        told = partial(on_progress, name) if is_here else lambda done: None
+        job, prices = settled(jobs[name]), first.work_prices
+        return simulate(job, lengths, steps, warm_up=warm_up, work_prices=prices, on_progress=told), is_here
+
+    results: dict[str, SimulationResult] = {}
+    for name, (result, is_here) in zip(jobs, mapped(simulated, jobs), strict=True):
+        if not is_here:
+            on_progress(name, steps)
+        results[name] = result
+        yield Verdict(dict(results), warm_up)
 
 
 def presets_of(
@@ -179,8 +232,12 @@ def presets_of(
 
     Without pools where documents have phases, which these do not know.
     """
+    return {name: well_checkpointed(one, lengths) for name, one in _packed(job, presets).items()}
+
+
+def _packed(job: SimulatedJob, presets: Iterable[str]) -> dict[str, SimulatedJob]:
     packed = {name: packed_as(job, name) for name in presets}
-    return {name: well_checkpointed(one, lengths) for name, one in packed.items() if not (one.phases and one.pools)}
+    return {name: one for name, one in packed.items() if not (one.phases and one.pools)}
 
 
 def well_checkpointed(job: SimulatedJob, lengths: DocumentLengths) -> SimulatedJob:

@@ -6,7 +6,6 @@ the ranks then. What has to use it before ranks start, such as the checks of a j
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import pickle
@@ -22,8 +21,8 @@ from typing import Any, NoReturn, TypeVar
 from wlb.errors import UserError, require
 from wlb.training.runtime.console import flush
 from wlb.training.runtime.termination import held_back, signals_to_end
+from wlb.two_cores import end_with
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STDERR = 2
 
 T = TypeVar("T")
@@ -73,9 +72,10 @@ class Forks:
             return work()
         flush()
         reader, writer = os.pipe()
+        parent = os.getpid()
         child = os.fork()
         if not child:
-            _work_for(writer, work)
+            _work_for(writer, work, parent)
         os.close(writer)
         with open(reader, "rb") as pipe:
             outcome = pipe.read()
@@ -113,9 +113,9 @@ def torch_may_be_in_use() -> bool:
     return "torch" in sys.modules or threading.active_count() > 1
 
 
-def _work_for(writer: int, work: Callable[[], object]) -> NoReturn:
+def _work_for(writer: int, work: Callable[[], object], parent: int) -> NoReturn:
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with(parent)
         _handle_no_signals()
         try:
             outcome: tuple[object, BaseException | None] = (work(), None)

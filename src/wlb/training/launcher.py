@@ -168,22 +168,10 @@ def _run_to_end(config: JobConfig, arguments: Sequence[str], request: _EndReques
 
 
 def _what_is_kept(config: JobConfig) -> str:
-    """What the same command continues from, and how many steps it repeats."""
-    from wlb.training.checkpoint.resuming import newest_checkpoint
+    from wlb.training.checkpoint.resuming import what_is_kept
     from wlb.training.observe.metrics import STEPS, last_step_in
 
-    last = last_step_in(config.metrics.dir / STEPS)
-    if config.checkpoint.dir is None:
-        return f"nothing is saved without checkpoint.dir; lost: {number_of(last, 'step')}"
-    try:
-        newest = newest_checkpoint(config.checkpoint)
-    except UserError as error:
-        return str(error)
-    if newest is None:
-        every = config.checkpoint.every
-        return f"there is no checkpoint yet (checkpoint.every = {every}); lost: {number_of(last, 'step')}"
-    lost = number_of(max(0, last - step_of(newest)), "step")
-    return f"the same command continues from checkpoint {newest}; lost since then: {lost}"
+    return what_is_kept(config.checkpoint, last_step_in(config.metrics.dir / STEPS))
 
 
 def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest, forks: Forks) -> Ending | None:
@@ -217,7 +205,7 @@ def _run_ranks(config: JobConfig, arguments: Sequence[str], request: _EndRequest
         return explain_failures(failures)
     if unfinished:
         limit = config.training.grace_seconds + _BEYOND_GRACE_SECONDS
-        text = f"terminated: not all ranks ended within {limit:g} s, and were killed; the newest checkpoint stands"
+        text = f"terminated: not all ranks ended within {limit:g} s, and were killed; {_what_is_kept(config)}"
         return Ending(text, f"wlb: {text}", TERMINATED_STATUS)
     return None
 

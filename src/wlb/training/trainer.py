@@ -21,6 +21,7 @@ import torch.distributed as dist
 from wlb.attention.profiler_regions import region
 from wlb.job.config import JobConfig
 from wlb.training.checkpoint.checkpointer import Progress
+from wlb.training.checkpoint.resuming import what_is_kept
 from wlb.training.data.loader import LoadedStep
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.phases import (
@@ -91,8 +92,13 @@ class Trainer:
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
-        for _ in self.steps():
-            pass
+        try:
+            for _ in self.steps():
+                pass
+        except Terminated:
+            if self.reporter:
+                self.reporter.finish()
+            raise
         return self.reporter.finish() | self.loader.totals() if self.reporter else None
 
     def steps(self) -> Iterator[int]:
@@ -102,7 +108,7 @@ class Trainer:
         """
         saved = self.step
         terminated = False
-        self.termination.allow(self.config.training.grace_seconds)
+        self.termination.allow(self.config.training.grace_seconds, self._what_is_kept)
         with self.loader, self.monitor:
             self._evaluate()  # what the job before this one was asked to end in
             while loaded := self._next_step():
@@ -123,7 +129,7 @@ class Trainer:
                 self._save()
             self.checkpointer.finish()
         if terminated:
-            raise Terminated(_where_it_ended(self.step, self.checkpointer.enabled))
+            raise Terminated(f"terminated after step {self.step}; {self._what_is_kept()}")
 
     def _next_step(self) -> LoadedStep | None:
         with region("data"):
@@ -149,8 +155,5 @@ class Trainer:
         with region("checkpoint"):
             self.checkpointer.save(Progress(self.step, self._trained))
 
-
-def _where_it_ended(step: int, saved: bool) -> str:
-    if not saved:
-        return f"terminated after step {step}; nothing is saved without checkpoint.dir"
-    return f"terminated after step {step}; checkpoint saved, run the same command to continue"
+    def _what_is_kept(self) -> str:
+        return what_is_kept(self.config.checkpoint, self.step)

@@ -57,6 +57,8 @@ def test_accelerate_deals_them_back_unchanged():
     data_loader = pytest.importorskip("accelerate.data_loader")
     shards = [list(data_loader.BatchSamplerShard(sampler(dp=3), 3, rank)) for rank in range(3)]
     assert shards == [list(sampler(dp=3, rank=rank)) for rank in range(3)]
+    with pytest.raises(UserError, match="rank = 1 among its processes once more, so most would not be trained"):
+        list(data_loader.BatchSamplerShard(sampler(dp=3, rank=1), 3, 1))
 
 
 def test_batches_are_even_and_passes_differ():
@@ -116,7 +118,7 @@ def test_torchdata_keeps_the_state_with_workers(workers: int):
     [
         ({"lengths": [5, 2000]}, "document 1 has 2000 tokens, over context_window = 1024"),
         ({"lengths": [5, 0]}, "document 1 has 0 tokens"),
-        ({"lengths": []}, "lengths must be"),
+        ({"lengths": []}, "there are no documents to train; give at least one"),
         ({"epochs": 0}, "epochs must be >= 1"),
         ({"rank": 2}, r"rank must be in \[0, 2\)"),
         ({"preset": "no"}, "preset 'no' is unknown"),

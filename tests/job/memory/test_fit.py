@@ -29,7 +29,10 @@ def test_auto_is_the_largest_factor_that_fits(layout, window, number_of_bytes):
         return
     assert 1 <= factor <= LARGEST_AUTO_FACTOR
     assert factor * 64 == int(factor * 64)
+    held = predicted_memory(job.with_length_factor(factor))
     assert fits(job.with_length_factor(factor))
+    assert held.total <= number_of_bytes
+    assert predicted_memory(job.with_length_factor(factor), limit=held.total - 1).total > held.total - 1
     assert factor == LARGEST_AUTO_FACTOR or not fits(job.with_length_factor(factor + 1 / 64))
 
 

@@ -6,6 +6,7 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulate, simulate_step, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.search import SearchSpace
-from wlb.studies.policies import BASE, POLICIES, chosen, compare
+from wlb.studies.policies import BASE, POLICIES, chosen, compare, ours
 from wlb.studies.policies.hotspa import HotSwitching, switched_bytes
 from wlb.studies.policies.hydraulis import Heterogeneous, Pipelines, _columns, _deals, greedy, packed
 from wlb.studies.policies.plan import Group, GroupPlan, Ranks
@@ -248,6 +249,18 @@ def test_rows_of_ours_are_those_of_the_simulator():
     kind = outcome.layout.rsplit(", ", 1)[1]
     own = job("fixed-4d", **layout, micro_batches=16 // layout["dp"], activation_checkpointing=kind)
     assert outcome.seconds == pytest.approx(simulate(own, lengths, 2).seconds)
+
+
+def test_elastic_is_tried_in_layouts_of_fixed_groups_too(monkeypatch: pytest.MonkeyPatch):
+    """Free groups hold fewer tokens, as some policies double the ranks of a document, and may leave a layout out."""
+    elastic, lengths, searched = POLICIES["elastic"], documents(), space(gpus=2, micro_batches=4)
+    either = elastic.best("elastic", searched, lengths)
+    monkeypatch.setattr(ours, "candidate_ranks", Mock(side_effect=UserError("nothing fits")))
+    fixed = elastic.best("elastic", searched, lengths)
+    assert either.work_rate >= 0.99 * fixed.work_rate  # chosen by fewer steps than are simulated
+    assert either.tried >= fixed.tried
+    with pytest.raises(UserError, match="elastic finds no layout"):
+        elastic.best("elastic", space(shape=model_shape("llama3-70b")), lengths)
 
 
 def test_memory_counts_gradients_of_several_micro_batches_and_a_full_pipeline():

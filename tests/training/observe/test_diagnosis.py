@@ -95,7 +95,7 @@ def test_a_slow_machine_is_told_from_an_uneven_plan():
     assert first["what"] == "straggler"
     assert first["text"].startswith("rank 5 (host node0, process 205, cuda:5) takes 2.50 times the seconds expected")
     assert {cause["what"] for cause in others} == {"cp", "pp", "dp"}
-    assert all("the plan foresees 1.00" in cause["text"] for cause in others)
+    assert all("the plan predicts 1.00" in cause["text"] for cause in others)
     slowest = max(diagnosis["ranks"], key=lambda rank: rank["normalised"])
     assert [slowest[name] for name in ("rank", "pp", "dp", "cp", "tp")] == [5, 1, 0, 1, 0]
     assert slowest["normalised"] == pytest.approx(diagnosis["slowest_over_mean"]) == pytest.approx(2.5 / (9.5 / 8))

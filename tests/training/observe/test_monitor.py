@@ -102,7 +102,7 @@ def test_a_rank_that_waits_for_its_core_is_reported_by_name(tmp_path):
     assert re.fullmatch(r"imbalance of ranks, slowest over mean: 1\.\d{3} predicted, 1\.818 measured", imbalance)
     assert files == [
         f"metrics: {metrics}; no checkpoint.dir is set",
-        f"next: wlb report {metrics}, wlb diagnose {metrics}",
+        f"next: wlb report {metrics}",
     ]
 
 

@@ -53,8 +53,12 @@ def test_a_terminated_job_saves_the_step_it_is_in(folder, launcher, to, asked):
         _, err = job.communicate()
     last = read_steps(folder)[-1]["step"]
     lines = [line for line in err.splitlines() if line.startswith("wlb: ")]
-    assert lines == [f"wlb: terminated after step {last}; checkpoint saved, run the same command to continue"]
-    assert [step_of(path) for path in complete_checkpoints(folder / "checkpoints")] == [last]
+    (checkpoint,) = complete_checkpoints(folder / "checkpoints")
+    assert step_of(checkpoint) == last
+    kept = f"the same command continues from checkpoint {checkpoint}; lost since then: 0 steps"
+    assert lines == [f"wlb: terminated after step {last}; {kept}"]
+    assert f"\ntrained to step {last}: " in err
+    assert f"\nnext: wlb report {folder / 'metrics'}\n" in err
     assert not any(is_running(rank) for rank in ranks)
     if launcher == "wlb":
         assert job.returncode == 143
@@ -79,7 +83,11 @@ def test_when_the_grace_time_is_over_the_job_leaves_unsaved(folder):
         job.send_signal(signal.SIGTERM)
         _, err = job.communicate()
     assert job.returncode == 143
-    assert "wlb: terminated: training.grace_seconds = 1 were too few to finish the step and save it" in err
+    last = read_steps(folder)[-1]["step"]
+    assert (
+        "wlb: terminated: training.grace_seconds = 1 were too few to finish the step and save it; "
+        f"there is no checkpoint yet (checkpoint.every = 10000); lost: {last} steps"
+    ) in err
     assert complete_checkpoints(folder / "checkpoints") == []
 
 
@@ -95,7 +103,7 @@ def test_a_rank_without_time_says_why(monkeypatch, grace_seconds, message):
     monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGTERM)
     termination = Termination()
     if grace_seconds is not None:
-        termination.allow(grace_seconds)
+        termination.allow(grace_seconds, str)
     with pytest.raises(Terminated, match=message):
         termination._answer({signal.SIGTERM})
 

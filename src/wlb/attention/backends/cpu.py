@@ -31,7 +31,7 @@ def unsupported(query: Tensor) -> str | None:
     if query.device.type != "cpu":
         return f"the tensors are on {query.device.type}, not on the CPU"
     if query.dtype not in _TYPES:
-        return f"{query.dtype} is none of {', '.join(str(dtype) for dtype in _TYPES)}"
+        return f"{query.dtype} is not one of {', '.join(str(dtype) for dtype in _TYPES)}"
     return None
 
 

@@ -38,7 +38,7 @@ def unsupported(query: Tensor) -> str | None:
 def unsupported_by_kernel(query: Tensor) -> str | None:
     """The same for a query that is on a CUDA device."""
     if query.dtype not in _TYPES:
-        return f"{query.dtype} is none of {', '.join(str(dtype) for dtype in _TYPES)}"
+        return f"{query.dtype} is not one of {', '.join(str(dtype) for dtype in _TYPES)}"
     if query.shape[-1] > _LARGEST_HEAD_DIM or query.shape[-1] % 8:
         return f"head_dim {query.shape[-1]} is not a multiple of 8 up to {_LARGEST_HEAD_DIM}"
     return None

@@ -7,8 +7,10 @@ which is how Accelerate's ``BatchSamplerShard`` deals batches to processes and w
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -45,7 +47,8 @@ class PlannedBatchSampler:
 
     Raises:
         UserError: A document is empty or over the context window, or settings that no job could have; from ``iter``, on
-            every process, where they would train different plans, or some rank's micro-batches not at all.
+            every process, where they would train different plans, or some rank's micro-batches not at all, as where
+            Accelerate prepares the loader of one ``rank``.
     """
 
     # What PyTorch, Accelerate and Lightning ask of a batch sampler whose batches differ in size.
@@ -82,9 +85,16 @@ class PlannedBatchSampler:
 
     def __iter__(self) -> PlannedBatches:
         """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs."""
+        if self._rank is not None and _dealt_again(sys._getframe(1)):
+            raise UserError(
+                f"Accelerate deals the micro-batches of rank = {self._rank} among its processes once more, so most "
+                "would not be trained; leave rank out, or do not prepare the loader"
+            )
         if self._state is None and self._batches is not None and self._batches.finished:
             self._pass = self._batches.number + 1
         self._batches = self._begun(self._state)
+        if self._followed is not None:
+            self._followed.clear()
         self._batches.followed = self._followed
         begin = {"epochs": self._epochs, "pass": self._pass, "state": digest(self._state)}
         self._group.agree(self._batches.steps.settings | begin, self._rank)
@@ -133,7 +143,7 @@ class PlannedBatchSampler:
         self._state, self._pass, self._counts = dict(state), state["pass"], None
 
     def follow(self) -> deque[StepPlan]:
-        """The plans whose micro-batches the next iterator yields, appended as it comes to them; to be taken out."""
+        """The plans whose micro-batches the last iterator yields, appended as it comes to them; to be taken out."""
         self._followed = deque()
         return self._followed
 
@@ -168,6 +178,12 @@ class PlannedBatchSampler:
         """The data-parallel rank of each process whose micro-batches are yielded in turn."""
         ranks = [process // self.job.layout.cp for process in range(self.job.layout.dp * self.job.layout.cp)]
         return ranks if self._rank is None else [ranks[self._rank]]
+
+
+def _dealt_again(caller: FrameType) -> bool:
+    """Whether ``iter`` is called by what ``accelerator.prepare`` puts around a batch sampler: nothing else tells."""
+    shard = caller.f_locals.get("self")
+    return type(shard).__name__ == "BatchSamplerShard" and getattr(shard, "num_processes", 1) > 1
 
 
 class PlannedBatches(ItemsOfSteps[list[int]]):

@@ -100,7 +100,9 @@ def balanced_job(
 def checked_lengths(lengths: Sequence[int] | NDArray[np.integer[Any]], context_window: int | None = None) -> Lengths:
     """Document lengths as an array. Raises ``UserError`` for one that is empty, or over ``context_window``."""
     array = np.asarray(lengths)
-    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim == 1 and array.size == 0:
+        raise UserError("there are no documents to train; give at least one")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise UserError("lengths must be a list of whole numbers, the tokens of each document; this one is not")
     if (shortest := int(array.min())) < 1:
         raise UserError(f"document {int(array.argmin())} has {shortest} tokens; leave empty documents out")

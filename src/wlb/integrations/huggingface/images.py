@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from wlb.errors import UserError
-from wlb.integrations.document_fields import Document
+from wlb.integrations.document_fields import IMAGE_FIELDS, Document
 from wlb.integrations.packed import FlatteningCollator
 from wlb.training.data.batch import IGNORE_LABEL
 
-IMAGE_FIELDS = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
 _MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 

@@ -24,24 +24,25 @@ from wlb.schedules.operations import round_size
 _FACTORS = 64  # of L_max that are tried in a window
 
 
-def predicted_memory(job: JobSpec) -> MemoryEstimate:
-    """The most that a process holds in the worst step."""
+def predicted_memory(job: JobSpec, limit: float = math.inf) -> MemoryEstimate:
+    """The most that a process holds in the worst step; on the first pipeline rank over ``limit`` bytes, if any is."""
     longest, rest = job.longest_micro_batch, job.most_step_tokens
     if rest is None or job.levels_steps:
-        return predict_even_step(job.memory_settings, longest)
+        return predict_even_step(job.memory_settings, longest, limit)
     walked = EVEN_ROUNDS * round_size(job.layout.pp, job.micro_batches_per_rank)
     if rest // longest >= walked:
-        return predict_even_step(job.memory_settings, longest)  # as full as a step of the longest alone gets
+        return predict_even_step(job.memory_settings, longest, limit)  # as full as a step of the longest alone gets
     tokens = []
     for _ in range(min(walked, job.micro_batches_per_rank)):  # all others are empty
         tokens.append(min(longest, rest))
         rest -= tokens[-1]
-    return predict_memory(replace(job.memory_settings, micro_batches=len(tokens)), tokens)
+    return predict_memory(replace(job.memory_settings, micro_batches=len(tokens)), tokens, limit)
 
 
 def fits(job: JobSpec) -> bool:
     """Whether the worst step is within ``job.memory_limit``."""
-    return predicted_memory(job).total <= job.memory_limit.number_of_bytes
+    limit = job.memory_limit.number_of_bytes
+    return predicted_memory(job, limit).total <= limit
 
 
 def largest_factor(job: JobSpec) -> float | None:

@@ -59,15 +59,20 @@ def gib(number_of_bytes: float) -> str:
     return f"{number_of_bytes / 2**30:.3g}"
 
 
-def predict_memory(settings: MemorySettings, tokens: Sequence[int]) -> MemoryEstimate:
+def predict_memory(settings: MemorySettings, tokens: Sequence[int], limit: float = math.inf) -> MemoryEstimate:
     """The peak over a step whose micro-batches hold ``tokens`` tokens each, before they are shared by cp and tp ranks.
 
-    Context-parallel ranks are taken to exchange as many tokens as one document over the whole micro-batch needs.
+    Context-parallel ranks are taken to exchange as many tokens as one document over the whole micro-batch needs. The
+    estimate is that of the first pipeline rank over ``limit`` bytes, or of the one that holds most where none is.
     """
     if len(tokens) != settings.micro_batches:
         raise ValueError(f"{len(tokens)} token counts were given for {settings.micro_batches} micro-batches")
     rows = [_largest_share(settings, count) for count in tokens]
-    estimates = [predict_rank_memory(settings, rows, rank) for rank in range(settings.parallel.pp)]
+    estimates = []
+    for rank in range(settings.parallel.pp):
+        estimates.append(predict_rank_memory(settings, rows, rank))
+        if estimates[-1].total > limit:
+            return estimates[-1]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
@@ -83,7 +88,7 @@ def predict_rank_memory(
     return _Walk(settings, pipeline_rank, rows, exchanges).over(operations[pipeline_rank])
 
 
-def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
+def predict_even_step(settings: MemorySettings, tokens: int, limit: float = math.inf) -> MemoryEstimate:
     """``predict_memory`` of a step whose micro-batches hold ``tokens`` tokens each, at once however many they are.
 
     A full pipeline of equal micro-batches holds the same round after round, but for their token ids; GPipe alone holds
@@ -92,8 +97,8 @@ def predict_even_step(settings: MemorySettings, tokens: int) -> MemoryEstimate:
     walked = min(settings.micro_batches, EVEN_ROUNDS * round_size(settings.parallel.pp, settings.micro_batches))
     if settings.parallel.schedule not in ("1f1b", "interleaved_1f1b"):
         walked = settings.micro_batches
-    estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked)
     more = (settings.micro_batches - walked) * _largest_share(settings, tokens) * _BATCH_BYTES
+    estimate = predict_memory(replace(settings, micro_batches=walked), [tokens] * walked, limit - more)
     return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})
 
 

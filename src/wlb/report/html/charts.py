@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.markup import Markup, tag
 from wlb.report.gain import Gain
 from wlb.report.html.markup import (
     WIDTH,
     Caption,
-    Markup,
     Scale,
     bottom_axis,
     box,
@@ -19,7 +19,6 @@ from wlb.report.html.markup import (
     left_axis,
     legend,
     line,
-    tag,
     text,
 )
 from wlb.workload.flops import attended_pairs

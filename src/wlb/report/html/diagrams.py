@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb.markup import Markup, tag
 from wlb.report.html.markup import (
     WIDTH,
     Caption,
-    Markup,
     Scale,
     bottom_axis,
     box,
@@ -18,7 +18,6 @@ from wlb.report.html.markup import (
     left_axis,
     legend,
     line,
-    tag,
     text,
 )
 from wlb.sharding.plan import ShardPlan

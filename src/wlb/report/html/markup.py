@@ -1,8 +1,7 @@
-"""HTML and SVG that escape by construction: plain text goes in, ``Markup`` comes out.
+"""What tables and charts of a page share.
 
-``tag`` escapes every child and attribute that is not ``Markup`` already, so a file name or a host cannot become an
-element of the page. ``figure`` is what all charts share: an accessible ``<svg>`` that scales with the page, with text,
-boxes, lines and axes in it. Colours are classes, not values; ``page`` defines them once for light and once for dark.
+``figure`` is an accessible ``<svg>`` that scales with the page, with text, boxes, lines and axes in it. Colours are
+classes, not values; ``page`` defines them once for light and once for dark.
 """
 
 from __future__ import annotations
@@ -10,33 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import NamedTuple
+
+from wlb.markup import Markup, join, tag
 
 WIDTH = 720.0  # of every chart, in the units of its coordinates: about one pixel on a screen
 _LETTER = 6.4  # mean width of one in a chart
-_VOID = {"meta", "br"}
-
-
-class Markup(str):
-    """Text that is HTML already. Only ``tag``, ``join`` and constants of this package make it."""
-
-    __slots__ = ()
-
-
-def tag(name: str, /, *children: str, **attributes: str | float) -> Markup:
-    """``<name attributes>children</name>``; an underscore in an attribute's name is a hyphen, a last one nothing."""
-    written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escape(_text(value))}"' for key, value in attributes.items()
-    )
-    if name in _VOID:
-        return Markup(f"<{name}{written}>")
-    return Markup(f"<{name}{written}>{join(children)}</{name}>")
-
-
-def join(parts: Iterable[str]) -> Markup:
-    """All parts one after another, those that are plain text escaped."""
-    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
 
 
 def table(columns: Mapping[str, Sequence[str]], caption: str = "") -> Markup:
@@ -149,8 +127,3 @@ def legend(entries: Sequence[tuple[str, str]], left: float, y: float, right: flo
         shapes += [box(x, y - 9, 11, 11, class_), text(x + 16, y + 1, name)]
         x += size
     return shapes, y + 6
-
-
-def _text(value: str | float) -> str:
-    """Coordinates with two decimals: a hundredth of a pixel."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

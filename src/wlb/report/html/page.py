@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wlb.errors import UserError
+from wlb.markup import Markup, join, tag
 from wlb.report.html.diagrams import SHADES
-from wlb.report.html.markup import Markup, join, tag
 from wlb.report.plots import BALANCED, BASELINE
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -103,10 +103,15 @@ def page(title: str, sections: Sequence[Markup]) -> str:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", title),
-        tag("style", Markup(_colour_rules() + _STYLE)),
+        style(),
     )
     body = tag("body", tag("main", tag("h1", title), *sections))
     return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
+
+
+def style() -> Markup:
+    """The colours and shapes of a page, light and dark, and of everything that is drawn in it."""
+    return tag("style", Markup(_colour_rules() + _STYLE))
 
 
 def section(identifier: str, heading: str, *content: str) -> Markup:

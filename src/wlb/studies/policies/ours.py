@@ -2,25 +2,32 @@
 
 Their steps come from the trainer's planner and are priced as those of ``wlb.simulate.simulate``. Layouts of the first
 four are those of ``wlb simulate --search``; of the most promising ones the fastest under fixed-4D are tried with every
-system. Elastic runs in the layouts that policies without fixed groups choose from, each with the pools, micro-batches
-and L_max that the trainer decides on there; in the fastest one other kinds of activation checkpointing are tried too.
+system. Elastic runs in these, and in the layouts that policies without fixed groups choose from, each with the pools,
+micro-batches and L_max that the trainer decides on there; in the fastest one every kind of activation checkpointing is
+tried.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import itemgetter
+from typing import get_args
 
 import numpy as np
 
 from wlb.errors import UserError
 from wlb.job.memory.fit import fits, predicted_memory
+from wlb.job.memory.layers import Checkpointing
+from wlb.schedules.layout import Layout
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob, preset_sections
 from wlb.simulate.rate import Rate, first_steps, rate
 from wlb.simulate.search import SearchSpace, fitted, layout_of, layouts, packed_as
-from wlb.studies.policies.layouts import candidate_ranks, checkpointed, no_layout
+from wlb.studies.policies.layouts import candidate_ranks, no_layout
 from wlb.studies.policies.plan import Integers, Ranks
 from wlb.studies.policies.policy import Outcome, Policy, first_batches, work_prices
 from wlb.studies.policies.pricing import ideal_seconds, received_bytes
@@ -29,6 +36,9 @@ _SCREENED = 16  # layouts of which one step is simulated under fixed-4d
 _TRIED = 4  # of them under every system, and as many of the most promising
 _SCREEN = "fixed-4d"
 LONGER = 4  # steps for one that is asked for, of systems in which documents wait: it matters which wait at the end
+
+
+Mapped = Callable[..., Iterator[float]]
 
 
 @dataclass(frozen=True)
@@ -43,15 +53,18 @@ class SystemPolicy(Policy):
         layout = f"{layout_of(job)}, {job.activation_checkpointing}"
         return _simulated(name, job, layout, tried, self._longer * space.steps, space, lengths)
 
-    def fastest(self, name: str, space: SearchSpace, lengths: Integers) -> tuple[SimulatedJob, int]:
-        """The job of the best layout, and how many were tried."""
-        screened = _screened(space, lengths.tobytes())
+    def fastest(
+        self, name: str, space: SearchSpace, lengths: Integers, mapped: Mapped = map
+    ) -> tuple[SimulatedJob, int]:
+        """The job of the best layout, and how many were tried; ``mapped`` as ``on_two_cores``."""
+        screened = _screened(space, lengths.tobytes(), mapped)
         packed = (packed_as(job, self.preset).with_length_factor(float(job.packing.length_factor)) for job in screened)
         jobs = [job for job in map(fitted, packed) if job is not None]
         if not jobs:
             raise no_layout(name, space)
         prices = work_prices(space)
-        return max(jobs, key=lambda job: rate(job, lengths, self._longer, prices).work_rate), len(jobs)
+        rates = [*mapped(lambda job: rate(job, lengths, self._longer, prices).work_rate, jobs)]
+        return jobs[int(np.argmax(rates))], len(jobs)
 
     @property
     def _longer(self) -> int:
@@ -59,17 +72,18 @@ class SystemPolicy(Policy):
 
 
 @lru_cache(maxsize=2)
-def _screened(space: SearchSpace, lengths_bytes: bytes) -> tuple[SimulatedJob, ...]:
+def _screened(space: SearchSpace, lengths_bytes: bytes, mapped: Mapped) -> tuple[SimulatedJob, ...]:
     """The layouts fastest for a step of fixed-4D, and the most promising. Raises ``UserError`` where none fits."""
     lengths = np.frombuffer(lengths_bytes, np.int64)
     fitting, _ = layouts(space)
     if not fitting:
         raise no_layout(_SCREEN, space)
     documents = first_batches(lengths, replace(space, steps=1))[0]
-    fitting.sort(key=lambda job: ideal_seconds(documents, _as_ranks(job)))
-    promising = fitting[:_SCREENED]
+    ideals = [*mapped(lambda job: ideal_seconds(documents, _as_ranks(job)), fitting)]
+    promising = [fitting[place] for place in np.argsort(ideals, kind="stable")[:_SCREENED]]
     prices = promising[0].work_prices
-    fastest = sorted(promising, key=lambda job: -rate(packed_as(job, _SCREEN), lengths, 1, prices).work_rate)
+    rates = [*mapped(lambda job: rate(packed_as(job, _SCREEN), lengths, 1, prices).work_rate, promising)]
+    fastest = [promising[place] for place in np.argsort(-np.array(rates), kind="stable")]
     return tuple(dict.fromkeys(fastest[:_TRIED] + promising[:_TRIED]))
 
 
@@ -92,32 +106,36 @@ class ElasticPolicy(Policy):
         """The job of the best layout, and how many were tried."""
         documents = first_batches(lengths, replace(space, steps=1))[0]
         prices = work_prices(space)
-        tried: dict[SimulatedJob, tuple[float, Ranks]] = {}
+        tried: dict[tuple[Layout, Checkpointing], bool] = {}
+        found: list[tuple[float, SimulatedJob, SimulatedJob]] = []
 
-        def attempt(ranks: Ranks) -> None:
-            try:
-                job = decided_in(ranks.job, space, lengths)
-            except UserError:
-                return  # no pool can run the global batch in this pipeline
-            if fits(job):
-                rated = rate(job, lengths, 1, prices)
-                holds_all = rated.step_tokens[0] >= job.global_batch * job.context_window
-                tried[job] = (rated.work_rate if holds_all else 0.0), ranks
+        def attempt(layout: SimulatedJob, kind: Checkpointing) -> bool:
+            """Whether it fits the memory, and holds all documents of its first step."""
+            key = layout.layout, kind
+            if key not in tried:
+                tried[key] = False
+                with suppress(UserError):  # no pool can run the global batch in this pipeline
+                    job = decided_in(replace(layout, activation_checkpointing=kind), space, lengths)
+                    rated = rate(job, lengths, 1, prices) if fits(job) else None
+                    if rated and rated.step_tokens[0] >= job.global_batch * job.context_window:
+                        tried[key] = True
+                        found.append((rated.work_rate, job, layout))
+            return tried[key]
 
-        def fastest() -> SimulatedJob:
-            return max(tried, key=lambda job: tried[job][0])
-
-        choices = [
-            *candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=False),
-            *candidate_ranks(space, documents, pipelines=True, interleaves=True, keeps_weights=True),
-        ]
-        for ranks in {ranks.job: ranks for ranks in choices}.values():
-            attempt(ranks)
-        for ranks in checkpointed(tried[fastest()][1], space) if tried else []:
-            attempt(ranks)
-        if not tried or tried[fastest()][0] == 0.0:
+        for keeps_weights in (False, True):
+            with suppress(UserError):  # nothing fits so
+                for ranks in candidate_ranks(
+                    space, documents, pipelines=True, interleaves=True, keeps_weights=keeps_weights
+                ):
+                    attempt(ranks.job, ranks.job.activation_checkpointing)
+        with suppress(UserError):
+            for job in _screened(space, lengths.tobytes(), map):
+                any(attempt(_as_ranks(job).job, kind) for kind in get_args(Checkpointing))  # cheapest that fits
+        if not found:
             raise no_layout(name, space)
-        return fastest(), len(tried)
+        for kind in get_args(Checkpointing):
+            attempt(max(found, key=itemgetter(0))[2], kind)
+        return max(found, key=itemgetter(0))[1], len(tried)
 
 
 def _pools_of(job: SimulatedJob) -> str:

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.training.checkpoint.files import find_damage, named_checkpoints
+from wlb.terminal import number_of
+from wlb.training.checkpoint.files import find_damage, named_checkpoints, step_of
 from wlb.training.runtime.collectives import gathered, on_every_rank
 from wlb.training.runtime.console import say
 
@@ -38,6 +39,20 @@ def newest_checkpoint(config: CheckpointConfig, *, contents: bool = False) -> Pa
     not resume would write among another job's checkpoints, and where there are checkpoints and none can be used.
     """
     return _newest_whole(_candidates(config), lambda path: find_damage(path, contents=contents))
+
+
+def what_is_kept(config: CheckpointConfig, step: int) -> str:
+    """What the same command continues from when a job ends after ``step``, and how many steps it repeats."""
+    if config.dir is None:
+        return f"nothing is saved without checkpoint.dir; lost: {number_of(step, 'step')}"
+    try:
+        newest = newest_checkpoint(config)
+    except (UserError, OSError) as error:
+        return str(error)
+    if newest is None:
+        return f"there is no checkpoint yet (checkpoint.every = {config.every}); lost: {number_of(step, 'step')}"
+    lost = number_of(max(0, step - step_of(newest)), "step")
+    return f"the same command continues from checkpoint {newest}; lost since then: {lost}"
 
 
 def agreed_checkpoint(config: CheckpointConfig) -> Path | None:

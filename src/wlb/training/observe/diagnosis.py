@@ -202,7 +202,7 @@ def _uneven(
         why = (
             remedy
             if as_planned
-            else f"the plan foresees {predicted:.2f}; the rest is machines, or a workload model that does not fit"
+            else f"the plan predicts {predicted:.2f}; the rest is machines, or a workload model that does not fit"
         )
         causes.append({"what": dimension, "cost": cost, "text": f"{what} differ ({measured:.2f}): {why}"})
     return causes

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from wlb.documents.store.mixture import StoreMixture
 from wlb.documents.store.sources import source_name
 from wlb.files import replace_text
 from wlb.packing.plan import StepPlan
-from wlb.terminal import number_of
+from wlb.terminal import next_command, number_of
 from wlb.training.data.loader import LoadedStep, StepLoader
 from wlb.training.evaluation.held_out import Evaluation
 from wlb.training.observe.diagnosis import FILE, RankName, StragglerWatch, diagnose, render
@@ -140,8 +139,7 @@ class Reporter:
             yield f"imbalance of ranks, slowest over mean: {predicted:.3f} predicted, {measured:.3f} measured"
         metrics, checkpoints = self._config.metrics.dir, self._config.checkpoint.dir
         yield f"metrics: {metrics}" + (f"; checkpoints: {checkpoints}" if checkpoints else "; no checkpoint.dir is set")
-        shown = shlex.quote(str(metrics))
-        yield f"next: wlb report {shown}" + (f", wlb diagnose {shown}" if diagnosis else "")
+        yield next_command("report", metrics)
 
     def _look_at(self, rows: RankSteps, seconds: float) -> None:
         done, every = self._step - self._first, self._config.metrics.diagnose_every
@@ -196,7 +194,7 @@ class Reporter:
             longest = f"{-(-job.longest_micro_batch // job.layout.cp):,} tokens on each rank"
         elif job.pools:
             pools = f" with pool = {job.layout.cp} and pool_micro_batches = {job.micro_batches_per_rank}"
-        yield (f"{origin} on {processes}{pools}; {documents}; micro-batches of up to {longest}")
+        yield f"{origin} on {processes}{pools}; {documents}; micro-batches of up to {longest}"
         if mixture := config.data.mixture:
             total = sum(config.data.weights)
             shares = ", ".join(f"{source_name(part.store)} {part.weight / total:.1%}" for part in mixture)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from wlb.training.runtime.failures import Terminated, leave
@@ -46,9 +46,9 @@ class Termination:
         signal.pthread_sigmask(signal.SIG_BLOCK, asked)
         threading.Thread(target=self._answer, args=(asked,), name="wlb-termination", daemon=True).start()
 
-    def allow(self, seconds: float) -> None:
-        """From now on a signal leaves ``seconds`` to end in good order."""
-        self._grace_seconds = seconds
+    def allow(self, seconds: float, what_is_kept: Callable[[], str]) -> None:
+        """From now on a signal leaves ``seconds`` to end in good order; ``what_is_kept`` says what stands if not."""
+        self._grace_seconds, self._what_is_kept = seconds, what_is_kept
 
     def _answer(self, asked: set[signal.Signals]) -> None:
         signal.sigwait(asked)
@@ -59,6 +59,6 @@ class Termination:
         leave(
             Terminated(
                 f"terminated: training.grace_seconds = {self._grace_seconds:g} were too few to finish the step and "
-                "save it; the newest checkpoint stands, run the same command to continue from it"
+                f"save it; {self._what_is_kept()}"
             )
         )

@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.report.html.markup import Markup, join, table, tag
+from wlb.markup import Markup, join, tag
+from wlb.report.html.markup import table
 
 
 class Reader(HTMLParser):

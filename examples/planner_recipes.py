@@ -1,0 +1,74 @@
+"""``wlb.balance`` in place of the planners of reinforcement-learning stacks: copy the recipe that you need.
+
+Call it before training in every process that divides the step. For OpenRLHF these are Ray workers: call it in the
+function that Ray's ``worker_process_setup_hook`` names. All refuse a sample over the limit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wlb import balance
+
+
+def slime(ranks: int, group: int = 1) -> None:
+    """With ``--use-dynamic-batch-size``, without ``--balance-data``; micro-batches of a ``group`` of virtual stages."""
+    from slime.utils import dp_schedule
+
+    def pack(step_lengths: Any, *, max_per_bin: int, **options: Any) -> Any:
+        of_ranks = balance(step_lengths, ranks=ranks, max_tokens=max_per_bin, multiple_of=group)
+        return [micro_batch for slot in zip(*of_ranks, strict=True) for micro_batch in slot]
+
+    dp_schedule._pack_step_into_mbs = pack
+
+
+def prime_rl() -> None:
+    """For text: of images, only compatible ones may share a micro-batch."""
+    from prime_rl.trainer import batch
+
+    def pack(samples: Any, max_seq_len: int, num_train_workers: int, bin_cost: Any) -> Any:
+        lengths = [len(sample.input_ids) for sample in samples]
+        costs = [bin_cost([length]) for length in lengths]
+        of_ranks = balance(lengths, ranks=num_train_workers, max_tokens=max_seq_len, costs=costs)
+        bins = [[samples[i] for i in part] for slot in zip(*of_ranks, strict=True) for part in slot]
+        return [batch._materialize_bin(batch._MicroBatchBin(members, 0)) for members in bins]
+
+    batch.packed_samples_into_micro_bs = pack
+    batch._distribute_group = lambda group, workers, bin_cost: [group[rank::workers] for rank in range(workers)]
+
+
+def skyrl() -> None:
+    """What its collator packs with."""
+    from skyrl.train.dataset.bin_packing import FirstFitDecreasing
+
+    FirstFitDecreasing._pack_implementation = _packed
+
+
+def nemo_rl() -> None:
+    """With its default ``sequence_packing.algorithm``."""
+    from nemo_rl.data.packing.algorithms import ModifiedFirstFitDecreasingPacker
+
+    ModifiedFirstFitDecreasingPacker._pack_implementation = _packed
+
+
+def _packed(packer: Any, sequence_lengths: list[int]) -> list[list[int]]:
+    of_ranks = balance(sequence_lengths, ranks=packer.bin_count_multiple or 1, max_tokens=packer.bin_capacity)
+    return [micro_batch for slot in zip(*of_ranks, strict=True) for micro_batch in slot]
+
+
+def openrlhf(ranks: int, max_tokens: int, steps: int = 1) -> None:
+    """With ``train.dynamic_batch_enable``: its ``max_tokens_per_gpu``, and the optimizer steps of a rollout."""
+    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer.ppo_utils import experience, replay_buffer
+
+    def shares(experiences: Any, args: Any) -> Any:
+        samples = [sample for some in experiences for sample in experience.split_experience_batch(some)]
+        lengths = [int(sample.total_length) for sample in samples]
+        of_ranks = balance(lengths, ranks * steps, equal_size=True, ranks=ranks)
+        return [experience.make_experience_batch([samples[i] for part in own for i in part]) for own in of_ranks]
+
+    def micro_batches(lengths: Any, parts: int, equal_size: bool) -> Any:
+        return balance(lengths, parts, max_tokens, equal_size, ranks=1)[0]
+
+    ppo_trainer.balance_experiences = shares
+    replay_buffer.get_seqlen_balanced_partitions = micro_batches
