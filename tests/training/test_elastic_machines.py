@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -36,30 +37,42 @@ def config(tmp_path: Path) -> Path:
 
 
 class Listener:
-    """What a process has said on stderr so far."""
+    """What processes have said on stderr so far.
 
-    def __init__(self, listened_to: subprocess.Popen[str]) -> None:
-        self.text = ""
+    Only rank 0 speaks, and torchrun makes it of the agent with the lowest process id, which is not the one that was
+    started first where the system has begun to count again.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._lines)
+
+    def listen_to(self, listened_to: subprocess.Popen[str]) -> None:
         assert listened_to.stderr is not None
         threading.Thread(target=self._listen, args=(listened_to.stderr,), daemon=True).start()
 
     def _listen(self, stream: IO[str]) -> None:
         for line in stream:
-            self.text += line
+            self._lines.append(line)
 
 
 def test_a_job_outlives_a_machine_and_takes_it_back(tmp_path: Path, config: Path) -> None:
     store = write_store(tmp_path / "store", shards=12)
+    said = Listener()
 
-    def agent(port: int) -> AbstractContextManager[subprocess.Popen[str]]:
+    @contextmanager
+    def agent(port: int) -> Iterator[subprocess.Popen[str]]:
         arguments = (f"localhost:{port}", "1:2", "1", config)
-        return process(EXAMPLE, *arguments, program="bash", PYTHON=sys.executable, RDZV_CONF=PATIENCE)
+        with process(EXAMPLE, *arguments, program="bash", PYTHON=sys.executable, RDZV_CONF=PATIENCE) as started:
+            said.listen_to(started)
+            yield started
 
-    with reserved_port() as port, agent(port) as head:
-        said = Listener(head)
-        wait_until(lambda: is_listening(port))  # or the other machine may be the first, and hold the store of both
+    with reserved_port() as port, agent(port):
+        wait_until(lambda: is_listening(port))  # or the other machine may hold the store of both
         with agent(port) as other:
-            Listener(other)
             wait_until(lambda: "on 2 cpu processes" in said.text)
             seen = steps_written(tmp_path)
             wait_until(lambda: steps_written(tmp_path) >= max(seen, 7))
@@ -69,8 +82,7 @@ def test_a_job_outlives_a_machine_and_takes_it_back(tmp_path: Path, config: Path
         after = steps_written(tmp_path)
         wait_until(lambda: steps_written(tmp_path) > after + 5)
         heard = len(said.text)
-        with agent(port) as returned:
-            Listener(returned)
+        with agent(port):
             wait_until(lambda: "on 2 cpu processes" in said.text[heard:])
             after = steps_written(tmp_path)
             wait_until(lambda: steps_written(tmp_path) > after + 3)
