@@ -29,8 +29,11 @@ test: setup
 test-all: setup
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest CHOSEN='-m "" --hypothesis-profile exhaustive'
 
+# Three at a time on two cores: some wait for processes. Threads of one process would only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
+
 pytest: setup
-	$(BIN)/pytest -n 2 --dist worksteal $(CHOSEN)
+	$(PYTEST) $(CHOSEN)
 
 # The suite on another torch: make test-torch VERSION=2.15.0 [TESTS='tests/attention tests/integrations'].
 # The environment is its own, with every other dependency as pinned; the registry's builds of torch bring CUDA along.
@@ -41,11 +44,11 @@ test-torch:
 	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
 	.venv-torch-$(VERSION)/bin/pip install --quiet --disable-pip-version-check \
 	  --constraint .venv-torch-$(VERSION)/constraints.txt 'torch==$(VERSION)' --editable '.[all,test]'
-	.venv-torch-$(VERSION)/bin/pytest -n 2 --dist worksteal $(TESTS)
+	OMP_NUM_THREADS=1 .venv-torch-$(VERSION)/bin/pytest -n 3 --dist worksteal $(TESTS)
 
 # All tests, and at the end which took longest: calls, setups and teardowns, each for itself.
 slowest: setup
-	$(BIN)/pytest -n 2 --dist worksteal -m "" --durations 20
+	$(PYTEST) -m "" --durations 20
 
 # Loss and gradients in every layout of up to 8 processes, those of level steps, and 20 steps of every preset, against single
 # documents.

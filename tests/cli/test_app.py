@@ -199,6 +199,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         (["simulate"], "or use --search; for example: wlb simulate 7b-128k"),
         ([*COMPARE, "--pp", 33], "model has 32 layers, fewer than the 33 pipeline stages; lower pp"),
         ([*COMPARE, "--pp", 10**9], "model has 32 layers, fewer than the 1000000000 pipeline stages"),
+        ([*COMPARE, "--pp", 4], "--micro-batches 2 over --dp 1 cannot fill --pp 4 pipeline stages; give at least 4"),
         ([*TUNE, "--max-delay", 0], "max_delay = 0: must be at least 1 here; makespan takes 0"),
         ([*TUNE, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
         ([*PREFILL, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),

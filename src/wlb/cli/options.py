@@ -226,7 +226,9 @@ class JobOptions(GpuOptions):
         int | None, number("Micro-batches of a step, over all data-parallel ranks; default dp x pp, or 4M tokens.")
     ] = None
     dp: Annotated[int | None, number("Data-parallel size; default 1 where other sizes are given.")] = None
-    pp: Annotated[int | None, number("Pipeline-parallel size; default 4 where other sizes are given.")] = None
+    pp: Annotated[
+        int | None, number("Pipeline-parallel size; default 4, or as micro-batches fill, where other sizes are given.")
+    ] = None
     cp: Annotated[
         int | None, number("Context-parallel size; default: one rank for every 65,536 tokens of the window.")
     ] = None
@@ -280,7 +282,9 @@ class JobOptions(GpuOptions):
         from wlb.job.config_file import validated
         from wlb.simulate import simulated_job
 
-        layout = vars(validated(ParallelConfig, {"pp": 4} | sizes, "parallel").layout)
+        layout = vars(validated(ParallelConfig, sizes, "parallel").layout)
+        if "pp" not in sizes:
+            layout["pp"] = min(4, max(1, (self.micro_batches or 4 * layout["dp"]) // layout["dp"]))
         gpu = replace(self, tp=sizes.get("tp")).priced(
             context, window, sizes.get("cp"), layout["pp"], reads=["hardware"]
         )
@@ -299,6 +303,11 @@ class JobOptions(GpuOptions):
             packed_by=gpu.measured and gpu.workload,
             **layout | {"tp": gpu.tp, "cp": gpu.cp},
         )
+        if micro_batches < (least := layout["dp"] * layout["pp"]):
+            raise UserError(
+                f"--micro-batches {micro_batches} over --dp {layout['dp']} cannot fill --pp {layout['pp']} pipeline "
+                f"stages; give at least {least}, or a smaller --pp"
+            )
         return job, gpu.described | {"hardware": self.hardware}
 
 

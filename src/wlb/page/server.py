@@ -149,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
         size = self.headers.get("Content-Length", "")
         if most is None:
             self._refuse(404, "there is nothing here")
-        elif not size.isdecimal() or int(size) > most:
+        elif not size.isdecimal() or len(size) > 20 or int(size) > most:
             limit = "name its path instead, this page reads files of this machine"
             self._refuse(413, f"{size or 'unknown'} bytes are over the {most:,} that are read; {limit}")
         else:
