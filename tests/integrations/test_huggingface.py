@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -177,10 +177,10 @@ def _context_parallel_gradient(group: Any, family: str, sharding: str, loss: str
     return total
 
 
-def test_context_parallel_ranks_train_an_unmodified_model():
+def test_context_parallel_ranks_train_an_unmodified_model(two_processes: list[FoundByRank]):
     expected = {family: single_gradient(family, [*DOCUMENTS, DOCUMENTS[1]]) for family, *_ in SHARED}
     of_loops = [_loop_oracle(documents, micro_batches=1) for documents in LOOPS]
-    for totals, (sharded_error, restored), loops in run_ranks(2, _context_parallel_gradients):
+    for totals, (sharded_error, restored), loops in (of_rank.gradients for of_rank in two_processes):
         assert max(map(relative, loops, of_loops)) < 1e-12
         assert sharded_error < 1e-7
         assert restored
@@ -317,7 +317,7 @@ def train(
     return weights, collator.seen, trainer.state.global_step
 
 
-def one_at_a_time(smoothing: float = 0.0, **planning: Any) -> torch.Tensor:
+def one_at_a_time(epochs: int, smoothing: float = 0.0, **planning: Any) -> torch.Tensor:
     """The same steps of plain SGD, a document at a time in one process, by transformers' own attention."""
     from wlb.integrations.batches import PlannedBatchSampler
 
@@ -326,7 +326,7 @@ def one_at_a_time(smoothing: float = 0.0, **planning: Any) -> torch.Tensor:
         LENGTHS,
         context_window=128,
         micro_batches=2,
-        epochs=2,
+        epochs=epochs,
         model=model_shape_of(oracle.config),
         hardware="cpu",
         seed=42,
@@ -351,7 +351,7 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     save: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5}
     weights, seen, steps = train(str(tmp_path / "whole"), **save)
     assert Counter(seen) == dict.fromkeys(range(len(DATA)), 2)
-    assert relative(weights, one_at_a_time()) < 1e-7
+    assert relative(weights, one_at_a_time(2)) < 1e-7
     # A loader with workers is ahead of what a checkpoint has trained.
     train(str(tmp_path / "ahead"), **save, dataloader_num_workers=2, max_steps=7)
     again, rest, of_all = train(str(tmp_path / "ahead"), resume=str(tmp_path / "ahead" / "checkpoint-5"))
@@ -389,23 +389,11 @@ def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):
             torch.testing.assert_close(trained, expected - change, rtol=1e-9, atol=1e-9)
 
 
-def _resume_on_a_rank(
-    folder: str, planning: dict[str, Any], resume: bool = False, **settings: Any
-) -> tuple[torch.Tensor, list[int], int]:
-    rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
-    return train(folder, resume, planning, **settings)
-
-
-def test_a_trainer_resumes_with_other_settings_and_loses_nothing(tmp_path: Path):
-    pytest.importorskip("accelerate")
-    save: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
-    folder, seen = str(tmp_path), Counter[int]()
-    seen.update(train(folder, **save, max_steps=3)[1])
-    for rank in run_ranks(2, partial(_resume_on_a_rank, folder, {}, True, **save, max_steps=6)):
-        seen.update(rank[1])
-    seen.update(run_ranks(2, partial(_resume_on_a_rank, folder, {"cp": 2}, True, **save, max_steps=9))[0][1])
-    save["gradient_accumulation_steps"] = 4
+def test_a_trainer_resumes_with_other_settings_and_loses_nothing(two_processes: list[FoundByRank], tmp_path: Path):
+    one, other = two_processes
+    seen = Counter([*one.first, *one.apart, *other.apart, *one.together])
+    folder, save = str(tmp_path), {**SAVING, "gradient_accumulation_steps": 4}
+    shutil.copytree(one.folder, folder, dirs_exist_ok=True)
     seen.update(train(folder, True, **save, max_steps=12, save_only_model=True)[1])
     elastic = {"context_window": 160, "preset": "elastic", "pool": 1, "pool_micro_batches": 3}
     seen.update(train(folder, True, elastic, **save)[1])
@@ -437,6 +425,7 @@ def test_a_trainer_refuses_to_resume_in_another_order(tmp_path: Path):
         train(folder, True)
 
 
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
 PLANNINGS: tuple[tuple[dict[str, Any], int, float], ...] = (  # planning, readers of a document, label smoothing
     ({}, 1, 0.0),
     ({"cp": 2}, 2, 0.1),
@@ -444,26 +433,59 @@ PLANNINGS: tuple[tuple[dict[str, Any], int, float], ...] = (  # planning, reader
 )
 
 
-def _train_on_a_rank(folder: str) -> list[tuple[torch.Tensor, list[int], int]]:
+class FoundByRank(NamedTuple):
+    """What one of two processes found."""
+
+    gradients: tuple[list[torch.Tensor], tuple[float, bool], list[torch.Tensor]]
+    trained: list[tuple[torch.Tensor, list[int], int]]
+    # A job in ``folder``, step by step: documents of three steps of one process, of three with a share for each rank,
+    # and of three in which both share every micro-batch.
+    folder: str
+    first: list[int]
+    apart: list[int]
+    together: list[int]
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[FoundByRank]:
+    """One start for all tests, as importing transformers takes a process seconds."""
+    pytest.importorskip("accelerate")
+    folder = str(tmp_path_factory.mktemp("resumed"))
+    first = train(folder, **SAVING, max_steps=3)[1]
+    return run_ranks(2, _find_on_a_rank, str(tmp_path_factory.mktemp("trained")), folder, first)
+
+
+def _find_on_a_rank(folder: str, resumed: str, first: list[int]) -> FoundByRank:
+    gradients = _context_parallel_gradients()
     rank = str(dist.get_rank())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+    trained = _train_on_a_rank(folder)
+    apart = train(resumed, True, **SAVING, max_steps=6)[1]
+    dist.barrier()  # the checkpoint is there
+    together = train(resumed, True, {"cp": 2}, **SAVING, max_steps=9)[1]
+    return FoundByRank(gradients, trained, resumed, first, apart, together)
+
+
+def _train_on_a_rank(folder: str) -> list[tuple[torch.Tensor, list[int], int]]:
     with pytest.raises(UserError, match=r"would train different plans: digest of lengths .* differ"):
         # Before the check, in which other documents would be other collectives.
         balanced(transformers.Trainer, context_window=128)(
             model=model(), args=arguments(folder), train_dataset=DATA[dist.get_rank() :][:80]
         ).train()
-    return [train(folder, planning=planning, label_smoothing_factor=smoothing) for planning, _, smoothing in PLANNINGS]
+    return [
+        train(folder, planning=planning, label_smoothing_factor=smoothing, num_train_epochs=1)
+        for planning, _, smoothing in PLANNINGS
+    ]
 
 
-def test_two_processes_train_as_one(tmp_path: Path):
-    pytest.importorskip("accelerate")
-    ranks = run_ranks(2, _train_on_a_rank, str(tmp_path))
-    for (planning, readers, smoothing), results in zip(PLANNINGS, zip(*ranks, strict=True), strict=True):
-        expected = one_at_a_time(smoothing, **planning | {"dp": 2 // planning.get("cp", 1)})
+def test_two_processes_train_as_one(two_processes: list[FoundByRank]):
+    ranks = zip(*(of_rank.trained for of_rank in two_processes), strict=True)
+    for (planning, readers, smoothing), results in zip(PLANNINGS, ranks, strict=True):
+        expected = one_at_a_time(1, smoothing, **planning | {"dp": 2 // planning.get("cp", 1)})
         for weights, _, _ in results:
             assert relative(weights, expected) < 1e-7, planning
         seen = Counter(document for _, documents, _ in results for document in documents)
-        assert seen == dict.fromkeys(range(len(DATA)), 2 * readers)  # ranks that share micro-batches read the same
+        assert seen == dict.fromkeys(range(len(DATA)), readers)  # ranks that share micro-batches read the same
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ UNTIED = replace(
     shape=replace(SHAPE, sliding_window=4, full_attention_layers=1),
     rope_scaling=YarnScaling(4.0, 16),
 )
-DOCUMENTS = RandomDocuments(np.array([9, 1, 17, 4]), SHAPE.vocab_size)
+DOCUMENTS = RandomDocuments(np.array([17, 1, 17, 17]), SHAPE.vocab_size)
 PLAN = StepPlan(0, (tuple(MicroBatch((Segment(d, 0, int(DOCUMENTS.lengths[d])),), 1.0) for d in range(4)),))
 STEPS = 2
 OPTIMISATION = TrainingConfig(learning_rate=0.02, gradient_clip=0.5)

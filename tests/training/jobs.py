@@ -80,6 +80,11 @@ def trainer_of(config: JobConfig) -> Trainer:
     return Trainer(check_job(config, config.parallel.world_size), torch.device("cpu"))
 
 
+def train(config: JobConfig) -> None:
+    """Be a rank of the job."""
+    trainer_of(config).run()
+
+
 def read_steps(folder: Path) -> list[dict[str, Any]]:
     text = (folder / "metrics" / "steps.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]

@@ -144,7 +144,7 @@ def test_a_job_that_is_suspended_starts_again_and_ends_where_it_gets_nowhere(tmp
     ],
 )
 def test_kills_at_random_moments_change_nothing(tmp_path, kills, preset):
-    report = soak(tmp_path, kills=kills, seed=1, preset=preset, documents=50 * kills)
+    report = soak(tmp_path, kills=kills, seed=1, preset=preset, documents=30 * kills)
     assert not report.differences, report
     assert report.kills.total() >= kills - 1
 

@@ -65,7 +65,7 @@ def _train(config: JobConfig) -> list[StepPlan]:
 # that later ones have.
 @pytest.mark.parametrize(
     ("preset", "steps"),
-    [("elastic", 4), ("level", 4), *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS)],
+    [("elastic", 3), ("level", 3), *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS)],
 )
 def test_steps_have_the_losses_of_single_documents(preset: str, steps: int, folder: Path) -> None:
     config = configure(folder, preset, steps)

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tests.models.huggingface.models import load_model, save_random_model, their_scores
+from tests.models.huggingface.ranks import weights_in
 from tests.training.distributed import run_ranks
-from tests.training.jobs import job, read_steps, trainer_of, write_store
+from tests.training.jobs import job, read_steps, train, write_store
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
@@ -23,8 +22,6 @@ from wlb.job.config_json import read_config
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import Transformer
 from wlb.schedules.layout import Layout
-from wlb.training.parallel.mesh import build_mesh
-from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.preflight import check_job
 from wlb.training.runtime.environment import trained_model
 
@@ -47,22 +44,11 @@ def _job(folder: Path, **changes: dict[str, Any]) -> JobConfig:
     return JobConfig.model_validate(sections | {"model": changes["model"]})
 
 
-def _weights_in(directories: list[Path], layouts: list[Layout]) -> list[dict[str, Tensor]]:
-    found, device = [], torch.device("cpu")
-    for directory, parallel in zip(directories, layouts, strict=True):
-        config, mesh = read_config(directory), build_mesh(parallel, "cpu")
-        stages = build_stage_modules(config, parallel, mesh, Execution(device, torch.float32), seed=None)
-        PretrainedWeights.open(directory).load(*stages)
-        weights = {name: weight for stage in stages for name, weight in stage.named_parameters()}
-        found.append({name: w.full_tensor().detach() for name, w in weights.items() if isinstance(w, DTensor)})
-    return found
-
-
 def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
     for name in LAYOUTS:
         save_random_model(name, tmp_path / name, torch.bfloat16, max_shard_size="10KB")
     directories = [tmp_path / name for name in LAYOUTS]
-    by_rank = run_ranks(4, _weights_in, directories, [Layout(**layout) for layout in LAYOUTS.values()])
+    by_rank = run_ranks(4, weights_in, directories, [Layout(**layout) for layout in LAYOUTS.values()])
     for directory, ranks in zip(directories, zip(*by_rank, strict=True), strict=True):
         whole = Transformer(read_config(directory))
         PretrainedWeights.open(directory).load(whole)
@@ -72,14 +58,10 @@ def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
             assert all(torch.equal(weight, expected[name]) for name, weight in held.items())
 
 
-def _train(config: JobConfig) -> None:
-    trainer_of(config).run()
-
-
 def test_the_first_loss_is_that_of_transformers(tmp_path: Path, store: TokenStore) -> None:
     save_random_model("qwen3", tmp_path / "model", torch.float32)
     config = _job(tmp_path, training={"steps": None, "dtype": "float32"}, packing={"micro_batches": 1})
-    run_ranks(1, _train, config)
+    run_ranks(1, train, config)
     rows = read_steps(tmp_path)
     model, total, labels = load_model(tmp_path / "model", torch.float32), 0.0, 0
     for document in rows[0]["document_ids"]:

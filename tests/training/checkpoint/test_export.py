@@ -14,10 +14,9 @@ from transformers import AutoTokenizer
 
 from tests.models.huggingface.models import load_model, save_random_model, their_scores
 from tests.training.distributed import run_ranks
-from tests.training.jobs import trainer_of, write_config
+from tests.training.jobs import train, write_config
 from wlb.cli import app
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
-from wlb.job.config import JobConfig
 from wlb.job.config_file import load_config
 
 VOCABULARY = 60
@@ -29,10 +28,6 @@ def _store(prefix: Path, seed: int) -> TokenStore:
         for length in (5, 40, 17, 1, 64, 30, 9, 26) * 4:
             writer.add(torch.randint(VOCABULARY, (length,), generator=random).numpy())
     return TokenStore.open(prefix)
-
-
-def _train(config: JobConfig) -> None:
-    trainer_of(config).run()
 
 
 def _job(folder: Path, **changes: Any) -> Path:
@@ -68,7 +63,7 @@ def test_transformers_finds_the_loss_that_the_job_found(tmp_path: Path, capsys, 
     # A preset and pretrained weights exclude each other: [model] has but one key.
     section = f"[model]\npretrained = {json.dumps(str(model))}\n["
     config.write_text(re.sub(r"\[model\].*?\n\[", section, config.read_text(), flags=re.S))
-    run_ranks(2, _train, load_config(config))
+    run_ranks(2, train, load_config(config))
     assert _wlb(monkeypatch, "export", config, "--out", tmp_path / "out", "--dtype", "float32", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["step"], answer["dtype"]) == (3, "float32")
@@ -123,7 +118,7 @@ def test_the_tokenizer_that_was_trained_for_the_store_comes_along(tmp_path: Path
     (tmp_path / "text" / "a.txt").write_text("a rose is a rose is a rose. " * 20)
     assert _wlb(monkeypatch, "prepare", tmp_path / "text", "--out", tmp_path / "store", "--train-bpe", 260) == 0
     config = _job(tmp_path, data={"context_window": 64}, training={"steps": 1}, packing={"micro_batches": 1})
-    run_ranks(1, _train, load_config(config))
+    run_ranks(1, train, load_config(config))
     assert _wlb(monkeypatch, "export", config, "--out", tmp_path / "out") == 0
     assert "tokenizer: tokenizer.json, tokenizer_config.json" in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -9,8 +9,9 @@ multi-tensor kernels and its compute type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wlb.attention.backends import BACKENDS, cuda
+from wlb.attention.backends import BACKENDS, cpu, cuda
+from wlb.attention.runs import Runs
 from wlb.training.dry_run.calls import CallLog, is_exchanged
 from wlb.training.dry_run.meter import EXCHANGE, MemoryMeter
 
@@ -72,6 +74,36 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def longest_runs_of_attention() -> Iterator[None]:
+    """Attend on the CPU in only two of the runs of a micro-batch, which may have hundreds."""
+    with mock.patch.dict(BACKENDS, cpu=_LongestRuns()):
+        yield
+
+
+def _of_longest_runs(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*inputs: Any) -> Any:
+        *tensors, runs = inputs
+        return function(*tensors, _longest_two(runs))
+
+    return call
+
+
+class _LongestRuns:
+    """The CPU back end, which holds the results of a run until the next has its own, for the longest two neighbours."""
+
+    forward = staticmethod(_of_longest_runs(cpu.forward))
+    backward = staticmethod(_of_longest_runs(cpu.backward))
+    unsupported = staticmethod(cpu.unsupported)
+
+
+def _longest_two(runs: Runs) -> Runs:
+    lengths = list(zip(runs.query_lengths, runs.key_lengths, strict=True))
+    neighbours = [lengths[first : first + 2] for first in range(max(1, len(lengths) - 1))]
+    queries, keys = zip(*max(neighbours, key=lambda pair: sum(map(sum, pair))), strict=True)
+    return replace(runs, query_lengths=queries, key_lengths=keys)
 
 
 @contextmanager

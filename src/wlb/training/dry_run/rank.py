@@ -23,7 +23,7 @@ from wlb.os_limits import usable_cores
 from wlb.training.data.loader import LoadedStep
 from wlb.training.data.sharded_batch import ShardedBatch
 from wlb.training.dry_run.calls import Call, CallLog
-from wlb.training.dry_run.fake_rank import StepWatcher, as_on_a_gpu, fake_process_group
+from wlb.training.dry_run.fake_rank import StepWatcher, as_on_a_gpu, fake_process_group, longest_runs_of_attention
 from wlb.training.dry_run.meter import BATCHES, OPTIMIZER, WEIGHTS, MemoryMeter
 from wlb.training.non_finite import NonFiniteSteps
 from wlb.training.observe.compute_clock import KernelClock
@@ -79,7 +79,8 @@ def _run_rank(checked: CheckedJob, steps: tuple[int, ...], rank: int) -> RankRun
     meter, log = MemoryMeter(), CallLog()
     fake, watcher = FakeTensorMode(allow_non_fake_inputs=True), StepWatcher(meter, log)
     on_gpu = checked.job.hardware.device_type == "cuda"
-    with fake_process_group(rank, checked.job.layout.world_size), as_on_a_gpu() if on_gpu else nullcontext():
+    kernels = as_on_a_gpu() if on_gpu else nullcontext()
+    with fake_process_group(rank, checked.job.layout.world_size), longest_runs_of_attention(), kernels:
         model = build_model(checked, _CPU, lambda: fake)
         _adopt(meter, model, on_gpu)
         runner, monitor = _build_pipeline(model, on_gpu)
