@@ -7,11 +7,8 @@ ranks exchange a row of numbers; the loss travels in it. What rank 0 makes of th
 
 from __future__ import annotations
 
-import gzip
 import os
-import shutil
 import socket
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -149,15 +146,6 @@ def rank_names(device: torch.device) -> list[RankName]:
     return gathered(RankName(socket.gethostname(), os.getpid(), str(device)))
 
 
-def _export(finished: profile, path: Path) -> None:
-    """Write the trace compressed in large pieces; PyTorch would compress its million lines one by one."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder, "trace.json")
-        finished.export_chrome_trace(str(plain))
-        with plain.open("rb") as lines, gzip.open(path, "wb", compresslevel=6) as compressed:
-            shutil.copyfileobj(lines, compressed)
-
-
 def _step_trace(directory: Path, device: torch.device) -> profile:
     """``wlb train --trace``: a Chrome trace of steps 3 and 4 of a run, in ``directory``/rank-N.json.gz.
 
@@ -168,7 +156,7 @@ def _step_trace(directory: Path, device: torch.device) -> profile:
     def write(finished: profile) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            _export(finished, path)
+            finished.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             say(f"wlb: warning: trace {path} could not be written: {error}")
             return
