@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.cli.conftest import run as wlb
 
-SYNTHETIC = "synthetic:9000:4096:0"
+SYNTHETIC = "synthetic:4500:4096:0"
 SIZE = ["--context-window", "4096", "--micro-batches", "4"]
 
 
@@ -20,7 +20,7 @@ def test_compare_accounts_for_every_document_and_ranks_the_methods():
     assert result.returncode == 0, result.stderr
     rows = {row["method"]: row for row in json.loads(result.stdout)["methods"]}
     for row in rows.values():
-        assert row["documents_in"] == row["documents_out"] == 9000
+        assert row["documents_in"] == row["documents_out"] == 4500
         assert row["tokens_in"] == row["tokens_out"]
         assert row["steps"] > 10
         assert row["planning_ms_per_step"] > 0
@@ -101,7 +101,7 @@ def test_table_shows_every_method_whole():
     result = wlb("compare", SYNTHETIC, *SIZE, "--methods", "sequential,variable_length:auto")
     assert result.returncode == 0, result.stderr
     assert "variable_length:auto" in result.stdout
-    assert "all 9,000 documents" in result.stdout
+    assert "all 4,500 documents" in result.stdout
     assert result.stderr == ""
     rows = re.findall(r"^ (\S.*?) {2,}(\d\.\d\dx)", result.stdout, re.MULTILINE)
     assert [name for name, _ in rows] == ["sequential", "sequential, arranged", "variable_length:auto"]
