@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents
+from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.memory.fit import fits
 from wlb.simulate.search import explanation, layout_of, packing_of, search, search_space
@@ -19,7 +20,8 @@ SMALL = replace(hardware_preset("h100"), memory_bytes=16e9)
 def found():
     space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=16 * WINDOW, steps=2)
     progress: list[tuple[int, int]] = []
-    result = search(space, documents(), on_progress=lambda done, of: progress.append((done, of)))
+    lengths = sample_lengths(2000, WINDOW, median_fraction=1 / 32)
+    result = search(space, lengths, on_progress=lambda done, of: progress.append((done, of)))
     assert [done for done, _ in progress] == [*range(1, len(progress) + 1)]
     assert progress[-1][0] <= progress[-1][1]
     return result
