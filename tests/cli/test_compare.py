@@ -144,7 +144,7 @@ def test_steps_count_what_is_left_of_overlong_documents(tmp_path: Path, policy: 
 
 
 def test_tune_shows_the_tuned_setting_beside_other_methods():
-    size = [*SIZE, "--dp", "2", "--pp", "2", "--steps", "20"]
+    size = [*SIZE, "--dp", "2", "--pp", "2", "--steps", "12"]
     result = wlb("tune", SYNTHETIC, *size, "--methods", "sequential,fixed_greedy", "--json")
     output = json.loads(result.stdout)
     rows = {row["method"]: row for row in output["methods"]}
@@ -160,7 +160,7 @@ def test_tune_shows_the_tuned_setting_beside_other_methods():
 
 def test_tune_recommends_within_the_bounds():
     bounds = ["--max-length-factor", "1.5", "--max-token-delay", "0.3"]
-    result = wlb("tune", SYNTHETIC, *SIZE, *bounds, "--steps", "20", "--json")
+    result = wlb("tune", SYNTHETIC, *SIZE, *bounds, "--steps", "12", "--json")
     assert result.returncode == 0, result.stderr
     output = json.loads(result.stdout)
     assert output["best"]["mean_token_delay"] <= 0.3
@@ -172,7 +172,7 @@ def test_tune_recommends_within_the_bounds():
 
 @pytest.mark.parametrize(("bound", "method"), [("0.35", "makespan"), ("0", "variable_length")])
 def test_tune_prints_a_configuration_that_loads(tmp_path: Path, bound: str, method: str):
-    size = ["--context-window", "16384", "--micro-batches", "4", "--steps", "20"]
+    size = ["--context-window", "16384", "--micro-batches", "4", "--steps", "12"]
     result = wlb("tune", "synthetic:3000:16384:0", *size, "--max-token-delay", bound, "--max-delay", "7")
     section = result.stdout.partition("[packing]")[2].partition("\nnext: ")[0]
     config = tmp_path / "job.toml"

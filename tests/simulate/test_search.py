@@ -18,7 +18,7 @@ SMALL = replace(hardware_preset("h100"), memory_bytes=16e9)
 
 @pytest.fixture(scope="module")
 def found():
-    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=16 * WINDOW, steps=2)
+    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=8 * WINDOW, steps=2)
     progress: list[tuple[int, int]] = []
     lengths = sample_lengths(2000, WINDOW, median_fraction=1 / 32)
     result = search(space, lengths, on_progress=lambda done, of: progress.append((done, of)))
@@ -33,7 +33,7 @@ def test_everything_ranked_uses_all_gpus_and_fits(found):
     assert speeds == sorted(speeds, reverse=True)
     for result in found.ranking:
         assert result.job.layout.world_size == 4
-        assert result.job.packing.micro_batches == 16
+        assert result.job.packing.micro_batches == 8
         assert fits(result.job)
         assert result.job.packing.method != "sequential"
 

@@ -77,9 +77,9 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path, words):
     corpus = write_lines(tmp_path / "d.jsonl", words[:2500])
     assert len(list(corpus.batches())) == 3
     tokenizer = train_tokenizer(write_lines(tmp_path / "t.jsonl", words[:50]), 400)
-    for workers in (1, 3):
+    for workers in (1, 2):
         prepare_store(corpus, tmp_path / f"w{workers}", tokenizer, workers=workers)
-    assert contents(tmp_path / "w1") == contents(tmp_path / "w3")
+    assert contents(tmp_path / "w1") == contents(tmp_path / "w2")
     store = TokenStore.open(tmp_path / "w1")
     assert len(store) == 2500
     for document in (0, 1, 2499):
