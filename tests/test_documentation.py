@@ -16,6 +16,7 @@ import sysconfig
 import tomllib
 from collections.abc import Sequence
 from itertools import pairwise
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ import typer
 
 from tests.cases import in_turn
 from tests.code_blocks import PAGES, ROOT, Block, blocks_of, program_and_arguments
+from tests.programs import finished
 from tests.report.conftest import write_run
 from wlb.cli.app import app
 from wlb.documents.synthetic import sample_lengths
@@ -63,6 +65,7 @@ def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         source = Path(paths["stdlib"], f"{module}.py")
         (small / source.name).write_bytes(source.read_bytes())
     monkeypatch.setattr(sysconfig, "get_paths", lambda: paths | {"stdlib": str(small)})
+    forkserver.ensure_running()  # not in the clone, where it would not find our own tests
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -111,6 +114,9 @@ def _run(arguments: Sequence[str], where: str) -> None:
         smaller = ["training.steps=2", "training.threads=1", "packing.micro_batches=1", "parallel.pp=1"]
         for setting in [*smaller, "evaluation.documents=2"]:
             arguments = [*arguments, "--set", setting]
+        trained = finished("-m", "wlb", *arguments)
+        assert trained.returncode == 0, f"{where}: {arguments} fails: {trained.stderr}"
+        return
     try:
         status = app([*arguments], standalone_mode=False)
     except Exception as error:

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import wlb
 from tests.cases import in_turn
@@ -55,15 +57,29 @@ def modules() -> Iterator[tuple[str, Path]]:
 NAMES = {name for name, _ in modules()}
 
 
+class Source(NamedTuple):
+    """Of a file: its imports, wherever they are, and the names of its classes."""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    classes: list[str]
+
+
+@cache
+def read(path: Path) -> Source:
+    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return Source(imports, [node.name for node in nodes if isinstance(node, ast.ClassDef)])
+
+
 def imported(path: Path) -> Iterator[str]:
     """The modules of ours that ``path`` imports anywhere, names without ``wlb.``."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in read(path).imports:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "wlb":
             module = node.module.removeprefix("wlb").removeprefix(".")
             for alias in node.names:
                 inner = f"{module}.{alias.name}".removeprefix(".")
                 yield inner if inner in NAMES else module
-        elif isinstance(node, ast.Import):
+        else:
             yield from (alias.name.removeprefix("wlb.") for alias in node.names if alias.name.startswith("wlb."))
 
 
@@ -92,8 +108,7 @@ def test_no_file_imports_itself_through_others():
 
 
 def test_no_two_classes_have_one_name():
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for _, path in modules())
-    names = [node.name.lstrip("_") for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = [name.lstrip("_") for _, path in modules() for name in read(path).classes]
     assert not {name for name, count in Counter(names).items() if count > 1}
 
 

@@ -338,7 +338,7 @@ def test_paths_that_do_not_serve_are_one_line(wlb, tmp_path, monkeypatch, argume
         assert err.count("\n") == 1
 
 
-_DOCUMENTS = "synthetic:900:4K:0"
+_DOCUMENTS = "lengths.json"
 _SMALL = ["--model", "tiny", "--hardware", "cpu", "--context-window", "4K"]
 _PLAIN = ["--systems", "plain-4d"]
 _BATCH = ["--batch-tokens", "64K", "--steps", 1]
@@ -355,7 +355,7 @@ _SIZES = ["--dp", 2, "--micro-batches", 8, "--steps", 2]
         (["compare", _DOCUMENTS, *_SMALL, *_SIZES, "--methods", "sequential"], ["report"]),
         (["shard", _DOCUMENTS, *_SMALL, "--cp", 2, "--samples", 4], ["compare"]),
         (["rivals", _DOCUMENTS, *_SMALL, "--gpus", 2, "--policies", "plain-4d", *_BATCH], ["check"]),
-        (["simulate", "550m-64k", "--steps", 1, "--lengths", "synthetic:500:64K:0", *_PLAIN], ["report", "simulate"]),
+        (["simulate", "550m-64k", "--steps", 1, "--lengths", "long.json", *_PLAIN], ["report", "simulate"]),
         (["simulate", "job.toml", "--set", "parallel.tp=1", "--hardware", "cpu", "--steps", 1, *_PLAIN], ["train"]),
     ],
 )
@@ -377,7 +377,9 @@ def test_the_next_command_can_be_run_as_it_is_printed(wlb, small_corpus, argumen
 
 @pytest.fixture
 def small_corpus(tmp_path, monkeypatch):
-    """The working directory: texts, and a job on them."""
+    """The working directory: lengths, texts, and a job on the texts."""
+    (tmp_path / "lengths.json").write_text(str([4096, 600, 1500, 900, 3000, 700] * 25))
+    (tmp_path / "long.json").write_text(str([65_536, 9000, 24_000, 30_000] * 25))
     (tmp_path / "texts").mkdir()
     for name in "abcdefgh":
         (tmp_path / "texts" / f"{name}.txt").write_text("word " * 4000)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests.cli.conftest import run as wlb
 
-SYNTHETIC = "synthetic:9000:4096:0"
+SYNTHETIC = "synthetic:4500:4096:0"
 SIZE = ["--context-window", "4096", "--micro-batches", "4"]
 
 
@@ -20,7 +20,7 @@ def test_compare_accounts_for_every_document_and_ranks_the_methods():
     assert result.returncode == 0, result.stderr
     rows = {row["method"]: row for row in json.loads(result.stdout)["methods"]}
     for row in rows.values():
-        assert row["documents_in"] == row["documents_out"] == 9000
+        assert row["documents_in"] == row["documents_out"] == 4500
         assert row["tokens_in"] == row["tokens_out"]
         assert row["steps"] > 10
         assert row["planning_ms_per_step"] > 0
@@ -101,7 +101,7 @@ def test_table_shows_every_method_whole():
     result = wlb("compare", SYNTHETIC, *SIZE, "--methods", "sequential,variable_length:auto")
     assert result.returncode == 0, result.stderr
     assert "variable_length:auto" in result.stdout
-    assert "all 9,000 documents" in result.stdout
+    assert "all 4,500 documents" in result.stdout
     assert result.stderr == ""
     rows = re.findall(r"^ (\S.*?) {2,}(\d\.\d\dx)", result.stdout, re.MULTILINE)
     assert [name for name, _ in rows] == ["sequential", "sequential, arranged", "variable_length:auto"]
@@ -144,7 +144,7 @@ def test_steps_count_what_is_left_of_overlong_documents(tmp_path: Path, policy: 
 
 
 def test_tune_shows_the_tuned_setting_beside_other_methods():
-    size = [*SIZE, "--dp", "2", "--pp", "2", "--steps", "20"]
+    size = [*SIZE, "--dp", "2", "--pp", "2", "--steps", "12"]
     result = wlb("tune", SYNTHETIC, *size, "--methods", "sequential,fixed_greedy", "--json")
     output = json.loads(result.stdout)
     rows = {row["method"]: row for row in output["methods"]}
@@ -160,7 +160,7 @@ def test_tune_shows_the_tuned_setting_beside_other_methods():
 
 def test_tune_recommends_within_the_bounds():
     bounds = ["--max-length-factor", "1.5", "--max-token-delay", "0.3"]
-    result = wlb("tune", SYNTHETIC, *SIZE, *bounds, "--steps", "20", "--json")
+    result = wlb("tune", SYNTHETIC, *SIZE, *bounds, "--steps", "12", "--json")
     assert result.returncode == 0, result.stderr
     output = json.loads(result.stdout)
     assert output["best"]["mean_token_delay"] <= 0.3
@@ -172,7 +172,7 @@ def test_tune_recommends_within_the_bounds():
 
 @pytest.mark.parametrize(("bound", "method"), [("0.35", "makespan"), ("0", "variable_length")])
 def test_tune_prints_a_configuration_that_loads(tmp_path: Path, bound: str, method: str):
-    size = ["--context-window", "16384", "--micro-batches", "4", "--steps", "20"]
+    size = ["--context-window", "16384", "--micro-batches", "4", "--steps", "12"]
     result = wlb("tune", "synthetic:3000:16384:0", *size, "--max-token-delay", bound, "--max-delay", "7")
     section = result.stdout.partition("[packing]")[2].partition("\nnext: ")[0]
     config = tmp_path / "job.toml"

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from tests.cli.conftest import run as started
+from wlb.profiling.timing import Effort
 from wlb.workload.profile import read_profile
+
+
+@pytest.fixture(autouse=True)
+def _one_round(monkeypatch):
+    """What is measured is accurate in ``tests/profiling``."""
+    monkeypatch.setattr("wlb.profiling.measure._QUICK_EFFORT", Effort(0.0, fewest_rounds=1))
 
 
 def test_profile_writes_what_compare_reads(tmp_path: Path):

@@ -16,6 +16,7 @@ from tests.training.observe.test_diagnosis import EVEN, diagnosis_of
 from tests.training.observe.test_imbalance import rows_of
 from wlb.cli.app import app
 from wlb.job.config_file import load_config
+from wlb.profiling.timing import Effort
 from wlb.training.observe.diagnosis import FILE
 from wlb.training.runtime.termination import Termination
 from wlb.training.trainer import train
@@ -106,7 +107,8 @@ def test_planning(output: str, arguments: tuple[object, ...]):
     check(output, wlb(*output.split(), *arguments))
 
 
-def test_profile(tmp_path: Path):
+def test_profile(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("wlb.profiling.measure._QUICK_EFFORT", Effort(0.0, fewest_rounds=1))
     check("profile", wlb("profile", "--quick", "--max-length", 256, "--out", tmp_path / "profile.json"))
 
 

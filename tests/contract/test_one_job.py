@@ -247,7 +247,7 @@ def test_all_decide_the_same_job(case: Case):
 
 def test_rivals_and_report_run_the_job_that_is_trained(tmp_path: Path):
     """In the layouts that they choose, ``elastic`` and ``best`` are what the trainer decides on there."""
-    lengths = sample_lengths(400, 8192, 0)
+    lengths = sample_lengths(400, 8192, 0, median_fraction=1 / 16)
     space = search_space("550m", 4, 8192, batch_tokens=2**15, steps=1)
     evidence = gather_evidence(lengths, simulated_job("550m", 8192, dp=2, pp=2), 1)
     policies: tuple[ElasticPolicy | SystemPolicy, ...] = (ElasticPolicy(), SystemPolicy("best"))

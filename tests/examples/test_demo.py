@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.training.distributed import run_ranks
+from tests.training.processes import ranks
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStoreWriter
 from wlb.packing.plan import MicroBatch
@@ -159,12 +161,22 @@ def test_documents_come_in_an_order_that_is_as_uneven_as_usual():
     assert uneven[0] == pytest.approx(uneven[1], abs=0.05)
 
 
+def _forked(command: list[str], *, stderr: Any, **_: Any) -> CompletedProcess[str]:
+    """What the demo has torchrun do, with ranks that need not import torch."""
+    torchrun, script = command[1:6], command[6:]
+    assert torchrun == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with ranks(2, *script, LOCAL_WORLD_SIZE="2", TORCHELASTIC_RUN_ID="as under torchrun") as both:
+        stderr.writelines(rank.communicate()[1] for rank in both)
+    return CompletedProcess(command, max(abs(rank.returncode or 0) for rank in both))
+
+
 def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1.2, 60).astype(int) + 2, 1500)
     with TokenStoreWriter(tmp_path / f"corpus-{demo.VOCABULARY}", vocab_size=demo.VOCABULARY) as writer:
         for length in [*lengths.tolist(), 1500, 1500]:
             writer.add(np.ones(length, dtype=np.int64))
     monkeypatch.setattr(demo, "check", lambda: CHECKED)
+    monkeypatch.setattr(demo.subprocess, "run", _forked)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path), "--steps", "3", "--window", "512"])
     demo.main()
     printed = capsys.readouterr().out

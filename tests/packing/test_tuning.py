@@ -101,7 +101,8 @@ def chosen(one, lengths, at_once):
     return [answer for answer in answers if answer is not None]
 
 
-def test_tunes_again_on_drift_and_not_without():
+def test_tunes_again_on_drift_and_not_without(monkeypatch):
+    monkeypatch.setattr(ThresholdTuner, "_SAMPLE_STEPS", 24)
     one = tuner()
     assert len(chosen(one, HEAVY, 7)) == 1
     assert chosen(one, HEAVY[::-1], 7) == []

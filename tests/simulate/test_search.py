@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, documents
+from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.memory.fit import fits
 from wlb.simulate.search import explanation, layout_of, packing_of, search, search_space
@@ -17,9 +18,10 @@ SMALL = replace(hardware_preset("h100"), memory_bytes=16e9)
 
 @pytest.fixture(scope="module")
 def found():
-    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=16 * WINDOW, steps=2)
+    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=8 * WINDOW, steps=2)
     progress: list[tuple[int, int]] = []
-    result = search(space, documents(), on_progress=lambda done, of: progress.append((done, of)))
+    lengths = sample_lengths(2000, WINDOW, median_fraction=1 / 32)
+    result = search(space, lengths, on_progress=lambda done, of: progress.append((done, of)))
     assert [done for done, _ in progress] == [*range(1, len(progress) + 1)]
     assert progress[-1][0] <= progress[-1][1]
     return result
@@ -31,7 +33,7 @@ def test_everything_ranked_uses_all_gpus_and_fits(found):
     assert speeds == sorted(speeds, reverse=True)
     for result in found.ranking:
         assert result.job.layout.world_size == 4
-        assert result.job.packing.micro_batches == 16
+        assert result.job.packing.micro_batches == 8
         assert fits(result.job)
         assert result.job.packing.method != "sequential"
 

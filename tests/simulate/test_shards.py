@@ -43,7 +43,8 @@ def test_own_share_counts_pairs_whose_keys_the_rank_holds(lengths, cp, strategy)
         segment = np.repeat(np.arange(len(of_one)), of_one)
         for rank in range(cp):
             held = plan.positions(rank)
-            pairs = sum(int(np.searchsorted(held[segment[held] == segment[q]], q, side="right")) for q in held)
+            of_segments = (held[segment[held] == number] for number in range(len(of_one)))
+            pairs = sum(int(np.searchsorted(own, own, side="right").sum()) for own in of_segments)
             if len(held):
                 assert shards.own_share[index, rank] == pytest.approx(pairs / plan.attended_pairs[rank])
 

@@ -77,9 +77,9 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path, words):
     corpus = write_lines(tmp_path / "d.jsonl", words[:2500])
     assert len(list(corpus.batches())) == 3
     tokenizer = train_tokenizer(write_lines(tmp_path / "t.jsonl", words[:50]), 400)
-    for workers in (1, 3):
+    for workers in (1, 2):
         prepare_store(corpus, tmp_path / f"w{workers}", tokenizer, workers=workers)
-    assert contents(tmp_path / "w1") == contents(tmp_path / "w3")
+    assert contents(tmp_path / "w1") == contents(tmp_path / "w2")
     store = TokenStore.open(tmp_path / "w1")
     assert len(store) == 2500
     for document in (0, 1, 2499):
@@ -163,8 +163,8 @@ def test_kill_9_leaves_nothing_that_reads_as_a_store(tmp_path, words, replacing)
     # Nothing is left running either, and the next run is not hindered.
     wait_until(lambda: not any(is_running(worker) for worker in workers))
     assert workers
-    prepare_store(FileCorpus([tmp_path / "d.jsonl"]), prefix, BytesTokenizer(), overwrite=True)
-    assert TokenStore.open(prefix).tokens == 25 * sum(len(text) + 1 for text in words)
+    prepare_store(write_lines(source, words[:100]), prefix, BytesTokenizer(), overwrite=True)
+    assert TokenStore.open(prefix).tokens == sum(len(text) + 1 for text in words[:100])
 
 
 def children(pid):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import IO
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
+from tests.programs import finished
 from wlb.documents.permutation import Permutation
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.store.writer import TokenStoreWriter
@@ -58,7 +62,14 @@ def tiny(tmp_path, monkeypatch):
     return stores, tmp_path
 
 
-def test_runs_train_once_and_are_measured(tiny):
+def _forked(command: list[str], *, stdout: IO[bytes], stderr: IO[bytes]) -> Mock:
+    done = finished(*command[1:])
+    stdout.write(f"{done.stdout}{done.stderr}".encode())
+    return Mock(returncode=done.returncode)
+
+
+def test_runs_train_once_and_are_measured(tiny, monkeypatch):
+    monkeypatch.setattr(training_runs.subprocess, "Popen", _forked)
     data, folder = tiny
     run = runs_of(folder, 2, [0])[0]
     said: list[str] = []

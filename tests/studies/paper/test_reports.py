@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
+from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.studies.experiment import Report, Settings
 from wlb.studies.paper import paper, table2
@@ -28,18 +30,27 @@ def check_report(report: Report) -> None:
     json.dumps(report.to_json(), allow_nan=False)
 
 
+@pytest.fixture(scope="module")
+def long_documents(tmp_path_factory) -> Settings:
+    """Two steps, of fewer documents than the synthetic ones."""
+    path = tmp_path_factory.mktemp("reports") / "lengths.json"
+    path.write_text(json.dumps(sample_lengths(3000, 131_072, 0, median_fraction=1 / 16).tolist()))
+    return Settings(lengths=str(path), steps=2)
+
+
 @pytest.mark.parametrize("name", SIMULATED)
-def test_report_of_every_experiment(name, tmp_path, monkeypatch):
+def test_report_of_every_experiment(name, long_documents, tmp_path, monkeypatch):
     monkeypatch.setattr(table2, "_SOLVER_SECONDS", 0.05)
     monkeypatch.setattr(table2, "_SOLVER_STEPS", 4)
-    report = EXPERIMENTS[name](Settings(steps=STEPS.get(name, 2)))
+    settings = Settings(steps=STEPS[name]) if name in STEPS else long_documents
+    report = EXPERIMENTS[name](settings)
     check_report(report)
     report.draw(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_quoted_figures_are_in_the_tables_that_show_them():
-    table = EXPERIMENTS["breakdown"](Settings(steps=1)).tables[0]
+def test_quoted_figures_are_in_the_tables_that_show_them(long_documents):
+    table = EXPERIMENTS["breakdown"](replace(long_documents, steps=1)).tables[0]
     quoted = {row[0]: row[1] for row in table.rows if row[1] is not None}
     assert quoted == paper.BREAKDOWN
 
