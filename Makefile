@@ -29,8 +29,10 @@ test: setup
 test-all: setup
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest CHOSEN='-m "" --hypothesis-profile exhaustive'
 
-# Three at a time on two cores: some wait for processes. Threads of one process would only wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal
+# Three at a time on two cores: some wait for processes. Threads of one process would only wait for each other, and
+# processes would each compile what none keeps.
+ENVIRONMENT := env --unset=PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
+PYTEST := $(ENVIRONMENT) $(BIN)/pytest -n 3 --dist worksteal
 
 pytest: setup
 	$(PYTEST) $(CHOSEN)
@@ -44,7 +46,7 @@ test-torch:
 	grep -v '^torch==' constraints.txt > .venv-torch-$(VERSION)/constraints.txt
 	.venv-torch-$(VERSION)/bin/pip install --quiet --disable-pip-version-check \
 	  --constraint .venv-torch-$(VERSION)/constraints.txt 'torch==$(VERSION)' --editable '.[all,test]'
-	OMP_NUM_THREADS=1 .venv-torch-$(VERSION)/bin/pytest -n 3 --dist worksteal $(TESTS)
+	$(ENVIRONMENT) .venv-torch-$(VERSION)/bin/pytest -n 3 --dist worksteal $(TESTS)
 
 # All tests, and at the end which took longest: calls, setups and teardowns, each for itself.
 slowest: setup

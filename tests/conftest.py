@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.limits import EXHAUSTIVE_EXAMPLES, USUAL_EXAMPLES
-
-# Compiled tests and sources are kept for all processes of the tests, also where the environment says otherwise.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A deadline is an assertion about time, and fails on a busy machine; so does the check that drawing examples is quick.
 ANY_TIME = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
