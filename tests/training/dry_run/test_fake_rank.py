@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wlb.attention.backends import BACKENDS
@@ -29,18 +30,23 @@ def bytes_and_operators(runs: Runs) -> tuple[dict[str, int], dict[str, int], int
     return forward, dict(meter.peak), watcher.operators
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [
-        Runs.of_segments((30, 5, 500, 34)),
-        Runs.of_segments((30, 5, 500, 34), window=200),
-        Runs((30, 34, 3), (7, 50, 9), causal=False),
-    ],
-    ids=["own", "window", "received"],
-)
-def test_the_longest_runs_hold_as_much_as_all(runs: Runs):
-    *of_all, operators = bytes_and_operators(runs)
+lengths = st.sampled_from([1, 3, 17, 60, 130, 300, 700])
+
+
+@given(st.lists(st.tuples(lengths, lengths), max_size=6), st.booleans(), st.sampled_from([None, 8, 200]))
+def test_the_longest_runs_hold_as_much_as_all(runs: list[tuple[int, int]], causal: bool, window: int | None):
+    queries = tuple(queries for queries, _ in runs)
+    keys = tuple(queries + before if causal else before for queries, before in runs)
+    drawn = Runs(queries, keys, causal, window if causal else None)
+    *of_all, _ = bytes_and_operators(drawn)
     with longest_runs_of_attention():
-        *of_longest, fewer_operators = bytes_and_operators(runs)
+        *of_longest, _ = bytes_and_operators(drawn)
     assert of_longest == of_all
-    assert fewer_operators < operators
+
+
+def test_only_two_of_many_runs_are_attended():
+    many = Runs.of_segments((30, 5, 500, 34) * 9)
+    *_, operators = bytes_and_operators(many)
+    with longest_runs_of_attention():
+        *_, fewer = bytes_and_operators(many)
+    assert fewer < operators / 4

@@ -9,7 +9,7 @@ multi-tensor kernels and its compute type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -83,27 +83,32 @@ def longest_runs_of_attention() -> Iterator[None]:
         yield
 
 
-def _of_longest_runs(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*inputs: Any) -> Any:
-        *tensors, runs = inputs
-        return function(*tensors, _longest_two(runs))
-
-    return call
-
-
 class _LongestRuns:
-    """The CPU back end, which holds the results of a run until the next has its own, for the longest two neighbours."""
+    """The CPU back end in those two neighbours whose results take the most bytes: it holds one's until the next's."""
 
-    forward = staticmethod(_of_longest_runs(cpu.forward))
-    backward = staticmethod(_of_longest_runs(cpu.backward))
     unsupported = staticmethod(cpu.unsupported)
 
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
+        return cpu.forward(query, key, value, _longest_two(runs, heads=1, kv_heads=0))
 
-def _longest_two(runs: Runs) -> Runs:
-    lengths = list(zip(runs.query_lengths, runs.key_lengths, strict=True))
-    neighbours = [lengths[first : first + 2] for first in range(max(1, len(lengths) - 1))]
-    queries, keys = zip(*max(neighbours, key=lambda pair: sum(map(sum, pair))), strict=True)
-    return replace(runs, query_lengths=queries, key_lengths=keys)
+    @staticmethod
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, runs: Runs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        longest = _longest_two(runs, query.shape[1], 2 * key.shape[1])
+        return cpu.backward(grad, query, key, value, out, log_sum_exp, longest)
+
+
+def _longest_two(runs: Runs, heads: int, kv_heads: int) -> Runs:
+    """Neighbours with the most results, of so many heads for a query and a key; all runs where a window cuts blocks."""
+    if runs.window is not None:
+        return runs
+    lengths = zip(runs.query_lengths, runs.key_lengths, strict=True)
+    sizes = [heads * queries + kv_heads * keys for queries, keys in lengths]
+    first = max(range(max(1, len(sizes) - 1)), key=lambda place: sum(sizes[place : place + 2]))
+    pair = slice(first, first + 2)
+    return replace(runs, query_lengths=runs.query_lengths[pair], key_lengths=runs.key_lengths[pair])
 
 
 @contextmanager

@@ -50,8 +50,8 @@ class Place(NamedTuple):
 class RankRun:
     """What rank ``rank`` did: the peak of its memory in bytes by kind, and its calls, step by step.
 
-    ``rows`` are those of its micro-batches in the last step, in pipeline order. ``operators`` counts PyTorch's;
-    attention on the CPU has those of two runs only (``longest_runs_of_attention``).
+    ``rows`` are those of its micro-batches in the last step, in pipeline order. ``operators`` counts PyTorch's
+    without most of those that attend on the CPU (``longest_runs_of_attention``).
     """
 
     rank: int
