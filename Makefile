@@ -29,8 +29,8 @@ test: setup
 test-all: setup
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest CHOSEN='-m "" --hypothesis-profile exhaustive'
 
-# Three at a time on two cores: some wait for processes. Threads of one process would only wait for each other, and
-# processes would each compile what none keeps.
+# Three at a time on two cores: some wait for processes. Threads of one process would only wait for each other. Without
+# bytecode on the disk every process would compile all modules anew.
 ENVIRONMENT := env --unset=PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 PYTEST := $(ENVIRONMENT) $(BIN)/pytest -n 3 --dist worksteal
 

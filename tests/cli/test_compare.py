@@ -207,3 +207,18 @@ def test_mistakes_are_one_line_and_exit_status_two(arguments: list[str], message
     assert message in result.stderr
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        (["--virtual-pp", 2, "--schedule", "interleaved_1f1b"], "pp 4 x 2 stages dp 1"),
+        (["--dp", 4], "pp 4 dp 4"),
+        (["--micro-batches", 2], "pp 2 dp 1"),
+        (["--micro-batches", 2, "--dp", 2], "pp 1 dp 2"),
+    ],
+)
+def test_a_pipeline_has_as_many_ranks_as_micro_batches_fill(sizes: list[object], layout: str):
+    result = wlb("compare", "synthetic:4500:4K", "--context-window", "4K", "--steps", "1", *map(str, sizes))
+    assert result.returncode == 0, result.stderr
+    assert f" {layout}; " in result.stdout

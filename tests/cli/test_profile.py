@@ -14,7 +14,7 @@ from wlb.workload.profile import read_profile
 
 @pytest.fixture(autouse=True)
 def _one_round(monkeypatch):
-    """What is measured is accurate in ``tests/profiling``."""
+    """Accuracy is tested in ``tests/profiling``."""
     monkeypatch.setattr("wlb.profiling.measure._QUICK_EFFORT", Effort(0.0, fewest_rounds=1))
 
 

@@ -290,7 +290,13 @@ def _level_plans(ranks: int, documents: RandomDocuments, by_chance: int) -> list
 
 
 # Eight processes repeat in larger groups what three prove.
-@pytest.mark.parametrize("world_size", [3, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(size, marks=pytest.mark.exhaustive if size > 4 else ())
+        for size in sorted({job.layout.world_size for job in ALL_LEVEL_JOBS})
+    ],
+)
 def test_level_steps_have_the_loss_and_gradients_of_one_document_at_a_time(
     world_size: int, model: TransformerConfig, documents: RandomDocuments, request: pytest.FixtureRequest
 ) -> None:

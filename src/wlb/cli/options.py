@@ -227,7 +227,7 @@ class JobOptions(GpuOptions):
     ] = None
     dp: Annotated[int | None, number("Data-parallel size; default 1 where other sizes are given.")] = None
     pp: Annotated[
-        int | None, number("Pipeline-parallel size; default 4, or as micro-batches fill, where other sizes are given.")
+        int | None, number("Pipeline-parallel size; default 4, or fewer where --micro-batches cannot fill them.")
     ] = None
     cp: Annotated[
         int | None, number("Context-parallel size; default: one rank for every 65,536 tokens of the window.")
@@ -282,8 +282,8 @@ class JobOptions(GpuOptions):
         from wlb.job.config_file import validated
         from wlb.simulate import simulated_job
 
-        layout = vars(validated(ParallelConfig, sizes, "parallel").layout)
-        if "pp" not in sizes:
+        layout = vars(validated(ParallelConfig, {"pp": 4} | sizes, "parallel").layout)
+        if "pp" not in sizes and layout["virtual_pp"] == 1:
             layout["pp"] = min(4, max(1, (self.micro_batches or 4 * layout["dp"]) // layout["dp"]))
         gpu = replace(self, tp=sizes.get("tp")).priced(
             context, window, sizes.get("cp"), layout["pp"], reads=["hardware"]

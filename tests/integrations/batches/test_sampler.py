@@ -59,8 +59,6 @@ def test_accelerate_deals_them_back_unchanged():
     assert shards == [list(sampler(dp=3, rank=rank)) for rank in range(3)]
     with pytest.raises(UserError, match="rank = 1 among its processes once more, so most would not be trained"):
         list(data_loader.BatchSamplerShard(sampler(dp=3, rank=1), 3, 1))
-    with pytest.raises(UserError, match="dispatch_batches reads micro-batches on one process"):
-        next(iter(data_loader.DataLoaderDispatcher(range(300), batch_sampler=sampler(dp=1))))
 
 
 def test_batches_are_even_and_passes_differ():

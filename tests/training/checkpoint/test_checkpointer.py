@@ -127,10 +127,9 @@ def exhaustive(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
-# That level steps go on, test_resuming_on_another_layout_trains_the_same proves.
 @pytest.mark.parametrize(
     "job_name",
-    ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), exhaustive("pool elastic"), exhaustive("dp level")],
+    ["dp", exhaustive("pp"), "interleaved", exhaustive("tp"), exhaustive("pool elastic"), "dp level"],
 )
 def test_resuming_changes_nothing(straight, job_name, tmp_path):
     folder = stopped_after_two(straight[job_name], tmp_path)
@@ -233,7 +232,7 @@ def damage(checkpoint: Path, how: str) -> None:
         (checkpoint / how).unlink()
 
 
-# test_files.py damages every file in every way; these are what reading notices, and sizes and the manifest.
+# test_files.py damages every file in every way, and test_restarts.py passes over one without its manifest.
 @pytest.mark.parametrize(
     ("how", "named"),
     [

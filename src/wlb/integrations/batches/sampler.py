@@ -48,7 +48,7 @@ class PlannedBatchSampler:
     Raises:
         UserError: A document is empty or over the context window, or settings that no job could have; from ``iter``, on
             every process, where they would train different plans, or some rank's micro-batches not at all, as where
-            Accelerate prepares the loader of one ``rank``, or dispatches batches from one process.
+            Accelerate prepares the loader of one ``rank``.
     """
 
     # What PyTorch, Accelerate and Lightning ask of a batch sampler whose batches differ in size.
@@ -85,7 +85,11 @@ class PlannedBatchSampler:
 
     def __iter__(self) -> PlannedBatches:
         """One pass, from a loaded state on if there is one; after a finished pass, the next has the next epochs."""
-        self._check_callers(sys._getframe(1))
+        if self._rank is not None and _dealt_again(sys._getframe(1)):
+            raise UserError(
+                f"Accelerate deals the micro-batches of rank = {self._rank} among its processes once more, so most "
+                "would not be trained; leave rank out, or do not prepare the loader"
+            )
         if self._state is None and self._batches is not None and self._batches.finished:
             self._pass = self._batches.number + 1
         self._batches = self._begun(self._state)
@@ -160,23 +164,6 @@ class PlannedBatchSampler:
         """
         return self._begun(state).steps
 
-    def _check_callers(self, frame: FrameType | None) -> None:
-        """Refuse what ``accelerator.prepare`` puts around a batch sampler and loses batches: only the stack tells."""
-        while frame is not None:
-            caller: Any = frame.f_locals.get("self")
-            frame = frame.f_back
-            kind = type(caller).__name__
-            if kind == "BatchSamplerShard" and self._rank is not None and caller.num_processes > 1:
-                raise UserError(
-                    f"Accelerate deals the micro-batches of rank = {self._rank} among its processes once more, so most "
-                    "would not be trained; leave rank out, or do not prepare the loader"
-                )
-            if kind == "DataLoaderDispatcher":
-                raise UserError(
-                    "Accelerate's dispatch_batches reads micro-batches on one process and cuts them apart for all; "
-                    "leave it out, and every process reads its own"
-                )
-
     def _begun(self, state: Mapping[str, Any] | None) -> PlannedBatches:
         batches = PlannedBatches(self._steps, self._pass, self._processes(), self._epochs)
         if state is not None:
@@ -191,6 +178,12 @@ class PlannedBatchSampler:
         """The data-parallel rank of each process whose micro-batches are yielded in turn."""
         ranks = [process // self.job.layout.cp for process in range(self.job.layout.dp * self.job.layout.cp)]
         return ranks if self._rank is None else [ranks[self._rank]]
+
+
+def _dealt_again(caller: FrameType) -> bool:
+    """Whether ``iter`` is called by what ``accelerator.prepare`` puts around a batch sampler: nothing else tells."""
+    shard = caller.f_locals.get("self")
+    return type(shard).__name__ == "BatchSamplerShard" and getattr(shard, "num_processes", 1) > 1
 
 
 class PlannedBatches(ItemsOfSteps[list[int]]):

@@ -78,7 +78,7 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def longest_runs_of_attention() -> Iterator[None]:
-    """Attend on the CPU in only two of the runs of a micro-batch, which may have hundreds."""
+    """Attend on the CPU in only two of the runs of a micro-batch, which may have hundreds; in all of a window."""
     with mock.patch.dict(BACKENDS, cpu=_LongestRuns()):
         yield
 
