@@ -31,7 +31,7 @@ test-all: setup
 
 # Three at a time on two cores: some wait for processes. Threads of one process would only wait for each other. Without
 # bytecode on the disk every process would compile all modules anew.
-ENVIRONMENT := env --unset=PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
+ENVIRONMENT := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 PYTEST := $(ENVIRONMENT) $(BIN)/pytest -n 3 --dist worksteal
 
 pytest: setup

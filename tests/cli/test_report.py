@@ -27,11 +27,13 @@ def report_without_torch(*arguments: str | Path) -> subprocess.CompletedProcess[
 def test_lengths_become_a_page_and_figures(tmp_path: Path):
     out, edited = tmp_path / "report.html", tmp_path / "report.job.toml"
     edited.write_text("# mine")
+    oldest = tmp_path / "report.job.earlier.toml"
+    oldest.write_text("# mine, too")
     result = report_without_torch(*SMALL, "--out", out, "--json")
     assert result.returncode == 0, result.stderr
-    earlier = tmp_path / "report.job.earlier.toml"
+    earlier = tmp_path / "report.job.earlier2.toml"
     assert f"{edited} was another job, which is {earlier} now" in result.stderr
-    assert earlier.read_text() == "# mine"
+    assert (earlier.read_text(), oldest.read_text()) == ("# mine", "# mine, too")
     assert edited.read_text().startswith("# For documents as in")
     summary = json.loads(result.stdout)
     assert (summary["kind"], summary["steps"], summary["out"]) == ("simulated", 4, str(out))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import webbrowser
 from dataclasses import asdict, dataclass
+from itertools import chain, count
 from os.path import isdir
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,7 +87,8 @@ def _write_job(path: Path, job: str) -> None:
     """Write ``job``; what stood there, and may have been edited, is kept beside it."""
     content = job.encode(errors="replace")  # names of files may have any bytes
     if path.exists() and path.read_bytes() != content:
-        earlier = path.replace(path.with_suffix(".earlier.toml"))
+        names = (path.with_suffix(f".earlier{number}.toml") for number in chain([""], count(2)))
+        earlier = path.replace(next(name for name in names if not name.exists()))
         note(f"{path} was another job, which is {earlier} now")
     path.write_bytes(content)
 
