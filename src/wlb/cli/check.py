@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wlb.simulate.verdict import Verdict
-    from wlb.studies.check import AskedJob
+    from wlb.simulate.estimate import Estimate, Question
 
 _STORE = "corpus"  # that documents of text are prepared into
 _MOST_TEXTS = 20_000  # that are tokenised
@@ -28,8 +27,11 @@ _MOST_TEXTS = 20_000  # that are tokenised
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions(options.JobOptions):
-    """The job, and how to count the tokens of documents that are text."""
+    """The job, which systems run it, and how to count the tokens of documents that are text."""
 
+    systems: Annotated[
+        str | None, options.list_of_names("Presets; default: plain-4d, per-document-4d, best, elastic.")
+    ] = None
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="TOKENIZER", help="LENGTHS is text, as wlb prepare reads it: bytes, a file or a model."),
@@ -54,33 +56,38 @@ class CheckOptions(options.JobOptions):
 
 
 def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions, json: options.Json = False) -> None:
-    """Say what a job loses to imbalance on your documents, and which preset gives it back. Needs no option.
+    """Say what a job loses to imbalance on your documents, and how much faster each preset runs it. Needs no option.
 
-    Simulates plain-4d (fixed-length packing as most trainers do it) and the presets best and elastic on the same
-    documents in the same layout.
+    Simulates plain-4d (fixed-length packing, as most trainers do it), the same with documents sharded one by one, and
+    the presets best and elastic, on the same documents. Each is in its own fastest layout, or all are in the sizes that
+    you give.
 
     Example: wlb check lengths.json --gpus 64 --model llama3-8b
 
     Example: wlb check corpus.jsonl --tokenizer MODEL_DIRECTORY
     """
-    from wlb.studies.check import CHECKED, checked
+    from wlb.documents.lengths import what_was_read
+    from wlb.simulate.estimate import CHECKED
 
-    tokens = asked.lengths(lengths)
-    found = asked.job(context, None if asked.tokenizer else lengths, tokens)
-    verdict = judged_presets(found, tokens, CHECKED, asked.steps)
-    result = checked(found, verdict, asked.model, lengths)
+    presets = options.names_in("--systems", asked.systems, CHECKED)
+    read = asked.lengths(context, lengths)
+    question = asked.question(context, None if asked.tokenizer else lengths, read.lengths)
+    if not json:
+        said = what_was_read(read.source, read.lengths, question.space.context_window)
+        stdout.print(f"{said}\n", markup=False, highlight=False)
+    found = estimated(question, read.lengths, presets, asked.steps, lengths)
     if json:
-        emit_json(result.to_json())
+        emit_json(found.to_json())
         return
-    show_verdict(verdict, found)
-    if verdict.winner != verdict.base:
-        gpus = f"{found.job.layout.world_size:,} GPUs"
-        stdout.print(f"Of {gpus} that is {result.gpu_hours_a_day:,.0f} GPU-hours a day.\n", highlight=False)
-        stdout.print(result.config, markup=False, highlight=False, soft_wrap=True)
+    show_estimate(found)
+    if found.config:
+        gpus = f"{question.space.gpus:,} GPUs"
+        stdout.print(f"Of {gpus} that is {found.gpu_hours_a_day:,.0f} GPU-hours a day.\n", highlight=False)
+        stdout.print(found.config, markup=False, highlight=False, soft_wrap=True)
     if asked.tokenizer is None:
         show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))
     else:
-        text = given_again(context, ["tokenizer", "text_field"])
+        text = given_again(context, ["tokenizer", *_TEXT])
         show_next("prepare", lengths, *text, "--out", _STORE)
 
 
@@ -92,22 +99,25 @@ def progress_of(systems: Iterable[str], steps: int) -> Iterator[Callable[[str, i
         yield lambda name, done: bar.advance(tasks[name], done)
 
 
-def judged_presets(found: AskedJob, lengths: NDArray[np.int64], presets: Iterable[str], steps: int | None) -> Verdict:
-    """The verdict on ``presets``, with a progress bar for each."""
-    from wlb.simulate.search import usual_steps
-    from wlb.simulate.verdict import judge_presets
+def estimated(
+    question: Question, lengths: NDArray[np.int64], presets: Sequence[str], steps: int | None, source: str
+) -> Estimate:
+    """``estimate`` of ``presets``, with a progress bar for each."""
+    from wlb.simulate.estimate import estimate
+    from wlb.simulate.search import DRAWS
+    from wlb.simulate.verdict import usual_steps
 
-    steps = steps or usual_steps(found.job.global_batch)
-    with progress_of(presets, steps) as told:
-        *_, verdict = judge_presets(found.job, lengths, presets, steps, on_progress=told)
-    return verdict
+    all_steps = DRAWS * (steps or usual_steps(question.space.micro_batches))
+    with progress_of(presets, all_steps) as told:
+        return estimate(question, lengths, presets, steps, source=source, on_progress=told)
 
 
-def show_verdict(verdict: Verdict, found: AskedJob) -> None:
+def show_estimate(found: Estimate) -> None:
     """Print the verdict, then what it is made of."""
-    from wlb.studies.check import about, columns_of
+    from wlb.simulate.estimate import about, columns_of
 
-    for line in (f"{verdict}\n", *about(verdict, found)):
+    verdict = found.verdict
+    for line in (f"{verdict}\n", *about(found)):
         stdout.print(line, markup=False, highlight=False)
     stdout.print()
     columns = columns_of(verdict)

@@ -1,18 +1,15 @@
-"""``wlb compare``: what each preset, or each packing method, would do to your documents."""
+"""``wlb compare``: what each packing method would do to your documents."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wlb.cli import options
-from wlb.cli.check import judged_presets, show_verdict
 from wlb.cli.console import emit_json, note, show_columns, show_next, stdout, with_progress
-from wlb.cli.groups import given_again, names_of, was_given
-from wlb.cli.prefill import PrefillOptions, prefill
 from wlb.terminal import listed, number_of
 
 if TYPE_CHECKING:
@@ -24,11 +21,8 @@ if TYPE_CHECKING:
     from wlb.packing.packer import Packer
     from wlb.simulate import SimulatedJob
     from wlb.simulate.compare import MethodResult
-    from wlb.studies.check import AskedJob
 
 _ALL = "all"
-# Options that only the comparison of packing methods reads.
-_OF_METHODS = ("methods", "max_length_factor", "max_delay", "overlong", "solver_seconds", "plot")
 _MANY_STEPS = 2000  # which take the methods together about half a minute
 
 
@@ -54,53 +48,32 @@ class CompareOptions(options.PackedOptions):
 
 
 def compare(
-    context: typer.Context,
-    lengths: options.Lengths,
-    asked: Annotated[
-        CompareOptions | PrefillOptions,
-        typer.Option("--prefill", help="Take the lengths as prompts; simulate a serving system's prefill."),
-    ],
-    json: options.Json = False,
+    context: typer.Context, lengths: options.Lengths, asked: CompareOptions, json: options.Json = False
 ) -> None:
-    """Compare presets, or packing methods, on a list of document lengths.
+    """Compare packing methods on a list of document lengths; wlb check compares presets.
 
-    Simulates the job under every preset, in the same layout, and says what plain-4d loses and what each gives back.
-
-    With --methods: packs the documents with every method of sequential, fixed_greedy, fixed_solver, variable_length,
-    makespan, elastic, or "all". fixed_greedy:4 packs 4 global batches together; variable_length:1 has one outlier
-    queue, variable_length:auto tunes its thresholds as documents arrive, variable_length:paper is the paper's
-    Algorithm 1, without early release.
-
-    With --prefill the lengths are prompts, and the command does what wlb prefill does.
+    Packs the documents with every method of sequential, fixed_greedy, fixed_solver, variable_length, makespan, elastic,
+    or "all". fixed_greedy:4 packs 4 global batches together; variable_length:1 has one outlier queue,
+    variable_length:auto tunes its thresholds as documents arrive, variable_length:paper is the paper's Algorithm 1,
+    without early release.
 
     Example: wlb compare synthetic:20000:128K:0 --context-window 128K --micro-batches 4
     """
     from wlb.documents.lengths import read_lengths
-    from wlb.job.config import PRESETS
 
-    if isinstance(asked, PrefillOptions):
-        prefill(context, lengths, asked, json)
-        return
     options.check_picture(asked.plot)
     tokens = read_lengths(lengths, keep_empty=True)
     found = asked.job(context, lengths, tokens)
-    by_method = any(was_given(context, name) for name in _OF_METHODS)
-    if by_method or json:
-        compared, show = _compared_methods(tokens[tokens > 0], asked, found)
-    if not by_method:
-        verdict = judged_presets(found, tokens, PRESETS, asked.steps)
+    compared, show = _compared_methods(tokens[tokens > 0], asked, found)
     if json:
-        emit_json(({} if by_method else {"verdict": verdict.to_json()}) | compared)
+        emit_json(compared)
         return
-    if by_method:
-        show()
-    else:
-        show_verdict(verdict, found)
-    show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))
+    show()
+    show_next("check", lengths, *asked.given_again(context, found.job))
 
 
 def _compared_methods(
-    tokens: NDArray[np.int64], asked: CompareOptions, found: AskedJob
+    tokens: NDArray[np.int64], asked: CompareOptions, found: options.AskedJob
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """The comparison of packing methods as JSON, and what prints it."""
     from wlb.simulate.compare import DEFAULT_METHODS, comparison_json, packer_for
@@ -148,7 +121,7 @@ def documents_of(
     return documents_for(tokens, job.packing.micro_batches, job.context_window, overlong=overlong, steps=steps)
 
 
-def title_of(job: SimulatedJob, priced_by: dict[str, str | int]) -> str:
+def title_of(job: SimulatedJob, priced_by: Mapping[str, str | int]) -> str:
     sizes = f"{job.packing.micro_batches} micro-batches a step, dp {job.layout.dp}, pp {job.layout.pp}"
     return f"window {job.context_window:,}, {sizes}\nsimulated with {listed(priced_by)}"
 

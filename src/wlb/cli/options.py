@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from wlb.cli.groups import refuse_unused
+from wlb.cli.groups import given_again, names_of, refuse_unused, was_given
 from wlb.errors import UserError, choose_from, require
 from wlb.schedules.operations import TRAINED_SCHEDULES
 from wlb.token_count import parse_count, parse_tokens
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from wlb.schedules.layout import Layout
     from wlb.simulate import SimulatedJob
+    from wlb.simulate.estimate import Question
     from wlb.simulate.search import SearchSpace
-    from wlb.studies.check import AskedJob
     from wlb.workload import ModelShape, Workload
     from wlb.workload.profile import WorkloadProfile
 
@@ -68,6 +69,7 @@ Lengths = Annotated[
     ),
 ]
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
+BatchTokens = Annotated[int | None, number_of_tokens("Tokens of a step (the global batch), such as 16M; default: 4M.")]
 Dp = Annotated[int, number("Data-parallel size.")]
 Pp = Annotated[int, number("Pipeline-parallel size.")]
 Tp = Annotated[int | None, number("Tensor-parallel size; default: up to 8, with 512 columns left on each GPU.")]
@@ -215,22 +217,20 @@ class PricedGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(GpuOptions):
-    """A job that is simulated. Of one without any sizes, they are chosen for its GPUs and documents."""
+    """A job that is simulated. Sizes that are not given are searched for, or have defaults without --gpus."""
 
     context_window: Annotated[
         int | None,
-        number_of_tokens("Tokens attention may span, such as 128K; default: as the longest document, up to 128K."),
+        number_of_tokens("Tokens attention may span, such as 128K; default: of documents that hold 95% of all tokens."),
     ] = None
-    gpus: Annotated[int | None, number("GPUs; default 64, in the layout in which plain-4d is fastest.")] = None
-    micro_batches: Annotated[
-        int | None, number("Micro-batches of a step, over all data-parallel ranks; default dp x pp, or 4M tokens.")
-    ] = None
-    dp: Annotated[int | None, number("Data-parallel size; default 1 where other sizes are given.")] = None
-    pp: Annotated[
-        int | None, number("Pipeline-parallel size; default 4, or fewer where --micro-batches cannot fill them.")
-    ] = None
+    gpus: Annotated[int | None, number("GPUs; default 64, where no sizes are given.")] = None
+    batch_tokens: BatchTokens = None
+    dp: Annotated[int | None, number("Data-parallel size; without --gpus default 1 where other sizes are given.")] = (
+        None
+    )
+    pp: Annotated[int | None, number("Pipeline-parallel size; without --gpus default 4 where others are given.")] = None
     cp: Annotated[
-        int | None, number("Context-parallel size; default: one rank for every 65,536 tokens of the window.")
+        int | None, number("Context-parallel size; without --gpus default one rank for every 65,536 tokens.")
     ] = None
     virtual_pp: Annotated[int | None, number("Model chunks per pipeline rank; default 1.")] = None
     schedule: Annotated[
@@ -241,28 +241,46 @@ class JobOptions(GpuOptions):
     )
     encoder: Encoders = None
     steps: Annotated[
-        int | None, number_of_steps("Steps, after some that warm up; default: of 512 windows, 8 to 32.")
+        int | None, number_of_steps("Steps of each draw, after some that warm up; default: of 256 windows, 4 to 16.")
     ] = None
 
-    def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
-        """The job under preset ``best`` on documents of ``lengths``, and what was assumed of it.
+    def question(
+        self, context: typer.Context, source: str | None, lengths: NDArray[np.int64], windows: int | None = None
+    ) -> Question:
+        """The job on documents of ``lengths``, and what was assumed of it; ``windows`` are its global batch, if given.
 
-        ``source`` may have columns of encoders beside the lengths; None has none.
-
-        With a measured profile ``hardware`` says its links. Raises ``UserError`` for a layout that cannot run.
+        ``source`` is as in ``question_of``. Raises ``UserError`` for a layout that cannot run.
         """
-        from wlb.studies.check import AskedJob, in_fastest_layout, window_of, with_phases
+        from wlb.documents.lengths import assumed_window
+        from wlb.simulate.estimate import question_of
 
+        window = self.context_window or assumed_window(lengths)
         sizes = self._sizes(context)
-        if not sizes and self.profile is None and self.micro_batches is None:
-            gpus = self.gpus or DEFAULT_GPUS
-            found = in_fastest_layout(self.model, self.hardware, gpus, self.context_window, lengths)
-        elif self.gpus is not None:
-            raise UserError(f"--gpus {self.gpus} chooses the sizes that are given too; leave one of them out")
+        pinned = self.gpus is None and bool(sizes or windows)
+        if pinned:
+            layout, gpu = self._layout(context, window, sizes, windows)
+            gpus, fixed = layout.world_size, vars(layout)
         else:
-            window, assumed = (self.context_window, "") if self.context_window is not None else window_of(lengths)
-            found = AskedJob(*self._of_sizes(context, window, sizes), assumed.removesuffix("; "))
-        return found._replace(job=with_phases(found.job, source, self.encoder))
+            gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
+            gpus, fixed = self.gpus or DEFAULT_GPUS, sizes | ({"tp": gpu.tp} if gpu.measured else {})
+        stated = {"model": self.model, "hardware": self.hardware, "gpus": gpus}
+        if gpu.measured:
+            del stated["model"]
+        if pinned:
+            del stated["gpus"]
+        return question_of(
+            self.model,
+            self.hardware,
+            gpus,
+            lengths,
+            context_window=self.context_window,
+            batch_tokens=self.batch_tokens if windows is None else windows * window,
+            fixed=fixed,
+            profile=gpu.measured,
+            source=source,
+            encoders=self.encoder,
+            assumed=[f"{name} {value} (--{name})" for name, value in stated.items() if not was_given(context, name)],
+        )
 
     def _sizes(self, context: typer.Context) -> dict[str, Any]:
         """Those that were given."""
@@ -275,51 +293,54 @@ class JobOptions(GpuOptions):
             raise UserError(f"parallel.{unknown[0]} is no size; {choose_from(unknown[0], _SIZES)}")
         return sizes
 
-    def _of_sizes(
-        self, context: typer.Context, window: int, sizes: dict[str, Any]
-    ) -> tuple[SimulatedJob, dict[str, str | int]]:
+    def _layout(
+        self, context: typer.Context, window: int, sizes: dict[str, Any], windows: int | None
+    ) -> tuple[Layout, PricedGpu]:
+        """The layout of ``sizes``, with defaults for those that are not given."""
         from wlb.job.config import ParallelConfig
         from wlb.job.config_file import validated
-        from wlb.simulate import simulated_job
 
-        layout = vars(validated(ParallelConfig, {"pp": 4} | sizes, "parallel").layout)
-        if "pp" not in sizes and layout["virtual_pp"] == 1:
-            layout["pp"] = min(4, max(1, (self.micro_batches or 4 * layout["dp"]) // layout["dp"]))
-        gpu = replace(self, tp=sizes.get("tp")).priced(
-            context, window, sizes.get("cp"), layout["pp"], reads=["hardware"]
-        )
-        micro_batches = self.micro_batches or layout["dp"] * layout["pp"]
-        if micro_batches % layout["dp"]:
-            raise UserError(
-                f"--micro-batches {micro_batches} counts all data-parallel ranks; make it a multiple of "
-                f"--dp {layout['dp']}"
-            )
-        job = simulated_job(
-            gpu.shape,
-            window,
-            hardware=self.hardware,
-            packing={"micro_batches": micro_batches},
-            profile=gpu.measured,
-            packed_by=gpu.measured and gpu.workload,
-            **layout | {"tp": gpu.tp, "cp": gpu.cp},
-        )
-        if micro_batches < (least := layout["dp"] * layout["pp"]):
-            raise UserError(
-                f"--micro-batches {micro_batches} over --dp {layout['dp']} cannot fill --pp {layout['pp']} pipeline "
-                f"stages; give at least {least}, or a smaller --pp"
-            )
-        return job, gpu.described | {"hardware": self.hardware}
+        layout = validated(ParallelConfig, {"pp": 4} | sizes, "parallel").layout
+        if "pp" not in sizes and layout.virtual_pp == 1 and windows is not None:
+            layout = replace(layout, pp=min(4, max(1, windows // layout.dp)))
+        gpu = replace(self, tp=sizes.get("tp")).priced(context, window, sizes.get("cp"), layout.pp, reads=["hardware"])
+        return replace(layout, tp=gpu.tp, cp=gpu.cp), gpu
+
+
+class AskedJob(NamedTuple):
+    """A job under preset ``best``, and what it is priced by."""
+
+    job: SimulatedJob
+    priced_by: Mapping[str, str | int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedOptions(JobOptions):
     """A job whose documents are packed by several methods."""
 
+    micro_batches: Annotated[
+        int | None, number("Micro-batches of a step, over all data-parallel ranks: --batch-tokens in windows.")
+    ] = None
     methods: Methods = None
     max_delay: Annotated[
         int | None,
         typer.Option(min=0, metavar="STEPS", help="Most steps that a document is delayed before it goes first."),
     ] = None
+
+    def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
+        """The job under preset ``best``, in the layout that is given or in which plain-4d is fastest."""
+        from wlb.simulate.search import packed_as
+        from wlb.simulate.verdict import BASELINE, BEST
+
+        if self.micro_batches is not None and self.batch_tokens is not None:
+            raise UserError("--micro-batches and --batch-tokens both say the global batch; leave one of them out")
+        question = self.question(context, source, lengths, self.micro_batches)
+        return AskedJob(packed_as(question.fastest(BASELINE, lengths).job, BEST), question.priced_by)
+
+    def given_again(self, context: typer.Context, job: SimulatedJob) -> list[str]:
+        """The options of ``job`` that stood on the command line, for a command without --micro-batches."""
+        batch = ["--batch-tokens", f"{self.micro_batches * job.context_window}"] if self.micro_batches else []
+        return given_again(context, names_of(JobOptions)) + batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,16 +351,16 @@ class SpaceOptions:
     model: Model = DEFAULT_MODEL
     context_window: ContextWindow = DEFAULT_WINDOW
     hardware: Hardware = "h100"
-    batch_tokens: Annotated[int, number_of_tokens("Global batch, such as 16M.")] = 2**24
+    batch_tokens: BatchTokens = None
 
     def space(self, steps: int) -> SearchSpace:
-        from wlb.simulate.search import search_space
+        from wlb.simulate.search import BATCH_TOKENS, search_space
 
         return search_space(
             self.model,
             self.gpus,
             self.context_window,
             hardware=self.hardware,
-            batch_tokens=self.batch_tokens,
+            batch_tokens=self.batch_tokens or BATCH_TOKENS,
             steps=steps,
         )

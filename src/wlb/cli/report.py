@@ -7,13 +7,17 @@ from dataclasses import asdict, dataclass
 from itertools import chain, count
 from os.path import isdir
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wlb.cli import options
+from wlb.cli.check import estimated
 from wlb.cli.console import emit_json, note, progress_bar, show_next, stdout
 from wlb.cli.groups import given_again, names_of, refuse_unused
+
+if TYPE_CHECKING:
+    from wlb.simulate.estimate import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,8 @@ def report(
 ) -> None:
     """Write a report as one HTML file that works offline: what imbalance costs, where, and what to set.
 
-    From document lengths it also writes the job that it recommends, as OUT with .job.toml for .html.
+    From document lengths it says what wlb check says, and writes the job that it recommends, if any, as OUT with
+    .job.toml for .html.
 
     Example: wlb report synthetic:20000:128K:0 --model 7b --dp 4 --pp 4 --cp 2 --tp 8 --open
 
@@ -63,9 +68,11 @@ def report(
     else:
         config = out.with_suffix(".job.toml")
         options.check_writable(config)
-        text, job, summary = _predicted(context, source, asked)
-        _write_job(config, job)
-        summary["config_file"] = str(config)
+        text, found = _predicted(context, source, asked)
+        summary = found.to_json() | {"kind": "simulated"}
+        if found.config:
+            _write_job(config, found.config)
+            summary["config_file"] = str(config)
     write_page(out, text)
     if show:
         webbrowser.open(out.absolute().as_uri())
@@ -106,43 +113,17 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
     return measured_report(run, earlier), summary
 
 
-def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tuple[str, str, dict[str, Any]]:
-    """The page, the job that it recommends as TOML, and what ``--json`` prints."""
+def _predicted(context: typer.Context, source: str, asked: ReportOptions) -> tuple[str, Estimate]:
+    """The page, and what it is about."""
     from wlb.documents.lengths import read_lengths
-    from wlb.documents.store.sources import names_store
     from wlb.report.evidence import gather_evidence
-    from wlb.report.predicted import predicted_report, read_rivals, recommended_config
+    from wlb.report.predicted import predicted_report, read_rivals
+    from wlb.simulate.estimate import CHECKED
 
     rivals = None if asked.rivals is None else read_rivals(asked.rivals)
     lengths = read_lengths(source, keep_empty=True)
-    job = asked.job(context, source, lengths).job
+    found = estimated(asked.question(context, source, lengths), lengths, CHECKED, asked.steps, source)
     with progress_bar() as bar:
-        task = bar.add_task("reading", total=None)
-        evidence = gather_evidence(
-            lengths, job, asked.steps, on_progress=lambda what: bar.update(task, description=what)
-        )
-    store = source if names_store(source) else None
-    text = predicted_report(
-        evidence, source=source, model=asked.model, hardware=asked.hardware, store=store, rivals=rivals
-    )
-    return (
-        text,
-        recommended_config(evidence.verdict, asked.model, source, store),
-        {
-            "kind": "simulated",
-            "speed_at_equal_work": {name: asdict(gain) for name, gain in evidence.gains.items()},
-            "gain": {name: asdict(gain) for name, gain in evidence.gains_in_tokens.items()},
-            "imbalance": {name: system.imbalance["gpus"] for name, system in evidence.systems.items()},
-            "tokens_per_second": {name: system.tokens_per_second for name, system in evidence.systems.items()},
-            "recommended": {
-                "preset": evidence.winner,
-                "max_length_factor": float(evidence.job.packing.length_factor),
-                "activation_checkpointing": evidence.job.activation_checkpointing,
-            },
-            "verdict": str(evidence.verdict),
-            "lost": evidence.verdict.lost,
-            "given_back": evidence.verdict.given_back,
-            "fits": evidence.fits,
-            "steps": evidence.systems["best"].steps,
-        },
-    )
+        task = bar.add_task("packing", total=None)
+        evidence = gather_evidence(lengths, found, on_progress=lambda what: bar.update(task, description=what))
+    return predicted_report(evidence, source=source, rivals=rivals), found

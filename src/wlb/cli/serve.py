@@ -30,7 +30,7 @@ def serve(
     """
     from wlb.page.server import serve_on
 
-    first = {"lengths": lengths, "model": options.DEFAULT_MODEL, "hardware": "h100", "window": "auto"}
+    first = {"lengths": lengths, "model": options.DEFAULT_MODEL, "hardware": "h100", "window": "auto", "batch": "auto"}
     with serve_on(port, first | {"gpus": str(options.DEFAULT_GPUS)}) as server:
         try:
             stdout.print(f"wlb serve: {server.url}  (Ctrl-C ends it)", markup=False, highlight=False, soft_wrap=True)

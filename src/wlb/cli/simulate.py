@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wlb.cli import options
-from wlb.cli.check import progress_of
-from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
+from wlb.cli.check import estimated, progress_of, show_estimate
+from wlb.cli.console import emit_json, show_columns, show_next, stdout
 from wlb.errors import UserError
 from wlb.schedules.operations import TRAINED_SCHEDULES
 from wlb.terminal import number_of, tell
 
 if TYPE_CHECKING:
-    from wlb.documents.length_counts import DocumentLengths
     from wlb.documents.store.sources import StoreSource
     from wlb.simulate import SimulatedJob, SimulationResult
-    from wlb.simulate.search import SearchResult
-    from wlb.simulate.verdict import Verdict
+    from wlb.simulate.search import Rated
+    from wlb.simulate.verdict import Lengths, Verdict
+    from wlb.workload.profile import WorkloadProfile
 
-_SEARCH_STEPS = 8
-_CONFIGURED = "as configured"
 _DOCUMENTS = 100_000  # synthetic ones, where no lengths are given
-_FINALISTS_SHOWN = 12
-_WORTH_TELLING = 0.002  # of a step
+_NEAREST = 3  # layouts of each system
+
+
+_Systems = Annotated[
+    str | None, options.list_of_names("Presets, see wlb check; default: all, or a configuration and plain-4d.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +46,7 @@ class SimulateOptions:
             show_default=False,
         ),
     ] = None
-    systems: Annotated[
-        str | None,
-        options.list_of_names(
-            "Presets: plain-4d, fixed-4d, wlb-llm, best, elastic; default: all, or a configuration and plain-4d."
-        ),
-    ] = None
+    systems: _Systems = None
     hardware: options.Hardware = "h100"
     profile: Annotated[
         Path | None,
@@ -74,42 +71,23 @@ class SimulateOptions:
         bool, typer.Option("--open-trace", help="Open it at ui.perfetto.dev; without --trace from a temporary file.")
     ] = False
 
-    def jobs(self, lengths: str | None) -> tuple[dict[str, SimulatedJob], Any, list[StoreSource]]:
-        """The jobs to simulate, by the system that each shows; the lengths of their documents, and where they are from.
+    def judged(self, lengths: str | None, steps: int | None) -> tuple[Verdict, Lengths, list[StoreSource]]:
+        """The verdict on the job; the lengths of its documents, and where they are from.
 
         These are one source, ``lengths`` where it is given, or each store of a mixture.
         """
+        from wlb.job.config import PRESETS
         from wlb.simulate.job import NAMED_JOBS
-        from wlb.simulate.run import check_documents
-        from wlb.simulate.verdict import well_checkpointed
-        from wlb.studies.check import with_phases
         from wlb.workload.profile import read_profile
 
         if self.job is None:
             raise UserError("name a configuration file or a job, or use --search; for example: wlb simulate 7b-128k")
+        profile = None if self.profile is None else read_profile(self.profile)
         if self.job in NAMED_JOBS:
-            jobs, sources = self._named(self.job)
-        elif Path(self.job).suffix == ".toml":
-            jobs, sources = self._configured(Path(self.job))
-        else:
-            raise UserError(
-                f"{self.job!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}"
-            )
-        layout: dict[str, Any] = {} if self.schedule is None else {"schedule": self.schedule}
-        if self.schedule == "zbv_zero_bubble":
-            layout["virtual_pp"] = 2
-        prices = {} if self.profile is None else {"profile": read_profile(self.profile)}
-        sources = sources if lengths is None else [lengths]
-        documents = _lengths(sources)
-        jobs = {system: job.with_layout(**layout).priced(**prices) for system, job in jobs.items()}
-        if lengths is not None:
-            jobs = {system: with_phases(job, lengths, self.encoder) for system, job in jobs.items()}
-        if self.systems is None:  # pools know no phases
-            jobs = {system: job for system, job in jobs.items() if not (job.phases and job.pools)}
-        if self.job in NAMED_JOBS:
-            check_documents(next(iter(jobs.values())), documents)
-            jobs = {preset: well_checkpointed(job, documents) for preset, job in jobs.items()}
-        return jobs, documents, sources
+            return self._named(options.names_in("--systems", self.systems, PRESETS), lengths, steps, profile)
+        if Path(self.job).suffix == ".toml":
+            return self._configured(Path(self.job), lengths, steps, profile)
+        raise UserError(f"{self.job!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
 
     def follows(self, job: SimulatedJob, sources: list[StoreSource]) -> list[object]:
         """The command to go on with: a dry run of a configuration whose stores exist, or a report on a named job."""
@@ -127,38 +105,73 @@ class SimulateOptions:
         settings = [word for one in self.settings or () for word in ("--set", one)]
         return ["train", self.job, *settings, "--dry-run", *options.machine_of(self.hardware)]
 
-    def _named(self, name: str) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
-        from wlb.job.config import PRESETS
-        from wlb.simulate.job import NAMED_JOBS, named_job
+    @property
+    def _schedule(self) -> dict[str, Any]:
+        if self.schedule is None:
+            return {}
+        return {"schedule": self.schedule} | ({"virtual_pp": 2} if self.schedule == "zbv_zero_bubble" else {})
 
+    def _named(
+        self, presets: list[str], lengths: str | None, steps: int | None, profile: WorkloadProfile | None
+    ) -> tuple[Verdict, Lengths, list[StoreSource]]:
+        """All in the layout of the named job."""
+        from wlb.simulate.estimate import question_of
+        from wlb.simulate.job import NAMED_JOBS
+
+        assert self.job is not None
         if self.settings:
             raise UserError("--set overrides a configuration file; a named job has none")
-        presets = options.names_in("--systems", self.systems, PRESETS)
-        jobs = {preset: named_job(name, preset, hardware=self.hardware) for preset in presets}
-        return jobs, [_synthetic(NAMED_JOBS[name].context_window)]
+        named = NAMED_JOBS[self.job]
+        layout, source = replace(named.layout, **self._schedule), lengths or _synthetic(named.context_window)
+        documents = _lengths([source])
+        question = question_of(
+            named.model,
+            self.hardware,
+            layout.world_size,
+            documents,
+            context_window=named.context_window,
+            batch_tokens=(named.micro_batches or layout.pp) * layout.dp * named.context_window,
+            fixed=vars(layout),
+            profile=profile,
+            source=lengths,
+            encoders=self.encoder,
+        )
+        if question.encoders and self.systems is None:  # pools know no phases
+            presets = [preset for preset in presets if preset != "elastic"]
+        return estimated(question, documents, presets, steps, source).verdict, documents, [source]
 
-    def _configured(self, path: Path) -> tuple[dict[str, SimulatedJob], list[StoreSource]]:
+    def _configured(
+        self, path: Path, lengths: str | None, steps: int | None, profile: WorkloadProfile | None
+    ) -> tuple[Verdict, Lengths, list[StoreSource]]:
         from wlb.documents.store.reader import stored_vocab_size
         from wlb.job.config_file import load_config
         from wlb.simulate import SimulatedJob
+        from wlb.simulate.estimate import CONFIGURED, completed, encoders_of, judge_config
+        from wlb.simulate.search import DRAWS
+        from wlb.simulate.verdict import usual_steps
 
-        settings = self.settings or []
-        configs = {_CONFIGURED: load_config(path, settings)}
-        for preset in options.names_in("--systems", self.systems, ["plain-4d"]):
-            without_pools = [] if preset == "elastic" else ["parallel.pool=auto"]
-            configs[preset] = load_config(path, [*settings, f"preset={preset}", *without_pools])
-        stores = configs[_CONFIGURED].data.stores
-        vocab_size = max(stored_vocab_size(prefix) or 0 for prefix in stores) or None
-        jobs = {
-            system: SimulatedJob.from_config(config, self.hardware, vocab_size=vocab_size)
-            for system, config in configs.items()
-        }
-        return jobs, [*stores]
+        config = load_config(path, self.settings or [])
+        sources: list[StoreSource] = [*config.data.stores] if lengths is None else [lengths]
+        vocab_size = max(stored_vocab_size(prefix) or 0 for prefix in config.data.stores) or None
+        job = SimulatedJob.from_config(config, self.hardware, vocab_size=vocab_size).with_layout(**self._schedule)
+        job = completed(job, profile, encoders_of(lengths, self.encoder))
+        presets = options.names_in("--systems", self.systems, ["plain-4d"])
+        documents = _lengths(sources)
+        all_steps = DRAWS * (steps or usual_steps(job.global_batch))
+        with progress_of([CONFIGURED, *presets], all_steps) as told:
+            return judge_config(config, job, documents, presets, steps, on_progress=told), documents, sources
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(options.SpaceOptions):
+    """What layouts are searched for, and under which systems."""
+
+    systems: _Systems = None
 
 
 def simulate(
     asked: Annotated[
-        SimulateOptions | options.SpaceOptions,
+        SimulateOptions | SearchOptions,
         typer.Option("--search", help="Look for the fastest layout and packing."),
     ],
     lengths: Annotated[
@@ -169,15 +182,14 @@ def simulate(
     ] = None,
     steps: Annotated[
         int | None,
-        options.number_of_steps(
-            "Steps to simulate, after some that warm up; default: of 512 windows, or 8 with --search."
-        ),
+        options.number_of_steps("Steps of each draw, after some that warm up; default: of 256 windows, 4 to 16."),
     ] = None,
     json: options.Json = False,
 ) -> None:
     """Simulate steps of a job on any number of GPUs, and say where their time goes.
 
     Plans and shards are those that the trainer would run; seconds are predicted from the hardware preset or a profile.
+    --search finds the fastest layout of every preset, as wlb check does of some.
 
     Example: wlb simulate 7b-128k
 
@@ -185,19 +197,16 @@ def simulate(
 
     Example: wlb simulate --search --gpus 64 --model 7b --lengths lengths.json
     """
-    if isinstance(asked, options.SpaceOptions):
-        _search(asked, lengths or _synthetic(asked.context_window), steps or _SEARCH_STEPS, json)
+    if isinstance(asked, SearchOptions):
+        _search(asked, lengths or _synthetic(asked.context_window), steps, json)
         return
+    from wlb.documents.lengths import what_was_read
+    from wlb.documents.mixture import joined_lengths
     from wlb.documents.store.sources import source_name
-    from wlb.simulate.search import usual_steps
-    from wlb.simulate.verdict import judge
 
     if asked.trace is not None:
         options.check_writable(asked.trace)
-    jobs, documents, sources = asked.jobs(lengths)
-    steps = steps or usual_steps(next(iter(jobs.values())).global_batch)
-    with progress_of(jobs, steps) as told:
-        verdict = judge(jobs, documents, steps, on_progress=told)
+    verdict, documents, sources = asked.judged(lengths, steps)
     results = verdict.systems
     jobs = {system: result.job for system, result in results.items()}
     _warn_of_memory(jobs)
@@ -216,6 +225,9 @@ def simulate(
     if json:
         emit_json(shown | verdict.to_json())
     else:
+        window = verdict.systems[verdict.base].job.context_window
+        said = what_was_read(str(shown["lengths"]), joined_lengths(documents), window)
+        stdout.print(f"{said}\n", markup=False, highlight=False)
         _show_simulation(verdict, shown)
         if trace is not None:
             where = "" if asked.open_trace else " (open it at ui.perfetto.dev)"
@@ -228,24 +240,69 @@ def simulate(
         show_next(*asked.follows(verdict.systems[verdict.base].job, sources))
 
 
-def _search(asked: options.SpaceOptions, lengths: str, steps: int, json: bool) -> None:
-    from wlb.simulate.search import search
+def _search(asked: SearchOptions, lengths: str, steps: int | None, json: bool) -> None:
+    from wlb.documents.lengths import what_was_read
+    from wlb.job.config import PRESETS
+    from wlb.simulate.estimate import question_of
 
-    space = asked.space(steps)
-    with counted("layouts") as progress:
-        found = search(space, _lengths([lengths]), on_progress=progress)
+    documents = _lengths([lengths])
+    question = question_of(
+        asked.model,
+        asked.hardware,
+        asked.gpus,
+        documents,
+        context_window=asked.context_window,
+        batch_tokens=asked.batch_tokens,
+        source=lengths,
+    )
+    if not json:
+        stdout.print(f"{what_was_read(lengths, documents, asked.context_window)}\n", markup=False, highlight=False)
+    found = estimated(question, documents, options.names_in("--systems", asked.systems, PRESETS), steps, lengths)
+    rankings = {name: result.ranking for name, result in found.searched.items()}
     if json:
-        emit_json(_search_json(found))
-    else:
-        _show_search(found)
-        priced = {"model": asked.model, "tp": found.winner.job.layout.tp, "cp": found.winner.job.layout.cp}
-        show_next("report", lengths, *_as_options(found.winner.job, priced | {"hardware": asked.hardware}))
+        nearest = {name: [_described(*rated) for rated in ranking] for name, ranking in rankings.items()}
+        emit_json(found.to_json() | {"layouts": nearest})
+        return
+    show_estimate(found)
+    _show_layouts(rankings)
+    job = found.searched[found.verdict.winner].job
+    priced = {"model": asked.model, "tp": job.layout.tp, "cp": job.layout.cp}
+    show_next("report", lengths, *_as_options(job, priced | {"hardware": asked.hardware}))
+
+
+def _described(job: SimulatedJob, work_rate: float) -> dict[str, Any]:
+    return {
+        "parallel": vars(job.layout),
+        "activation_checkpointing": job.activation_checkpointing,
+        "packing": job.packing.in_use(),
+        "sharding": job.sharding.model_dump(),
+        "work_rate": work_rate,
+    }
+
+
+def _show_layouts(rankings: Mapping[str, Sequence[Rated]]) -> None:
+    """The layouts in which each system is nearest to its fastest."""
+    from wlb.simulate.search import layout_of
+
+    rows = [
+        (name, rated, rated.work_rate / found[0].work_rate)
+        for name, found in rankings.items()
+        for rated in found[:_NEAREST]
+    ]
+    columns: dict[str, list[str]] = {
+        "system": [name for name, _, _ in rows],
+        "layout": [layout_of(rated.job) for _, rated, _ in rows],
+        "check-\npointing": [rated.job.activation_checkpointing for _, rated, _ in rows],
+        "of its fastest": [f"{share:.1%}" for _, _, share in rows],
+    }
+    show_columns(columns, title="The nearest layouts of each system", words=("system", "layout", "check-\npointing"))
 
 
 def _as_options(job: SimulatedJob, priced: dict[str, Any]) -> list[object]:
     """What ``wlb report`` is told for ``job``: its sizes, and by what it is ``priced``."""
     layout = job.layout
-    chosen: dict[str, Any] = {"context_window": job.context_window, "micro_batches": job.packing.micro_batches}
+    batch_tokens = job.global_batch * job.context_window
+    chosen: dict[str, Any] = {"context_window": job.context_window, "batch_tokens": batch_tokens}
     chosen |= priced | {"dp": layout.dp, "pp": layout.pp}
     if layout.schedule in TRAINED_SCHEDULES and layout.virtual_pp > 1:
         chosen |= {"virtual_pp": layout.virtual_pp, "schedule": layout.schedule}
@@ -276,7 +333,7 @@ def _warn_of_memory(jobs: dict[str, SimulatedJob]) -> None:
         tell(f"wlb: warning: {worst}: {problem}{also}")
 
 
-def _write_trace(path: Path, jobs: dict[str, SimulatedJob], lengths: DocumentLengths, steps: int) -> None:
+def _write_trace(path: Path, jobs: dict[str, SimulatedJob], lengths: Lengths, steps: int) -> None:
     """The last step of every system."""
     from itertools import islice
 
@@ -294,6 +351,7 @@ def _write_trace(path: Path, jobs: dict[str, SimulatedJob], lengths: DocumentLen
 def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     """The verdict, and where the time of each system's steps goes, in seconds."""
     from wlb.simulate import CAUSES
+    from wlb.simulate.estimate import CONFIGURED
     from wlb.simulate.step import IMBALANCES
 
     stdout.print(f"{verdict}\n", markup=False, highlight=False)
@@ -319,10 +377,10 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     micro_batches = number_of(first.job.packing.micro_batches, "micro-batch")
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
     columns = dict(zip(results, map(list, zip(*rows.values(), strict=True)), strict=True))
-    same = [name for name in results if name != _CONFIGURED and jobs[name] == jobs.get(_CONFIGURED)]
+    same = [name for name in results if name != CONFIGURED and jobs[name] == jobs.get(CONFIGURED)]
     if same:
-        del columns[_CONFIGURED]
-    columns = {f"{name},\n{_CONFIGURED}" if name in same else name: column for name, column in columns.items()}
+        del columns[CONFIGURED]
+    columns = {f"{name},\n{CONFIGURED}" if name in same else name: column for name, column in columns.items()}
     show_columns(
         {"": [*rows]} | columns,
         title=f"{Path(shown['job']).name} on {number_of(first.job.layout.world_size, 'GPU')}\nsimulated ({priced})",
@@ -340,64 +398,3 @@ def _repeated(results: Iterable[SimulationResult]) -> str:
     """A line where the documents did not fill the steps."""
     epochs = max(result.epochs for result in results)
     return f"the documents fill fewer steps and are repeated: {epochs} passes over them began\n" if epochs > 1 else ""
-
-
-def _search_json(found: SearchResult) -> dict[str, Any]:
-    from wlb.simulate.search import explanation
-
-    def described(result: SimulationResult) -> dict[str, Any]:
-        job = result.job
-        return result.to_json() | {
-            "speed_at_equal_work": result.speed_at_equal_work(found.plain),
-            "parallel": vars(job.layout),
-            "activation_checkpointing": job.activation_checkpointing,
-            "packing": job.packing.in_use(),
-            "sharding": job.sharding.model_dump(),
-        }
-
-    return {
-        "layouts": found.layouts,
-        "too_large": found.too_large,
-        "ranking": [described(result) for result in found.ranking],
-        "plain": described(found.plain),
-        "saved": {name: dict(explanation(found.winner, other)) for name, other in _others(found)},
-    }
-
-
-def _others(found: SearchResult) -> list[tuple[str, SimulationResult]]:
-    """What the winner is explained beside."""
-    return [*(("the runner-up", other) for other in found.ranking[1:2]), ("plain-4d in its layout", found.plain)]
-
-
-def _show_search(found: SearchResult) -> None:
-    """Print the ranking, plain-4d below it, and why its first is first."""
-    from wlb.simulate.search import explanation, layout_of, packing_of
-
-    job, rows = found.winner.job, [*found.ranking[:_FINALISTS_SHOWN], found.plain]
-    columns: dict[str, list[str]] = {
-        "layout": [layout_of(r.job) for r in rows],
-        "check-\npointing": [r.job.activation_checkpointing for r in rows],
-        "packing and sharding": [packing_of(r.job) for r in rows],
-        "speed at\nequal work": [f"{r.speed_at_equal_work(found.plain):.3f}x" for r in rows],
-        "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in rows],
-        "step s": [f"{r.mean_step_seconds:.3g}" for r in rows],
-        "attention\nkept": [f"{r.attention_kept:.0%}" for r in rows],
-    }
-    base = f"{_repeated(rows)}speed at equal work: over plain-4d in the fastest layout, the last row"
-    show_columns(
-        columns,
-        title=f"{job.layout.world_size:,} GPUs, {job.packing.micro_batches} windows of {job.context_window:,} tokens "
-        f"a step\nsimulated ({found.layouts} layouts fit the memory, {found.too_large} do not)",
-        notes={"speed at\nequal work": base},
-        words=("layout", "check-\npointing", "packing and sharding"),
-        wide_only=("check-\npointing", "step s", "attention\nkept"),
-    )
-    for name, other in _others(found):
-        gain, saved = found.winner.speed_at_equal_work(other), explanation(found.winner, other)
-        worth_telling = _WORTH_TELLING * found.winner.mean_step_seconds
-        told = ", ".join(f"{cause} {seconds:+.2g}" for cause, seconds in saved if abs(seconds) >= worth_telling)
-        stdout.print(
-            f"{gain:.3f}x {name} at equal work ({layout_of(other.job)}, {packing_of(other.job)}); "
-            f"seconds saved a step: {told or 'none'}",
-            highlight=False,
-        )

@@ -122,6 +122,8 @@ def _print(config: Path, shown: dict[str, Any], ranks: Sequence[RankReport], pro
     stdout.print(f"planned on {data}; of the first steps, the one in which ranks exchange most")
     imbalance = ", ".join(f"{name.replace('_', '-')} {value:.3f}" for name, value in shown["imbalance"].items())
     stdout.print(f"imbalance of the plan (slowest over mean, predicted): {imbalance}")
+    if (speed := shown["speed_at_equal_work"]) is not None:
+        stdout.print(f"simulated speed at equal work over plain-4d: {speed:.2f}x (wlb simulate {config} says why)")
     worst, limit = (_gib(shown[name]) for name in ("worst_step_bytes", "memory_limit_bytes"))
     stdout.print(f"the worst step that packing may produce needs {worst} of {limit} GiB")
     for report, of_rank in zip(ranks, shown["ranks"], strict=True):

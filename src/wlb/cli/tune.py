@@ -12,7 +12,6 @@ import typer
 from wlb.cli import options
 from wlb.cli.compare import compare_packers, documents_of, show_comparison, title_of
 from wlb.cli.console import counted, emit_json, show_columns, show_next, stdout
-from wlb.cli.groups import given_again, names_of
 
 if TYPE_CHECKING:
     from wlb.documents.segments import Segment
@@ -54,7 +53,7 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
     from wlb.simulate.compare import comparison_json, packer_for
 
     tokens = read_lengths(lengths)
-    job, priced_by, _ = asked.job(context, lengths, tokens)
+    job, priced_by = asked.job(context, lengths, tokens)
     documents, _ = documents_of(tokens, asked.steps, job)
     trials = _trials(documents, asked, job)
     best, curve = trials[0], trade_off(trials)
@@ -93,7 +92,7 @@ def tune(context: typer.Context, lengths: options.Lengths, asked: TuneOptions, j
     stdout.print("recommended configuration:\n")
     lines = (f"{name} = {json_module.dumps(value)}" for name, value in recommended.items())
     stdout.print("\n".join(["[packing]", *lines, ""]), markup=False, highlight=False, soft_wrap=True)
-    show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))
+    show_next("report", lengths, *asked.given_again(context, job))
 
 
 def _trials(documents: Sequence[Segment], asked: TuneOptions, job: SimulatedJob) -> list[Trial]:

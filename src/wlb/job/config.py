@@ -6,8 +6,9 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -42,8 +43,11 @@ _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 # differ in these two sections only. The paper says nothing of dealing to ranks and order; it gets the usual ones.
 _AS_PACKED = {"assignment": "arrival", "order": "arrival"}
 NO_BOUND = 2**31 - 1  # steps: in the paper a document waits until its queue is full
+# Stacks that train packed documents today are the first two: plain-4d is the paper's baseline, as torch and torchtitan
+# shard; Megatron-Core and Transformer Engine shard each document of a packed sequence by itself.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "plain-4d": {"packing": {"method": "sequential", **_AS_PACKED}, "sharding": {"strategy": "per_sequence"}},
+    "per-document-4d": {"packing": {"method": "sequential", **_AS_PACKED}, "sharding": {"strategy": "per_document"}},
     "fixed-4d": {
         "packing": {"method": "fixed_greedy", "window": 1, **_AS_PACKED},
         "sharding": {"strategy": "per_document"},
@@ -131,7 +135,7 @@ class ModelConfig(Section):
         return self
 
 
-class ParallelConfig(Section):
+class LayoutConfig(Section):
     """How many processes, along which dimensions; the product is the world size."""
 
     dp: PositiveInt = Field(
@@ -139,10 +143,6 @@ class ParallelConfig(Section):
     )
     pp: PositiveInt = Field(1, description="Pipeline-parallel size")
     cp: PositiveInt = Field(1, description="Context-parallel size")
-    pool: PositiveInt | Literal["auto"] = Field(
-        "auto",
-        description="With packing.method elastic: ranks of a pool, a divisor of dp x cp; auto simulates",
-    )
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
     virtual_pp: PositiveInt = Field(1, description="Model chunks per pipeline rank")
     schedule: Annotated[str, *one_of(TRAINED_SCHEDULES)] = Field("1f1b", description="Pipeline schedule")
@@ -157,15 +157,32 @@ class ParallelConfig(Section):
 
     @property
     def layout(self) -> Layout:
-        return Layout(**self.model_dump(exclude={"pool"}))
+        return Layout(**self.model_dump(include={field.name for field in fields(Layout)}))
 
     @model_validator(mode="after")
-    def _check(self) -> ParallelConfig:
+    def _check(self) -> Self:
         if self.virtual_pp > 1 and self.schedule != "interleaved_1f1b":
             raise ValueError(f"parallel.virtual_pp = {self.virtual_pp} needs parallel.schedule = 'interleaved_1f1b'")
         if self.virtual_pp > 1 and self.pp == 1:
             raise ValueError(f"parallel.virtual_pp = {self.virtual_pp} needs parallel.pp of at least 2")
         return self
+
+
+class ParallelConfig(LayoutConfig):
+    """How many processes, along which dimensions; the product is the world size."""
+
+    pool: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="With packing.method elastic: ranks of a pool, a divisor of dp x cp; auto simulates",
+    )
+
+
+class BaselineConfig(LayoutConfig):
+    """The layout of plain-4d that the job is compared with, by simulate and dry runs; without it the job's own."""
+
+    activation_checkpointing: Checkpointing = Field(
+        "none", description="What its backward pass computes again, as in [training]"
+    )
 
 
 def _option_fields() -> dict[str, Any]:
@@ -373,6 +390,7 @@ class JobConfig(Section):
     model: ModelConfig = ModelConfig()
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
+    baseline: BaselineConfig | None = None
     packing: PackingConfig = PackingConfig()
     sharding: ShardingConfig = ShardingConfig()
     training: TrainingConfig = TrainingConfig()
@@ -394,6 +412,11 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> JobConfig:
         self.packing.options.check_window(self.data.context_window)
+        if self.baseline is not None and self.baseline.world_size != self.parallel.world_size:
+            raise ValueError(
+                f"[baseline] is a job of {self.baseline.world_size} processes and [parallel] of "
+                f"{self.parallel.world_size}; give both the same number, or leave [baseline] out"
+            )
         pooled = self.packing.pools(self.parallel.pool) is not None
         if self.parallel.pool != "auto":
             if not pooled:

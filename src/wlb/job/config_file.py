@@ -1,12 +1,13 @@
-"""From a TOML file and ``section.key=value`` overrides to a ``JobConfig``.
+"""From a TOML file and ``section.key=value`` overrides to a ``JobConfig``, and back to a file.
 
 Every mistake becomes a ``UserError`` that names the key, the value and what is allowed.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -40,6 +41,24 @@ def load_config(path: Path, overrides: Iterable[str] = (), *, auto_dp: Callable[
         return JobConfig.model_validate(_with_decided_dp(document, auto_dp))
     except ValidationError as error:
         raise UserError(f"config {path}: {_first_problem(error)}") from None
+
+
+def to_toml(top: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], remark: str) -> str:
+    """A configuration as TOML, with a comment above it."""
+    lines = [f"# {_one_line(remark)}", *(f"{key} = {_toml(value)}" for key, value in top.items())]
+    for name, settings in sections.items():
+        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """JSON's numbers, lists and strings are TOML's, but for one control character that TOML wants escaped."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _one_line(text: str) -> str:
+    """What may stand in a comment: TOML has no control characters there."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def dp_of(processes: int) -> Callable[[int], int]:

@@ -192,8 +192,12 @@ class JobSpec:
 
     @property
     def work_prices(self) -> DocumentPrices:
-        """What the work of training a document is worth, whatever the system: W_a + W_l, measured where possible."""
-        prices = self.workload if self.pricing.profile is None else self.pricing.profile.workload()
+        """What the work of training a document is worth, whatever the system and layout: W_a + W_l of a single GPU.
+
+        Measured where possible.
+        """
+        profile = self.pricing.profile
+        prices = make_workload(self.shape, self.hardware) if profile is None else profile.workload()
         return with_phases(prices, self.phases)
 
     @property

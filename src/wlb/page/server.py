@@ -173,27 +173,25 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(asked, dict):
             raise UserError("the question is no JSON object")
         question = Question.of(asked, self.server.shown(str(asked.get("lengths"))))
-        rivals = asked.get("rivals") is not False
         key = None if (stamp := _stamp(question.lengths)) is None else (question, stamp)
         parts = self.server.known(key)
         self._begin(200, "application/x-ndjson")
         try:
             for kind, part in parts.items():
-                if kind != "rivals" or rivals:
-                    self._write(kind, part)
-            for kind, part in self._computed(question, parts, rivals):
                 self._write(kind, part)
-                if kind in ("verdict", "pictures", "rivals"):
+            for kind, part in self._computed(question, parts):
+                self._write(kind, part)
+                if kind in ("verdict", "pictures"):
                     parts[kind] = part
                     if key is not None:
                         self.server.remember(key, parts)
         except OSError:
             pass  # the page asks something else by now, or is closed
 
-    def _computed(self, question: Question, parts: dict[str, dict[str, Any]], rivals: bool) -> Any:
+    def _computed(self, question: Question, parts: dict[str, dict[str, Any]]) -> Any:
         """What a process of its own sends; it is killed when the browser hangs up."""
         receiver, sender = _WORK.Pipe(duplex=False)
-        worker = _WORK.Process(target=answer, args=(sender, question, dict(parts), rivals), daemon=True)
+        worker = _WORK.Process(target=answer, args=(sender, question, dict(parts)), daemon=True)
         with self.server.starting:
             worker.start()
         sender.close()
@@ -211,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
             receiver.close()
 
     def _write(self, kind: str, part: dict[str, Any]) -> None:
-        shown = {name: part[name] for name in ("html", "check", "command", "left", "text") if name in part}
+        shown = {name: part[name] for name in ("html", "check", "command", "text") if name in part}
         if kind == "error":
             shown["text"] = self.server.shown(shown["text"])
         self.wfile.write(json.dumps({kind: shown}).encode() + b"\n")

@@ -1,6 +1,6 @@
 """The data of a report on document lengths: every preset simulated on the same documents.
 
-The presets are judged as by every other command (``wlb.simulate.verdict``), and the packing methods by themselves.
+The presets are those of every other command (``wlb.simulate.estimate``); the packing methods are compared besides.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,17 +15,15 @@ from numpy.typing import NDArray
 from wlb.documents.filling import documents_for
 from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
-from wlb.report.gain import Gain, gain
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
-from wlb.simulate import SimulatedJob, SimulationResult
+from wlb.simulate import SimulationResult
 from wlb.simulate.compare import MethodResult, compare_packer, packer_for
+from wlb.simulate.estimate import Estimate
 from wlb.simulate.timeline import Timeline, timeline
-from wlb.simulate.verdict import BASELINE, BEST, Verdict, judge_presets
+from wlb.simulate.verdict import BASELINE, BEST, Verdict
 
 METHODS = ("sequential", "fixed_greedy", "fixed_greedy:8", "variable_length:paper")
 RECOMMENDED = "makespan"
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -34,47 +31,36 @@ class Evidence:
     """Everything that the report on ``lengths`` shows; all of it is simulated."""
 
     lengths: NDArray[np.int64]
-    verdict: Verdict
+    found: Estimate
     methods: list[MethodResult]
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.found.verdict
 
     @property
     def systems(self) -> Mapping[str, SimulationResult]:
         return self.verdict.systems
 
     @property
-    def job(self) -> SimulatedJob:
-        return self.systems[BEST].job
-
-    @property
-    def winner(self) -> str:
-        """The preset that is recommended."""
-        return self.verdict.preset
+    def shown(self) -> str:
+        """The system that is shown beside the baseline: the fastest, whether it is worth a change or not."""
+        return self.verdict.fastest if self.verdict.fastest != BASELINE else BEST
 
     @cached_property
     def fits(self) -> bool:
         """Whether the memory model finds room for a window on every GPU."""
-        return fits(self.job)
-
-    @cached_property
-    def gains(self) -> dict[str, Gain]:
-        """Of every system over the baseline, at equal work."""
-        return self._gains(lambda system: system.step_work_seconds)
-
-    @cached_property
-    def gains_in_tokens(self) -> dict[str, Gain]:
-        """The same in tokens/s, which also count what is cut away, and what still waits, as a gain."""
-        return self._gains(lambda system: system.step_tokens)
+        return fits(self.systems[BASELINE].job)
 
     @cached_property
     def usual_steps(self) -> dict[str, Timeline]:
-        """Of the baseline, of ``best`` and of the winner, the step with the most usual seconds for its work."""
-        names = {BASELINE, BEST, self.winner}
-        return {name: usual_step(self.verdict, name, self.lengths) for name in names}
+        """Of the baseline, of ``best`` and of the system shown, the step with the most usual seconds for its work."""
+        return {name: usual_step(self.verdict, name, self.lengths) for name in {BASELINE, BEST, self.shown}}
 
     @cached_property
     def shards(self) -> list[ShardPlan]:
         """The heaviest micro-batch of ``best``'s usual step by every strategy; none without context parallelism."""
-        job = self.job
+        job = self.systems[BEST].job
         if job.layout.cp == 1:
             return []
         heaviest = max(self.usual_steps[BEST].plan.micro_batches, key=lambda micro_batch: micro_batch.workload)
@@ -83,27 +69,13 @@ class Evidence:
             for name in STRATEGIES
         ]
 
-    def _gains(self, done: Callable[[SimulationResult], NDArray[Any]]) -> dict[str, Gain]:
-        before = self.systems[BASELINE]
-        return {
-            name: gain(done(before), before.step_seconds, done(after), after.step_seconds)
-            for name, after in self.systems.items()
-            if name != BASELINE
-        }
-
 
 def gather_evidence(
-    lengths: NDArray[np.int64], job: SimulatedJob, steps: int | None, on_progress: Progress = lambda what: None
+    lengths: NDArray[np.int64], found: Estimate, on_progress: Callable[[str], None] = lambda what: None
 ) -> Evidence:
-    """Simulate ``job``, which is ``best``, under every preset for ``steps`` steps, and pack the documents by methods.
-
-    Without ``steps`` for as many as ``judge`` does. Raises ``UserError`` where the documents do not fill one step.
-    """
-    *_, found = judge_presets(
-        job, lengths, steps=steps, on_progress=lambda name, done: on_progress(f"simulating {name}")
-    )
-    documents, _ = documents_for(lengths, job.packing.micro_batches, job.context_window, steps=found.steps)
-    best = found.systems[BEST].job
+    """What ``found`` says, and the documents packed by every method in the job of ``best``."""
+    best = found.verdict.systems[BEST].job
+    documents, _ = documents_for(lengths, best.packing.micro_batches, best.context_window, steps=found.verdict.steps)
     methods = []
     for method in (*METHODS, RECOMMENDED):
         on_progress(f"packing {method}")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wlb.documents.store.reader import stored_vocab_size
+from wlb.documents.lengths import what_was_read
 from wlb.errors import UserError
-from wlb.markup import Markup, tag
+from wlb.markup import Markup, join, tag
 from wlb.report.evidence import Evidence
 from wlb.report.gain import Gain
 from wlb.report.html.charts import bars, intervals, length_histogram
@@ -20,11 +19,10 @@ from wlb.report.html.diagrams import heat_map, pipeline_chart, shard_chart
 from wlb.report.html.markup import Caption, table
 from wlb.report.html.page import code, facts, page, paragraph, section, verdict
 from wlb.report.plots import is_baseline
-from wlb.simulate import SimulatedJob, simulate_step
-from wlb.simulate.search import layout_of
+from wlb.simulate import simulate_step
+from wlb.simulate.estimate import about, columns_of
 from wlb.simulate.timeline import Timeline
 from wlb.simulate.verdict import BASELINE, BEST, ELASTIC, PARTS, Verdict
-from wlb.workload import MODEL_SHAPES
 
 TITLE = "What workload balancing gives this job"
 
@@ -32,36 +30,29 @@ _FEW_STEPS = 16
 _THE_STEP = "Of each system the step whose seconds for its work are closest to the mean"
 
 
-def predicted_report(
-    evidence: Evidence,
-    *,
-    source: str,
-    model: str,
-    hardware: str,
-    store: str | None = None,
-    rivals: dict[str, Any] | None = None,
-) -> str:
-    """The HTML of a report on ``evidence``; ``source`` names the lengths, ``store`` the token store they are of.
+def predicted_report(evidence: Evidence, *, source: str, rivals: dict[str, Any] | None = None) -> str:
+    """The HTML of a report on ``evidence``; ``source`` names the lengths.
 
     ``rivals`` is what ``wlb rivals --json`` printed, for a section of its own.
     """
-    job, winner, model = evidence.job, evidence.winner, _measured_model(evidence.job) or model
-    gain, before, after = evidence.gains[winner], evidence.systems[BASELINE], evidence.systems[winner]
+    judged, name = evidence.verdict, evidence.shown
+    before, after = evidence.systems[BASELINE], evidence.systems[name]
+    low, high = judged.spread(name)
     values = {
-        f"speed at equal work, {winner} over {BASELINE} ({gain.low:.2f} to {gain.high:.2f})": f"{gain.factor:.2f}x",
+        f"speed at equal work, {name} over {BASELINE} ({low:.2f} to {high:.2f})": f"{judged.speed(name):.2f}x",
         "slowest over mean GPU, compute of a step": f"{before.imbalance['gpus']:.2f} → {after.imbalance['gpus']:.2f}",
-        f"token delay of {winner}, mean, in steps": f"{after.token_delay:.2f}",
-        f"tokens/s of {winner}, all GPUs": f"{after.tokens_per_second:,.0f}",
+        f"token delay of {name}, mean, in steps": f"{after.token_delay:.2f}",
+        f"tokens/s of {name}, all GPUs": f"{after.tokens_per_second:,.0f}",
     }
+    read = what_was_read(source, evidence.lengths, before.job.context_window)
     return page(
         TITLE,
         [
-            verdict(str(evidence.verdict)),
+            verdict(str(judged)),
             paragraph(
                 tag("span", "simulated", class_="label-simulated"),
-                f" from the lengths of {source}: {after.steps} steps of {model} on {job.layout.world_size:,} "
-                f"{hardware} GPUs ({layout_of(job)}), window {job.context_window:,}, {job.packing.micro_batches} "
-                "micro-batches a step. Nothing here was measured on this job.",
+                " Nothing here was measured on this job.",
+                *(join([tag("br"), line]) for line in (read, *about(evidence.found))),
                 class_="muted",
             ),
             facts(values),
@@ -69,44 +60,42 @@ def predicted_report(
             section("gain", "Expected gain", *_gain(evidence)),
             section("documents", "Documents", length_histogram(evidence.lengths)),
             section("packing", "Packing", *_packing(evidence)),
-            section("where", "Where the time goes", where_chart(evidence.verdict)),
+            section("where", "Where the time goes", where_chart(judged)),
             section("ranks", "Ranks", _ranks(evidence)),
             section(
                 "pipeline",
                 "Pipeline",
-                step_chart({name: evidence.usual_steps[name] for name in (BASELINE, evidence.winner)}),
+                step_chart({name: evidence.usual_steps[name] for name in (BASELINE, evidence.shown)}),
             ),
             section("sharding", "Sharding", _sharding(evidence)),
             *([] if rivals is None else [section("rivals", "Published policies", *rivals_shown(rivals))]),
-            section("config", "Recommended configuration", *_config(evidence, model, source, store)),
+            section("config", "Recommended configuration", *_config(evidence)),
         ],
     )
 
 
 def _does_not_fit(evidence: Evidence) -> Markup:
     return paragraph(
-        f"The memory model finds no room for micro-batches of {evidence.job.context_window:,} tokens on these GPUs, "
-        "even with full activation checkpointing. The figures assume that it fits; raise cp, tp, pp or dp.",
+        f"The memory model finds no room for a window of {evidence.systems[BASELINE].job.context_window:,} tokens on "
+        "these GPUs, even with full activation checkpointing. The figures assume that it fits; raise cp, tp, pp or dp.",
         class_="warning",
     )
 
 
 def _gain(evidence: Evidence) -> list[Markup]:
     kept = {result.method: result.attention_kept for result in evidence.methods}["sequential"]
-    systems, one = evidence.systems, Gain(1.0, 1.0, 1.0, 0)
-    columns = {
-        "preset": [*systems],
-        "speed at equal work": [f"{evidence.gains.get(name, one).factor:.2f}x" for name in systems],
-        "tokens/s": [f"{system.tokens_per_second:,.0f}" for system in systems.values()],
-        f"over {BASELINE}": [f"{evidence.gains_in_tokens.get(name, one).factor:.2f}x" for name in systems],
-        "token delay, steps": [f"{system.token_delay:.2f}" for system in systems.values()],
-    }
-    drawn = f"Dots: simulated; lines: 95% of a moving-block bootstrap over {systems[BEST].steps} steps."
-    caption = Caption("gain-chart", f"Speed at equal work over {BASELINE}", drawn)
+    judged, systems = evidence.verdict, evidence.systems
+    caption = Caption(
+        "gain-chart",
+        f"Speed at equal work over {BASELINE}",
+        f"Simulated. Dots: the median of {len(judged.draws)} draws of the documents; lines: the least and the most.",
+    )
+    others = [
+        (name, Gain(judged.speed(name), *judged.spread(name), judged.steps)) for name in systems if name != BASELINE
+    ]
     return [
-        intervals(caption, list(evidence.gains.items()), f"times {BASELINE}"),
-        *_doubts(evidence.winner, evidence.gains[evidence.winner]),
-        table(columns),
+        intervals(caption, others, f"times {BASELINE}"),
+        table(columns_of(judged), f"Shares are of the time that {BASELINE} takes for the same work."),
         paragraph(
             "Speed at equal work: predicted seconds of work (W_a + W_l) of the documents trained, for each second of "
             f"the job. Tokens/s also rises with work left undone: {BASELINE} cuts documents at the window and computes "
@@ -114,22 +103,11 @@ def _gain(evidence: Evidence) -> list[Markup]:
             class_="muted",
         ),
         paragraph(
-            "The interval covers the draw of documents only. It does not cover errors of the workload model, "
+            "The spread is that of the order of documents. It does not cover errors of the workload model, "
             "differences between machines, or what the simulation leaves out.",
             class_="muted",
         ),
     ]
-
-
-def _doubts(winner: str, best: Gain) -> list[Markup]:
-    doubts = []
-    if best.low <= 1.0:
-        doubts.append(
-            f"The interval of {winner} reaches down to {BASELINE}: on these documents balancing may gain nothing."
-        )
-    if best.steps < _FEW_STEPS:
-        doubts.append(f"Only {best.steps} steps were simulated, too few for an interval to be relied on.")
-    return [paragraph(doubt, class_="warning") for doubt in doubts]
 
 
 def _packing(evidence: Evidence) -> list[Markup]:
@@ -181,7 +159,7 @@ def where_chart(verdict: Verdict) -> Markup:
 
 
 def _ranks(evidence: Evidence) -> Markup:
-    steps = {name: evidence.usual_steps[name] for name in (BASELINE, evidence.winner)}
+    steps = {name: evidence.usual_steps[name] for name in (BASELINE, evidence.shown)}
     note = (
         f"{_THE_STEP}. Rows are pipeline ranks, columns context-parallel ranks within data-parallel ones; "
         "tensor-parallel ranks are alike. Red GPUs are the slowest; blue ones are idle until those have finished."
@@ -261,54 +239,8 @@ def rivals_shown(found: Mapping[str, Any]) -> list[Markup]:
     ]
 
 
-def _config(evidence: Evidence, model: str, source: str, store: str | None) -> list[Markup]:
-    config = code(recommended_config(evidence.verdict, model, source, store))
-    chosen = "We chose the lightest activation checkpointing that leaves room for L_max."
-    if evidence.winner == ELASTIC:
-        chosen += " Pools and their micro-batches are chosen when the job starts."
-    return [paragraph(chosen), config]
-
-
-def recommended_config(verdict: Verdict, model: str, source: str, store: str | None = None) -> str:
-    """The preset that ``verdict`` names and what its job settles; without ``store`` a placeholder stands for it."""
-    job, preset = verdict.configured(), verdict.preset
-    model, packing = _measured_model(job) or model, job.packing
-    sections: dict[str, dict[str, Any]] = {
-        "model": {"name" if model in MODEL_SHAPES or not Path(model).is_dir() else "pretrained": model},
-        "data": {"store": store or "data/corpus", "context_window": job.context_window},
-        "parallel": {"dp": job.layout.dp, "pp": job.layout.pp, "cp": job.layout.cp, "tp": job.layout.tp},
-        "packing": {"micro_batches": packing.micro_batches},
-    }
-    vocab_size = (stored_vocab_size(store) if store else None) or 0
-    if "name" in sections["model"] and vocab_size % job.layout.tp:  # every rank has equally many rows
-        sections["model"]["vocab_size"] = vocab_size + -vocab_size % job.layout.tp
-    if preset == BEST:
-        sections["packing"]["max_length_factor"] = float(packing.length_factor)
-    if job.layout.virtual_pp > 1 or job.layout.schedule != "1f1b":
-        sections["parallel"] |= {"virtual_pp": job.layout.virtual_pp, "schedule": job.layout.schedule}
-    if job.activation_checkpointing != "none":
-        sections["training"] = {"activation_checkpointing": job.activation_checkpointing}
-    remark = "" if store else "; name your token store in data.store (wlb prepare)"
-    lines = [f"# For documents as in {_one_line(source)}{remark}.", f'preset = "{preset}"']
-    for name, settings in sections.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in settings.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _measured_model(job: SimulatedJob) -> str | None:
-    """The name of the model that the job's profile was measured with; None without a profile."""
-    if job.pricing.profile is None:
-        return None
-    measured = replace(job.pricing.profile.model, vocab_size=1)
-    names = (name for name, shape in MODEL_SHAPES.items() if replace(shape, vocab_size=1) == measured)
-    return next(names, "MODEL OF THE PROFILE")
-
-
-def _toml(value: Any) -> str:
-    """JSON's numbers, lists and strings are TOML's, but for one control character that TOML wants escaped."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _one_line(name: str) -> str:
-    """What may stand in a comment: TOML has no control characters there."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
+def _config(evidence: Evidence) -> list[Markup]:
+    found = evidence.found
+    if not found.config:
+        return [paragraph("Keep what you have: no preset gains enough here to be worth a change.")]
+    return [paragraph("With this, wlb simulate and wlb train --dry-run give the same speed."), code(found.config)]

@@ -23,6 +23,7 @@ from wlb.workload.links import Traffic, group_link, shard_bytes
 from wlb.workload.weights import expert_weights, mean_block_weights
 
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 # Of tensor-parallel collectives that are divided and overlap with matrix products; fitted by benchmarks/fit_prices.py.
 _SHOWN_OF_ASYNC_TP = 0.6

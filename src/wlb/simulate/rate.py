@@ -62,10 +62,12 @@ class Rate:
         return self.work_seconds / self.seconds
 
 
-def rate(job: SimulatedJob, lengths: DocumentLengths, steps: int, work_prices: DocumentPrices) -> Rate:
-    """That of the first ``steps`` steps of ``job`` on documents of ``lengths`` tokens."""
+def rate(
+    job: SimulatedJob, lengths: DocumentLengths, steps: int, work_prices: DocumentPrices, warm_up: int = 0
+) -> Rate:
+    """That of ``steps`` steps of ``job`` on documents of ``lengths`` tokens, after ``warm_up`` that do not count."""
     rated = Rate(work_prices)
-    for plans, priced in first_steps(job, lengths, steps):
+    for plans, priced in first_steps(job, lengths, steps, warm_up):
         rated.add(plans, priced)
     return rated
 

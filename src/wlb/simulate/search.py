@@ -1,56 +1,68 @@
-"""Searches the fastest layout and packing for a model on given GPUs and document lengths.
+"""The fastest layout of a preset: the one search of ``check``, ``simulate --search``, ``serve``, ``report`` and rivals.
 
-Every layout (tp, cp, pp, dp) whose worst step fits the GPUs' memory is simulated for a few steps; the fastest ones are
-then simulated for more steps with each way of packing, L_max and sharding. Layouts are powers of two, tp stays inside a
-node, and of the kinds of activation checkpointing a layout takes the cheapest that fits. The global batch is the same
-for all. Sequential packing is not a candidate, as it cuts documents; it is simulated in the winner's layout to compare
-with.
+A preset is rated itself, in every layout that fits the memory: all tp inside a node, cp, pp and dp that are powers of
+two, one, two or four stages a pipeline rank, and every kind of activation checkpointing. No other preset stands in for
+it, as each has its own fastest layout: what costs one little may be all that another loses.
 
-Speed is at equal work, and one price list says for all candidates of a round what work is: of a single GPU in the
-first, of the first round's fastest layout in the second.
+Layouts are tried in the order of a bound that no plan can beat (``least_seconds``), until that falls behind what was
+found. The nearest ones are then rated over more steps, and the last few over other draws of the documents: a draw is
+another order of the corpus, that of the next seed. Speed is at equal work, priced for all by a single GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import TypeVar, get_args
+from itertools import islice, product
+from statistics import median
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.filling import check_filling
+from wlb.documents.length_counts import DocumentLengths
 from wlb.errors import UserError
-from wlb.job.memory.fit import fits, predicted_memory
+from wlb.job.config import PackingConfig
+from wlb.job.memory.fit import fits, largest_factor
 from wlb.job.memory.layers import Checkpointing
 from wlb.job.memory.step import gib
+from wlb.job.planner import StepPlanner
+from wlb.packing.options import DelayOptions
 from wlb.schedules.layout import Layout
 from wlb.settings import MOST_MICRO_BATCHES
+from wlb.simulate.costs import DIRECTIONS, JobCosts
+from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob, preset_sections, simulated_job
 from wlb.simulate.rate import rate
-from wlb.simulate.run import SimulationResult, simulate
-from wlb.workload import Hardware, ModelShape, hardware_preset, make_workload, model_shape
+from wlb.workload import Hardware, ModelShape, Workload, hardware_preset, make_workload, model_shape
+from wlb.workload.base import DocumentPrices
+from wlb.workload.phases import segment_seconds
 
-T = TypeVar("T")
-
-LENGTH_FACTORS = (1.0, 1.5, 2.0)
-_SHORTEST = 1.0  # L_max of the first round, where the default of 1.5 does not fit
-_SYSTEMS = ("fixed-4d", "wlb-llm", "best")
-_FINALISTS = 4  # layouts that are simulated with every way of packing
-_FIRST_STEPS = 2
-_WINDOWS = 512  # of the steps that are simulated, unless that is few or many of them
-_FEWEST, _MOST = 8, 32
+DRAWS = 3
+BATCH_TOKENS = 2**22  # of a step, where nobody says
+# Layouts are rated on steps of so many windows, then those within _NEAR of the fastest on _STEPS steps, and in the end
+# those within _NEARER of it on the other draws too.
+_FIRST_WINDOWS = 16
+_STEPS = 4
+_NEAR, _NEARER = 0.1, 0.03
+_WARM_UP = 4  # steps that are planned before those that count, where documents wait
 _LARGEST_TP = 32
 _LARGEST_CP = 32
 _LARGEST_PP = 32
+_STAGES_PER_RANK = (1, 2, 4)
+PINNED = {"tp", "cp", "pp", "dp"}  # sizes that leave one layout
+
+Adapt = Callable[[SimulatedJob], SimulatedJob]
 
 
 @dataclass(frozen=True)
 class SearchSpace:
     """What is given: how many GPUs of which kind, and what they train.
 
-    ``micro_batches`` is the global batch in context windows; ``steps`` is how many the finalists are simulated for.
+    ``micro_batches`` is the global batch in context windows; ``steps`` is how many of each draw are simulated in the
+    end, after ``warm_up`` that do not count. Of ``fixed`` sizes (fields of ``Layout``) only layouts that have them are
+    tried.
     """
 
     gpus: int
@@ -59,26 +71,36 @@ class SearchSpace:
     context_window: int
     micro_batches: int
     steps: int = 8
-    warm_up: int = 0  # steps that come before these and do not count
+    warm_up: int = 0
+    fixed: tuple[tuple[str, int | str], ...] = ()
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.micro_batches * self.context_window
+
+    @property
+    def work_prices(self) -> Workload:
+        """What a document's work is worth, for all that is compared alike: W_a + W_l of a single GPU."""
+        return make_workload(self.shape, self.hardware)
+
+
+class Rated(NamedTuple):
+    """A job with nothing left "auto", and the seconds of work that it does in a second: the median of the draws."""
+
+    job: SimulatedJob
+    work_rate: float
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Candidates by simulated speed at equal work, fastest first; to compare with, plain-4d in the winner's layout."""
+    """The layouts that were nearest to the fastest, which is the first; of how many that fit the memory."""
 
-    ranking: list[SimulationResult]
-    plain: SimulationResult
-    layouts: int  # that fit the memory
-    too_large: int  # that do not
+    ranking: list[Rated]
+    layouts: int
 
     @property
-    def winner(self) -> SimulationResult:
-        return self.ranking[0]
-
-
-def usual_steps(global_batch: int) -> int:
-    """How many steps of so many context windows are simulated where nobody says, and how many warm up before them."""
-    return min(max(_FEWEST, _WINDOWS // global_batch), _MOST)
+    def job(self) -> SimulatedJob:
+        return self.ranking[0].job
 
 
 def search_space(
@@ -87,8 +109,9 @@ def search_space(
     context_window: int,
     *,
     hardware: str | Hardware = "h100",
-    batch_tokens: int = 2**24,
+    batch_tokens: int = BATCH_TOKENS,
     steps: int = 8,
+    fixed: Mapping[str, int | str] | None = None,
 ) -> SearchSpace:
     """A search space by names; the global batch is as many whole windows as ``batch_tokens`` holds."""
     if gpus < 1:
@@ -108,55 +131,79 @@ def search_space(
         context_window,
         micro_batches,
         steps,
-        usual_steps(micro_batches),
+        fixed=tuple((fixed or {}).items()),
     )
 
 
-def search(
-    space: SearchSpace, lengths: NDArray[np.int64], *, on_progress: Callable[[int, int], None] = lambda done, of: None
+def fastest_layout(
+    space: SearchSpace,
+    lengths: DocumentLengths,
+    preset: str,
+    *,
+    adapt: Adapt = lambda job: job,
+    draws: int = DRAWS,
 ) -> SearchResult:
-    """Simulate and rank; ``on_progress`` gets how many simulations are done, and of how many.
+    """``preset`` in the layouts in which it is fastest on documents of ``lengths``; ``adapt`` completes each job.
 
-    Raises ``UserError`` where no layout fits the memory, and where the documents do not fill one step.
+    Raises ``UserError`` where no layout fits the memory, or none can run the global batch. Of a layout that is fixed
+    the job that comes nearest to fitting is returned, as whoever fixed it wants to know what it would do.
     """
-    jobs, too_large = layouts(space)
-    if not jobs and not too_large:
-        raise UserError(
-            f"no layout of {space.gpus} GPUs divides a global batch of {space.micro_batches} windows of "
-            f"{space.context_window} tokens: tp, cp and pp are powers of two of at most {space.hardware.node_size}, "
-            f"{_LARGEST_CP} and {_LARGEST_PP} that suit the model, and dp divides the windows and leaves each rank at "
-            "least pp of them; give another number of GPUs or another global batch"
-        )
-    if not jobs:
-        raise UserError(
-            f"no layout of {space.gpus} GPUs with {gib(space.hardware.memory_bytes)} GiB each fits this model and "
-            f"window of {space.context_window} tokens (of {len(too_large)} tried, the best needs "
-            f"{gib(min(too_large))} GiB); give more GPUs or a shorter window"
-        )
-    check_filling(lengths, space.micro_batches * space.context_window, space.context_window, steps=space.steps)
-    finals = min(len(jobs), _FINALISTS)
-    expected = len(jobs) + finals * len([*_ways_of_packing(jobs[0])]) + 1
-    done = 0
+    untried = [adapt(job) for job in _jobs(space, preset)]
+    if not untried:
+        raise _no_layout(space)
+    segments, prices = _segments(untried[0], lengths), untried[0].work_prices
+    work = float(segment_seconds(prices, segments).sum())
+    bounded = sorted(((work / least_seconds(job, segments), job) for job in untried), key=lambda pair: -pair[0])
+    found: list[Rated] = []
+    settled: set[Layout] = set()  # with the cheapest checkpointing that leaves nothing to gain from more
+    for most, untried_job in bounded:
+        if found and most < found[0].work_rate:
+            break
+        if untried_job.layout in settled:
+            continue
+        job = _fitting(untried_job, lengths)
+        if job is None:
+            continue
+        if job.pools is None and (job.packing.length_factor == untried_job.packing.length_factor):
+            settled.add(job.layout)
+        found.append(_rated(job, lengths, max(1, _FIRST_WINDOWS // space.micro_batches), prices))
+        found.sort(key=_slowest_last)
+    if not found:
+        if dict(space.fixed).keys() >= PINNED:
+            return SearchResult([Rated(_nearest_to_fitting(untried, lengths), 0.0)], 0)
+        raise _no_layout(space, too_large=len(untried))
+    near = [_rated(one.job, lengths, _STEPS, prices) for one in _within(found, _NEAR)]
+    last = _within(sorted(near, key=_slowest_last), _NEARER)
+    others = [[_rated(drawn(one.job, draw), lengths, _STEPS, prices) for one in last] for draw in range(1, draws)]
+    ranking = [Rated(one[0].job, median(rated.work_rate for rated in one)) for one in zip(last, *others, strict=True)]
+    return SearchResult(sorted(ranking, key=_slowest_last), len(found))
 
-    def counted(result: T) -> T:
-        nonlocal done
-        done += 1
-        on_progress(done, expected)
-        return result
 
-    single = make_workload(space.shape, space.hardware)
-    rates = [counted(rate(job, lengths, _FIRST_STEPS, single).work_rate) for job in jobs]
-    first = [jobs[index] for index in sorted(range(len(jobs)), key=lambda index: -rates[index])]
-    work_prices = first[0].work_prices
+def drawn(job: SimulatedJob, draw: int) -> SimulatedJob:
+    """``job`` on another draw of its documents: in the order of a later seed."""
+    return replace(job, data=job.data.model_copy(update={"seed": job.data.seed + draw}))
 
-    def run(job: SimulatedJob) -> SimulationResult:
-        return counted(simulate(job, lengths, space.steps, warm_up=space.warm_up, work_prices=work_prices))
 
-    ways = [way for job in first[:finals] for way in _ways_of_packing(job)]
-    candidates = [candidate for way in ways if (candidate := fitted(way)) is not None]
-    ranking = sorted(map(run, candidates), key=lambda result: -result.work_rate)
-    plain = run(packed_as(ranking[0].job, "plain-4d"))
-    return SearchResult(ranking, plain, len(jobs), len(too_large))
+def least_seconds(job: SimulatedJob, segments: NDArray[np.int64]) -> float:
+    """What a step of ``job`` on ``segments`` takes at least, however they are packed and sharded.
+
+    Its busiest pipeline rank computes its share of all of them, as if in one micro-batch and spread evenly over dp and
+    cp, exchanging and waiting for nothing.
+    """
+    costs = JobCosts(job)
+    lengths = segments[:, 2]
+    tokens, start = float(lengths.sum()), np.zeros_like(lengths)
+    attention, blocks, head = [], [], []
+    for direction in DIRECTIONS:
+        attention.append(float(costs.attention(start, lengths, direction).sum()))
+        blocks.append(float(costs.blocks(tokens, direction) + costs.tensor_collectives(tokens, direction)))
+        head.append(float(costs.head(tokens, direction)))
+    again = {"none": 0.0, "selective": blocks[0], "full": blocks[0] + attention[0]}[job.activation_checkpointing]
+    share = [costs.stage_shares[mine].sum() for mine in job.layout.rank_stages]
+    last = [job.layout.stages - 1 in mine for mine in job.layout.rank_stages]
+    of_blocks = sum(attention) + sum(blocks) + again
+    busiest = max(part * of_blocks + has_head * sum(head) for part, has_head in zip(share, last, strict=True))
+    return float(busiest / job.layout.replicas)
 
 
 def layout_of(job: SimulatedJob) -> str:
@@ -166,49 +213,11 @@ def layout_of(job: SimulatedJob) -> str:
     return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}"
 
 
-def packing_of(job: SimulatedJob) -> str:
-    """Packing and sharding in one line."""
-    packing = job.packing
-    factor = f", L_max {packing.length_factor:g}" if packing.has_length_factor else ""
-    own = "" if packing.assignment == "arrival" else ", arranged"
-    return f"{packing.method}{factor}{own}, {job.sharding.strategy}"
-
-
-def explanation(winner: SimulationResult, other: SimulationResult) -> list[tuple[str, float]]:
-    """What the winner saves, by cause, in seconds for as much work as its step does; largest saving first.
-
-    Negative where the winner pays more.
-    """
-    scale = winner.work_seconds / winner.steps / (other.work_seconds / other.steps)
-    saved = [(cause, seconds * scale - winner.where[cause]) for cause, seconds in other.where.items()]
-    return sorted(saved, key=lambda row: -row[1])
-
-
-def layouts(space: SearchSpace) -> tuple[list[SimulatedJob], list[int]]:
-    """Jobs that fit the memory, one a layout, and the bytes that the others would need."""
-    fitting: list[SimulatedJob] = []
-    too_large: list[int] = []
-    for layout in meshes(space):
-        micro_batches, rest = divmod(space.micro_batches, layout.dp)
-        if rest or micro_batches < layout.pp:
-            continue
-        job = job_on(space, "best", layout, micro_batches)
-        if job is None:
-            continue
-        fits_so = fitted(job) or fitted(job.with_length_factor(_SHORTEST))
-        if fits_so is not None:
-            fitting.append(fits_so)
-        else:
-            least = replace(job.with_length_factor(_SHORTEST), activation_checkpointing="full")
-            too_large.append(predicted_memory(least).total)
-    return fitting, too_large
-
-
 def meshes(space: SearchSpace, largest_cp: int = _LARGEST_CP) -> Iterator[Layout]:
     """All tp inside a node, cp and pp that are powers of two and divide the GPUs, dp being the rest of them.
 
-    A pipeline comes with one stage a rank, and with two. Whether a model, or a global batch, can be cut that way is not
-    asked.
+    A pipeline comes with one, two and four stages a rank. Whether a model, or a global batch, can be cut that way is
+    not asked.
     """
     tps, cps, pps = (
         [2**exponent for exponent in range(most.bit_length())]
@@ -220,40 +229,115 @@ def meshes(space: SearchSpace, largest_cp: int = _LARGEST_CP) -> Iterator[Layout
             continue
         yield Layout(tp, cp, pp, dp)
         if pp > 1:
-            yield Layout(tp, cp, pp, dp, virtual_pp=2, schedule="interleaved_1f1b")
+            for stages in _STAGES_PER_RANK[1:]:
+                yield Layout(tp, cp, pp, dp, virtual_pp=stages, schedule="interleaved_1f1b")
 
 
-def job_on(space: SearchSpace, system: str, layout: Layout, micro_batches: int) -> SimulatedJob | None:
+def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
+    """Those to try. In pools cp is the least size of a pool, so without it all sizes are tried in one layout."""
+    fixed = dict(space.fixed)
+    if fixed.keys() >= PINNED:
+        yield Layout(**fixed)  # type: ignore[arg-type]
+        return
+    largest_cp = 1 if pooled and not {"cp", "dp"} & fixed.keys() else _LARGEST_CP
+    for layout in meshes(space, largest_cp):
+        held = space.shape.kv_heads % layout.tp == 0  # no head on several ranks, which not every trainer can
+        if held and all(getattr(layout, name) == size for name, size in fixed.items()):
+            yield layout
+
+
+def _jobs(space: SearchSpace, preset: str) -> Iterator[SimulatedJob]:
+    """``preset`` in every layout that can run the global batch, with every kind of activation checkpointing."""
+    pooled = preset_sections(preset, {})[0].pools("auto") is not None
+    for layout in _layouts(space, pooled=pooled):
+        micro_batches, rest = divmod(space.micro_batches, layout.dp)
+        if pooled:
+            job = job_on(space, preset, layout, 1, {"global_batch": space.micro_batches})
+        elif rest or micro_batches < layout.pp:
+            continue
+        else:
+            job = job_on(space, preset, layout, micro_batches)
+        if job is not None:
+            yield from (replace(job, activation_checkpointing=kind) for kind in get_args(Checkpointing))
+
+
+def job_on(
+    space: SearchSpace, system: str, layout: Layout, micro_batches: int, packing: Mapping[str, Any] | None = None
+) -> SimulatedJob | None:
     """The job of ``system`` on one of ``meshes``, with so many micro-batches a rank; None where it cannot be so."""
-    hardware, sizes = space.hardware, vars(layout)
     try:
         return simulated_job(
-            space.shape, space.context_window, system, hardware=hardware, micro_batches=micro_batches, **sizes
+            space.shape,
+            space.context_window,
+            system,
+            hardware=space.hardware,
+            packing={"micro_batches": micro_batches * layout.dp, **(packing or {})},
+            **vars(layout),
         )
     except UserError:
         return None
-
-
-def fitted(job: SimulatedJob) -> SimulatedJob | None:
-    """``job`` with the cheapest activation checkpointing that fits, or None."""
-    for kind in get_args(Checkpointing):  # cheapest first
-        candidate = replace(job, activation_checkpointing=kind)
-        if fits(candidate):
-            return candidate
-    return None
-
-
-def _ways_of_packing(job: SimulatedJob) -> Iterator[SimulatedJob]:
-    for system in _SYSTEMS:
-        packed = packed_as(job, system)
-        if not packed.packing.has_length_factor:
-            yield packed
-            continue
-        for factor in LENGTH_FACTORS:
-            yield packed.with_length_factor(factor)
 
 
 def packed_as(job: SimulatedJob, system: str) -> SimulatedJob:
     """``job`` under another system of ``wlb.job.config.PRESETS``, with as many micro-batches."""
     packing, sharding = preset_sections(system, {"micro_batches": job.packing.micro_batches})
     return replace(job, packing=packing, sharding=sharding)
+
+
+def _fitting(job: SimulatedJob, lengths: DocumentLengths) -> SimulatedJob | None:
+    """``job`` decided, with its L_max or the largest below it that fits the memory; None where it does not fit."""
+    if job.pools is None and job.packing.has_length_factor:
+        room = largest_factor(job)
+        return None if room is None else job.with_length_factor(min(float(job.packing.length_factor), room))
+    with suppress(UserError):  # no pool can run the global batch in this pipeline
+        decided = decide(job, lengths)
+        return decided if fits(decided) else None
+    return None
+
+
+def _nearest_to_fitting(untried: Iterable[SimulatedJob], lengths: DocumentLengths) -> SimulatedJob:
+    *_, job = untried  # with full checkpointing
+    return decide(job.with_length_factor(job.least_length_factor) if job.pools is None else job, lengths)
+
+
+def _segments(job: SimulatedJob, lengths: DocumentLengths) -> NDArray[np.int64]:
+    """What the first steps of ``job`` train: the same in every layout, but for documents that wait."""
+    packing = job.packing
+    if job.pools is not None:  # in which no document is cut or waits, as in other packing by the global batch
+        packing = PackingConfig().changed(method="fixed_greedy", window=1, micro_batches=job.global_batch)
+    alone = replace(job, layout=Layout(), packing=packing)
+    plans = StepPlanner(alone, lengths).plans(_warm_up(alone))
+    return np.concatenate([plan.table for plan in islice(plans, _STEPS)])
+
+
+def _rated(job: SimulatedJob, lengths: DocumentLengths, steps: int, prices: DocumentPrices) -> Rated:
+    return Rated(job, rate(job, lengths, steps, prices, warm_up=_warm_up(job)).work_rate)
+
+
+def _warm_up(job: SimulatedJob) -> int:
+    options = job.packing.options
+    return _WARM_UP if isinstance(options, DelayOptions) and options.max_delay else 0
+
+
+def _slowest_last(rated: Rated) -> float:
+    return -rated.work_rate
+
+
+def _within(ranking: Sequence[Rated], slack: float) -> list[Rated]:
+    """Those that are slower than the first by at most ``slack``."""
+    return [one for one in ranking if one.work_rate >= (1 - slack) * ranking[0].work_rate]
+
+
+def _no_layout(space: SearchSpace, too_large: int = 0) -> UserError:
+    fixed = "".join(f", {name} = {size}" for name, size in space.fixed)
+    batch = f"a global batch of {space.micro_batches} windows of {space.context_window} tokens"
+    if too_large:
+        return UserError(
+            f"no layout of {space.gpus} GPUs with {gib(space.hardware.memory_bytes)} GiB each{fixed} fits this model "
+            f"and window of {space.context_window} tokens ({too_large} tried); give more GPUs or a shorter window"
+        )
+    return UserError(
+        f"no layout of {space.gpus} GPUs{fixed} divides {batch}: tp, cp and pp are powers of two of at most "
+        f"{space.hardware.node_size}, {_LARGEST_CP} and {_LARGEST_PP} that suit the model, and dp divides the windows "
+        "and leaves each rank at least pp of them; give another number of GPUs or another --batch-tokens"
+    )

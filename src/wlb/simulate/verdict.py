@@ -1,46 +1,45 @@
-"""What a job loses to imbalance, and how much of it each preset gives back: one answer for every command that is asked.
+"""What a job loses to imbalance, and how much faster each preset runs it: one answer for every command that is asked.
 
-``wlb check``, ``compare``, ``report`` and ``simulate`` all call ``judge``, so the same job and documents have the same
-figures everywhere. Every preset trains the same documents in the same layout. Steps that warm up do not count: at
-first, more documents begin to wait than come back, under a preset that delays some. From then on as many wait at the
-end as at the beginning, so none looks fast because its long ones still wait.
+``wlb check``, ``simulate``, ``report`` and ``serve`` all call ``judge``, so the same jobs and documents have the same
+figures everywhere. Every system trains the same documents, in several draws: orders of the corpus, by which a figure
+is a median with its spread. Steps that warm up do not count: at first, more documents begin to wait than come back,
+under a preset that delays some. From then on as many wait at the end as at the beginning, so none looks fast because
+its long ones still wait.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, get_args
+from statistics import median_low
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.length_counts import DocumentLengths
 from wlb.job.config import PRESETS
-from wlb.job.memory.fit import fits, largest_factor
-from wlb.job.memory.layers import Checkpointing
+from wlb.job.memory.fit import fits
 from wlb.markup import COLOURS, bar_table
 from wlb.simulate.decide import decide
 from wlb.simulate.job import SimulatedJob
-from wlb.simulate.rate import rate
 from wlb.simulate.run import SimulationResult, check_documents, simulate
-from wlb.simulate.search import packed_as, usual_steps
-from wlb.two_cores import on_two_cores
+from wlb.simulate.search import DRAWS, drawn
+from wlb.workload.base import DocumentPrices
 
 Lengths = NDArray[np.int64] | Sequence[NDArray[np.int64]]
 Progress = Callable[[str, int], None]  # a system, and its steps just done
 
-BASELINE, BEST, ELASTIC = "plain-4d", "best", "elastic"  # presets
+BASELINE, PER_DOCUMENT, BEST, ELASTIC = "plain-4d", "per-document-4d", "best", "elastic"  # presets
+LEAST_GAIN = 0.05  # that is worth a change
+_WINDOWS = 256  # of the steps that are simulated of a draw, unless that is few or many of them
+_FEWEST, _MOST = 4, 16
 AS_FAST = 0.01  # presets within so much of each other are as fast
-
-_COMPARED = 4  # steps by which activation checkpointing is chosen
 
 # Of ``wlb.simulate.CAUSES``: what is lost to imbalance and to what balancing takes, and the rest of a step.
 PARTS = {
-    "ranks that wait": ("dp ranks", "cp ranks"),
-    "uneven micro-batches and bubbles": ("bubbles", "stages", "micro-batches"),
+    "waiting for slower ranks": ("dp ranks", "cp ranks"),
+    "uneven micro-batches and pipeline bubbles": ("bubbles", "stages", "micro-batches"),
     "exchange of keys and values": ("cp exchange",),
     "other communication and optimizer": (
         "tp collectives",
@@ -53,100 +52,150 @@ PARTS = {
     "recomputation": ("recomputation",),
     "computing": ("compute",),
 }
-_LOST = tuple(PARTS)[:3]
+LOST = tuple(PARTS)[:3]
+FACTORS = ("balance", "recomputation", "layout")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Every system on the same documents in the same layout, the one that others are compared with first."""
+    """Every system on the same documents, in each of several draws; the one that others are compared with is first.
 
-    systems: Mapping[str, SimulationResult]
-    warm_up: int  # steps before those that count
+    ``moved`` is the winner in the layout of the base, in each draw: it says how much of a gain is balance, and how much
+    is another layout. It is empty where the two have one layout, or the winner does not fit the base's.
+    """
+
+    draws: Sequence[Mapping[str, SimulationResult]]
+    moved: Sequence[SimulationResult] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.draws[0]]
 
     @property
     def base(self) -> str:
         """plain-4d, or the first system where that is not among them."""
-        return BASELINE if BASELINE in self.systems else next(iter(self.systems))
+        return BASELINE if BASELINE in self.names else self.names[0]
 
     @property
     def steps(self) -> int:
-        """Steps that count."""
-        return self.systems[self.base].steps
+        """Steps of each draw that count."""
+        return self.draws[0][self.base].steps
+
+    @property
+    def warm_up(self) -> int:
+        """Steps of each draw before those."""
+        return usual_steps(self.draws[0][self.base].job.global_batch)
+
+    def speeds(self, system: str) -> list[float]:
+        """At equal work, over the base; one of each draw."""
+        return [draw[system].speed_at_equal_work(draw[self.base]) for draw in self.draws]
 
     def speed(self, system: str) -> float:
-        """At equal work, over the base."""
-        return self.systems[system].speed_at_equal_work(self.systems[self.base])
+        """At equal work, over the base: the median of the draws."""
+        return median_low(self.speeds(system))
+
+    def spread(self, system: str) -> tuple[float, float]:
+        """The least and the largest ``speeds``."""
+        speeds = self.speeds(system)
+        return min(speeds), max(speeds)
 
     @cached_property
-    def winner(self) -> str:
-        """The preset to set: the fastest that fits the memory, or ``elastic``, which delays nothing, if as fast.
+    def systems(self) -> dict[str, SimulationResult]:
+        """Each system in the draw in which its speed is the median; of the base in that of the winner."""
+        return {name: self.draws[self._median_draw(name)][name] for name in self.names}
 
-        The base where none is faster by ``AS_FAST``.
-        """
-        others = [name for name, system in self.systems.items() if name != self.base and fits(system.job)]
+    @cached_property
+    def fastest(self) -> str:
+        """The fastest system that fits the memory, or ``elastic``, which delays nothing, if that is as fast."""
+        others = [name for name in self.names if name != self.base and fits(self.draws[0][name].job)]
         fastest = max([self.base, *others], key=self.speed)
-        if self.speed(fastest) < 1 + AS_FAST:
-            return self.base
         as_fast = ELASTIC in others and self.speed(ELASTIC) >= (1 - AS_FAST) * self.speed(fastest)
         return ELASTIC if as_fast else fastest
 
     @property
-    def preset(self) -> str:
-        """What to configure: the winner, or ``best`` where nothing is faster than the base."""
-        return BEST if self.winner == self.base else self.winner
-
-    def configured(self) -> SimulatedJob:
-        """The job that a configuration of ``preset`` describes: before anything is decided on pools."""
-        job, best = self.systems[self.preset].job, self.systems[BEST].job
-        return replace(best if job.pools else job, activation_checkpointing=job.activation_checkpointing)
+    def winner(self) -> str:
+        """The preset to set: the fastest, or the base where that gains under ``LEAST_GAIN``, or not in every draw."""
+        worth_it = self.speed(self.fastest) >= 1 + LEAST_GAIN and self.spread(self.fastest)[0] > 1
+        return self.fastest if worth_it else self.base
 
     def parts(self, system: str) -> dict[str, float]:
         """Where ``system`` spends its time on the work of a mean step of the base, as shares of that step.
 
         They add up to 1 for the base, and to 1 over the speed for others.
         """
-        result, base = self.systems[system], self.systems[self.base]
-        scale = base.work_rate / (result.work_seconds / result.steps)
-        return {part: scale * sum(result.where[cause] for cause in causes) for part, causes in PARTS.items()}
+        draw = self.draws[self._median_draw(system)]
+        return _parts(draw[system], draw[self.base])
 
     @property
     def lost(self) -> dict[str, float]:
         """Shares of the base's step that are lost to imbalance, its bubbles, and exchange."""
         parts = self.parts(self.base)
-        return {part: parts[part] for part in _LOST}
+        return {part: parts[part] for part in LOST}
 
-    @property
-    def given_back(self) -> float:
-        """The share of the base's GPU time that the winner saves at equal work."""
-        return 1 - 1 / self.speed(self.winner)
+    @cached_property
+    def factors(self) -> dict[str, float]:
+        """The speed of the winner as a product of ``FACTORS``; each replaces parts of the base's step by the winner's.
+
+        Balance replaces what the base loses by what the winner loses, in the base's layout where it fits that. So it is
+        never more than the loss allows. Layout is all the rest: other kernels and communication.
+        """
+        place = self._median_draw(self.winner)
+        before, after = (
+            _parts(self.draws[place][name], self.draws[place][self.base]) for name in (self.base, self.winner)
+        )
+        moved = _parts(self.moved[place], self.draws[place][self.base]) if self.moved else after
+        balanced = 1 - sum(before[part] - moved[part] for part in LOST)
+        recomputing = balanced - before["recomputation"] + after["recomputation"]
+        return dict(
+            zip(FACTORS, (1 / balanced, balanced / recomputing, recomputing / sum(after.values())), strict=True)
+        )
 
     @property
     def loses(self) -> str:
         """What the base loses, and to what, as a clause."""
-        lost = self.lost
-        most_first = sorted(lost.items(), key=lambda item: -item[1])
-        made_of = ", ".join(f"{share:.0%} {part}" for part, share in most_first if share >= 0.005)
-        together = max(0.0, sum(lost.values()))
-        return f"{self.base} loses {together:.0%} of GPU time" + (f": {made_of}" if made_of else "")
-
-    def __str__(self) -> str:
-        if self.winner == self.base:
-            return f"{self.loses}. No other preset is faster by {AS_FAST:.0%} or more here."
-        delay = self.systems[self.winner].token_delay
-        waits = "with the same documents in every step" if delay < 0.005 else f"a token waits {delay:.2f} steps"
-        winner = f'preset = "{self.winner}"' if self.winner in PRESETS else f"The job {self.winner}"
-        return (
-            f"{self.loses}. {winner} gives back {self.given_back:.0%} "
-            f"({self.speed(self.winner):.2f}x at equal work, {waits})."
+        lost = {part: max(0.0, share) for part, share in self.lost.items()}
+        percents = dict(zip(lost, rounded([*lost.values()]), strict=True))
+        made_of = ", ".join(
+            f"{percents[part]}% {part}" for part in sorted(lost, key=lambda part: -lost[part]) if percents[part]
+        )
+        return f"{self.base} loses {sum(percents.values())}% of its time to imbalance" + (
+            f": {made_of}" if made_of else ""
         )
 
+    @property
+    def runs(self) -> str:
+        """How fast the winner runs, and why, as a sentence."""
+        low, high = self.spread(self.winner)
+        draws = f"{low:.2f} to {high:.2f} in {len(self.draws)} draws of the documents"
+        named = f'preset = "{self.winner}"' if self.winner in PRESETS else f"The job {self.winner}"
+        layout = "its own layout" if self.moved or not self._one_layout else "other kernels and communication"
+        causes = {"balance": "balance", "recomputation": "recomputation", "layout": layout}
+        made_of = [
+            f"{factor:.2f}x from {causes[name]}" for name, factor in self.factors.items() if abs(factor - 1) >= 0.005
+        ]
+        split = f" That is {' times '.join(made_of)}." if len(made_of) > 1 else ""
+        delay = self.systems[self.winner].token_delay
+        waits = "No document waits for a later step" if delay < 0.005 else f"A token waits {delay:.2f} steps on average"
+        return f"{named} runs {self.speed(self.winner):.2f}x as fast at equal work ({draws}).{split} {waits}."
+
+    def __str__(self) -> str:
+        if self.winner != self.base:
+            return f"{self.loses}. {self.runs}"
+        found = ""
+        if self.fastest != self.base:
+            low, high = self.spread(self.fastest)
+            found = (
+                f" The fastest, {self.fastest}, runs {self.speed(self.fastest):.2f}x as fast ({low:.2f} to {high:.2f})."
+            )
+        return f"{self.loses}. Keep what you have: no preset gains {LEAST_GAIN:.0%} or more in every draw.{found}"
+
     def _repr_html_(self) -> str:
-        parts = [self.parts(name) for name in self.systems]
+        parts = [self.parts(name) for name in self.names]
         columns = {
-            "system": [*self.systems],
-            "lost": [f"{sum(of_system[part] for part in _LOST):.1%}" for of_system in parts],
-            "speed at equal work": [f"{self.speed(name):.2f}x" for name in self.systems],
-            "token delay, steps": [f"{system.token_delay:.2f}" for system in self.systems.values()],
+            "system": self.names,
+            "lost": [f"{sum(of_system[part] for part in LOST):.1%}" for of_system in parts],
+            "speed at equal work": [f"{self.speed(name):.2f}x" for name in self.names],
+            "token delay, steps": [f"{self.systems[name].token_delay:.2f}" for name in self.names],
         }
         heading = f"{self} Bars: time for the work of a step of {self.base}."
         return bar_table(heading, columns, [parts], dict(zip(PARTS, COLOURS, strict=True)))
@@ -158,14 +207,50 @@ class Verdict:
             "lost": self.lost,
             "winner": self.winner,
             "speed_at_equal_work": self.speed(self.winner),
-            "given_back": self.given_back,
+            "spread": self.spread(self.winner),
+            "factors": self.factors,
+            "draws": len(self.draws),
             "systems": [
                 {"system": name}
                 | result.to_json()
-                | {"speed_at_equal_work": self.speed(name), "parts": self.parts(name), "fits": fits(result.job)}
+                | {
+                    "activation_checkpointing": result.job.activation_checkpointing,
+                    "speed_at_equal_work": self.speed(name),
+                    "spread": self.spread(name),
+                    "parts": self.parts(name),
+                    "fits": fits(result.job),
+                }
                 for name, result in self.systems.items()
             ],
         }
+
+    @property
+    def _one_layout(self) -> bool:
+        base, winner = (self.draws[0][name].job.layout for name in (self.base, self.winner))
+        return (base.tp, base.pp, base.virtual_pp, base.replicas) == (
+            winner.tp,
+            winner.pp,
+            winner.virtual_pp,
+            winner.replicas,
+        )
+
+    def _median_draw(self, system: str) -> int:
+        speeds = self.speeds(self.fastest if system == self.base else system)
+        return speeds.index(median_low(speeds))
+
+
+def _parts(result: SimulationResult, base: SimulationResult) -> dict[str, float]:
+    scale = base.work_rate / (result.work_seconds / result.steps)
+    return {part: scale * sum(result.where[cause] for cause in causes) for part, causes in PARTS.items()}
+
+
+def rounded(shares: Sequence[float]) -> list[int]:
+    """``shares`` in whole percent, which add up to their rounded sum: the largest remainders are rounded up."""
+    percents = 100 * np.asarray(shares)
+    whole = np.floor(percents).astype(int)
+    missing = round(percents.sum()) - int(whole.sum())
+    whole[np.argsort(whole - percents, kind="stable")[:missing]] += 1
+    return [int(percent) for percent in whole]
 
 
 def judge(
@@ -173,90 +258,48 @@ def judge(
     lengths: Lengths,
     steps: int | None = None,
     *,
+    moved: SimulatedJob | None = None,
     on_progress: Progress = lambda system, steps: None,
 ) -> Verdict:
-    """Simulate ``steps`` steps, by default ``usual_steps``, of each of ``jobs`` on documents of ``lengths`` tokens.
+    """Simulate ``steps`` steps, by default ``usual_steps``, of each of ``jobs`` in each draw of the documents.
 
-    Documents are repeated where they do not fill the steps; raises ``UserError`` where they do not fill one step.
-    ``on_progress`` gets the system and its steps just done.
+    ``moved`` is the job that wins, in the layout of the base. Documents are repeated where they do not fill the steps;
+    raises ``UserError`` where they do not fill one step. ``on_progress`` gets the system and its steps just done.
     """
-    *_, verdict = _judging(jobs, lambda job: job, lengths, steps, on_progress)
-    return verdict
+    first = jobs.get(BASELINE) or next(iter(jobs.values()))
+    steps = steps or usual_steps(first.global_batch)
+    check_documents(first, lengths, steps)
+    of_draws = {
+        name: simulate_draws(job, lengths, steps, first.work_prices, partial(on_progress, name))
+        for name, job in jobs.items()
+    }
+    of_moved = () if moved is None else simulate_draws(moved, lengths, steps, first.work_prices)
+    return verdict_of(of_draws, of_moved)
 
 
-def judge_presets(
+def verdict_of(of_draws: Mapping[str, Sequence[SimulationResult]], moved: Sequence[SimulationResult] = ()) -> Verdict:
+    """The verdict on systems with a result of each draw (``simulate_draws``)."""
+    return Verdict(
+        [dict(zip(of_draws, results, strict=True)) for results in zip(*of_draws.values(), strict=True)], moved
+    )
+
+
+def simulate_draws(
     job: SimulatedJob,
     lengths: Lengths,
-    presets: Iterable[str] = PRESETS,
-    steps: int | None = None,
-    *,
-    on_progress: Progress = lambda system, steps: None,
-) -> Iterator[Verdict]:
-    """``judge`` of ``presets_of``, with the verdict on the presets so far after each; on two cores."""
-    jobs, settled = _packed(job, presets), partial(well_checkpointed, lengths=lengths)
-    yield from _judging(jobs, settled, lengths, steps, on_progress, on_two_cores)
+    steps: int,
+    work_prices: DocumentPrices,
+    on_progress: Callable[[int], None] = lambda steps: None,
+) -> list[SimulationResult]:
+    """``job`` on each draw of the documents: ``steps`` steps, after ``usual_steps`` that warm up."""
+    warm_up = usual_steps(job.global_batch)
+    job = decide(job, lengths)
+    return [
+        simulate(drawn(job, draw), lengths, steps, warm_up=warm_up, work_prices=work_prices, on_progress=on_progress)
+        for draw in range(DRAWS)
+    ]
 
 
-def _judging(
-    jobs: Mapping[str, SimulatedJob],
-    settled: Callable[[SimulatedJob], SimulatedJob],
-    lengths: Lengths,
-    steps: int | None,
-    on_progress: Progress,
-    mapped: Callable[..., Iterator[tuple[SimulationResult, bool]]] = map,
-) -> Iterator[Verdict]:
-    """The verdict on the systems so far, after each of ``jobs``."""
-    first = next(iter(jobs.values()))
-    warm_up = usual_steps(first.global_batch)
-    steps, here = steps or warm_up, os.getpid()
-    check_documents(first, lengths, steps)
-
-    def simulated(name: str) -> tuple[SimulationResult, bool]:
-        is_here = os.getpid() == here  # where progress can be shown
-        told = partial(on_progress, name) if is_here else lambda done: None
-        job, prices = settled(jobs[name]), first.work_prices
-        return simulate(job, lengths, steps, warm_up=warm_up, work_prices=prices, on_progress=told), is_here
-
-    results: dict[str, SimulationResult] = {}
-    for name, (result, is_here) in zip(jobs, mapped(simulated, jobs), strict=True):
-        if not is_here:
-            on_progress(name, steps)
-        results[name] = result
-        yield Verdict(dict(results), warm_up)
-
-
-def presets_of(
-    job: SimulatedJob, lengths: DocumentLengths, presets: Iterable[str] = PRESETS
-) -> dict[str, SimulatedJob]:
-    """``job`` under each of ``presets``, with the activation checkpointing under which it is fastest.
-
-    Without pools where documents have phases, which these do not know.
-    """
-    return {name: well_checkpointed(one, lengths) for name, one in _packed(job, presets).items()}
-
-
-def _packed(job: SimulatedJob, presets: Iterable[str]) -> dict[str, SimulatedJob]:
-    packed = {name: packed_as(job, name) for name in presets}
-    return {name: one for name, one in packed.items() if not (one.phases and one.pools)}
-
-
-def well_checkpointed(job: SimulatedJob, lengths: DocumentLengths) -> SimulatedJob:
-    """``job`` with the cheapest checkpointing that fits; or with more, where that makes room for a larger L_max.
-
-    L_max is the job's own, or the largest that fits if that is less; that of pools is decided with them. With full
-    checkpointing and the least L_max where nothing fits.
-    """
-    choices: list[SimulatedJob] = []
-    for kind in get_args(Checkpointing):  # cheapest first
-        candidate = replace(job, activation_checkpointing=kind)
-        if job.pools is not None or not job.packing.has_length_factor:
-            candidate = decide(candidate, lengths)
-            if fits(candidate):
-                return candidate
-        elif (room := largest_factor(candidate)) is not None:
-            choices.append(candidate.with_length_factor(min(float(job.packing.length_factor), room)))
-            if choices[-1].packing.length_factor == job.packing.length_factor:
-                break
-    if len(choices) > 1:
-        return max(choices, key=lambda choice: rate(choice, lengths, _COMPARED, job.work_prices).work_rate)
-    return choices[0] if choices else candidate.with_length_factor(candidate.least_length_factor)
+def usual_steps(global_batch: int) -> int:
+    """How many steps of so many windows are simulated of a draw where nobody says, and how many warm up before them."""
+    return min(max(_FEWEST, _WINDOWS // global_batch), _MOST)

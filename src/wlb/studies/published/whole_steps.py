@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
+from wlb.job.memory.fit import fits
+from wlb.job.memory.layers import Checkpointing
 from wlb.job.pricing import Software
 from wlb.schedules.layout import Layout
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.job import SimulatedJob, simulated_job
-from wlb.simulate.search import fitted
 from wlb.simulate.shards import Shards, price_shards
 from wlb.simulate.step import Steps
 from wlb.studies.published.metrics import Row, seconds_of_step, size, stated, step_tokens
@@ -133,7 +134,8 @@ def published_step(row: Row) -> PublishedStep:
     if recomputation is None and stack.weights == "kept":
         assumed.append("no recomputation, or of element-wise operations only, whether or not that fits")
     elif recomputation is None:
-        fitting = fitted(_held(job))
+        held = (replace(_held(job), activation_checkpointing=kind) for kind in get_args(Checkpointing))
+        fitting = next(filter(fits, held), None)  # the cheapest
         recomputation = fitting.activation_checkpointing if fitting else "full"
         why = "the cheapest that is predicted to fit" if fitting else "and not even that is predicted to fit"
         assumed.append(f"recomputation: {recomputation}, {why}")

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from wlb.documents.lengths import read_lengths
 from wlb.documents.store.mixture import document_lengths
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
@@ -19,11 +20,13 @@ from wlb.job.memory.layers import Exchange
 from wlb.job.memory.step import predict_rank_memory
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
+from wlb.simulate.estimate import CONFIGURED, judge_config
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import simulate_step
 from wlb.simulate.shards import Shards
 from wlb.simulate.step import Steps
 from wlb.simulate.traffic import PURPOSES, received_bytes
+from wlb.simulate.verdict import Verdict
 from wlb.training.data.loader import micro_batches_of
 from wlb.training.dry_run.meter import ACTIVATIONS, BATCHES, EXCHANGE, GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS
 from wlb.training.dry_run.problems import FoundJob, SyntheticStore, find_problems
@@ -104,6 +107,7 @@ class DryRun:
     plan: StepPlan
     simulated: Steps | LevelSteps
     ranks: tuple[RankReport, ...]
+    verdict: Verdict | None  # beside plain-4d; None without a token store that fills a step
 
     def to_json(self) -> dict[str, Any]:
         job = self.found.job
@@ -116,6 +120,7 @@ class DryRun:
             "step": self.step,
             "step_tokens": self.plan.tokens,
             "imbalance": self.imbalance,
+            "speed_at_equal_work": None if self.verdict is None else self.verdict.speed(CONFIGURED),
             "memory_limit_bytes": int(job.memory_limit.number_of_bytes),
             "worst_step_bytes": predicted_memory(job).total,
             "ranks": [rank.to_json(mesh_shape(job.layout)) for rank in self.ranks],
@@ -142,7 +147,19 @@ def dry_run(config: JobConfig, ranks: int | Literal["all"] = 0, hardware: str = 
     roles = distinct_roles(job, shards) if ranks == "all" else {ranks: "as asked"}
     runs = run_ranks(found, list(roles), [step])
     reports = tuple(_report(run, roles[run.rank], found, plan, shards) for run in runs)
-    return DryRun(found, step, plan, simulate_step(plan, job), reports)
+    return DryRun(found, step, plan, simulate_step(plan, job), reports, _judged(found))
+
+
+def _judged(found: FoundJob) -> Verdict | None:
+    """What ``wlb simulate`` says of the job."""
+    if isinstance(found.store, SyntheticStore):
+        return None
+    lengths = [read_lengths(store, keep_empty=True) for store in found.config.data.stores]
+    job = JobSpec.from_config(found.config, found.hardware, model=found.model)
+    try:
+        return judge_config(found.config, job, lengths[0] if len(lengths) == 1 else lengths)
+    except UserError:  # the documents do not fill a step
+        return None
 
 
 def _heaviest_step(found: FoundJob) -> tuple[int, StepPlan, Shards]:

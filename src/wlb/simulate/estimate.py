@@ -1,0 +1,427 @@
+"""What ``wlb check``, ``report``, ``serve`` and ``simulate --search`` answer: how much faster each preset runs a job.
+
+A ``Question`` says which job: model, GPUs, window, global batch, and the layout where that is given. ``estimate``
+finds the fastest layout of every preset (``wlb.simulate.search``), simulates them on the same documents
+(``wlb.simulate.verdict``), and gives the configuration of the winner, with which every command says the same.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wlb.documents.filling import check_filling
+from wlb.documents.lengths import assumed_window, described_window, read_encoder_tokens
+from wlb.documents.store.reader import stored_vocab_size
+from wlb.documents.store.sources import StoreSource, names_store
+from wlb.errors import UserError
+from wlb.job.config import JobConfig
+from wlb.job.config_file import to_toml
+from wlb.job.memory.fit import fits
+from wlb.schedules.layout import Layout
+from wlb.simulate.job import SimulatedJob
+from wlb.simulate.run import SimulationResult, check_documents
+from wlb.simulate.search import (
+    BATCH_TOKENS,
+    PINNED,
+    SearchResult,
+    SearchSpace,
+    fastest_layout,
+    layout_of,
+    search_space,
+)
+from wlb.simulate.verdict import (
+    BASELINE,
+    BEST,
+    ELASTIC,
+    PARTS,
+    PER_DOCUMENT,
+    Lengths,
+    Progress,
+    Verdict,
+    simulate_draws,
+    usual_steps,
+    verdict_of,
+)
+from wlb.terminal import listed, number_of, tell
+from wlb.two_cores import on_two_cores
+from wlb.workload import MODEL_SHAPES, model_shape
+from wlb.workload.phases import DocumentPhases, encoder_seconds
+from wlb.workload.profile import WorkloadProfile
+
+T = TypeVar("T")
+Encoders = Mapping[str, tuple[NDArray[np.int64], float]]
+
+ENCODER_PARAMETERS = "675M"  # of the vision encoder of Qwen2-VL (arXiv 2409.12191, section 2.1)
+_VOCABULARY_MULTIPLE = 128  # so that tensor-parallel ranks have equally many rows
+CONFIGURED = "as configured"
+CHECKED = (BASELINE, PER_DOCUMENT, BEST, ELASTIC)  # presets: what stacks do today, and ours
+_STACKS = {
+    BASELINE: "fixed-length packing, per-sequence head-tail sharding: torch, torchtitan, the paper's baseline",
+    PER_DOCUMENT: "the same with per-document head-tail sharding: Megatron-Core, Transformer Engine",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job: its ``space``, of which a layout may be fixed; what it is ``priced_by``, and what was ``assumed`` of it.
+
+    ``model`` is its name in a configuration.
+    ``encoders`` have, by name, the tokens of every document and the parameters.
+    """
+
+    space: SearchSpace
+    model: str
+    priced_by: Mapping[str, str | int]
+    assumed: Sequence[str] = ()
+    profile: WorkloadProfile | None = None
+    encoders: Encoders = field(default_factory=dict)
+
+    def fastest(self, preset: str, lengths: NDArray[np.int64]) -> SearchResult:
+        """The layouts in which ``preset`` runs this job fastest."""
+        return fastest_layout(
+            self.space, lengths, preset, adapt=partial(completed, profile=self.profile, encoders=self.encoders)
+        )
+
+    def fixed_to(self, job: SimulatedJob) -> Question:
+        """The same in the layout of ``job``."""
+        return replace(self, space=replace(self.space, fixed=tuple(vars(job.layout).items())))
+
+
+def completed(job: SimulatedJob, profile: WorkloadProfile | None, encoders: Encoders) -> SimulatedJob:
+    """``job`` priced by a measured profile, if there is one, with the encoders that its documents go through."""
+    if profile is not None:
+        job = job.priced(profile=profile, packed_by=profile.workload())
+    if not encoders:
+        return job
+    tp, hardware = job.layout.tp, job.hardware
+    seconds = {name: encoder_seconds(tokens, size, hardware, tp) for name, (tokens, size) in encoders.items()}
+    return replace(job, phases=DocumentPhases(seconds))
+
+
+def question_of(
+    model: str,
+    hardware: str,
+    gpus: int,
+    lengths: NDArray[np.int64],
+    *,
+    context_window: int | None = None,
+    batch_tokens: int | None = None,
+    fixed: Mapping[str, int | str] | None = None,
+    profile: WorkloadProfile | None = None,
+    source: str | None = None,
+    encoders: Sequence[str] | None = None,
+    assumed: Sequence[str] = (),
+) -> Question:
+    """The job on documents of ``lengths`` tokens; what is assumed of window and global batch, the question says.
+
+    ``source`` may be a token store, whose vocabulary the model holds, or have columns for encoders beside the lengths:
+    ``encoders`` are theirs as ``--encoder`` has them. Of a measured ``profile`` ``hardware`` says the links. Raises
+    ``UserError`` for what no job can have.
+    """
+    assumed, fixed = [*assumed], dict(fixed or {})
+    if context_window is None:
+        context_window = assumed_window(lengths)
+        assumed.append(described_window(context_window, lengths))
+    if batch_tokens is None:
+        batch_tokens, why = _assumed_batch(lengths, context_window, fixed)
+        assumed.append(f"{batch_tokens:,} tokens a step{why} (--batch-tokens)")
+    shape = model_shape(model) if profile is None else profile.model
+    stored = stored_vocab_size(source) if source is not None and names_store(source) else None
+    if stored is not None and stored > shape.vocab_size:
+        shape = replace(shape, vocab_size=-(-stored // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE)
+    space = search_space(shape, gpus, context_window, hardware=hardware, batch_tokens=batch_tokens, fixed=fixed)
+    if fixed.keys() >= PINNED:
+        _check_pinned(space)
+    priced_by = {"model": model} if profile is None else {"profile of": _measured_name(profile)}
+    return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile, encoders_of(source, encoders))
+
+
+def _assumed_batch(lengths: NDArray[np.int64], window: int, fixed: Mapping[str, Any]) -> tuple[int, str]:
+    """4M tokens, or what every rank of a layout that is given needs; halved while the documents do not fill it."""
+    least = fixed.get("dp", 1) * fixed.get("pp", 1)
+    windows, tokens, why = max(least, BATCH_TOKENS // window // least * least), int(lengths.sum()), ""
+    while windows % (2 * least) == 0 and windows * window > tokens:
+        windows, why = windows // 2, f", as the documents have {tokens:,}"
+    return windows * window, why
+
+
+def _check_pinned(space: SearchSpace) -> None:
+    """Raise ``UserError`` where the layout that is given has other GPUs, or cannot run the global batch."""
+    layout = Layout(**dict(space.fixed))  # type: ignore[arg-type]
+    windows, least = space.micro_batches, layout.dp * layout.pp
+    if layout.world_size != space.gpus:
+        raise UserError(f"--gpus {space.gpus} is not dp x pp x cp x tp = {layout.world_size}; leave one of them out")
+    if windows % layout.dp:
+        raise UserError(
+            f"a global batch of {windows} windows cannot be dealt evenly to --dp {layout.dp} ranks; give "
+            f"--batch-tokens {layout.dp * max(1, windows // layout.dp) * space.context_window}"
+        )
+    if windows < least:
+        raise UserError(
+            f"a global batch of {windows} windows over --dp {layout.dp} cannot fill --pp {layout.pp} pipeline stages; "
+            f"give at least --batch-tokens {least * space.context_window}, or a smaller --pp"
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The verdict on a job, the layouts that were nearest to each system's fastest, and the winner's configuration.
+
+    ``config`` is TOML, and empty where nothing gains enough to change anything.
+    """
+
+    question: Question
+    verdict: Verdict
+    searched: Mapping[str, SearchResult]
+    config: str
+
+    @property
+    def gpu_hours_a_day(self) -> float:
+        """Those that the winner saves."""
+        return 24 * self.question.space.gpus * (1 - 1 / self.verdict.speed(self.verdict.winner))
+
+    def to_json(self) -> dict[str, Any]:
+        return self.verdict.to_json() | {
+            "gpu_hours_a_day": self.gpu_hours_a_day,
+            "assumed": [*self.question.assumed],
+            "config": self.config,
+        }
+
+
+def estimate(
+    question: Question,
+    lengths: NDArray[np.int64],
+    presets: Sequence[str] = CHECKED,
+    steps: int | None = None,
+    *,
+    source: str,
+    on_progress: Progress = lambda system, steps: None,
+) -> Estimate:
+    """``presets`` on documents of ``lengths`` tokens, each in its fastest layout, or all in the one that is fixed.
+
+    The configuration is for the documents of ``source``. Raises ``UserError`` where the documents do not fill one step,
+    and where plain-4d has no layout; of other presets that have none the verdict says nothing.
+    """
+    space = question.space
+    steps = steps or usual_steps(space.micro_batches)
+    check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
+    searched = {name: found for name, found in _each(partial(_searched, question, lengths), presets) if found}
+    base = BASELINE if BASELINE in searched else next(iter(searched))
+    prices, here = searched[base].job.work_prices, os.getpid()
+
+    def simulated(name: str) -> list[SimulationResult]:
+        told = partial(on_progress, name) if os.getpid() == here else lambda done: None
+        return simulate_draws(searched[name].job, lengths, steps, prices, told)
+
+    verdict = _explained(
+        dict(_each(simulated, [*searched])),
+        lambda job: simulate_draws(job, lengths, steps, prices),
+        lambda winner: question.fixed_to(searched[base].job).fastest(winner, lengths).job,
+    )
+    config = "" if verdict.winner == base else recommended_config(verdict, question.model, source)
+    return Estimate(question, verdict, searched, config)
+
+
+def judge_config(
+    config: JobConfig,
+    job: SimulatedJob,
+    lengths: Lengths,
+    presets: Sequence[str] = (BASELINE,),
+    steps: int | None = None,
+    *,
+    on_progress: Progress = lambda system, steps: None,
+) -> Verdict:
+    """``job``, which is that of ``config``, beside ``presets`` in its layout, plain-4d in that of ``[baseline]``.
+
+    It says of a configuration that ``estimate`` recommends what that says. Raises ``UserError`` where the documents do
+    not fill one step.
+    """
+    check_documents(job, lengths, steps or 1)
+    baseline = config.baseline
+    space = SearchSpace(job.layout.world_size, job.shape, job.hardware, job.context_window, job.global_batch)
+
+    def fastest(preset: str, layout: Layout) -> SimulatedJob:
+        fixed = replace(space, fixed=tuple(vars(layout).items()))
+        return fastest_layout(fixed, lengths, preset, adapt=partial(_alike, job)).job
+
+    jobs = {CONFIGURED: job}
+    for preset in presets:
+        if preset == BASELINE and baseline is not None:
+            kind = baseline.activation_checkpointing
+            jobs[preset] = replace(fastest(preset, baseline.layout), activation_checkpointing=kind)
+        else:
+            jobs[preset] = fastest(preset, job.layout)
+    prices = jobs.get(BASELINE, job).work_prices
+    steps = steps or usual_steps(job.global_batch)
+    of_draws = {
+        name: simulate_draws(one, lengths, steps, prices, partial(on_progress, name)) for name, one in jobs.items()
+    }
+    if baseline is None:
+        return verdict_of(of_draws)
+    return _explained(
+        of_draws,
+        lambda moved: simulate_draws(moved, lengths, steps, prices),
+        lambda winner: fastest(config.preset if winner == CONFIGURED else winner, baseline.layout),
+    )
+
+
+def _alike(job: SimulatedJob, other: SimulatedJob) -> SimulatedJob:
+    """``other`` with the documents, prices and memory of ``job``."""
+    return replace(
+        other,
+        data=job.data,
+        pricing=job.pricing,
+        phases=job.phases,
+        limit=job.limit,
+        tied_embeddings=job.tied_embeddings,
+        checkpoint_copy=job.checkpoint_copy,
+    )
+
+
+def _explained(
+    of_draws: Mapping[str, Sequence[SimulationResult]],
+    simulated: Callable[[SimulatedJob], Sequence[SimulationResult]],
+    moved: Callable[[str], SimulatedJob],
+) -> Verdict:
+    """The verdict; a winner in another layout than the base's is simulated there too: ``moved`` gives that job."""
+    verdict = verdict_of(of_draws)
+    base, winner = (of_draws[name][0].job for name in (verdict.base, verdict.winner))
+    if layout_of(base) == layout_of(winner):
+        return verdict
+    job = moved(verdict.winner)
+    return verdict_of(of_draws, simulated(job)) if fits(job) else verdict
+
+
+def _searched(question: Question, lengths: NDArray[np.int64], preset: str) -> SearchResult | None:
+    try:
+        return question.fastest(preset, lengths)
+    except UserError:
+        if preset == BASELINE:
+            raise
+        return None
+
+
+def _each(function: Callable[[str], T], names: Sequence[str]) -> list[tuple[str, T]]:
+    """``function`` of each of ``names``, on two cores; the dearest presets come last, and are shared."""
+    shared = [*names[::2], *names[1::2]]
+    results = dict(zip(shared, on_two_cores(function, shared), strict=True))
+    return [(name, results[name]) for name in names]
+
+
+def recommended_config(verdict: Verdict, model: str, source: str) -> str:
+    """The winner's job as TOML, nothing in it left "auto"; without a token store a placeholder stands for it."""
+    winner = verdict.winner
+    job, base = verdict.systems[winner].job, verdict.systems[verdict.base].job
+    store = source if names_store(source) else None
+    packing: dict[str, Any] = {"micro_batches": job.packing.micro_batches}
+    parallel = _written(job)
+    if job.pools is not None:
+        packing |= {"global_batch": job.global_batch, "grouping": job.pools.grouping}
+        parallel["pool"] = job.layout.cp
+        if not job.levels_steps:
+            packing["pool_micro_batches"] = job.micro_batches_per_rank
+    if job.packing.has_length_factor:
+        packing["max_length_factor"] = float(job.packing.length_factor)
+    profile = job.pricing.profile
+    named = model if profile is None else _measured_name(profile)
+    pretrained = named not in MODEL_SHAPES and Path(named).is_dir()
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"pretrained": named} if pretrained else {"name": named, "vocab_size": job.shape.vocab_size},
+        "data": {"store": store or "data/corpus", "context_window": job.context_window},
+        "parallel": parallel,
+        "packing": packing,
+        "training": {"activation_checkpointing": job.activation_checkpointing},
+    }
+    if layout_of(job) != layout_of(base) or job.activation_checkpointing != base.activation_checkpointing:
+        sections["baseline"] = _written(base) | {"activation_checkpointing": base.activation_checkpointing}
+    remark = "" if store else "; name your token store in data.store (wlb prepare)"
+    return to_toml({"preset": winner}, sections, f"For documents as in {source}{remark}.")
+
+
+def _written(job: SimulatedJob) -> dict[str, Any]:
+    layout = job.layout
+    sizes: dict[str, Any] = {"dp": layout.dp, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
+    return sizes | ({"virtual_pp": layout.virtual_pp, "schedule": layout.schedule} if layout.virtual_pp > 1 else {})
+
+
+def _measured_name(profile: WorkloadProfile) -> str:
+    """The name of the model that was measured."""
+    measured = replace(profile.model, vocab_size=1)
+    names = (name for name, shape in MODEL_SHAPES.items() if replace(shape, vocab_size=1) == measured)
+    return next(names, "MODEL OF THE PROFILE")
+
+
+def encoders_of(lengths: StoreSource | None, encoders: Sequence[str] | None = None) -> Encoders:
+    """``Question.encoders``: the columns that ``lengths`` has for encoders; ``encoders`` as ``--encoder`` has them."""
+    columns = {} if lengths is None else read_encoder_tokens(lengths)
+    sizes = dict.fromkeys(columns, ENCODER_PARAMETERS)
+    for one in encoders or ():
+        name, _, size = one.partition("=")
+        if name not in columns:
+            known = ", ".join(f"{column}_tokens" for column in columns) or "none"
+            raise UserError(f"--encoder {one}: {lengths} has no column {name}_tokens (of such columns it has {known})")
+        sizes[name] = size
+    if columns:
+        priced = ", ".join(f"{name}_tokens as an encoder of {size} parameters" for name, size in sizes.items())
+        tell(f"wlb: note: {lengths}: {priced} (--encoder NAME=PARAMETERS)")
+    return {name: (columns[name], _parameters(size)) for name, size in sizes.items()}
+
+
+def _parameters(size: str) -> float:
+    scale = {"M": 1e6, "B": 1e9}.get(size[-1:], 1.0)
+    try:
+        number = scale * float(size.rstrip("MB"))
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise UserError(f"an encoder of {size!r} parameters is no number over 0; write it as 675M")
+    return number
+
+
+def about(found: Estimate) -> list[str]:
+    """Which job was simulated, what was assumed of it and for how many steps: what stands below a verdict."""
+    question, verdict = found.question, found.verdict
+    space, base = question.space, verdict.systems[verdict.base]
+    passes = max(system.epochs for system in verdict.systems.values())
+    repeated = f"; the corpus is too small for that, so it was repeated {passes} times" if passes > 1 else ""
+    each = "all in the layout given" if space.fixed else "each system in its own fastest layout"
+    return [
+        f"{listed(question.priced_by)}, {number_of(space.gpus, 'GPU')}; {space.batch_tokens:,} tokens a step, "
+        f"{number_of(space.micro_batches, 'window')} of {space.context_window:,}",
+        *(["assumed: " + ", ".join(question.assumed)] if question.assumed else []),
+        *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
+        f"simulated, {each}: {number_of(base.steps, 'step')} in each of {len(verdict.draws)} draws, after "
+        f"{verdict.warm_up} that warm up{repeated}",
+    ]
+
+
+def columns_of(verdict: Verdict) -> dict[str, list[str]]:
+    """The table of a verdict: what each system's time goes to, as shares of the base's, its speed, delay and layout."""
+    systems = verdict.systems
+    parts = {name: verdict.parts(name) for name in systems}
+    rows = {part: [_percent(parts[name][part]) for name in systems] for part in PARTS}
+    rows["together"] = [_percent(sum(parts[name].values())) for name in systems]
+    rows["speed at equal work"] = [f"{verdict.speed(name):.2f}x" for name in systems]
+    spreads = {name: verdict.spread(name) for name in systems}
+    rows["least to most, of the draws"] = [f"{low:.2f} to {high:.2f}" for low, high in spreads.values()]
+    rows["token delay, steps"] = [f"{system.token_delay:.2f}" for system in systems.values()]
+    layouts = [system.job.layout for system in systems.values()]
+    rows["tp, cp, pp, dp"] = [f"{one.tp}, {one.cp}, {one.pp}, {one.dp}" for one in layouts]
+    if any(one.virtual_pp > 1 for one in layouts):
+        rows["stages of a pipeline rank"] = [f"{one.virtual_pp}" for one in layouts]
+    rows["activation checkpointing"] = [system.job.activation_checkpointing for system in systems.values()]
+    columns = zip(systems, zip(*rows.values(), strict=True), strict=True)
+    return {f"of a step of {verdict.base}": [*rows]} | {name: [*cells] for name, cells in columns}
+
+
+def _percent(share: float) -> str:
+    return f"{round(share, 3) + 0.0:.1%}"  # never -0.0%
