@@ -11,46 +11,43 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wlb.cli import options
-from wlb.cli.console import emit_json, note, progress_bar, show_columns, show_next, stdout
-from wlb.cli.groups import given_again, names_of
-from wlb.terminal import number_of
+from wlb.cli.console import emit_json, progress_bar, show_columns, show_next, stdout
+from wlb.cli.groups import given_again, names_of, refuse_unused
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from wlb.documents.lengths import ReadLengths
     from wlb.simulate.verdict import Verdict
     from wlb.studies.check import AskedJob
 
+_TEXT = names_of(options.TextOptions)
 _STORE = "corpus"  # that documents of text are prepared into
-_MOST_TEXTS = 20_000  # that are tokenised
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions(options.JobOptions):
+class CheckOptions(options.TextOptions, options.JobOptions):
     """The job, and how to count the tokens of documents that are text."""
 
     tokenizer: Annotated[
         str | None,
         typer.Option(metavar="TOKENIZER", help="LENGTHS is text, as wlb prepare reads it: bytes, a file or a model."),
     ] = None
-    text_field: Annotated[str, typer.Option(metavar="FIELD", help="Field or column of the text.")] = "text"
 
-    def lengths(self, source: str) -> NDArray[np.int64]:
+    def lengths(self, context: typer.Context, source: str) -> ReadLengths:
         """Tokens of every document of ``source``."""
-        from wlb.documents.lengths import read_lengths
+        from wlb.documents.lengths import ReadLengths, read_lengths
         from wlb.documents.prepare import text_lengths
-        from wlb.documents.prepare.sources import FileCorpus
+        from wlb.documents.prepare.chat import ChatFormat
         from wlb.documents.prepare.tokenization import load_tokenizer
 
         if self.tokenizer is None:
-            return read_lengths(source, keep_empty=True)
-        corpus = FileCorpus([Path(source)], self.text_field)
-        lengths: NDArray[np.int64]
-        lengths, are_all = text_lengths(corpus, load_tokenizer(self.tokenizer), _MOST_TEXTS)
-        if not are_all:
-            note(f"lengths are those of the first {number_of(len(lengths), 'document')} of {source}")
-        return lengths
+            refuse_unused(context, _TEXT, "has no effect without --tokenizer")
+            return ReadLengths(source, read_lengths(source, keep_empty=True))
+        tokenizer = load_tokenizer(self.tokenizer)
+        chat = ChatFormat.of_tokenizer(self.tokenizer, tokenizer.special_tokens) if self.chat else None
+        return text_lengths(self.corpus([Path(source)]), tokenizer, chat)
 
 
 def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions, json: options.Json = False) -> None:
@@ -65,7 +62,7 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     """
     from wlb.studies.check import CHECKED, checked
 
-    tokens = asked.lengths(lengths)
+    tokens = asked.lengths(context, lengths).lengths
     found = asked.job(context, None if asked.tokenizer else lengths, tokens)
     verdict = judged_presets(found, tokens, CHECKED, asked.steps)
     result = checked(found, verdict, asked.model, lengths)
@@ -80,7 +77,7 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     if asked.tokenizer is None:
         show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))
     else:
-        text = given_again(context, ["tokenizer", "text_field"])
+        text = given_again(context, ["tokenizer", *_TEXT])
         show_next("prepare", lengths, *text, "--out", _STORE)
 
 

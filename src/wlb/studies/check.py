@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.filling import check_filling
-from wlb.documents.lengths import read_encoder_tokens
+from wlb.documents.lengths import assumed_window, described_window, read_encoder_tokens
 from wlb.documents.store.sources import StoreSource, names_store
 from wlb.errors import UserError
 from wlb.report.predicted import recommended_config
@@ -29,7 +29,6 @@ from wlb.workload.phases import DocumentPhases, encoder_seconds
 
 ENCODER_PARAMETERS = "675M"  # of the vision encoder of Qwen2-VL (arXiv 2409.12191, section 2.1)
 CHECKED = (BASELINE, BEST, ELASTIC)  # presets that are simulated: what most trainers do, and ours
-_LEAST_WINDOW, _MOST_WINDOW = 4096, 131_072  # that are assumed
 _BATCH_TOKENS = 2**22
 
 
@@ -66,8 +65,8 @@ def in_fastest_layout(
 ) -> AskedJob:
     """The job on documents of ``lengths`` tokens, 4M tokens a step, in the layout in which plain-4d is fastest.
 
-    A ``context_window`` that is None becomes the power of two that holds the longest document, from 4K to 128K. Raises
-    ``UserError`` for an unknown model or hardware, and where no layout of ``gpus`` fits the memory.
+    A ``context_window`` that is None becomes ``wlb.documents.lengths.assumed_window``. Raises ``UserError`` for an
+    unknown model or hardware, and where no layout of ``gpus`` fits the memory.
     """
     window, assumed = (context_window, "") if context_window is not None else window_of(lengths)
     windows = max(1, _BATCH_TOKENS // window)
@@ -81,10 +80,9 @@ def in_fastest_layout(
 
 
 def window_of(lengths: NDArray[np.int64]) -> tuple[int, str]:
-    """The power of two that holds the longest document, within bounds; and how to say that."""
-    longest = int(lengths.max())
-    window = min(max(_LEAST_WINDOW, 1 << (longest - 1).bit_length()), _MOST_WINDOW)
-    return window, f"a window of {window:,} tokens, as the longest document has {longest:,}; "
+    """``assumed_window``, and how to say that."""
+    window = assumed_window(lengths)
+    return window, f"{described_window(window, lengths)}; "
 
 
 def with_phases(job: SimulatedJob, lengths: StoreSource | None, encoders: Sequence[str] | None = None) -> SimulatedJob:
