@@ -36,7 +36,7 @@ from wlb.documents.store.shards import ShardedLengths
 from wlb.documents.store.sources import StoreSource, names_store, source_name, store_prefixes
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
-from wlb.terminal import number_of, tell
+from wlb.terminal import beginning_of, number_of, tell
 from wlb.token_count import parse_count, parse_tokens
 
 _STDIN = Path("standard input")
@@ -192,7 +192,7 @@ def _length_in(path: Path, row: Any, where: str, number: int) -> Any:
     if isinstance(row, dict):
         if not {"length", "input_ids"} & row.keys():
             raise UserError(
-                f"{path}: {where} {number} has neither length nor input_ids, but {', '.join(row)[:80]}"
+                f"{path}: {where} {number} has neither length nor input_ids, but {beginning_of(row)}"
                 f"{_if_text(path, row)}"
             )
         row = row["length"] if "length" in row else row["input_ids"]
@@ -226,7 +226,7 @@ def _from_csv(path: Path) -> Integers:
         first = next(rows, (0, []))
         heading = [name.strip() for name in first[1]]
         if "length" not in heading and len(heading) > 1:
-            raise UserError(f"{path} has no column 'length'; it has {', '.join(heading)[:80]}{_if_text(path, heading)}")
+            raise UserError(f"{path} has no column 'length'; it has {beginning_of(heading)}{_if_text(path, heading)}")
         if len(heading) == 1 and parse_count(heading[0].removeprefix("-")) is not None:
             rows = chain([first], rows)
         column = heading.index("length") if "length" in heading else 0
@@ -288,7 +288,7 @@ def _from_parquet(path: Path, name: str = "length") -> Integers:
         with parquet.ParquetFile(path) as file:
             if name not in file.schema_arrow.names:
                 names = file.schema_arrow.names
-                raise UserError(f"{path} has no column {name!r}; it has {', '.join(names)[:80]}{_if_text(path, names)}")
+                raise UserError(f"{path} has no column {name!r}; it has {beginning_of(names)}{_if_text(path, names)}")
             column = file.read([name])[name]
     except arrow.ArrowException as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None

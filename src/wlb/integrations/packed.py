@@ -193,15 +193,14 @@ class PackedSteps(Iterator[PackedStep]):
 
     @property
     def overlong(self) -> OverlongReport:
-        """Documents over the context window so far, also of steps to come, their pieces, and tokens that are dropped."""
+        """What became of documents over the context window, of all that were taken in, also for steps to come."""
         return self._steps.overlong
 
     def _tell_of_overlong(self, documents: str) -> None:
         self._told_of_overlong = True
         window, policy = self.job.context_window, self.job.data.overlong
         warn(
-            f"{documents} are over context_window = {window}, and overlong = {policy!r}; PackedSteps.overlong counts "
-            "what becomes of them"
+            f"over context_window = {window}: {documents}; overlong = {policy!r}, and PackedSteps.overlong counts them"
         )
 
     def state_dict(self) -> dict[str, Any]:

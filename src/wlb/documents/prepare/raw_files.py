@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from wlb.documents.prepare.batches import Reject
 from wlb.errors import UserError, require
+from wlb.terminal import beginning_of
 
 FileKind = Literal["text", "jsonl", "json", "csv", "parquet"]
 _COMPRESSED = (".gz", ".zst")
@@ -221,7 +222,7 @@ def parquet_cells(path: Path, column: str, share: int, shares: int, chat: bool) 
 
 
 def _no_column(path: Path, column: str, names: Sequence[str]) -> UserError:
-    return UserError(f"{path} has no column {column!r}, only {', '.join(names)[:80]}; {choose_field(names)}")
+    return UserError(f"{path} has no column {column!r}, only {beginning_of(names)}; {choose_field(names)}")
 
 
 def choose_field(names: Collection[str]) -> str:

@@ -44,6 +44,7 @@ from wlb.documents.prepare.raw_files import (
     utf8_text,
 )
 from wlb.errors import UserError, require
+from wlb.terminal import beginning_of
 
 DocumentUnit = Literal["definition", "module"]
 TextDocuments = Literal["files", "lines"]
@@ -243,7 +244,7 @@ class FileCorpus(Corpus):
     def described_fields(self) -> str:
         found = (fields_of(item) for batch in self.batches() for item in batch.items)
         other = next((fields for fields in found if fields and self._field not in fields), [])
-        names = ", ".join(other)[:80] or "none"
+        names = beginning_of(other) or "none"
         return f"the first entry without field {self._field!r} has {names}; {choose_field(other)}"
 
     def _of_one_file(self, path: Path, kind: str, most: int) -> Iterator[CorpusTask]:
